@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from quartet.config import UserError
 from quartet.rollout.process import EngineProcess
-from quartet.rollout.protocol import EngineFailed
+from quartet.rollout.protocol import EngineFailed, Request, SamplingParams
 from quartet.rollout.staging import StagedWeights
 from quartet.weights.in_process import sync_in_process
 from quartet.weights.source import NamedSource
@@ -36,6 +38,7 @@ def test_the_real_stories_model(start: Callable[..., Any], stories: Path) -> Non
 
 def test_two_workers_share_a_model(start: Callable[..., Any]) -> None:
     """Every worker takes an update, in the middle of what runs."""
+    before = set(os.listdir("/dev/shm"))
     sides = start(tensor_parallel_size=2)
     for _ in range(3):
         running = sides.requests(4, max_new_tokens=300)
@@ -50,6 +53,14 @@ def test_two_workers_share_a_model(start: Callable[..., Any]) -> None:
         requests = sides.requests(6)
         assert sides.error(sides.generate(requests), requests) < TOLERANCE
     sides.router.close()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_on_a_cpu_it_takes_little_memory_by_itself(save_model: Any, engine_spec: Any, tmp_path: Path) -> None:
+    with closing(EngineProcess(engine_spec(save_model(tmp_path), cache_bytes=None))) as engine:
+        engine.wait_ready()
+        engine.submit([Request("r", "r", (5, 9, 2), SamplingParams(max_new_tokens=4))])
+        assert len(engine.completed(60.0)[0].token_ids) == 4
 
 
 @pytest.mark.parametrize("head_size", [8, 32])
@@ -92,7 +103,8 @@ LONG = 430
         ({"cache_bytes": 1 << 50}, "memory"),
         ({"engine_args": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode"),
         ({"engine_args": {"async_scheduling": True}}, "async_scheduling"),
-        ({"pipeline_parallel_size": 2}, "pipeline"),
+        ({"engine_args": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
+        ({"engine_args": {"data_parallel_size": 2}}, "data_parallel_size"),
         ({"engine_args": {"no_such_argument": 1}}, "no_such_argument"),
         ({"lora": {"rank": 1024, "alpha": 1.0}}, "rank"),
     ],

@@ -81,7 +81,6 @@ class VLLMEngineConfig(_Several, _Processes):
     )
     engines: Processes = Field(1, ge=1, description="Engines of each process of rollout, which divide its devices.")
     tensor_parallel_size: Devices = Field(1, ge=1, description="Devices that every layer of an engine is cut over.")
-    pipeline_parallel_size: Devices = Field(1, ge=1, description="Devices that an engine's layers are dealt to.")
     max_model_len: Tokens | None = Field(
         None, ge=1, description="Longest prompt and answer together; the model's context when left out."
     )
@@ -90,7 +89,10 @@ class VLLMEngineConfig(_Several, _Processes):
         None, gt=0, le=1, description="Share of a device's memory for weights and cache; vLLM's own when left out."
     )
     cache_bytes: int | None = Field(
-        None, ge=1, description="Bytes of the key/value cache, in place of what gpu_memory_utilization leaves for it."
+        None,
+        ge=1,
+        description="Bytes of each engine's key/value cache, in place of what gpu_memory_utilization leaves for it. "
+        "With neither, on a CPU: 4 GiB, or an eighth of the free memory where that is less.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Of weights and products; auto: what the actor computes in."

@@ -132,7 +132,7 @@ def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, A
 
 
 def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec]:
-    keys = ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
+    keys = ("tensor_parallel_size", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
     arguments = {name: getattr(config, name) for name in (*keys, "cache_bytes", "enforce_eager", "engine_args")}
     arguments |= {
         "path": policy.path,
@@ -179,11 +179,11 @@ def _devices_of(number: int, config: VLLMEngineConfig, visible: Sequence[str]) -
     """Variables that give one of several engines its devices: the next ones, from the first again at the end."""
     if not visible:
         return _threads()
-    size = config.tensor_parallel_size * config.pipeline_parallel_size
+    size = config.tensor_parallel_size
     if size > len(visible):
         raise UserError(
             "a vLLM engine is cut over more devices than its process has",
-            found=f"tensor_parallel_size × pipeline_parallel_size = {size}; {len(visible)} devices",
+            found=f"tensor_parallel_size = {size}; {len(visible)} devices",
             remedy="lower rollout.engine.tensor_parallel_size, or give each process of rollout more devices "
             "(cluster.gpus_per_process)",
         )

@@ -1,7 +1,6 @@
 """vLLM's engine core, driven step by step in the engine's own process. Imported only where vLLM is installed.
 
-The core's outputs are read here, without vLLM's output processor, which would make several Python objects of every
-token: log-probabilities are taken from the arrays as they come.
+The core's outputs are read here and not by vLLM's output processor: log-probabilities as the arrays that they are.
 """
 
 from __future__ import annotations
@@ -90,12 +89,11 @@ class VLLMEngine:
         self._decode = decode
         self._lora, self._padding = lora, padding
         self._shapes = checkpoint_shapes(Path(config.model_config.model))
-        self._adapter: LoRARequest | None = None
+        self._adapter = None if lora is None else LoRARequest("policy", 1, "(loaded before the first step)")
         self._version = version
         self._held: dict[str, _Response] = {}
         self._ended: list[Completion] = []
         self._failed: list[str] = []
-        self._groups: set[str] = set()
         self._stats = EngineStats(policy_version=version or 0)
 
     # ---- requests ----
@@ -160,7 +158,7 @@ class VLLMEngine:
             )
         if self._held:
             self._advance()
-        if self._failed:
+        if self._failed and not self._ended:
             failed, self._failed = self._failed, []
             raise GenerationError(f"logits of request {failed[0]!r} ({len(failed)} in all)", failed)
         ended, self._ended = self._ended, []
@@ -218,8 +216,8 @@ class VLLMEngine:
             return
         self._stats.prompt_tokens_prefilled += prefill.num_computed_tokens
         self._stats.prefix_hit_tokens += prefill.num_cached_tokens
-        if response.request.group not in self._groups:
-            self._groups.add(response.request.group)
+        others = (r for r in self._held.values() if r is not response and r.request.group == response.request.group)
+        if not any(other.token_ids for other in others):
             self._stats.distinct_prompt_tokens += len(response.request.prompt_ids)
 
     # ---- weights and memory ----
@@ -245,16 +243,20 @@ class VLLMEngine:
         with tempfile.TemporaryDirectory(prefix="quartet-adapter-") as folder:
             save_adapter(source if self._padding is None else self._padding(source), Path(folder), lora)
             self._core.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
-        self._adapter = LoRARequest("policy", 1, "(loaded)")
 
     def sleep(self, level: int) -> None:
-        """Gives up the cache, and moves the weights to host memory (1) or forgets them (2)."""
+        """Gives up the cache, and moves the weights to host memory (1) or forgets them (2; but for those that adapters
+        are added to, which nobody sends again)."""
         if level == 2:
             self._version = None
-        self._core.sleep(level, mode="keep")
+        self._core.sleep(level if self._lora is None else 1, mode="keep")
 
     def wake(self) -> None:
         self._core.wake_up()
+
+    def close(self) -> None:
+        """Ends workers and gives back what outlasts processes, shared memory above all."""
+        self._core.shutdown()
 
     def stats(self) -> EngineStats:
         running, waiting = self._core.scheduler.get_request_counts()

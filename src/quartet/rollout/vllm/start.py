@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import UserError
+from quartet.observe.memory import available_bytes
 from quartet.rollout.stop_strings import Decode
 from quartet.rollout.vllm.head_padding import HeadPadding, head_padding
 from quartet.text.loading import load_tokenizer
@@ -22,6 +23,7 @@ SUPPORTED = "vllm >= 0.32, < 0.33"
 """The engine core's interface changes between minor versions; these have been run."""
 _VERSIONS = ((0, 32),)
 
+_CPU_CACHE_BYTES = 4 << 30
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM reserves room for."""
 
@@ -33,7 +35,6 @@ def make(
     version: int | None = 0,
     lora: Mapping[str, Any] | None = None,
     tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     gpu_memory_utilization: float | None = None,
@@ -50,7 +51,8 @@ def make(
         lora: ``rank`` and ``alpha`` of adapters, which are then what is sent.
         max_model_len: tokens of a prompt and its response; None: the model's own context.
         gpu_memory_utilization: share of each device's memory that vLLM may fill; None: vLLM's own.
-        cache_bytes: for keys and values, in place of what that share leaves.
+        cache_bytes: for keys and values, in place of what that share leaves. None, on CPUs and without a share: 4 GiB
+            or an eighth of the free memory, whichever is less.
         sleep: it will be asked to sleep.
         engine_args: further ones of vLLM's ``EngineArgs``.
 
@@ -71,13 +73,6 @@ def make(
 
     if not (folder := Path(path)).is_dir():
         raise UserError("there is no model directory here", found=path, remedy="name a directory with config.json")
-    if pipeline_parallel_size > 1:
-        # Updates amid steps that are under way in several stages did not come to an end when tried.
-        raise UserError(
-            "the vLLM engine is not driven over pipeline stages",
-            found=f"pipeline_parallel_size = {pipeline_parallel_size}",
-            remedy="set tensor_parallel_size in its place",
-        )
     given: dict[str, Any] = {
         "model": path,
         "dtype": dtype,
@@ -117,15 +112,18 @@ _CHOSEN: dict[str, Any] = {
     "worker_extension_cls": "quartet.rollout.vllm.weights.WeightUpdates",
 }
 """Settings that this engine rests on."""
+_REFUSED = ("model", "pipeline_parallel_size", "data_parallel_size")
+"""Ones that it is not made for. Several engines are what data parallelism would be."""
 
 
 def _further(engine_args: Mapping[str, Any]) -> Mapping[str, Any]:
-    taken = sorted(engine_args.keys() & _CHOSEN.keys())
+    taken = sorted(engine_args.keys() & {*_CHOSEN, *_REFUSED})
     if taken:
         raise UserError(
             "an argument of vLLM's is not free to choose",
             found=f"engine_args has {', '.join(taken)}",
-            remedy="leave it out: token ids, log-probabilities and weights rest on its value",
+            remedy="leave it out: token ids, log-probabilities and weights rest on its value; for more devices set "
+            "engines or tensor_parallel_size",
         )
     return engine_args
 
@@ -174,6 +172,10 @@ def _cpu_arguments(folder: Path, given: dict[str, Any]) -> HeadPadding | None:
     if not current_platform.is_cpu():
         return None
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if given["kv_cache_memory_bytes"] is None and "gpu_memory_utilization" not in given:
+        # Its own choice there is nine tenths of the machine's memory, which others have parts of.
+        given["kv_cache_memory_bytes"] = min(_CPU_CACHE_BYTES, available_bytes() // 8)
 
     # A prompt in pieces would turn back the request's random numbers, which generators on CPUs cannot.
     given["enable_chunked_prefill"] = False
