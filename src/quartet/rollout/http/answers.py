@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from quartet.rollout.http.bodies import AnyBody, ChatBody
@@ -128,7 +128,7 @@ class Answers:
                 for text, logprob in pairs
             ]
             return {"content": content, "refusal": None}
-        offsets = [sum(map(len, texts[:n])) for n in range(choice.num_tokens, len(texts))]
+        offsets = [0, *accumulate(map(len, texts))][choice.num_tokens : len(texts)]
         return {"tokens": texts[new], "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
     def _stop_reason(
