@@ -255,7 +255,7 @@ class VLLMEngine:
         self._core.wake_up()
 
     def close(self) -> None:
-        """Ends workers and gives back what outlasts processes, shared memory above all."""
+        """Ends workers, and gives back shared memory, which would outlast them."""
         self._core.shutdown()
 
     def stats(self) -> EngineStats:
