@@ -21,7 +21,9 @@ NAMES = [name for name, content in of_recipes.CONTENTS.items() if content["job"]
 SHORT = "rollout.sampling.max_new_tokens=64"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 4 else []) for i, name in enumerate(NAMES)]
+)
 def test_recipes_are_well(name: str, place: Path, quartet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     found = of_recipes.COMMAND.search(of_recipes.TEXTS[name])
