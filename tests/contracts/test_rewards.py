@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import importlib.util
 import math
@@ -242,6 +243,8 @@ def test_close_may_be_called_twice_and_leaves_no_thread_and_no_process(name: str
 
 def alive() -> set[threading.Thread | int]:
     """Threads, without those of the servers that are asked, and numbers of processes that this one started."""
-    tasks = Path("/proc/self/task").glob("*/children") if sys.platform == "linux" else ()
-    pids = {int(pid) for path in tasks for pid in path.read_text().split()}
+    pids: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            pids.update(map(int, path.read_text().split()))
     return pids | {thread for thread in threading.enumerate() if "serve_forever" not in thread.name}
