@@ -12,6 +12,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl
 NOT_COMPARED = ("throughput/", "time/", "memory/", "overlap/", "handover/", "time_s", "engine/", "rollout/tokens")
 
 
+@pytest.mark.usefixtures("exact_processor")
 def test_two_workers_with_an_engine_each_train_as_one_in_the_process(
     ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:

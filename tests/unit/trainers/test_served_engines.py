@@ -118,7 +118,7 @@ def assert_equal(one: Any, other: Any) -> None:
 # In this process -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside", "exact_processor")
 def test_every_placement_trains_as_with_the_engine_in_the_process(trainer: Callable[..., RLTrainer]) -> None:
     correction = GRPO(kl=KLConfig(coef=0.05), off_policy=OffPolicyConfig())
     here = trained(trainer("here", process=False))
@@ -132,7 +132,7 @@ def test_every_placement_trains_as_with_the_engine_in_the_process(trainer: Calla
         assert_equal(found, corrected if ahead else here)
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside", "exact_processor")
 def test_adapters_alone_are_sent(trainer: Callable[..., RLTrainer]) -> None:
     lora = ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=2)))
     here = trained(trainer("here", process=False, actor=lora))
@@ -144,7 +144,7 @@ def test_adapters_alone_are_sent(trainer: Callable[..., RLTrainer]) -> None:
     assert sent == sum(tensor.nbytes for tensor in adapters.trained.values())
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside", "exact_processor")
 @pytest.mark.parametrize("in_flight", ["pick_up", "finish_old", "start_over"])
 def test_generation_ahead_of_training(trainer: Callable[..., RLTrainer], in_flight: str) -> None:
     algorithm = GRPO(off_policy=OffPolicyConfig())
@@ -164,6 +164,7 @@ def test_generation_ahead_of_training(trainer: Callable[..., RLTrainer], in_flig
 # In processes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("exact_processor")
 def test_a_killed_engine_costs_nothing_but_time(
     trainer: Callable[..., RLTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +207,7 @@ def test_an_evaluation_by_an_engine_elsewhere(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("exact_processor")
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(trainer: Callable[..., RLTrainer]) -> None:
     here = trained(trainer("here", process=False))
     first = trainer("there", steps=3, placement=PLACEMENTS["pipelined"])

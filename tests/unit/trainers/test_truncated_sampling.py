@@ -21,7 +21,9 @@ TRUNCATED = {"temperature": 1.2, "top_p": 0.7, "top_k": 9, "min_p": 0.02, "max_n
 
 
 @pytest.fixture
-def first_step(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path) -> Callable[..., Any]:
+def first_step(
+    exact_processor: None, causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
+) -> Callable[..., Any]:
     def run(**sampling: Any) -> dict[str, Any]:
         recipe = RLRecipe(
             algorithm=GRPO(),
