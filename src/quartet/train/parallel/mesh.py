@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -12,21 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from quartet.config import UserError
 from quartet.train.parallel.group import DataParallelGroup
 
-REPLICATE, SHARD = "replicate", "shard"
+REPLICATE, SHARD, CONTEXT, TENSOR = "replicate", "shard", "context", "tensor"
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The processes of a role as ``replicate × shard``, in the order of their ranks.
+    """The processes of a role as ``replicate × shard × context × tensor``, in the order of their ranks: the last
+    varies fastest.
 
-    Ranks ``shard · i`` to ``shard · (i + 1) - 1`` hold copy ``i`` of the model between them. Every rank computes a
-    share of each batch of its own, so all of them are data ranks. Context, tensor and pipeline dimensions are
-    dimensions of ``device_mesh`` beside these two.
+    Those with one place along ``replicate`` hold a copy of the model between them. Those that differ along ``context``
+    and ``tensor`` alone are *peers*: a *data rank* together, which computes a share of each batch of its own. The first
+    of them (both 0) speaks for it.
 
     Attributes:
-        data: all data ranks, for plain values. Never used within a pass, so it works when a pass has failed.
+        data: all ranks, for plain values. Never used within a pass, so it works when a pass has failed.
         copy: those among them that hold this rank's copy of the model, likewise.
-        device_mesh: torch's mesh, with the process groups that passes use.
+        device_mesh: torch's mesh, with the process groups that passes use: ``replicate``, ``shard`` (with the ranks
+            along ``context``, which share out weights as well) and, where there are several, ``tensor``.
+        context_group: this rank's peers along ``context``; None where it is alone.
+        words: of ``context`` and ``tensor`` where there are several ranks, a gloo group of the same ranks.
         fixed_order: sums over ranks are taken in the order of the ranks, so their bits do not depend on a library.
         time_limit: of one collective within a pass.
     """
@@ -34,6 +39,9 @@ class Mesh:
     data: DataParallelGroup
     copy: DataParallelGroup
     device_mesh: DeviceMesh
+    context: int = 1
+    context_group: dist.ProcessGroup | None = None
+    words: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     fixed_order: bool = False
     time_limit: timedelta | None = None
 
@@ -43,6 +51,8 @@ class Mesh:
         data: DataParallelGroup,
         *,
         shard: int = 1,
+        context: int = 1,
+        tensor: int = 1,
         device_type: str | None = None,
         fixed_order: bool = False,
         time_limit: timedelta | None = None,
@@ -50,35 +60,48 @@ class Mesh:
         """The mesh of all ranks of ``data``; all of them call it.
 
         Args:
-            shard: ranks that hold one copy of the model between them.
+            shard: data ranks that hold one copy of the model between them.
+            context: ranks that have the tokens of a pack between them.
+            tensor: ranks that have the columns and rows of every layer between them.
             device_type: ``cpu`` or ``cuda``; what the group's backend is for where it is left out.
             time_limit: of one collective within a pass; the group's own where it is left out.
 
         Raises:
-            UserError: ``shard`` does not divide the number of ranks.
+            UserError: ``shard × context × tensor`` does not divide the number of ranks.
         """
-        if data.size % shard:
+        of_copy = shard * context * tensor
+        if data.size % of_copy:
             raise UserError(
-                "sharding.shard does not divide the processes of its role",
-                found=f"shard: {shard}, {data.size} processes",
-                remedy=f"choose one of {', '.join(str(n) for n in range(1, data.size + 1) if data.size % n == 0)}, "
+                "shard × context × tensor does not divide the processes of its role",
+                found=f"shard: {shard}, context: {context}, tensor: {tensor}, {data.size} processes",
+                remedy="choose a product among "
+                f"{', '.join(str(n) for n in range(1, data.size + 1) if data.size % n == 0)}, "
                 "or another number of processes",
             )
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend(data.process_group) else "cpu"
-        ranks = torch.tensor(data.ranks, dtype=torch.int).view(-1, shard)
-        replica, place = divmod(data.rank, shard)
+        ranks = torch.tensor(data.ranks, dtype=torch.int).view(-1, shard, context, tensor)
+        r, s, c, t = ((ranks == data.ranks[data.rank]).nonzero())[0].tolist()
         limit = time_limit if time_limit is not None else _time_limit(data, device_type)
-        groups = [
-            dist.new_group(own.tolist(), timeout=limit, use_local_synchronization=True, group_desc=name)
-            for name, own in ((REPLICATE, ranks[:, place]), (SHARD, ranks[replica]))
-        ]
-        device_mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
+
+        def group(
+            name: str, own: torch.Tensor, backend: str | None = None, limit: timedelta | None = limit
+        ) -> dist.ProcessGroup:
+            ranks = own.flatten().tolist()
+            return dist.new_group(ranks, limit, backend, use_local_synchronization=True, group_desc=name)
+
+        along = [(REPLICATE, ranks[:, s, c, t]), (SHARD, ranks[r, :, :, t]), (TENSOR, ranks[r, s, c])]
+        along = along if tensor > 1 else along[:2]
+        names, in_mesh = tuple(name for name, _ in along), ranks.flatten(1, 2) if tensor > 1 else ranks.flatten(1)
+        groups = [group(name, own) for name, own in along]
+        device_mesh = DeviceMesh.from_group(groups, device_type, mesh=in_mesh, mesh_dim_names=names)
         copy = data
-        if shard < data.size:
-            own = ranks[replica].tolist()
-            copy = DataParallelGroup(dist.new_group(own, backend="gloo", use_local_synchronization=True))
-        return cls(data, copy, device_mesh, fixed_order, limit)
+        if of_copy < data.size:
+            copy = DataParallelGroup(group("copy", ranks[r], "gloo", None))
+        peers = {name: own for name, own in ((CONTEXT, ranks[r, s, :, t]), (TENSOR, ranks[r, s, c])) if len(own) > 1}
+        words = {name: group(f"words of {name}", own, "gloo") for name, own in peers.items()}
+        context_group = group(CONTEXT, peers[CONTEXT]) if context > 1 else None
+        return cls(data, copy, device_mesh, context, context_group, words, fixed_order, limit)
 
     @property
     def replicate(self) -> int:
@@ -87,17 +110,66 @@ class Mesh:
 
     @property
     def shard(self) -> int:
-        """Ranks that hold one copy between them."""
+        """Data ranks that hold one copy between them."""
+        return self.num_parts // self.context
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks over which FSDP shares out what a tensor rank has of the weights: ``shard × context``."""
         return self.device_mesh.size(1)
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that have every layer between them."""
+        return self.copy.size // self.num_parts
 
     @property
     def place(self) -> int:
         """This rank's number among those that hold its copy."""
-        return self.device_mesh.get_local_rank(SHARD)
+        return self.data.rank % self.copy.size
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks with a share of each batch of their own, their peers not counted."""
+        return self.data.size // self._num_peers
+
+    @property
+    def data_rank(self) -> int:
+        """The number of the data rank that this rank is a part of."""
+        return self.data.rank // self._num_peers
+
+    @property
+    def is_first_peer(self) -> bool:
+        """Whether this rank speaks for its data rank."""
+        return self.data.rank % self._num_peers == 0
+
+    @property
+    def first_peers(self) -> slice:
+        """Of a list with an entry for each rank, those of the ranks that speak for a data rank."""
+        return slice(None, None, self._num_peers)
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """``replicate × (shard × context)``, over which FSDP shares out weights."""
+        return self.device_mesh[REPLICATE, SHARD] if self.tensor > 1 else self.device_mesh
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """This rank's peers along ``tensor``; None where it is alone."""
+        return self.device_mesh[TENSOR] if self.tensor > 1 else None
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """As ``tensor_mesh``."""
+        return self.group(TENSOR) if self.tensor > 1 else None
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The ranks along one dimension that this rank is among."""
+        """The ranks along one dimension of ``device_mesh`` that this rank is among."""
         return self.device_mesh.get_group(name)
+
+    @property
+    def _num_peers(self) -> int:
+        return self.context * self.tensor
 
 
 def _time_limit(data: DataParallelGroup, device_type: str) -> timedelta | None:
