@@ -8,9 +8,10 @@ micro-batches) and idle passes are no part of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -84,8 +85,9 @@ class Work:
         flops: that the sequences needed.
         seconds: in passes and updates, of every process.
         possible_flops: that the devices could have computed in these seconds; None where that is unknown.
-        sent_bytes: weights and gradients, to other processes.
+        sent_bytes: weights, gradients and rows, to other processes.
         host_peak_bytes, device_peak_bytes: of a process, since it began; the largest.
+        sent: of ``sent_bytes`` how many by each kind of collective.
     """
 
     computed_tokens: int = 0
@@ -96,6 +98,7 @@ class Work:
     sent_bytes: int = 0
     host_peak_bytes: int = 0
     device_peak_bytes: int = 0
+    sent: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, parts: Iterable[Work]) -> Work:
@@ -110,6 +113,7 @@ class Work:
             sum(part.sent_bytes for part in parts),
             max((part.host_peak_bytes for part in parts), default=0),
             max((part.device_peak_bytes for part in parts), default=0),
+            dict(sum((Counter(part.sent) for part in parts), Counter[str]())),
         )
 
 
@@ -117,8 +121,10 @@ class WorkCounter:
     """Counts the work of one model in this process."""
 
     def __init__(self) -> None:
-        self.computed_tokens = self.useful_tokens = self.sent_bytes = 0
+        self.computed_tokens = self.useful_tokens = 0
         self.flops = self._seconds = 0.0
+        self.sent: Counter[str] = Counter()
+        """Bytes by kind of collective."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -138,10 +144,12 @@ class WorkCounter:
             self.flops,
             self._seconds,
             None if peak is None else self._seconds * peak,
-            self.sent_bytes,
+            self.sent.total(),
             peak_resident_bytes(),
             torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+            dict(self.sent),
         )
-        self.computed_tokens = self.useful_tokens = self.sent_bytes = 0
+        self.sent.clear()
+        self.computed_tokens = self.useful_tokens = 0
         self.flops = self._seconds = 0.0
         return found

@@ -32,14 +32,17 @@ from quartet.models.work import WorkCounter
 
 
 def swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """``sent[i]`` goes to rank ``i`` of the group, whose part for this rank comes to ``received[i]``."""
+    """``sent[i]`` goes to rank ``i`` of the group, whose part for this rank comes to ``received[i]``; parts may be
+    empty."""
     size, rank = group.size(), group.rank()
     under_way = []
     for distance in range(1, size):
         # Every rank begins with its neighbour, so that not all send to one.
         target, source = (rank + distance) % size, (rank - distance) % size
-        under_way.append(dist.P2POp(dist.isend, sent[target], group=group, group_peer=target))
-        under_way.append(dist.P2POp(dist.irecv, received[source], group=group, group_peer=source))
+        if sent[target].numel():
+            under_way.append(dist.P2POp(dist.isend, sent[target], group=group, group_peer=target))
+        if received[source].numel():
+            under_way.append(dist.P2POp(dist.irecv, received[source], group=group, group_peer=source))
     for work in dist.batch_isend_irecv(under_way) if under_way else ():
         work.wait()
     if received[rank].data_ptr() != sent[rank].data_ptr():
@@ -85,6 +88,8 @@ class _Counted:
     """A collective, FSDP's own or another, which is counted once it is done, as are the bytes that this rank sends by
     whichever ranks. Where it is left out it gives zeros."""
 
+    kind: str
+
     def __init__(self, collective: Any, progress: PassProgress, work: WorkCounter) -> None:
         self._collective = collective
         self._progress = progress
@@ -102,7 +107,7 @@ class _Counted:
             output_tensor.zero_()
         else:
             found = self._collective(output_tensor, input_tensor, group, *args, **options)
-            self._work.sent_bytes += (group.size() - 1) * min(input_tensor.nbytes, output_tensor.nbytes)
+            self._work.sent[self.kind] += (group.size() - 1) * min(input_tensor.nbytes, output_tensor.nbytes)
         self._progress.num_done += 1
         return found
 
@@ -110,9 +115,13 @@ class _Counted:
 class CountedAllGather(_Counted, AllGather):
     """To give to ``set_custom_all_gather``."""
 
+    kind = "all-gather"
+
 
 class CountedReduceScatter(_Counted, ReduceScatter):
     """To give to ``set_custom_reduce_scatter``."""
+
+    kind = "reduce-scatter"
 
 
 class DirectAllGather(DefaultAllGather):

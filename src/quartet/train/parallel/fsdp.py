@@ -162,7 +162,7 @@ class ShardedModel(nn.Module):
             sum_in_order(total, copies)
         else:
             dist.all_reduce(total, group=copies)
-        self._work.sent_bytes += 2 * (num_copies - 1) * total.nbytes // num_copies  # of a ring
+        self._work.sent["all-reduce"] += 2 * (num_copies - 1) * total.nbytes // num_copies  # of a ring
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         of_each = total.split([p._sharded_param_data.numel() for p in trained])
         for parameter, values in zip(trained, of_each, strict=True):
