@@ -15,6 +15,10 @@ others have no gradient.
 Only hidden rows, weights, labels and ``[M]`` numbers are kept for the backward, which computes each chunk's logits
 again: no ``[M, V]`` array exists in either direction.
 
+Where ranks have parts r of the vocabulary, each computes this of its part, and only ``[M]`` numbers are exchanged:
+``lse = logsumexp lse_r``, and with ``m_r = lse_r − lse``, the log-probability of part r, ``log p = log p_r + m_r`` of
+the part that has the label and ``H = Σ exp(m_r) (H_r − m_r)``. The backward needs the joined numbers and no exchange.
+
 Rounding: the product runs in the compute dtype and is rounded to it, as ``F.linear`` does (under autocast: bf16);
 everything after it is fp32 (fp64 stays). In the backward ``∂r`` is rounded to the compute dtype before the two
 products; the sum of ``∂W`` over chunks is fp32 whatever the compute dtype.
@@ -28,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +45,7 @@ _CHUNK_BYTES = {"cpu": 1 << 28, "other": 1 << 30}
 """Most bytes of a chunk's logits, by kind of device."""
 _BLOCK_BYTES = {"cpu": 1 << 19, "other": 1 << 25}
 """Bytes of a block's logits: half of a common second-level cache, and of an accelerator's."""
-_LEAST = -1e30
+LEAST = -1e30
 """Log-probabilities are at least this before they meet their probability: 0 · -inf is no number, 0 times this is 0."""
 
 
@@ -69,15 +73,40 @@ class LogprobRule:
     limits: Limits | None = None
 
 
+class VocabularyPart(Protocol):
+    """The rows of a head that this rank has, where several have them between them."""
+
+    def local(self, weight: Tensor) -> Tensor:
+        """This rank's rows of a head's weight or bias ``[V, …]``."""
+
+    def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """``labels [M]`` among these rows, and whether they are (bool; else the number stands for nothing)."""
+
+    def join(self, labels: Tensor, logprobs: Tensor, normaliser: Tensor, entropies: Tensor | None) -> None:
+        """Replaces ``[M]`` results over this rank's rows alone by those over the whole vocabulary. Collective."""
+
+
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: LogprobRule
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    rule: LogprobRule,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of ``labels [M]`` after ``hidden [M, D]`` under the head ``weight [V, D], bias [V]``.
+
+    Args:
+        part: what this rank has of the head; then the gradient of ``hidden`` is this rank's part of a sum over ranks.
 
     Returns:
         ``logprobs [M]`` and, where asked for, ``entropies [M]`` in nats (else None); fp32 (fp64 stays).
     """
-    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, labels, rule)
+    if part is not None:
+        if rule.limits is not None:
+            raise ValueError("limits of sampling need the logits of the whole vocabulary, of which ranks have parts")
+        weight, bias = part.local(weight), None if bias is None else part.local(bias)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, labels, rule, part)
     return logprobs, entropies if rule.entropy else None
 
 
@@ -94,7 +123,7 @@ def checkpointed_token_logprobs(
         picked = log_p.gather(-1, y.unsqueeze(-1)).squeeze(-1)
         if not rule.entropy:
             return picked, picked.new_zeros(0)
-        entropies = -(log_p.exp() * log_p.clamp(min=_LEAST)).sum(-1)
+        entropies = -(log_p.exp() * log_p.clamp(min=LEAST)).sum(-1)
         return picked, entropies if rule.entropy_grad else entropies.detach()
 
     parts = [
@@ -113,13 +142,20 @@ def _kept(z: Tensor, labels: Tensor, rule: LogprobRule) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: LogprobRule
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        rule: LogprobRule,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(weight, bias, rule)
         num_rows = hidden.shape[0]
         normaliser = torch.empty(num_rows, dtype=head.sum_dtype, device=hidden.device)
         logprobs = torch.empty_like(normaliser)
         entropies = torch.empty_like(normaliser) if rule.entropy else normaliser.new_empty(0)
+        whole, (labels, owned) = labels, (labels, None) if part is None else part.own(labels)
         for _, _, logits, blocks in head.chunks(hidden):
             for here, there in blocks:
                 _reduce(
@@ -129,8 +165,10 @@ class _TokenLogprobs(torch.autograd.Function):
                     normaliser[here],
                     entropies[here] if rule.entropy else None,
                 )
+        if part is not None:
+            part.join(whole, logprobs, normaliser, entropies if rule.entropy else None)
         keeps_entropies = rule.entropy and rule.entropy_grad
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropies if keeps_entropies else None)
+        ctx.save_for_backward(hidden, weight, bias, labels, owned, normaliser, entropies if keeps_entropies else None)
         ctx.rule = rule
         ctx.set_materialize_grads(False)
         if not keeps_entropies:
@@ -141,8 +179,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, labels, normaliser, entropies = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, bias, labels, owned, normaliser, entropies = ctx.saved_tensors
         rule: LogprobRule = ctx.rule
         head = _Head(weight, bias, rule)
         if grad_logprobs is None:
@@ -158,11 +196,12 @@ class _TokenLogprobs(torch.autograd.Function):
                     normaliser[here],
                     grad_logprobs[here],
                     None if entropies is None or grad_entropies is None else (entropies[here], grad_entropies[here]),
+                    None if owned is None else owned[here],
                 )
                 if gradient.dtype != raw.dtype:
                     raw.copy_(gradient)
             grads.add(span, rows, logits)
-        return grads.hidden, grads.weight, grads.bias, None, None
+        return grads.hidden, grads.weight, grads.bias, None, None, None
 
 
 class _Head:
@@ -222,7 +261,7 @@ def _reduce(z: Tensor, labels: Tensor, logprobs: Tensor, normaliser: Tensor, ent
     total = weights.sum(-1)
     torch.log(total, out=normaliser)
     if entropies is not None:
-        torch.sub(normaliser, weights.mul_(z.clamp_(min=_LEAST)).sum(-1) / total, out=entropies)
+        torch.sub(normaliser, weights.mul_(z.clamp_(min=LEAST)).sum(-1) / total, out=entropies)
     normaliser.add_(largest.squeeze(-1))
     torch.sub(picked, normaliser, out=logprobs)
 
@@ -234,11 +273,13 @@ def _logit_gradient(
     normaliser: Tensor,
     grad_logprobs: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
+    owned: Tensor | None = None,
 ) -> Tensor:
     """``∂r [B, V]`` of one block in the dtype of the sums, from its raw logits, which it may overwrite.
 
     Args:
         entropy: entropies ``[B]`` and their gradients, or None where they carry none.
+        owned: ``[B]`` whether a label is among these columns; None where all are.
     """
     rule = head.rule
     factor = rule.scale / rule.temperature
@@ -252,8 +293,8 @@ def _logit_gradient(
         entropies, grad_entropies = entropy
         p = log_p.exp()
         coefficient = (grad_entropies * -factor).unsqueeze(-1)
-        result = log_p.clamp_(min=_LEAST).add_(entropies.unsqueeze(-1)).mul_(coefficient).sub_(grad).mul_(p)
-    result.scatter_add_(-1, labels.unsqueeze(-1), grad)
+        result = log_p.clamp_(min=LEAST).add_(entropies.unsqueeze(-1)).mul_(coefficient).sub_(grad).mul_(p)
+    result.scatter_add_(-1, labels.unsqueeze(-1), grad if owned is None else grad * owned.unsqueeze(-1))
     return result if slope is None else result.mul_(slope)
 
 

@@ -29,7 +29,7 @@ from quartet.models import attention, fused
 from quartet.models.attention import AttentionContext
 from quartet.models.directories import load_warnings
 from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
-from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
+from quartet.models.logprobs import LogprobRule, VocabularyPart, checkpointed_token_logprobs, token_logprobs
 from quartet.models.lora import Adapters, attach, refuse_wrapped
 from quartet.models.memory import align_storages
 from quartet.models.saving import WHOLE
@@ -61,6 +61,8 @@ class PackedModel:
         one_call: ``one_call(function, *args)`` is ``function(*args)``. All passes of an engine go through it, hidden
             states and head of a pack within one call, so that a model can be one whose weights must be brought first.
         gather: how its tensors become whole, where several ranks hold them between them.
+        parallel: the ranks that compute a pass between them (``train.parallel.context.ModelParallel``), where there are
+            such.
         computes_on: the device, where the parameters are kept elsewhere.
         work: what its passes computed.
 
@@ -98,6 +100,7 @@ class PackedModel:
             self._checkpointed = checkpoint_layers(self.body, selective=activation_checkpointing == "selective")
         self.one_call: Callable[..., Any] = _plain_call
         self.gather = WHOLE
+        self.parallel: Any = None
         self.work = WorkCounter()
 
     head: nn.Module
@@ -153,7 +156,8 @@ class PackedModel:
         return contextlib.nullcontext()
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states ``[P, D]`` of packed tokens ``[P]``; the context decides who sees whom.
+        """Last hidden states ``[P, D]`` of packed tokens ``[P]``; the context decides who sees whom. Where ranks share
+        rows out between them, those of this rank.
 
         An exact context gets more rows where these are too few for exact products.
 
@@ -163,6 +167,7 @@ class PackedModel:
         if not attention.is_installed(self.model):
             raise RuntimeError(f"{type(self.model).__name__} was released; take it over again to run it packed")
         num_tokens = input_ids.shape[0]
+        missing = 0
         if isinstance(context, ExactContext):
             missing = self.num_rows(num_tokens) - num_tokens
             input_ids, position_ids = F.pad(input_ids, (0, missing)), F.pad(position_ids, (0, missing))
@@ -178,7 +183,7 @@ class PackedModel:
             raise TypeError(f"{type(self.body).__name__} gives no last_hidden_state, but a {type(output).__name__}")
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         # A slice of all rows would cost a copy in the backward.
-        return hidden if hidden.shape[0] == num_tokens else hidden[:num_tokens]
+        return hidden[:num_tokens] if missing else hidden
 
     def adapt(self, config: LoRAConfig, *, seed: int) -> None:
         """Puts fresh LoRA adapters in and freezes the rest of the model, but for a scalar head.
@@ -269,9 +274,11 @@ class PackedCausalLM(PackedModel):
 
     Attributes:
         logit_scale: factor of the head's output; the probe finds it where an architecture has one.
+        vocabulary: the rows of the head that this rank has, where several have them between them.
     """
 
     logit_scale = 1.0
+    vocabulary: VocabularyPart | None = None
 
     def _find_head(self, model: PreTrainedModel) -> nn.Module:
         head = model.get_output_embeddings()
@@ -339,7 +346,7 @@ class PackedCausalLM(PackedModel):
         rule = LogprobRule(compute_dtype, temperature, *shape, entropy, entropy_grad, limits)
         rows = self._enough_rows(hidden)
         targets = F.pad(labels, (0, rows.shape[0] - num_rows))
-        logprobs, entropies = token_logprobs(rows, weight, self.head.bias, targets, rule)
+        logprobs, entropies = token_logprobs(rows, weight, self.head.bias, targets, rule, self.vocabulary)
         return logprobs[:num_rows], None if entropies is None else entropies[:num_rows]
 
     def _enough_rows(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Shapes: T stored tokens of the batch, P packed tokens, N packed segments, S sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,23 @@ class Pack:
     def attention(self, *, exact: bool = False) -> AttentionContext:
         kind = ExactPackedAttention if exact else PackedAttention
         return kind(self.lengths, self.parents)
+
+    def filled(self, num_tokens: int) -> Pack:
+        """With a segment more that nothing reads, where it has fewer tokens."""
+        missing = num_tokens - len(self.source)
+        if missing <= 0:
+            return self
+        zeros = self.source.new_zeros(missing)
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, zeros]),
+            position_ids=torch.cat([self.position_ids, torch.arange(missing, device=zeros.device)]),
+            lengths=(*self.lengths, missing),
+            parents=(*self.parents, -1),
+            source=torch.cat([self.source, zeros]),
+            owned=torch.cat([self.owned, zeros.bool()]),
+            previous=torch.cat([self.previous, zeros - 1]),
+        )
 
     def predicted(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where the stored tokens under ``mask [T]`` are predicted from.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScala
 from quartet.models.packing import pack
 from quartet.models.truncation import Limits
 from quartet.models.work import attended_pairs
+from quartet.train.parallel.context import ALONE, ModelParallel, RowRead
 from quartet.train.parallel.exchange import RankExchange
 from quartet.train.parallel.fsdp import sharded
 from quartet.train.token_budget import TokenBudget
@@ -200,50 +202,69 @@ def compute(
     waits for a GPU.
     """
     device = packed.device
-    packed_batch = pack(batch, share=shares(packed, share))
-    packed.work.computed_tokens += packed.num_rows(len(packed_batch.source))
-    attention = packed_batch.attention(exact=packed.numerics == "exact")
-    inputs = sent(packed_batch.input_ids, device), sent(packed_batch.position_ids, device), attention
+    parallel: ModelParallel = packed.parallel or ALONE
+    packed_batch = pack(batch, share=shares(packed, share)).filled(parallel.num_ranks)
     # Where something is read is known before the pass: within a sharded model's, nothing may fail on one rank alone.
     predicted = own = last = None
     if needs.logprobs or needs.values:
-        predicted = tuple(sent(x, device) for x in packed_batch.predicted(batch.token[needs.mask]))
+        predicted = packed_batch.predicted(batch.token[needs.mask])
     if needs.scores:
-        last = sent(packed_batch.last_rows(), device)
+        last = packed_batch.last_rows()
     if needs.step_scores:
-        own = tuple(sent(x, device) for x in packed_batch.own_rows(batch.token[needs.mask]))
+        own = packed_batch.own_rows(batch.token[needs.mask])
+    split = parallel.split(len(packed_batch.source), None if predicted is None else predicted[0])
+    packed.work.computed_tokens += packed.num_rows(split.num_own)
+    ids, positions = (sent(x[split.span], device) for x in (packed_batch.input_ids, packed_batch.position_ids))
+    attention = split.attention(packed_batch.attention(exact=packed.numerics == "exact"))
+
+    def there(rows: Tensor, *columns: Tensor) -> tuple[Any, ...]:
+        return (split.read(rows, device), *(sent(x, device) for x in columns))
+
+    predicted_there = None if predicted is None else there(*predicted)
+    last_there = None if last is None else split.read(last, device)
+    own_there = None if own is None else there(*own)
 
     def run() -> Outputs:
-        hidden = packed.hidden(*inputs)
+        hidden = packed.hidden(ids, positions, attention)
         logprobs = entropies = values = scores = step_scores = None
-        if predicted is not None:
-            rows, labels, targets = predicted
-            # Positions without a label go no further.
-            selected = hidden.index_select(0, rows)
+        if predicted_there is not None:
+            read, labels, targets = predicted_there
             if needs.logprobs:
-                found, entropy = _causal(packed).token_logprobs(
-                    selected,
-                    labels,
-                    temperature=needs.temperature,
-                    limits=needs.limits,
-                    chunk=logprob_chunk,
-                    entropy=needs.entropies,
-                    entropy_grad=needs.entropy_gradient,
-                )
+                found, entropy = _logprobs(packed, hidden, read, labels, needs, logprob_chunk)
                 logprobs = packed_batch.scatter(found, targets)
                 entropies = packed_batch.scatter(entropy, targets) if entropy is not None else None
             if needs.values:
-                values = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
-        if last is not None:
+                values = packed_batch.scatter(_scalars(packed, hidden, read), targets)
+        if last_there is not None:
             # No view: FSDP marks what a root returns.
-            scores = _scalar(packed).scalars(hidden.index_select(0, last)).clone()
-        if own is not None:
-            rows, targets = own
-            step_scores = packed_batch.scatter(_scalar(packed).scalars(hidden.index_select(0, rows)), targets)
+            scores = _scalars(packed, hidden, last_there).clone()
+        if own_there is not None:
+            read, targets = own_there
+            step_scores = packed_batch.scatter(_scalars(packed, hidden, read), targets)
         return Outputs(logprobs, entropies, values, scores, step_scores)
 
     outputs: Outputs = packed.one_call(run)
     return outputs
+
+
+def _logprobs(
+    packed: PackedModel, hidden: Tensor, read: RowRead, labels: Tensor, needs: Needs, chunk: int
+) -> tuple[Tensor, Tensor | None]:
+    """Of ``labels [M]``, and entropies where asked for; positions without a label go no further than their rank."""
+    logprobs, entropies = _causal(packed).token_logprobs(
+        read.of_tensor_ranks(read.own(hidden)),
+        read.labels(labels),
+        temperature=needs.temperature,
+        limits=needs.limits,
+        chunk=chunk,
+        entropy=needs.entropies,
+        entropy_grad=needs.entropy_gradient,
+    )
+    return read.join(logprobs, by_tensor=False), None if entropies is None else read.join(entropies, by_tensor=False)
+
+
+def _scalars(packed: PackedModel, hidden: Tensor, read: RowRead) -> Tensor:
+    return read.join(_scalar(packed).scalars(read.own(hidden)), by_tensor=True)
 
 
 def _causal(packed: PackedModel) -> PackedCausalLM:

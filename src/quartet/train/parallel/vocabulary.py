@@ -1,0 +1,87 @@
+"""A vocabulary in parts: embedding and head of a causal LM, whose rows tensor ranks have between them.
+
+Shapes: M selected rows, V vocabulary, D hidden. Rank r has rows ``r · width`` to ``(r + 1) · width - 1``, the last one
+what is left, as a DTensor's ``Shard(0)`` lies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quartet.config import UserError
+from quartet.models.logprobs import LEAST
+from quartet.models.packed_model import PackedCausalLM
+
+if TYPE_CHECKING:
+    from quartet.train.parallel.pass_group import PassGroup
+
+
+class SharedVocabulary:
+    """The vocabulary's rows of this rank, for ``models.logprobs.VocabularyPart``.
+
+    Args:
+        size: V.
+
+    Raises:
+        UserError: a rank would have none.
+    """
+
+    def __init__(self, size: int, group: PassGroup) -> None:
+        self._group = group
+        self.width = -(-size // group.size)
+        self.start = self.width * group.rank
+        self.stop = min(size, self.start + self.width)
+        if self.width * (group.size - 1) >= size:
+            raise UserError(
+                "a vocabulary is too small to be shared out",
+                found=f"{size} tokens, sharding.tensor: {group.size}",
+                remedy="use fewer tensor ranks",
+            )
+
+    def local(self, weight: Tensor) -> Tensor:
+        """This rank's rows of ``[V, …]``."""
+        return weight.to_local() if isinstance(weight, DTensor) else weight[self.start : self.stop]
+
+    def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """``tokens`` among these rows, and whether they are (bool; else the number is 0)."""
+        owned = (tokens >= self.start) & (tokens < self.stop)
+        return (tokens - self.start).where(owned, 0), owned
+
+    def join(self, labels: Tensor, logprobs: Tensor, normaliser: Tensor, entropies: Tensor | None) -> None:
+        """Replaces ``[M]`` results over this rank's rows by those over all; see ``models.logprobs``. Collective."""
+        own = [logprobs, normaliser] if entropies is None else [logprobs, normaliser, entropies]
+        parts = self._group.stack(torch.stack(own))
+        normaliser.copy_(parts[:, 1].logsumexp(0))
+        masses = (parts[:, 1] - normaliser).clamp_(min=LEAST)
+        holders = labels.div(self.width, rounding_mode="floor").unsqueeze(0)
+        logprobs.copy_((parts[:, 0] + masses).gather(0, holders).squeeze(0))
+        if entropies is not None:
+            entropies.copy_((masses.exp() * (parts[:, 2] - masses)).sum(0))
+
+    def embed(self, embedding: nn.Embedding, weight: Tensor, tokens: Tensor) -> Tensor:
+        """``tokens [..., P] → [..., P, D]``, 0 where another rank has the row; ``weight`` is ``local``."""
+        index, owned = self.own(tokens)
+        padding = embedding.padding_idx
+        index_of_padding = None if padding is None or not self.start <= padding < self.stop else padding - self.start
+        found = nn.functional.embedding(index, weight, index_of_padding)
+        return found * owned.unsqueeze(-1)
+
+
+def share_vocabulary(packed: PackedCausalLM, group: PassGroup) -> SharedVocabulary:
+    """Log-probabilities of ``packed`` are computed by the ranks of ``group`` from now on, each from its rows.
+
+    Raises:
+        UserError: the head is no plain linear layer.
+    """
+    if type(packed.head) is not nn.Linear:
+        raise UserError(
+            f"the head of {type(packed.model).__name__} cannot be shared out",
+            found=f"a {type(packed.head).__name__}",
+            remedy="use sharding.shard or sharding.context, or leave the head without adapters",
+        )
+    packed.vocabulary = SharedVocabulary(packed.head.out_features, group)
+    return packed.vocabulary
