@@ -115,6 +115,8 @@ class Case:
     objective: str
     shard: int = 0
     replicate: int = 0
+    context: int = 1
+    tensor: int = 1
     recompute: Any = False
     share: bool = True
     tied: bool = False
@@ -126,18 +128,19 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.shard * self.replicate
+        return self.shard * self.replicate * self.context * self.tensor
 
     @property
     def alone(self) -> Case:
         """The same in one process."""
-        return replace(self, shard=0, replicate=0, fixed_order=False)
+        return replace(self, shard=0, replicate=0, context=1, tensor=1, fixed_order=False)
 
     def __str__(self) -> str:
         extras = [n for n in ("share", "tied", "lora", "fixed_order") if getattr(self, n)]
         if self.recompute:
             extras.append("recompute")
-        return f"{self.objective}-shard{self.shard}-replicate{self.replicate}-{'-'.join(extras)}"
+        mesh = "-".join(f"{name}{getattr(self, name)}" for name in ("replicate", "shard", "context", "tensor"))
+        return f"{self.objective}-{mesh}-{'-'.join(extras)}"
 
 
 def make_engine(case: Case, mesh: Mesh | None, **config: Any) -> TrainEngine[Any]:
@@ -190,14 +193,15 @@ def trained(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     return found
 
 
-_MESHES: dict[tuple[int, bool], Mesh] = {}
+_MESHES: dict[tuple[Any, ...], Mesh] = {}
 
 
 def mesh_of(case: Case) -> Mesh:
     """One mesh for all cases of a shape: process groups are not given back."""
-    key = case.shard, case.fixed_order
+    sizes = {"shard": case.shard, "context": case.context, "tensor": case.tensor}
+    key = *sizes.values(), case.fixed_order
     if key not in _MESHES:
-        _MESHES[key] = Mesh.of(DataParallelGroup.of_world(), shard=case.shard, fixed_order=case.fixed_order)
+        _MESHES[key] = Mesh.of(DataParallelGroup.of_world(), fixed_order=case.fixed_order, **sizes)
     return _MESHES[key]
 
 

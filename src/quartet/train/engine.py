@@ -127,8 +127,8 @@ class TrainEngine(Generic[Model]):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that train this model together."""
-        return 1 if self._exchange is None else self._exchange.data.size
+        """Data ranks that train this model together."""
+        return 1 if self._root is None else self._root.mesh.num_data_ranks
 
     @property
     def num_oom(self) -> int:
@@ -158,22 +158,22 @@ class TrainEngine(Generic[Model]):
     def in_shares(
         self, batches: Iterable[RaggedBatch], forward: Callable[[RaggedBatch], ColumnSet]
     ) -> list[tuple[RaggedBatch, ColumnSet]]:
-        """The batches, which every rank has, with the columns that ``forward`` gives of them: each rank computes its
-        share of every batch, and all get the columns of the others. Collective.
+        """The batches, which every rank has, with the columns that ``forward`` gives of them: each data rank computes
+        its share of every batch, and all get the columns of the others. Collective.
 
         Raises:
             RankFailed: another rank failed.
         """
         if self._exchange is None:
             return [(batch, forward(batch)) for batch in batches]
-        ranks, own, plans = self._exchange.data, [], []
+        mesh, own, plans = self._exchange.root.mesh, [], []
         with self.reporting_failures():
             for batch in batches:
                 structure = Structure.of(batch)
-                parts = plan_parts(len(batch), ranks.size, structure)
+                parts = plan_parts(len(batch), mesh.num_data_ranks, structure)
                 plans.append((batch, [Share(part, structure.select(part)) for part in parts], structure))
-                own.append(forward(batch.select(parts[ranks.rank])))
-            of_ranks = self._exchange.gather(own)
+                own.append(forward(batch.select(parts[mesh.data_rank])))
+            of_ranks = self._exchange.gather(own if mesh.is_first_peer else [])[mesh.first_peers]
         by_batch = zip(plans, zip(*of_ranks, strict=True), strict=True)
         return [(batch, merge_results(found, shares, structure)) for (batch, shares, structure), found in by_batch]
 

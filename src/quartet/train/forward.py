@@ -101,7 +101,8 @@ def forward_only(
             {name: values.to(batch.device) for name, values in token.items()},
             {name: values.to(batch.device) for name, values in sequence.items()},
         )
-    count_useful(packed, batch, needs, gradients=False)
+    if exchange is None or exchange.root.mesh.is_first_peer:
+        count_useful(packed, batch, needs, gradients=False)
     return found
 
 
@@ -129,7 +130,7 @@ def _columns(
     share: bool,
 ) -> Columns:
     """Of the whole batch. The ranks that hold a model between them call it at once, each with a batch of its own or an
-    empty one.
+    empty one, peers with the same.
     """
     found: Columns = ({}, {})
     passes: list[Callable[[], None] | None] = [
@@ -147,7 +148,7 @@ def _columns(
             fields.setdefault(name, values.new_zeros(size))
 
     if exchange is not None:
-        passes += [None] * (exchange.most_passes(len(passes)) - len(passes))
+        passes += [None] * (exchange.most_passes(batch, parts) - len(passes))
     with nullcontext() if exchange is None else exchange.retrying_together():
         root.make_passes(passes or [None], idle, with_gradients=False)
     return found
@@ -156,7 +157,7 @@ def _columns(
 def _exchange(packed: PackedModel) -> RankExchange | None:
     """Between the ranks that hold a model between them; None where this one holds all of it."""
     root = sharded(packed)
-    return None if root is None or root.mesh.shard == 1 else RankExchange(root, root.mesh.copy)
+    return None if root is None or root.mesh.copy.size == 1 else RankExchange(root, root.mesh.copy)
 
 
 def _add_part(

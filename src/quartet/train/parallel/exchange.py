@@ -3,10 +3,10 @@
 An update is, on every rank:
 
 1. *begin*: all have the same batches, budget, number of updates and, the first time, weights. Passes are collective, so
-   ranks that disagree must stop before the first.
+   ranks that disagree must stop before the first. Before forward-only passes the peers of a data rank compare theirs.
 2. *passes*: equally many on all ranks; a rank that has fewer micro-batches makes idle passes, which weigh nothing.
-3. *agree*: how the passes went, with their metric sums. Where memory ran out on one rank, all start over with the same
-   smaller budget; where one failed, all fail.
+3. *agree*: how the passes went, with their metric sums, of peers once. Where memory ran out on one rank, all start over
+   with the same smaller budget; where one failed, all fail.
 4. *norm* and *check*: the gradients' norm over their parts; how the step went, and that all saw the same gradient.
 
 A rank that fails outside of its passes says so in the exchange that the others wait in. One that fails in a pass makes
@@ -63,7 +63,7 @@ class RankExchange:
     """This rank's part in what all ranks of a role compute together; see the module's docstring.
 
     Args:
-        ranks: which compute together; all data ranks where they are left out.
+        ranks: which compute together; all of the role where they are left out.
     """
 
     def __init__(self, root: ShardedModel, ranks: DataParallelGroup | None = None) -> None:
@@ -131,14 +131,14 @@ class RankExchange:
             RankFailed: another rank failed.
             RuntimeError: the ranks did not begin with the same weights, batches and budget.
         """
-        outset = self._outset(num_updates, [batch for batch, _ in batches])
+        mesh, outset = self.root.mesh, self._outset(num_updates, [batch for batch, _ in batches])
 
         def work(plans: Plans) -> tuple[MetricSums, frozenset[str]]:
             self._begin({**outset, budget.key: str(budget.tokens)})
             return self._attempt(lambda: backward(plans))
 
         sums, present = budget.run_several(
-            work, batches, share=share, token_cost=token_cost, rank=self.data.rank, num_ranks=self.data.size
+            work, batches, share=share, token_cost=token_cost, rank=mesh.data_rank, num_ranks=mesh.num_data_ranks
         )
         # Not among what is started over: from here on a rank would do so alone.
         self.root.sum_gradients(present)
@@ -148,8 +148,7 @@ class RankExchange:
         """Where an update begins; the weights themselves are compared in the first one alone."""
         found = {"number of updates": str(num_updates), "number of batches": str(len(batches))}
         for i, batch in enumerate(batches):
-            ids = zlib.crc32("\n".join(batch.ids).encode())
-            found[f"batch {i}"] = f"{len(batch)} sequences of {batch.num_tokens} tokens ({ids:08x})"
+            found[f"batch {i}"] = contents(batch)
         if not self._is_compared:
             if self.root.former_weights is not None:
                 found["weights"] = self.root.former_weights
@@ -158,15 +157,12 @@ class RankExchange:
         return found
 
     def _begin(self, outset: Mapping[str, str]) -> None:
-        known: dict[str, tuple[int, str]] = {}
-        for rank, report in enumerate(self._exchange(Report(outset=outset))):
-            for name, value in report.outset.items():
-                first, expected = known.setdefault(name, (rank, value))
-                if value != expected:
-                    raise RuntimeError(
-                        f"ranks that train one model began an update differently: {name} of rank {first}: {expected}, "
-                        f"of rank {rank}: {value}; every rank needs the whole mini-batch and the same state"
-                    )
+        outsets = [report.outset for report in self._exchange(Report(outset=outset))]
+        if found := _difference(outsets):
+            raise RuntimeError(
+                f"ranks that train one model began an update differently: {found}; every rank needs the whole "
+                "mini-batch and the same state"
+            )
         self._is_compared = True
 
     def _attempt(self, backward: Callable[[], MetricSums]) -> tuple[MetricSums, frozenset[str]]:
@@ -184,14 +180,15 @@ class RankExchange:
         # Not in the handler: until it ends, its traceback holds the tensors of the failed attempt.
         reports = self._exchange(report)
         self._raise_out_of_memory(reports)
-        sums = MetricSums.joined(other.sums for other in reports if other.sums is not None)
+        first_peers = reports[self.root.mesh.first_peers]
+        sums = MetricSums.joined(other.sums for other in first_peers if other.sums is not None)
         return sums, frozenset[str]().union(*(other.present for other in reports))
 
     def total_norm(self, own: float) -> float:
         """The norm of all gradients, of which every rank of a copy has a part with norm ``own``."""
         mesh = self.root.mesh
         first = self.data.rank - mesh.place
-        return math.hypot(*self.gather(own)[first : first + mesh.shard])
+        return math.hypot(*self.gather(own)[first : first + mesh.copy.size])
 
     def check_step(self, grad_norm: float) -> None:
         """Waits until all ranks have made their step.
@@ -207,9 +204,18 @@ class RankExchange:
 
     # Forward-only passes ---------------------------------------------------------------------------------
 
-    def most_passes(self, num_passes: int) -> int:
-        """Passes that every rank must make, where this one has ``num_passes`` micro-batches."""
-        return max(self.gather(num_passes))
+    def most_passes(self, batch: RaggedBatch, parts: Sequence[Sequence[int]]) -> int:
+        """Passes that every rank must make, where this one has these micro-batches, its peers the same.
+
+        Raises:
+            RuntimeError: on all ranks, where peers have others.
+        """
+        mesh = self.root.mesh
+        plan = f"{contents(batch)} as {len(parts)} micro-batches ({zlib.crc32(repr(parts).encode()):08x})"
+        found = self.gather((len(parts), {f"the batch of data rank {mesh.data_rank}": plan}))
+        if different := _difference([outset for _, outset in found]):
+            raise RuntimeError(f"ranks that compute one part of a batch together have different ones: {different}")
+        return max(num_passes for num_passes, _ in found)
 
     @contextmanager
     def retrying_together(self) -> Iterator[None]:
@@ -264,6 +270,26 @@ class RankExchange:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of {self.data.size}"
+
+
+def contents(batch: RaggedBatch) -> str:
+    """Tells batches apart by everything that passes read of them."""
+    tensors = {"": batch.input_ids, **batch.token, **batch.sequence}
+    crc = zlib.crc32(repr((batch.ids, batch.segment_lengths, batch.parents, batch.leaves, sorted(tensors))).encode())
+    for name in sorted(tensors):
+        crc = zlib.crc32(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, crc)
+    return f"{len(batch)} sequences of {batch.num_tokens} tokens ({crc:08x})"
+
+
+def _difference(outsets: Sequence[Mapping[str, str]]) -> str | None:
+    """The first name under which ranks have different values, in words; not all need have it."""
+    known: dict[str, tuple[int, str]] = {}
+    for rank, outset in enumerate(outsets):
+        for name, value in outset.items():
+            first, expected = known.setdefault(name, (rank, value))
+            if value != expected:
+                return f"{name} of rank {first}: {expected}, of rank {rank}: {value}"
+    return None
 
 
 def _is_same(norm: float, other: float) -> bool:
