@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +23,7 @@ from quartet.batch.ragged import sent
 from quartet.config import UserError
 from quartet.models.attention import AttentionContext, LayerRule
 from quartet.models.packed_model import PackedModel
-
-if TYPE_CHECKING:
-    from quartet.train.parallel.pass_group import PassGroup
+from quartet.train.parallel.pass_group import PassGroup
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ what is left, as a DTensor's ``Shard(0)`` lies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -15,9 +13,7 @@ from torch.distributed.tensor import DTensor
 from quartet.config import UserError
 from quartet.models.logprobs import LEAST
 from quartet.models.packed_model import PackedCausalLM
-
-if TYPE_CHECKING:
-    from quartet.train.parallel.pass_group import PassGroup
+from quartet.train.parallel.pass_group import PassGroup
 
 
 class SharedVocabulary:
