@@ -1,0 +1,54 @@
+"""A pack that is cut over context ranks gives what one process computes; what travels besides heads is ``[M]``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import context_ranks as ranks
+import rank_forks
+from context_ranks import PassCase
+
+CASES = [
+    PassCase(2),
+    PassCase(4, tree="depth 3"),
+    PassCase(4, kv_heads=1, recompute=True),
+    PassCase(2, "mistral", "depth 3", recompute="selective"),
+    PassCase(4, "mistral", share=False),
+    PassCase(4, "gemma2", "depth 3", recompute=True),
+    PassCase(2, "gemma2", entropy_gradient=False, share=False),
+    PassCase(4, tree="two tokens"),
+    PassCase(2, scalar=True),
+    PassCase(4, "gemma2", "depth 3", scalar=True, recompute="selective"),
+    PassCase(4, tree="one token", scalar=True),
+    PassCase(4, dtype=torch.float32),
+    PassCase(2, "gemma2", dtype=torch.float32),
+    PassCase(4, "mistral", "depth 3", scalar=True, dtype=torch.float32),
+    PassCase(2, dtype=torch.float32, precision="bf16"),
+    PassCase(4, "gemma2", "depth 3", dtype=torch.float32, precision="bf16", recompute=True),
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[dict]]:
+    return rank_forks.run_ranks(4, ranks.all_passes, CASES)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
+def test_a_pass_is_that_of_one_process(number, found, tolerances) -> None:
+    torch.set_num_threads(1)
+    case = CASES[number]
+    expected = ranks.run_pass(replace(case, context=1))
+    atol, rtol = tolerances[torch.bfloat16 if case.precision == "bf16" else case.dtype]
+    largest = max(float(g.abs().max()) for g in expected["gradients"].values())
+    for of_rank in found:
+        of_case = of_rank[number]
+        for kind in ("outputs", "with_gradient"):
+            assert of_case[kind].keys() == expected[kind].keys()
+            for name, values in expected[kind].items():
+                torch.testing.assert_close(of_case[kind][name], values, atol=atol, rtol=rtol)
+                assert torch.equal(of_case[kind][name], found[0][number][kind][name]), name
+        for name, gradient in expected["gradients"].items():
+            torch.testing.assert_close(of_case["gradients"][name], gradient, atol=atol * largest, rtol=rtol)
