@@ -15,7 +15,16 @@ def context() -> ForkServerContext:
     """Makes processes from functions of these modules."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(
-        ["weight_ends", "torchrun_forks", "sharded_ranks", "sharded_models", "sharded_failures", "split_evaluation", "context_ranks"]
+        [
+            "weight_ends",
+            "torchrun_forks",
+            "sharded_ranks",
+            "sharded_models",
+            "sharded_failures",
+            "split_evaluation",
+            "context_ranks",
+            "vocabulary_ranks",
+        ]
     )
     with pytest.MonkeyPatch.context() as patch:
         # Where the server finds them: it does not have our sys.path.

@@ -10,6 +10,7 @@ import torch
 import context_ranks as ranks
 import rank_forks
 from context_ranks import PassCase
+from quartet.models.packing import pack
 
 CASES = [
     PassCase(2),
@@ -52,3 +53,32 @@ def test_a_pass_is_that_of_one_process(number, found, tolerances) -> None:
                 assert torch.equal(of_case[kind][name], found[0][number][kind][name]), name
         for name, gradient in expected["gradients"].items():
             torch.testing.assert_close(of_case["gradients"][name], gradient, atol=atol * largest, rtol=rtol)
+
+
+def test_only_heads_and_single_numbers_travel(found) -> None:
+    """Bytes of all ranks' passes without gradient, by kind: of the head nothing but results ``[M]``."""
+    for case, of_ranks in zip(CASES, zip(*found, strict=True), strict=True):
+        batch, others = ranks.make_batch(case.tree), case.context - 1
+        if case.scalar or not case.share or case.precision == "bf16":
+            continue
+        num_rows, size = max(batch.num_tokens, case.context), case.dtype.itemsize
+        heads = 2 * ranks.SIZES["num_attention_heads"] + 2 * max(case.kv_heads, case.context)
+        head_size = ranks.FAMILIES[case.family][1].get("head_dim", 4)
+        layers = ranks.SIZES["num_hidden_layers"]
+        copies = 4 // case.context
+        num_selected = len(pack(batch).predicted(batch.token["loss_mask"])[0])
+        sent = {
+            kind: sum(of_rank["sent"].get(kind, 0) for of_rank in of_ranks) for kind in ("all-to-all", "all-gather")
+        }
+        assert sent["all-gather"] == copies * 2 * others * num_selected * size, case
+        assert sent["all-to-all"] == copies * layers * heads * num_rows * head_size * size * others // case.context, (
+            case
+        )
+        assert not any("reduce-scatter" in of_rank["sent"] for of_rank in of_ranks), case
+
+
+def test_ranks_compute_all_rows_once(found) -> None:
+    for case, of_ranks in zip(CASES, zip(*found, strict=True), strict=True):
+        alone = ranks.run_pass(replace(case, context=1))["computed"]
+        filled = 2 * max(alone // 2, case.context)
+        assert sum(of_rank["computed"] for of_rank in of_ranks) == filled * 4 // case.context, case

@@ -59,6 +59,14 @@ class ModelParallel:
                 remedy=f"choose tensor × context among {', '.join(map(str, fitting))}, "
                 f"the nearest is {min(fitting, key=lambda n: abs(n - ranks))}; sharding.shard has no such limit",
             )
+        ropes = getattr(config, "rope_parameters", None) or {}
+        kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+        if context is not None and (chosen := kinds & {"dynamic", "longrope"}):
+            raise UserError(
+                f"{type(packed.model).__name__} cannot be cut over context ranks",
+                found=f"rotary embedding of kind {chosen.pop()}, whose angles depend on the longest sequence of a pack",
+                remedy="set sharding.context to 1, or give the model a rotary embedding of another kind",
+            )
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return cls(tensor, context, heads, int(kv_heads), packed.flops.row / packed.flops.token)
 

@@ -1,0 +1,114 @@
+"""How the rows of a pack are cut over context and tensor ranks, and read back in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quartet.config import UserError
+from quartet.models.packed_model import PackedCausalLM
+from quartet.train.parallel.context import ModelParallel, TokenSplit
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in a group that exchanges nothing."""
+
+    size: int
+    rank: int
+
+
+def splits(context: int, tensor: int, num_tokens: int, selected, row_cost: float = 0.0) -> list[TokenSplit]:
+    """Of every rank, the last along tensor fastest."""
+    places = [(Place(context, c), Place(tensor, t)) for c in range(context) for t in range(tensor)]
+    made = [ModelParallel(t if tensor > 1 else None, c if context > 1 else None, 8, 4, row_cost) for c, t in places]
+    return [parallel.split(num_tokens, selected) for parallel in made]
+
+
+def test_spans_are_alike_in_cost() -> None:
+    """All of the head's rows are in the second half of the pack, and each costs as much as three tokens."""
+    selected, costs = torch.arange(500, 1000), torch.ones(1000)
+    costs[500:] += 3.0
+    of_ranks = splits(4, 1, 1000, selected, row_cost=3.0)
+    found = [float(costs[split.span].sum()) for split in of_ranks]
+    assert max(found) - min(found) <= 4.0
+    assert [split.span.stop - split.span.start for split in of_ranks] == [532, 156, 156, 156]
+    assert [s.span.stop - s.span.start for s in splits(4, 1, 1000, None, row_cost=3.0)] == [250] * 4
+
+
+def test_without_groups_a_rank_has_all() -> None:
+    (split,) = splits(1, 1, 7, torch.tensor([3]))
+    assert split.span == slice(0, 7)
+    inner = object()
+    assert split.attention(inner) is inner
+    read, values = split.read(torch.tensor([5, 2]), torch.device("cpu")), torch.arange(2)
+    assert read.local.tolist() == [5, 2]
+    assert read.labels(values) is values
+    assert read.join(values, by_tensor=True) is values
+
+
+@given(
+    st.sampled_from([(1, 2), (2, 1), (4, 2), (2, 4), (3, 1)]),
+    st.integers(0, 40),
+    st.lists(st.integers(0, 10_000), max_size=60),
+    st.sampled_from([0.0, 0.5, 40.0]),
+)
+def test_every_row_is_one_rank_s(shape, more, numbers, row_cost) -> None:
+    context, tensor = shape
+    num_tokens = context * tensor + more
+    rows = torch.tensor([n % num_tokens for n in numbers], dtype=torch.int64)
+    of_ranks = splits(context, tensor, num_tokens, rows, row_cost)
+    values = torch.arange(num_tokens) * 3 + 1
+    starts, results, labels = 0, [], []
+    for index, split in enumerate(of_ranks):
+        assert split.bounds == of_ranks[0].bounds
+        assert split.num_own >= 1
+        assert sum(split.row_sizes) == split.span.stop - split.span.start
+        read = split.read(rows, torch.device("cpu"))
+        own = values[starts : starts + split.num_own]
+        results.append(read.own(own))
+        if index % tensor == 0:
+            labels.append(read.labels(torch.arange(len(rows))))
+        assert read.tensor_sizes[index % tensor] == len(results[-1])
+        assert read.context_sizes[index // tensor] == sum(read.tensor_sizes)
+        starts += split.num_own
+    assert starts == num_tokens
+    assert torch.equal(torch.cat(results)[read.back], values[rows])
+    assert torch.equal(torch.cat(labels)[read.back], torch.arange(len(rows)))
+
+
+def test_too_few_tokens_for_the_ranks() -> None:
+    with pytest.raises(ValueError, match="7 tokens cannot be cut over 8 ranks"):
+        splits(4, 2, 7, None)
+
+
+def _packed(**options) -> PackedCausalLM:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=8,
+        max_position_embeddings=32, **options,
+    )  # fmt: skip
+    return PackedCausalLM(LlamaForCausalLM(config))
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    packed = _packed()
+    with pytest.raises(UserError, match="the nearest is 4"):
+        ModelParallel.of(packed, tensor=Place(2, 0), context=Place(3, 0))
+
+
+def test_what_a_row_of_the_head_costs() -> None:
+    """In tokens through the layer: 16 × 32 weights against four times 32 × 32 and three times 32 × 8."""
+    parallel = ModelParallel.of(_packed(), tensor=None, context=Place(2, 0))
+    assert parallel.row_cost == pytest.approx(512 / (4 * 1024 + 3 * 256))
+
+
+def test_angles_that_depend_on_the_longest_position_are_refused() -> None:
+    packed = _packed(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    ModelParallel.of(packed, tensor=Place(2, 0), context=None)
+    with pytest.raises(UserError, match="rotary"):
+        ModelParallel.of(packed, tensor=None, context=Place(2, 0))
