@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import metadata as formats
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from quartet.config.file_errors import write_error
@@ -38,7 +38,7 @@ from quartet.observe.memory import copy_fits
 from quartet.train.checkpoint import path_of_draft
 from quartet.train.checkpoint_metadata import load_metadata
 from quartet.train.manifest import METADATA
-from quartet.train.parallel.tensors import is_first_holder
+from quartet.train.parallel.tensors import is_first_holder, local, local_slices
 from quartet.train.state import REST, Shape, reading, snapshot, state_bytes
 
 # The caller passes no_dist=True on purpose. For good, since the filters may not be changed in a thread beside others.
@@ -121,7 +121,7 @@ def write_share(directory: Path, state: Mapping[str, Any], rank: int = 0) -> dic
     writer = _Writer(directory, rank)
     with _cause_raised():
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.save(dict(state), storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save({n: _Part.of(v) for n, v in state.items()}, storage_writer=writer, planner=planner, no_dist=True)
     sync_directory(directory)
     return writer.fs.digests
 
@@ -158,6 +158,40 @@ class _Writer(dcp.FileSystemWriter):
 
     def storage_meta(self) -> None:
         """Nothing: it would say where the draft was, and a random number."""
+
+
+class _Part(Tensor):
+    """What is here of a sharded tensor, and where it belongs: torch's own answer is only right where sizes divide."""
+
+    whole: torch.Size
+    region: formats.ChunkStorageMetadata
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Of a DTensor; anything else as it is."""
+        if not isinstance(value, DTensor):
+            return value
+        part, slices = local(value).as_subclass(cls), local_slices(value)
+        part.whole = value.shape
+        part.region = formats.ChunkStorageMetadata(
+            torch.Size(s.start for s in slices), torch.Size(s.stop - s.start for s in slices)
+        )
+        return part
+
+    def size(self, *args: Any) -> Any:
+        """Of the whole tensor, which is what dcp compares."""
+        return self.whole
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = formats.TensorProperties.create_from_tensor(self.__get_tensor_shard__(None))
+        data = TensorWriteData(self.region, properties, self.whole)
+        return [WriteItem(formats.MetadataIndex(name, self.region.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[formats.ChunkStorageMetadata]:
+        return [self.region]
+
+    def __get_tensor_shard__(self, _: object) -> Tensor:
+        return self.as_subclass(Tensor)
 
 
 # Reading ---------------------------------------------------------------------------------------------------
@@ -197,7 +231,7 @@ class Share:
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Every tensor to where it is in ``tensors``, which have this share's names and shapes; one at a time."""
-        self._load(dict(tensors))
+        self._load({name: _Part.of(tensor) for name, tensor in tensors.items()})
 
     def _load(self, state: dict[str, Any]) -> dict[str, Any]:
         planner = _PlainLoadPlanner()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from quartet.weights.gather import slices_at
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -18,8 +19,9 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Which part of the whole tensor that is."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    return slices_at(tensor, place)
 
 
 def write_part(tensor: Tensor, values: Tensor) -> None:
