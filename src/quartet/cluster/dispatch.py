@@ -8,6 +8,7 @@
 | ``ONE_COPY`` | the ranks that hold the first copy of a role's model | the same for all | rank 0's |
 | ``PER_RANK`` | everyone | lists with one entry per rank | list with one entry per rank |
 | ``Custom(distribute, collect)`` | as ``distribute`` says | as ``distribute`` says | what ``collect`` makes |
+| ``Within(mode, layout)`` | as ``mode`` says for another layout | | |
 """
 
 from __future__ import annotations
@@ -243,6 +244,17 @@ class Split:
         # differ, and by these the readers' parts are chosen.
         partition = lead.partition if direct else f"{lead.name}/{layout.parts}"
         return self._of_parts(layout, list(map(call, range(layout.parts))), None, partition)
+
+
+@dataclass(frozen=True)
+class Within:
+    """As ``mode`` for ranks that share data by another layout than their group's: that of one of its roles."""
+
+    mode: DispatchMode
+    layout: Layout
+
+    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        return self.mode.plan(self.layout, args, kwargs)
 
 
 BROADCAST, RANK_ZERO, PER_RANK, SPLIT = Broadcast(), OneRank(0), PerRankLists(), Split()

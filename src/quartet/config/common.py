@@ -108,10 +108,19 @@ ALL_LINEAR = "all-linear"
 
 
 class ShardingConfig(Strict):
-    """How a role's processes hold its model (FSDP): processes = copies × shard."""
+    """How a role's processes hold its model: processes = copies × shard × context × tensor.
+
+    Those of one ``context`` and ``tensor`` have the same part of every batch, and token budgets are theirs together.
+    """
 
     shard: Processes = Field(
-        1, ge=1, description="Processes that hold one copy between them, each a share of every weight."
+        1, ge=1, description="Processes with a share of every weight, which is gathered where it is used (FSDP)."
+    )
+    context: Processes = Field(
+        1, ge=1, description="Processes with a share of every micro-batch's tokens and of every weight; for long texts."
+    )
+    tensor: Processes = Field(
+        1, ge=1, description="Processes with a share of every layer and of the vocabulary, which compute it together."
     )
     fixed_order: bool = Field(
         False, description="Sum gradients in the order of the ranks: bits that no communication library decides."
@@ -122,22 +131,43 @@ class ShardingConfig(Strict):
         "on the GPU are only the layers under way.",
     )
 
-    def misfit(self, key: str, processes: int) -> str | None:
-        """Why ``processes`` cannot hold a model that is cut so; None where they can.
+    @property
+    def peers(self) -> dict[str, int]:
+        """Along which axes processes work on one part of a batch together, and how many."""
+        return {"context": self.context, "tensor": self.tensor}
+
+    @property
+    def copy_size(self) -> int:
+        """Processes that hold one copy of the model between them."""
+        return self.shard * self.context * self.tensor
+
+    def misfit(self, key: str, processes: int, *, compiles: bool = False) -> str | None:
+        """Why ``processes`` cannot hold and compute a model that is cut so; None where they can.
 
         Args:
             key: of this section in the recipe.
+            compiles: the layers of the model are compiled.
         """
-        if self.cpu_offload and self.shard == 1:
+        if self.cpu_offload and self.copy_size == 1:
             return (
                 f"{key}.cpu_offload is on, but {key}.shard is 1: only models that are cut are kept in host memory; set "
                 f"{key}.shard to 2 or more, or leave cpu_offload out"
             )
-        if processes % self.shard == 0:
+        if compiles and self.copy_size > self.shard:
+            return (
+                f"{key}.context is {self.context} and {key}.tensor {self.tensor}: layers exchange rows within, which "
+                "torch.compile cannot follow; leave train.compile out, or use shard alone"
+            )
+        if processes % self.copy_size == 0:
             return None
         fitting = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
         there = "1 process" if processes == 1 else f"{processes} processes"
-        return f"{key}.shard is {self.shard}, but the model has {there}, of which it must be a divisor: {fitting}"
+        sizes = {"shard": self.shard, **self.peers}
+        if self.copy_size == max(sizes.values()):
+            name = max(sizes, key=sizes.__getitem__)
+            return f"{key}.{name} is {sizes[name]}, but the model has {there}, of which it must be a divisor: {fitting}"
+        product = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        return f"{key} is {product}, but the model has {there}, of which the product must be a divisor: {fitting}"
 
 
 class LoRAConfig(Strict):

@@ -233,9 +233,22 @@ def _shardings(recipe: RLRecipe) -> Iterator[str]:
             for i, source in enumerate(sources)
             if isinstance(source, ModelReward | ProcessModelReward)
         ]
+    compiled = {"actor": recipe.actor.train.compile, "critic": recipe.critic.train.compile}
     for key, role, sharding in asked:
-        if (reason := sharding.misfit(key, processes_of(recipe.placement, role))) is not None:
+        processes, compiles = processes_of(recipe.placement, role), compiled.get(role, False)
+        if (reason := sharding.misfit(key, processes, compiles=compiles)) is not None:
             yield reason
+        elif recipe.numerics == "exact" and sharding.copy_size > sharding.shard:
+            yield (
+                f"numerics: exact needs every sum in one process, in the order of the engine's: {key}.context and "
+                f"{key}.tensor cut sums of a layer over processes; use {key}.shard alone"
+            )
+        elif sharding.tensor > 1 and recipe.rollout.sampling.truncated_logprobs and role in ("actor", "reference"):
+            yield (
+                f"rollout.sampling.truncated_logprobs needs the likeliest tokens of the whole vocabulary, and of it "
+                f"each process has a part under {key}.tensor: use {key}.context or {key}.shard, or leave top_p, top_k "
+                "and min_p out"
+            )
         elif sharding.cpu_offload and has_budget(recipe.placement, role):
             yield (
                 f"{key}.cpu_offload keeps the model in host memory, and the pool's budget_bytes would move it there "

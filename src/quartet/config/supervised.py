@@ -37,7 +37,7 @@ class SupervisedRecipe(Recipe):
                 "cluster.type: ray, start it by torchrun, or leave processes and nodes out"
             )
         misfits = (
-            self.sharding.misfit("sharding", self.processes * self.nodes),
+            self.sharding.misfit("sharding", self.processes * self.nodes, compiles=self.train.compile),
             device_misfit(self.cluster, self.device),
         )
         for reason in misfits:

@@ -40,6 +40,8 @@ _THEIRS: dict[str, str] = {
     "micro_train_batch_size ppo_micro_batch_size_per_gpu",
     "forward_token_budget": "log_prob_max_token_len_per_gpu",
     "sharding.shard": "fsdp_size",
+    "sharding.context": "ulysses_sequence_parallel_size context_parallel_size cp_size sequence_parallel_size sp_size",
+    "sharding.tensor": "tensor_model_parallel_size tensor_parallel_size tp_size",
     # Sizes of a step
     "epochs": "num_train_epochs num_epochs total_epochs ppo_epochs num_ppo_epochs num_iterations",
     "steps": "num_episodes max_steps total_steps num_steps total_training_steps",

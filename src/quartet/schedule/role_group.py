@@ -16,12 +16,14 @@ from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import BROADCAST, ONE_COPY, DispatchMode, FirstRanks, Mark, OneRank, Split, marks_of
+from quartet.cluster.dispatch import BROADCAST, ONE_COPY, DispatchMode, FirstRanks, OneRank, Split, Within, marks_of
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup
+from quartet.cluster.layout import Layout
 from quartet.cluster.manifests import Noted
 from quartet.cluster.ranks import Ranks
 from quartet.cluster.worker import Worker, local_path
+from quartet.config.common import ShardingConfig
 from quartet.schedule.clock import drained
 from quartet.schedule.compute_thread import ComputeThread
 
@@ -106,7 +108,7 @@ class RankGroup(RoleGroup[W_co]):
 
     Args:
         process: with this process's worker of the role.
-        worker_class, shard: as of ``RemoteGroup``.
+        worker_class, sharding: as of ``RemoteGroup``.
     """
 
     def __init__(
@@ -117,18 +119,17 @@ class RankGroup(RoleGroup[W_co]):
         worker_class: type[W_co],
         compute: ComputeThread,
         *,
-        shard: int = 1,
+        sharding: ShardingConfig | None = None,
     ) -> None:
         self._ranks = ranks
         self._run = partial(process.run_role, role)
-        self._marks = marks_of(worker_class)
+        self._modes = _Modes(worker_class, ranks.world_size, sharding)
         self._compute = compute
-        self._shard = shard
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         name = method.__name__
-        mode = _mode_of(self._marks, name, self._shard)
-        plan = mode.plan(self._ranks.layout, args, kwargs)
+        mode = self._modes.of(name)
+        plan = mode.plan(self._modes.layout, args, kwargs)
         results = await self._compute.run(partial(self._ranks.ask, self._run, name, plan.calls))
         result: Any = plan.collect([results[rank] for rank in plan.answers], plan.shares)
         found: R = result[0] if mode == BROADCAST else result
@@ -141,24 +142,33 @@ class RemoteGroup(RoleGroup[W_co]):
     Args:
         worker_class: whose marks say how a method is distributed.
         rank: one worker among them; None for all.
-        shard: workers that hold one copy of the role's model between them.
+        sharding: how the workers hold the role's model: which of them get the same part of a batch, and which together
+            have a copy. None where each has a copy and a part of its own.
     """
 
     def __init__(
-        self, group: WorkerGroup, role: str, worker_class: type[W_co], rank: int | None = None, *, shard: int = 1
+        self,
+        group: WorkerGroup,
+        role: str,
+        worker_class: type[W_co],
+        rank: int | None = None,
+        *,
+        sharding: ShardingConfig | None = None,
     ) -> None:
         self.group = group
         self.role = role
         self.rank = rank
-        self.shard = shard
-        self._marks = marks_of(worker_class)
+        self._modes = _Modes(worker_class, group.world_size, sharding)
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         name = method.__name__
         mode = self._mode(name)
         result: Any
         if isinstance(mode, Split):
-            future = self.group.call(RolesWorker.run_role, self.role, name, *args, mode=mode, blocking=False, **kwargs)
+            within = Within(mode, self._modes.layout)
+            future = self.group.call(
+                RolesWorker.run_role, self.role, name, *args, mode=within, blocking=False, **kwargs
+            )
             result = await drained(future)
         else:
             result = await drained(self.group.ask(RolesWorker.run_role, self.role, name, *args, mode=mode, **kwargs))
@@ -192,9 +202,22 @@ class RemoteGroup(RoleGroup[W_co]):
     def _mode(self, name: str) -> DispatchMode:
         if self.rank is not None:
             return OneRank(self.rank)
-        return _mode_of(self._marks, name, self.shard)
+        return self._modes.of(name)
 
 
-def _mode_of(marks: Mapping[str, Mark], name: str, shard: int) -> DispatchMode:
-    mode = marks[name].mode if name in marks else BROADCAST
-    return FirstRanks(shard) if mode == ONE_COPY else mode
+class _Modes:
+    """How the methods of a role's workers are distributed, by their marks.
+
+    Attributes:
+        layout: of the ranks, for calls that are split.
+    """
+
+    def __init__(self, worker_class: type, world_size: int, sharding: ShardingConfig | None) -> None:
+        self._marks = marks_of(worker_class)
+        sharding = sharding if sharding is not None else ShardingConfig()
+        self._copy_size = sharding.copy_size
+        self.layout = Layout.fit(world_size, sharding.peers)
+
+    def of(self, name: str) -> DispatchMode:
+        mode = self._marks[name].mode if name in self._marks else BROADCAST
+        return FirstRanks(self._copy_size) if mode == ONE_COPY else mode

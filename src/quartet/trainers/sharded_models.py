@@ -62,10 +62,10 @@ class Meshes:
     def __call__(self, role: str) -> Mesh | None:
         """None where every process works with a model of its own: one that is not trained, and not cut."""
         sharding = self.sharding_of(role)
-        if self._group is None or (sharding.shard == 1 and role not in TRAINED_ROLES):
+        if self._group is None or (sharding.copy_size == 1 and role not in TRAINED_ROLES):
             return None
         if sharding not in self._made:
-            self._made[sharding] = Mesh.of(self._group, shard=sharding.shard, fixed_order=sharding.fixed_order)
+            self._made[sharding] = Mesh.cut(self._group, sharding)
         return self._made[sharding]
 
     def sharding_of(self, role: str) -> ShardingConfig:

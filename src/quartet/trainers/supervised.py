@@ -161,7 +161,7 @@ class SupervisedTrainer(Generic[R, W]):
             compute = ComputeThread()
             started.callback(compute.close)
             ranks = self._ranks()
-            group = RankGroup(ranks, self._process(), "model", kind, compute, shard=recipe.sharding.shard)
+            group = RankGroup(ranks, self._process(), "model", kind, compute, sharding=recipe.sharding)
             started.push(partial(_end, ranks, self.path.absolute()))
             return group
         assert isinstance(cluster, RayCluster)
@@ -182,7 +182,7 @@ class SupervisedTrainer(Generic[R, W]):
             start_timeout_s=cluster.start_timeout_s,
         )
         self._processes = run_async(asyncio.to_thread(start))
-        return RemoteGroup(self._processes, "model", kind, shard=recipe.sharding.shard)
+        return RemoteGroup(self._processes, "model", kind, sharding=recipe.sharding)
 
     def _ranks(self) -> Ranks:
         """The processes of torchrun.

@@ -112,7 +112,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
     def __init__(self, recipe: R, given: Given, device: torch.device, mesh: Mesh | None = None) -> None:
         self.recipe = recipe
         self.device = device
-        self.mesh = mesh if mesh is not None and mesh.shard > 1 else None
+        self.mesh = mesh if mesh is not None and mesh.copy.size > 1 else None
         text = resolve_tokenizer(recipe.model, given.tokenizer)
         found, generation = self._resolve(given.model)
         check_vocabulary(text, vocabulary_size(found))
@@ -299,6 +299,5 @@ class SupervisedProcess(RolesWorker):
         self, kind: type[SupervisedWorker[Any, Any, Any]], recipe: SupervisedRecipe, given: Given, directory: str
     ) -> None:
         group = enter_process(self, recipe, directory, is_group=self.world_size > 1)
-        shard, fixed_order = recipe.sharding.shard, recipe.sharding.fixed_order
-        mesh = Mesh.of(group, shard=shard, fixed_order=fixed_order) if group is not None else None
+        mesh = Mesh.cut(group, recipe.sharding) if group is not None else None
         self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), mesh)}

@@ -133,7 +133,7 @@ class PoolWorker(RolesWorker):
         names = roles_in(placement, pool)
         device, shares = worker_device(self.device, recipe), shares_reference(placement)
         of_role = shardings(recipe, shares_reference=shares)
-        cut_roles = {role for role, sharding in of_role.items() if sharding.shard > 1}
+        cut_roles = {role for role, sharding in of_role.items() if sharding.copy_size > 1}
         is_group = self.world_size > 1 and not cut_roles.union(TRAINED_ROLES).isdisjoint(names)
         meshes = Meshes(enter_process(self, recipe, directory, is_group=is_group), of_role)
         if "rollout" in names and objects.model is None and recipe.actor.model is not None:
@@ -402,8 +402,7 @@ class RayRunWorkers(RunWorkers):
         for role in home:
             if role != "rollout":
                 kind: type[ModelWorker] = TrainWorker if role in TRAINED_ROLES else ScoreWorker
-                shard = of_role[role].shard if role in of_role else 1
-                self.models[role] = RemoteGroup(self._groups[home[role]], role, kind, shard=shard)
+                self.models[role] = RemoteGroup(self._groups[home[role]], role, kind, sharding=of_role.get(role))
         self.writer = RemoteGroup(self._groups[home["actor"]], WRITER_ROLE, Writer, 0)
         group = self._groups[home["rollout"]]
         self.engines = [RemoteGroup(group, "rollout", NativeRolloutWorker, rank) for rank in range(group.world_size)]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from quartet.config import UserError
+from quartet.config.common import ShardingConfig
 from quartet.train.parallel.group import DataParallelGroup
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "replicate", "shard", "context", "tensor"
@@ -102,6 +103,12 @@ class Mesh:
         words = {name: group(f"words of {name}", own, "gloo") for name, own in peers.items()}
         context_group = group(CONTEXT, peers[CONTEXT]) if context > 1 else None
         return cls(data, copy, device_mesh, context, context_group, words, fixed_order, limit)
+
+    @classmethod
+    def cut(cls, group: DataParallelGroup, sharding: ShardingConfig) -> Mesh:
+        """The mesh that a recipe asks for."""
+        shard, context, tensor = sharding.shard, sharding.context, sharding.tensor
+        return cls.of(group, shard=shard, context=context, tensor=tensor, fixed_order=sharding.fixed_order)
 
     @property
     def replicate(self) -> int:
