@@ -17,6 +17,7 @@ from torch import Tensor
 from quartet.batch import ColumnSet, RaggedBatch, join
 from quartet.cluster import RANK_ZERO, SPLIT, BatchFuture, ResourcePool, WorkerError, WorkerGroup, connect, dispatch
 from quartet.cluster.backend import Backend
+from quartet.config.common import ShardingConfig
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RolesWorker
 
 TINY = {"cpus": 0.01}
@@ -240,3 +241,16 @@ def test_ids_outlive_the_worker_that_made_them(backend: Backend, model: RemoteGr
     outline = asyncio.run(RemoteGroup(group, "rollout", Rollout).leave(Rollout.make, 4, length=5000))
     group.stop()
     assert torch.equal(tokens_of(model, outline), batch_of(4, length=5000).input_ids)
+
+
+def test_workers_that_compute_a_part_together_get_the_same_and_one_answers(
+    processes: WorkerGroup, rollout: RemoteGroup[Rollout], model: RemoteGroup[Model]
+) -> None:
+    """A role that is cut by ``tensor`` beside one that is not, in the same processes."""
+    peers = RemoteGroup(processes, "model", Model, sharding=ShardingConfig(tensor=2))
+    for batch in (batch_of(1), asyncio.run(rollout.leave(Rollout.make, 1))):
+        found, apart = (asyncio.run(group.call(Model.forward, batch)) for group in (peers, model))
+        assert found.ids == apart.ids
+        assert torch.equal(found.token["values"], apart.token["values"])
+        assert found.sequence["part"].unique().tolist() == [15], "both have computed the whole"
+        assert int(apart.sequence["part"].max()) < 15

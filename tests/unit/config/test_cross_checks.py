@@ -126,6 +126,31 @@ def test_every_family_has_a_recipe() -> None:
             "rewards.0.sharding.shard is 4, but the model has 2 processes",
         ),
         (
+            ["placement={type: full_offload, pool: {processes: 6}}", "reference.sharding={tensor: 2, context: 2}"],
+            "reference.sharding is context 2 × tensor 2, but the model has 6 processes, of which the product must be a "
+            "divisor: 1, 2, 3, 6",
+        ),
+        (
+            ["numerics=exact", "placement={type: full_offload, pool: {processes: 2}}", "actor.sharding.context=2"],
+            "numerics: exact needs every sum in one process, in the order of the engine's: actor.sharding.context",
+        ),
+        (
+            [
+                "placement={type: full_offload, pool: {processes: 2}}",
+                "reference.sharding.tensor=2",
+                "rollout.sampling={top_k: 4, truncated_logprobs: true}",
+            ],
+            "each process has a part under reference.sharding.tensor: use reference.sharding.context",
+        ),
+        (
+            [
+                "placement={type: full_offload, pool: {processes: 2}}",
+                "actor.sharding.tensor=2",
+                "actor.train.compile=true",
+            ],
+            "actor.sharding.tensor 2: layers exchange rows within, which torch.compile cannot follow",
+        ),
+        (
             ["placement={type: full_offload, pool: {processes: 2}}", "actor.sharding.cpu_offload=true"],
             "actor.sharding.cpu_offload is on, but actor.sharding.shard is 1: only models that are cut",
         ),
@@ -151,6 +176,20 @@ def test_sharding_is_a_key_of_each_role() -> None:
     assert "actor.sharding.shard=2" in caught.value.remedy
     # As recipes have it that earlier versions saved.
     assert rl("placement={type: full_offload, pool: {}, sharding: {}}").placement is not None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("actor.ulysses_sequence_parallel_size=2", "actor.sharding.context"),
+        ("critic.context_parallel_size=2", "critic.sharding.context"),
+        ("actor.tensor_model_parallel_size=2", "actor.sharding.tensor"),
+    ],
+)
+def test_names_of_other_systems_for_ways_to_cut(theirs: str, ours: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rl(theirs)
+    assert ours in caught.value.remedy
 
 
 def test_all_reasons_are_given_at_once() -> None:
