@@ -23,7 +23,7 @@ from quartet.batch.ragged import sent
 from quartet.config import UserError
 from quartet.models.attention import AttentionContext, LayerRule
 from quartet.models.packed_model import PackedModel
-from quartet.train.parallel.pass_group import PassGroup
+from quartet.train.parallel.pass_group import PassGroup, near_equal
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,7 @@ class TokenSplit:
         return self.row_sizes[_rank(self.parallel.tensor)]
 
     def _cut(self, size: int) -> tuple[int, ...]:
-        ranks = _size(self.parallel.tensor)
-        return tuple(size * (i + 1) // ranks - size * i // ranks for i in range(ranks))
+        return near_equal(size, _size(self.parallel.tensor))
 
     def attention(self, inner: AttentionContext) -> AttentionContext:
         """What this rank's layers are given in the place of ``inner``, which knows the whole pack."""

@@ -29,6 +29,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.train.metrics import MetricSums, PlainSums
 from quartet.train.parallel.fsdp import ShardedModel, fingerprint
 from quartet.train.parallel.group import DataParallelGroup, RankFailed, is_broken_collective
+from quartet.train.parallel.pass_group import PeerFailed
 from quartet.train.parallel.tensors import local
 from quartet.train.token_budget import OutOfMemoryElsewhere, TokenBudget, is_out_of_memory
 
@@ -171,8 +172,11 @@ class RankExchange:
         Raises:
             torch.OutOfMemoryError: on all ranks, where memory ran out on one.
         """
+        heard = None
         try:
             report = Report(sums=backward().plain(), present=frozenset(self.root.present))
+        except PeerFailed as error:
+            report, heard = Report(), error
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -180,6 +184,8 @@ class RankExchange:
         # Not in the handler: until it ends, its traceback holds the tensors of the failed attempt.
         reports = self._exchange(report)
         self._raise_out_of_memory(reports)
+        if heard is not None:
+            raise heard
         first_peers = reports[self.root.mesh.first_peers]
         sums = MetricSums.joined(other.sums for other in first_peers if other.sums is not None)
         return sums, frozenset[str]().union(*(other.present for other in reports))
@@ -225,9 +231,11 @@ class RankExchange:
         Raises:
             RankFailed: another rank failed.
         """
-        report = Report()
+        report, heard = Report(), None
         try:
             yield
+        except PeerFailed as error:
+            heard = error
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -235,6 +243,8 @@ class RankExchange:
         reports = self._exchange(report)
         is_here = report.out_of_memory is not None
         self._raise_out_of_memory(reports, torch.OutOfMemoryError if is_here else OutOfMemoryElsewhere)
+        if heard is not None:
+            raise heard
 
     # Reports ---------------------------------------------------------------------------------------------
 

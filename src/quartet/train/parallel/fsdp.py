@@ -38,9 +38,12 @@ from quartet.train.parallel.collectives import (
     PassProgress,
     sum_in_order,
 )
+from quartet.train.parallel.context import ALONE, ModelParallel
 from quartet.train.parallel.group import is_broken_collective
-from quartet.train.parallel.mesh import REPLICATE, Mesh
-from quartet.train.parallel.tensors import local
+from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
+from quartet.train.parallel.pass_group import PassGroup
+from quartet.train.parallel.tensor import share_layers
+from quartet.train.parallel.tensors import is_whole_on_tensor_ranks, local
 from quartet.weights.gather import gather
 
 T = TypeVar("T")
@@ -68,6 +71,8 @@ class ShardedModel(nn.Module):
         self._work = packed.work
         self.present: set[str] = set()
         self.progress = PassProgress()
+        peers: ModelParallel = packed.parallel or ALONE
+        self._groups = [group for group in (peers.tensor, peers.context) if group is not None]
         self._is_complete = True  # of the pass that was begun last, all collectives are done
 
     def forward(self, function: Callable[..., T], *args: Any) -> T:
@@ -86,7 +91,7 @@ class ShardedModel(nn.Module):
 
         Where every rank holds the whole model, gradients are kept until ``sum_gradients``.
         """
-        return self.mesh.shard > 1
+        return self.mesh.num_parts > 1
 
     def make_passes(
         self,
@@ -98,10 +103,12 @@ class ShardedModel(nn.Module):
         """Calls ``passes``, equally many on all ranks, and ``idle`` in the place of those that are None.
 
         What fails is raised at the end, so that no rank waits for this one: a pass that was broken off is made again as
-        an idle one, without the collectives that this rank has taken part in.
+        an idle one, without the collectives that this rank has taken part in. So do the ranks that compute the same
+        pass.
 
         Raises:
             Exception: of a pass, of a collective that another rank has broken, or of an idle pass.
+            PeerFailed: a rank that computes the same passes failed.
         """
         self._reset()
         failure = None
@@ -115,11 +122,15 @@ class ShardedModel(nn.Module):
             self._is_complete = False
             self.progress.begin(sum(group.is_unsharded for group in _fsdp_groups(self)))
             if failure is None and one_pass is not None:
-                failure = _failure_of(one_pass)
+                failure = _failure_of(partial(self._make_with_peers, one_pass))
                 if failure is not None and not self._is_complete:
                     self._break_off()
+            for group in self._groups:
+                group.idle()
             if not self._is_complete:
                 idle()
+            for group in self._groups:
+                group.settle()
         self._fsdp.reshard()
         if failure is not None:
             try:
@@ -128,6 +139,13 @@ class ShardedModel(nn.Module):
                 del failure  # which refers to this frame
         if with_gradients and not self.reduces_every_pass:
             self._reduce_now()
+
+    def _make_with_peers(self, one_pass: Callable[[], None]) -> None:
+        for group in self._groups:
+            group.begin()
+        one_pass()
+        for group in self._groups:
+            group.end()
 
     def sum_gradients(self, present: Collection[str]) -> None:
         """Leaves the sums over all ranks in the parameters, where the passes have not done so. Collective.
@@ -141,6 +159,20 @@ class ShardedModel(nn.Module):
         for name, parameter in self.model.named_parameters():
             if name not in present:
                 parameter.grad = None
+        self._sum_tensor_ranks()
+
+    def _sum_tensor_ranks(self) -> None:
+        """Of parameters that are not cut over tensor ranks, each of these has the gradient of its rows or heads."""
+        group = self.mesh.tensor_group
+        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None and is_whole_on_tensor_ranks(p)]
+        if group is None or not gradients:
+            return
+        device = self.mesh.device_mesh.device_type
+        total = torch.cat([gradient.flatten().to(device) for gradient in gradients])
+        sum_in_order(total, group)
+        self._work.sent["all-reduce"] += (group.size() - 1) * total.nbytes
+        for gradient, values in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(values.view_as(gradient))
 
     def _reduce_now(self) -> None:
         """Lays out kept gradients as sums of this copy. torch does it at the end of a backward alone; this is what it
@@ -301,17 +333,19 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     if halved and packed.adapters is not None:
         packed.round_frozen()
         halved = False
+    whole_weights = list(packed.model.parameters())
+    former = None if any(p.is_meta for p in whole_weights) else fingerprint(whole_weights)
+    del whole_weights
+    _share_passes(packed, mesh)
     rounded = {id(p) for p in packed.rounded_parameters()} if halved else set()
     layers = decoder_layers(packed.body)
     whole = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": mesh.device_mesh}
+    options: dict[str, Any] = {"mesh": mesh.fsdp_mesh}
     if on_host:
         on_gpu = mesh.device_mesh.device_type == "cuda"
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         packed.computes_on = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    whole_weights = list(packed.model.parameters())
-    former = None if any(p.is_meta for p in whole_weights) else fingerprint(whole_weights)
     root = ShardedModel(packed, mesh, former)
     for layer in layers:
         own = list(layer.parameters())
@@ -341,6 +375,20 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     return root
 
 
+def _share_passes(packed: PackedModel, mesh: Mesh) -> None:
+    """Cuts passes over the ranks along ``context``, and passes and weights over those along ``tensor``."""
+    of_ranks = {TENSOR: mesh.tensor_group, CONTEXT: mesh.context_group}
+    groups = {
+        name: PassGroup(name, group, mesh.words[name], packed.work)
+        for name, group in of_ranks.items()
+        if group is not None
+    }
+    if groups:
+        packed.parallel = ModelParallel.of(packed, tensor=groups.get(TENSOR), context=groups.get(CONTEXT))
+    if mesh.tensor_mesh is not None:
+        share_layers(packed, mesh.tensor_mesh, groups[TENSOR])
+
+
 def fingerprint(tensors: Iterable[Tensor]) -> str:
     """Tells models with different weights apart; not those whose weights are the same numbers in another order."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -363,8 +411,15 @@ def clip_sharded_gradients(
     Args:
         total_norm: of all ranks' parts, from this one's.
     """
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    own = nn.utils.get_total_norm([g for g in gradients if g.numel()]) if gradients else torch.zeros(())
+    trained = [p for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for p in trained if p.grad is not None]
+    # Of what several tensor ranks have, the first one's counts.
+    counted = [
+        gradient
+        for gradient, parameter in zip(gradients, trained, strict=True)
+        if gradient.numel() and not (is_whole_on_tensor_ranks(parameter) and parameter.device_mesh.get_local_rank(TENSOR))
+    ]
+    own = nn.utils.get_total_norm(counted) if counted else torch.zeros(())
     norm = total_norm(float(own))
     if math.isfinite(norm) and norm + 1e-6 > max_norm:
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))

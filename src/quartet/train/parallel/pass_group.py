@@ -30,6 +30,11 @@ from quartet.train.parallel.collectives import add_up, swap
 IN_PASS, FAILED = 0, 1
 
 
+def near_equal(num_rows: int, size: int) -> tuple[int, ...]:
+    """How many rows each of ``size`` ranks has of so many, one after the other; they differ by one at most."""
+    return tuple(num_rows * (rank + 1) // size - num_rows * rank // size for rank in range(size))
+
+
 class PeerFailed(Exception):
     """A rank that computes the same pass failed in it; what it failed of is told when the passes have ended."""
 

@@ -8,6 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from quartet.weights.gather import slices_at
 
+from quartet.train.parallel.mesh import TENSOR
+
 
 def local(tensor: Tensor) -> Tensor:
     """The memory of it that is here, without gradient."""
@@ -51,3 +53,9 @@ def is_first_holder(tensor: Tensor) -> bool:
     if place is None or not local(tensor).numel():
         return False
     return all(index == 0 or not kind.is_replicate() for index, kind in zip(place, tensor.placements, strict=True))
+
+
+def is_whole_on_tensor_ranks(tensor: Tensor) -> bool:
+    """Whether every tensor rank of a mesh with such ranks has the same of it."""
+    names = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+    return TENSOR in names and tensor.placements[names.index(TENSOR)].is_replicate()
