@@ -43,7 +43,7 @@ from quartet.train.parallel.group import is_broken_collective
 from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
 from quartet.train.parallel.pass_group import PassGroup
 from quartet.train.parallel.tensor import share_layers
-from quartet.train.parallel.tensors import is_whole_on_tensor_ranks, local
+from quartet.train.parallel.tensors import is_first_of_tensor_ranks, is_whole_on_tensor_ranks, local
 from quartet.weights.gather import gather
 
 T = TypeVar("T")
@@ -164,7 +164,9 @@ class ShardedModel(nn.Module):
     def _sum_tensor_ranks(self) -> None:
         """Of parameters that are not cut over tensor ranks, each of these has the gradient of its rows or heads."""
         group = self.mesh.tensor_group
-        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None and is_whole_on_tensor_ranks(p)]
+        gradients = [
+            local(p.grad) for p in self.model.parameters() if p.grad is not None and is_whole_on_tensor_ranks(p)
+        ]
         if group is None or not gradients:
             return
         device = self.mesh.device_mesh.device_type
@@ -411,14 +413,11 @@ def clip_sharded_gradients(
     Args:
         total_norm: of all ranks' parts, from this one's.
     """
-    trained = [p for p in parameters if p.grad is not None]
-    gradients = [local(p.grad) for p in trained if p.grad is not None]
-    # Of what several tensor ranks have, the first one's counts.
-    counted = [
-        gradient
-        for gradient, parameter in zip(gradients, trained, strict=True)
-        if gradient.numel() and not (is_whole_on_tensor_ranks(parameter) and parameter.device_mesh.get_local_rank(TENSOR))
-    ]
+    found = [p.grad for p in parameters if p.grad is not None]
+    gradients = [local(gradient) for gradient in found]
+    # What tensor ranks have alike counts on the first of them.
+    own_parts = [part for part, whole in zip(gradients, found, strict=True) if is_first_of_tensor_ranks(whole)]
+    counted = [part for part in own_parts if part.numel()]
     own = nn.utils.get_total_norm(counted) if counted else torch.zeros(())
     norm = total_norm(float(own))
     if math.isfinite(norm) and norm + 1e-6 > max_norm:

@@ -2,8 +2,8 @@
 
 Shapes: N rows of a span, n_r those of rank r between layers; D hidden.
 
-Which layers are cut in which way stands in transformers' own plans (``base_model_tp_plan``); what is done with them does
-not come from there. A module whose layers are cut in columns (attention, MLP) gathers the rows of all ranks at its
+Which layers are cut in which way stands in transformers' own plans (``base_model_tp_plan``); what is done with them
+does not come from there. A module whose layers are cut in columns (attention, MLP) gathers the rows of all ranks at its
 door, each of its column layers computes some features of them, and a row layer gives addends of all rows, of whose sum
 every rank keeps its own rows: two exchanges per module, and norms and residuals of own rows alone in between.
 
@@ -222,7 +222,7 @@ def _unfit(packed: PackedModel, found: str) -> UserError:
 
 def _check_sizes(packed: PackedModel, styles: Mapping[str, str], tensor: int) -> None:
     """Raises UserError where columns or rows cannot be cut into equal parts."""
-    sizes = {"attention heads": int(packed.body.config.get_text_config().num_attention_heads)}
+    sizes = {"attention heads": int(packed.model.config.get_text_config().num_attention_heads)}
     for path, style in styles.items():
         layer, name = _of_adapted(packed.body.get_submodule(path), "")[0], re.sub(r"\.\d+\.", ".*.", path)
         is_row = style in (ROW, SPLIT_ROW)

@@ -57,5 +57,14 @@ def is_first_holder(tensor: Tensor) -> bool:
 
 def is_whole_on_tensor_ranks(tensor: Tensor) -> bool:
     """Whether every tensor rank of a mesh with such ranks has the same of it."""
-    names = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
     return TENSOR in names and tensor.placements[names.index(TENSOR)].is_replicate()
+
+
+def is_first_of_tensor_ranks(tensor: Tensor) -> bool:
+    """Whether no tensor rank before this one has the same of it."""
+    if not (isinstance(tensor, DTensor) and is_whole_on_tensor_ranks(tensor)):
+        return True
+    return tensor.device_mesh.get_local_rank(TENSOR) == 0
