@@ -357,9 +357,14 @@ class PackedCausalLM(PackedModel):
 
 
 class PackedScalarModel(PackedModel):
-    """A sequence-classification model with one label: reward model or critic. The head runs wholly in fp32."""
+    """A sequence-classification model with one label: reward model or critic. The head runs wholly in fp32.
+
+    Attributes:
+        plain: the head's weight as a plain tensor, where ranks that share out layers have each the whole of it.
+    """
 
     head: nn.Linear
+    plain: Callable[[Tensor], Tensor] = staticmethod(lambda weight: weight)
 
     def _find_head(self, model: PreTrainedModel) -> nn.Linear:
         head = getattr(model, "score", None)
@@ -378,7 +383,7 @@ class PackedScalarModel(PackedModel):
     def scalars(self, hidden: Tensor) -> Tensor:
         """``[M, D] → [M]`` fp32 (fp64 stays)."""
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        return (hidden.to(dtype) @ self.head.weight.to(dtype).T).squeeze(-1)
+        return (hidden.to(dtype) @ self.plain(self.head.weight).to(dtype).T).squeeze(-1)
 
 
 def _plain_call(function: Callable[..., Any], *args: Any) -> Any:

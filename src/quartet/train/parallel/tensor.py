@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quartet.config import UserError
-from quartet.models.packed_model import PackedCausalLM, PackedModel, decoder_layers
+from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel, decoder_layers
 from quartet.train.parallel.pass_group import PassGroup, near_equal
 from quartet.train.parallel.vocabulary import SharedVocabulary, share_vocabulary
 
@@ -87,6 +87,8 @@ def share_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) -> Non
     if isinstance(packed, PackedCausalLM):
         share_vocabulary(packed, group)
         cuts.update({id(p): Shard(0) for p in packed.head.parameters()})
+    elif isinstance(packed, PackedScalarModel):
+        packed.plain = _here
     _distribute(packed.model, mesh, cuts)
     for module in packed.body.modules():
         if module._parameters:
@@ -112,7 +114,7 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[int, Placement
 def _with_local(module: nn.Module, forward: Forward, *args: Any, without: str = "", **kwargs: Any) -> Any:
     """The module's own forward, on this rank's parts of its parameters."""
     whole = module._parameters
-    here = {n: None if n == without else p.to_local() if isinstance(p, DTensor) else p for n, p in whole.items()}
+    here = {name: None if p is None or name == without else _here(p) for name, p in whole.items()}
     vars(module)["_parameters"] = here
     try:
         return forward(*args, **kwargs)

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quartet.weights.gather import slices_at
-
 from quartet.train.parallel.mesh import TENSOR
+from quartet.weights.gather import slices_at
 
 
 def local(tensor: Tensor) -> Tensor:
