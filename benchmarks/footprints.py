@@ -1,7 +1,9 @@
 """Memory of a rank by role and placement: the formula of docs/memory.md, and what it says beside what is measured.
 
     python benchmarks/footprints.py --model 7b --devices 8 --gib 80      the tables
+    python benchmarks/footprints.py --model 70b --devices 64 --tokens 32768 --meshes    one role on several meshes
     python benchmarks/footprints.py --measure [--shards 1 2 4]           the formula against real processes
+    python benchmarks/footprints.py --measure --shards 1,1,2 1,2,2       the same with context and tensor ranks
     python benchmarks/footprints.py --measure --flat 1 4 16 64           peaks by prompts per step
 
 Measured are processes of one thread over gloo, each with its part of a model of 27.8 M weights in fp32: the kernel's
@@ -12,6 +14,7 @@ micro-batches of 128 tokens.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import re
@@ -66,9 +69,10 @@ SHAPES = {
     "3b": Shape(36, 2_048, 11_008, 16, 2, 151_936, tied=True),
     "7b": Shape(28, 3_584, 18_944, 28, 4, 152_064),
     "32b": Shape(64, 5_120, 27_648, 40, 8, 152_064),
+    "70b": Shape(80, 8_192, 28_672, 64, 8, 128_256),
     "small": Shape(8, 512, 1_408, 8, 4, 8_192, tied=True),
 }
-"""Of Qwen2.5; ``small`` is the model of the measurements."""
+"""Of Qwen2.5, and of Llama 3 (70b); ``small`` is the model of the measurements."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ class How:
     """How a role computes.
 
     Attributes:
-        shard: ranks that hold one copy between them.
+        shard: data ranks that hold one copy between them.
+        context, tensor: ranks that compute one micro-batch between them: its tokens, and every layer's columns.
         bf16: compute dtype; weights that are trained stay fp32.
         recompute: ``activation_checkpointing``.
         tokens, forward_tokens: of a micro-batch with gradients, and without.
@@ -85,6 +90,8 @@ class How:
     """
 
     shard: int = 1
+    context: int = 1
+    tensor: int = 1
     bf16: bool = True
     recompute: str = "true"
     tokens: int = 8_192
@@ -97,42 +104,73 @@ class How:
         """Bytes of a number that enters products."""
         return 2 if self.bf16 else 4
 
+    @property
+    def parts(self) -> int:
+        """FSDP's ranks, which share out what a tensor rank has of the weights."""
+        return self.shard * self.context
 
-def kept_per_token(shape: Shape, how: How) -> tuple[int, int]:
-    """Bytes of activations per token: of every layer from its forward to its backward, and of the layer that is
-    computed again."""
-    d, kv, i, w = shape.hidden, shape.kv, shape.inner, how.width
-    # Both norms' inputs in fp32; in the compute dtype what products read, queries, keys, values, attention's result,
-    # and four of the inner width. In fp32 a norm's output is not cast once more.
-    everything = (8 * d + 14 * d + 4 * kv if how.bf16 else 24 * d + 8 * kv) + 4 * i * w
-    products = 4 * d + w * (4 * d + 2 * kv + 2 * i)
-    return {"false": (everything, 0), "selective": (products, everything), "true": (4 * d, everything)}[how.recompute]
+    @property
+    def ranks(self) -> int:
+        return self.parts * self.tensor
+
+
+def kept_per_token(shape: Shape, how: How) -> tuple[float, float]:
+    """Bytes of activations on a rank per token of the micro-batch: of every layer from its forward to its backward, and
+    of the layer that is computed again."""
+    d, i, w, ranks = shape.hidden, shape.inner, how.width, how.context * how.tensor
+    # Key and value heads are repeated until every rank has one.
+    kv = max(shape.kv, ranks * shape.kv // shape.kv_heads)
+    # Both norms' inputs in fp32, of own rows; of the span's rows what products read (under autocast each product has
+    # a copy of its own); of own heads and columns queries, keys, values, attention's result (before and behind the
+    # exchange of heads), and four of the inner width.
+    read = 5 if how.bf16 else 2
+    results = 3 if how.context > 1 else 2
+    everything = 8 * d / ranks + w * (read * d / how.context + (results * d + 2 * kv + 4 * i) / ranks)
+    # The results of row layers are there for all of the span's rows until they are added up.
+    products = 4 * d / ranks + w * (2 * d / how.context + (2 * d + 2 * kv + 2 * i) / ranks)
+    return {"false": (everything, 0), "selective": (products, everything), "true": (4 * d / ranks, everything)}[
+        how.recompute
+    ]
+
+
+def exchanged(shape: Shape, how: How, tokens: int) -> float:
+    """Bytes that a layer's exchanges hold: rows of the span that are gathered, and their gradients or addends; heads
+    that are sent and received."""
+    kv = max(shape.kv, how.context * how.tensor * shape.kv // shape.kv_heads)
+    rows = 8 * shape.hidden if how.tensor > 1 else 0
+    heads = 2 * how.width * (shape.hidden + 2 * kv) / how.tensor if how.context > 1 else 0
+    return tokens / how.context * (rows + heads)
 
 
 def training(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]:
     """Bytes of a rank that trains its share, at the peak of an update, by part."""
-    weights, around = shape.weights(scalar=scalar), shape.around(scalar=scalar)
+    weights, around, layer = shape.weights(scalar=scalar), shape.around(scalar=scalar), shape.layer
     head = 0 if scalar else shape.embedding
     every, again = kept_per_token(shape, how)
-    cut = how.shard > 1
+    cut = how.parts > 1
     # A gathered layer, and the next one: each with the buffer that it is copied from. What is around the layers stays.
-    gathered = 4 * around + 4 * how.width * shape.layer if cut else (2 * (weights - around) if how.bf16 else 0)
+    gathered = 4 * around + 4 * how.width * layer if cut else (2 * (weights - around) if how.bf16 else 0)
     # Of a layer: as autograd leaves them, laid out to be sent in fp32, and where order counts the addends.
-    sums = 4 * head + (how.width + 4 + 4 * how.ordered) * shape.layer if cut else 4 * around * shape.tied
+    sums = 4 * head + (how.width + 4 + 4 * how.ordered) * layer if cut else 4 * around * shape.tied
     activations = how.tokens * (every * shape.layers + again)
-    logits = 0 if scalar else min(how.chunk, how.tokens) * shape.vocab * how.width + (4 * head if how.bf16 else 0)
+    read = 0 if scalar else min(how.chunk, how.tokens) * shape.vocab * how.width + (4 * head if how.bf16 else 0)
     # Behind the last layer: gradients of what is around the layers, laid out, and the addends. Just before, a tied
     # weight has a gradient of each of its uses.
-    last = 4 * around * (3 if how.ordered or shape.tied else 2) if cut else 0
-    passing = gathered + sums + activations + logits
+    last = 4 * around * (3 if how.ordered or shape.tied else 2) / how.tensor if cut else 0
+    passing = {
+        "gathered": gathered / how.tensor,
+        "sums": sums / how.tensor,
+        "activations": activations,
+        "logits": read / how.tensor,
+        "exchanged": exchanged(shape, how, how.tokens),
+    }
+    if sum(passing.values()) <= last:
+        passing = {**dict.fromkeys(passing, 0.0), "sums": last}
     return {
-        "parameters": 4 * weights / how.shard,
-        "moments": 8 * weights / how.shard,
-        "gradients": 4 * weights / how.shard,
-        "gathered": gathered if passing > last else 0,
-        "sums": sums if passing > last else last,
-        "activations": activations if passing > last else 0,
-        "logits": logits if passing > last else 0,
+        "parameters": 4 * weights / how.ranks,
+        "moments": 8 * weights / how.ranks,
+        "gradients": 4 * weights / how.ranks,
+        **passing,
     }
 
 
@@ -141,13 +179,15 @@ def scoring(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]
     activations the residual stream, a sum, and three of the inner width are there at a time."""
     around = 4 * shape.embedding + (0 if scalar or shape.tied else how.width * shape.embedding)
     weights = how.width * shape.layers * shape.layer + around
-    gathered = around + 4 * how.width * shape.layer if how.shard > 1 else 0
+    gathered = around + 4 * how.width * shape.layer if how.parts > 1 else 0
     logits = 0 if scalar else min(how.chunk, how.tokens) * shape.vocab * how.width
+    per_token = (8 * shape.hidden + 3 * how.width * shape.inner) / (how.context * how.tensor)
     return {
-        "parameters": weights / how.shard,
-        "gathered": gathered,
-        "activations": how.forward_tokens * (8 * shape.hidden + 3 * how.width * shape.inner),
-        "logits": logits,
+        "parameters": weights / how.ranks,
+        "gathered": gathered / how.tensor,
+        "activations": how.forward_tokens * per_token,
+        "logits": logits / how.tensor,
+        "exchanged": exchanged(shape, how, how.forward_tokens),
     }
 
 
@@ -178,6 +218,12 @@ PLANS: dict[tuple[str, int], dict[str, Pools]] = {
         "one pool, all resident": {("actor", "critic", "reference", "reward", "rollout"): 8},
         "full_offload": {("actor", "critic", "reference", "reward", "rollout"): 8},
     },
+    ("70b", 64): {
+        "separated, GRPO": {("actor",): 32, ("reference",): 16, ("rollout",): 16},
+        "homogeneous, GRPO": {("actor", "reference"): 32, ("rollout",): 32},
+        "one pool, all resident, GRPO": {("actor", "reference", "rollout"): 64},
+        "full_offload": {("actor", "critic", "reference", "reward", "rollout"): 64},
+    },
     ("32b", 16): {
         "separated": {("actor",): 12, ("reference",): 2, ("rollout",): 2},
         "homogeneous": {("actor", "reference"): 12, ("rollout",): 4},
@@ -194,7 +240,7 @@ STAYS = ("parameters", "moments")
 
 
 def of_role(shape: Shape, role: str, processes: int, how: How, room: float) -> dict[str, float]:
-    cut = replace(how, shard=processes)
+    cut = replace(how, shard=processes // (how.context * how.tensor))
     if role == "rollout":
         splits = [n for n in range(1, processes + 1) if processes % n == 0]
         found = [generating(shape, cache_tokens=CACHE_TOKENS, split=n) | {"split": n} for n in splits]
@@ -231,7 +277,8 @@ def pool_rows(shape: Shape, placement: str, pools: Pools, how: How, gib: float) 
 
 
 COLUMNS = (
-    "parameters", "moments", "gradients", "gathered", "sums", "activations", "logits", "KV cache", "sync buffers",
+    "parameters", "moments", "gradients", "gathered", "sums", "activations", "exchanged", "logits", "KV cache",
+    "sync buffers",
 )  # fmt: skip
 
 
@@ -239,15 +286,32 @@ def _gib(values: Sequence[float]) -> list[str]:
     return [f"{value / GIB:.1f}" if value else "" for value in values]
 
 
-def tables(model: str, devices: int, gib: float, how: How) -> str:
+def tables(model: str, devices: int, gib: float, how: How, *, meshes: bool = False) -> str:
     from common import markdown
 
     shape = SHAPES[model]
+    size = f"{shape.weights() / 1e9:.1f} B weights, GiB per process\n\n"
+    if meshes:
+        head = ["role", "shard", "context", "tensor", *COLUMNS[:-2], "peak", f"below 90 % of {gib:g}?"]
+        return size + markdown(head, mesh_rows(shape, devices, how, gib))
     everything = {("actor", "reference", "rollout"): devices}
     plans = PLANS.get((model, devices), {"one pool, all resident": everything, "full_offload": everything})
     rows = [row for name, pools in plans.items() for row in pool_rows(shape, name, pools, how, gib)]
     head = ["placement", "role", "processes", *COLUMNS, "role's peak", f"pool's peak, below {gib:g}?", "on the host"]
-    return f"{shape.weights() / 1e9:.1f} B weights, GiB per process\n\n{markdown(head, rows)}"
+    return size + markdown(head, rows)
+
+
+def mesh_rows(shape: Shape, devices: int, how: How, gib: float) -> list[list[str]]:
+    """An actor and a reference on all devices, cut in several ways: where the bytes of a rank go."""
+    rows = []
+    for context, tensor in ((1, 1), (8, 1), (1, 8), (2, 8), (4, 4), (8, 8)):
+        cut = replace(how, shard=devices // (context * tensor), context=context, tensor=tensor)
+        for role, parts in (("actor", training(shape, cut)), ("reference", scoring(shape, cut))):
+            total = sum(parts.values())
+            cells = _gib([*(parts.get(name, 0.0) for name in COLUMNS[:-2]), total])
+            fits = "yes" if total < 0.9 * gib * GIB else "**no**"
+            rows.append([role, str(cut.shard), str(context), str(tensor), *cells, fits])
+    return rows
 
 
 # What is measured -----------------------------------------------------------------------------------------
@@ -280,7 +344,11 @@ class Peak:
         return status("VmHWM") - self._others
 
 
-def build(path: str, world: int) -> Any:
+Sizes = tuple[int, int, int]
+"""Shard, context and tensor of a mesh with one copy of the model."""
+
+
+def build(path: str, sizes: Sizes) -> Any:
     """The model of a directory, of which each rank reads its share."""
     from quartet.config.common import OptimConfig, TrainConfig
     from quartet.models.loading import load_causal_lm, packed_causal_lm
@@ -290,7 +358,10 @@ def build(path: str, world: int) -> Any:
     from quartet.train.parallel.loading import load_shares
     from quartet.train.parallel.mesh import Mesh
 
-    mesh = Mesh.of(DataParallelGroup.of_world(), shard=world) if world > 1 else None
+    shard, context, tensor = sizes
+    mesh = None
+    if math.prod(sizes) > 1:
+        mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard, context=context, tensor=tensor)
     packed = packed_causal_lm(load_causal_lm(path, empty=mesh is not None), activation_checkpointing=True)
     if mesh is not None:
         shard_model(packed, mesh)
@@ -306,7 +377,7 @@ TOKENS = 128
 """Of a micro-batch in the measurements: a prompt with its responses, and not two."""
 
 
-def measured_rank(answer: Connection, rank: int, world: int, port: int, path: str, factors: Sequence[int]) -> None:
+def measured_rank(answer: Connection, rank: int, sizes: Sizes, port: int, path: str, factors: Sequence[int]) -> None:
     import torch
     import torch.distributed as dist
     from common import model_config, prompt_ids, step_groups
@@ -316,6 +387,7 @@ def measured_rank(answer: Connection, rank: int, world: int, port: int, path: st
     from quartet.train.objectives import SFTObjective
 
     torch.set_num_threads(1)
+    world = math.prod(sizes)
     if world > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
@@ -334,7 +406,7 @@ def measured_rank(answer: Connection, rank: int, world: int, port: int, path: st
     torch.optim.AdamW(toy.parameters(), fused=True).zero_grad()
     toy(torch.randn(4, 8)).sum().backward()
     floor = anonymous()
-    engine = build(path, world)
+    engine = build(path, sizes)
     found: dict[str, Any] = {"loaded": anonymous() - floor, "update": {}, "forward": {}, "tokens": {}}
     engine.train_step(batch(1), SFTObjective())
     for factor in factors:
@@ -353,15 +425,15 @@ def measured_rank(answer: Connection, rank: int, world: int, port: int, path: st
         dist.destroy_process_group()
 
 
-def measure(world: int, factors: Sequence[int], path: str) -> list[dict[str, Any]]:
+def measure(sizes: Sizes, factors: Sequence[int], path: str) -> list[dict[str, Any]]:
     """Of every rank."""
     from quartet.cluster.worker import free_port
 
     context, port = multiprocessing.get_context("spawn"), free_port()
     processes, pipes = [], []
-    for rank in range(world):
+    for rank in range(math.prod(sizes)):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=measured_rank, args=(theirs, rank, world, port, path, factors), daemon=True)
+        process = context.Process(target=measured_rank, args=(theirs, rank, sizes, port, path, factors), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -372,9 +444,9 @@ def measure(world: int, factors: Sequence[int], path: str) -> list[dict[str, Any
     return found
 
 
-def compared(world: int, found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+def compared(sizes: Sizes, found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """Name → bytes by the formula and the largest rank's as measured."""
-    shape, how = SHAPES["small"], How(world, False, "true", TOKENS, TOKENS, 256, ordered=True)
+    shape, how = SHAPES["small"], How(*sizes, False, "true", TOKENS, TOKENS, 256, ordered=True)
     parts = training(shape, how)
     first = min(found[0]["update"])
     return {
@@ -384,27 +456,32 @@ def compared(world: int, found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[
     }
 
 
-def measurements(shards: Sequence[int], factors: Sequence[int], folder: Path) -> tuple[str, list[dict[str, Any]]]:
+def measurements(meshes: Sequence[Sizes], factors: Sequence[int], folder: Path) -> tuple[str, list[dict[str, Any]]]:
     from common import markdown, saved_model
 
     path = str(saved_model("small", folder))
     parts, against, flat = [], [], []
-    for world in shards:
-        found = measure(world, factors, path)
-        checks = compared(world, found)
-        parts.append({"shard": world, "ranks": found, "checks": checks})
+    for sizes in meshes:
+        found = measure(sizes, factors, path)
+        checks, named = compared(sizes, found), [str(size) for size in sizes]
+        parts.append({"mesh": sizes, "ranks": found, "checks": checks})
         for name, (formula, real) in checks.items():
-            against.append([str(world), name, f"{formula / MIB:.0f}", f"{real / MIB:.0f}", f"{real / formula:.2f}"])
+            against.append([*named, name, f"{formula / MIB:.0f}", f"{real / MIB:.0f}", f"{real / formula:.2f}"])
         for kind in ("update", "forward") if len(factors) > 1 else ():
             peaks = [max(of[kind][factor] for of in found) for factor in factors]
             rows = [f"{peak / MIB:.0f} ({peak / peaks[0]:.3f})" for peak in peaks]
-            flat.append([str(world), kind, *rows])
-    text = markdown(["shard", "what", "formula, MiB", "measured", "measured / formula"], against)
+            flat.append([*named, kind, *rows])
+    text = markdown(["shard", "context", "tensor", "what", "formula, MiB", "measured", "measured / formula"], against)
     if flat:
         tokens = parts[0]["ranks"][0]["tokens"]
-        head = ["shard", "peak of, MiB", *(f"{f} prompts, {tokens[f]:,} tokens" for f in factors)]
+        head = ["shard", "context", "tensor", "peak of, MiB", *(f"{f} prompts, {tokens[f]:,} tokens" for f in factors)]
         text += "\n\n" + markdown(head, flat)
     return text, parts
+
+
+def _sizes(text: str) -> Sizes:
+    shard, context, tensor = [*map(int, text.split(",")), 1, 1][:3]
+    return shard, context, tensor
 
 
 def main() -> None:
@@ -418,12 +495,21 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=80.0)
     parser.add_argument("--recompute", choices=("false", "selective", "true"), default="true")
     parser.add_argument("--tokens", type=int, default=8_192, help="of a micro-batch")
+    parser.add_argument("--context", type=int, default=1)
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--meshes", action="store_true", help="one role after the other, cut in several ways")
     parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument(
+        "--shards", type=_sizes, nargs="+", default=[(n, 1, 1) for n in (1, 2, 4)], help="or shard,context,tensor"
+    )
     parser.add_argument("--flat", type=int, nargs="+", default=[1], help="prompts per step")
     args = parser.parse_args()
     if not args.measure:
-        print(tables(args.model, args.devices, args.gib, How(recompute=args.recompute, tokens=args.tokens)))
+        how = How(
+            context=args.context, tensor=args.tensor, recompute=args.recompute, tokens=args.tokens,
+            forward_tokens=max(args.tokens, 16_384),
+        )  # fmt: skip
+        print(tables(args.model, args.devices, args.gib, how, meshes=args.meshes))
         return
     text, parts = measurements(args.shards, args.flat, work_folder("models"))
     write_results(args, {"footprints": parts})
