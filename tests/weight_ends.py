@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import forkserver
@@ -193,17 +194,19 @@ class Engine:
 
 
 class Trainer:
-    """One rank of a trainer whose weights, ``fused_weights``, are sharded: rows over one axis, columns over another."""
+    """One rank of a trainer whose weights, ``fused_weights``, are cut twice: over two tensor ranks, and by FSDP."""
 
     def __init__(self, rank: int, world: int, store: str) -> None:
         self.rank, self.world, self.store = rank, world, store
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
-        mesh = init_device_mesh("cpu", (2, world // 2))
-        self.weights = {
-            name: distribute_tensor(tensor, mesh, [Shard(0), Shard(1) if tensor.dim() > 1 else Replicate()])
-            for name, tensor in fused_weights().items()
-        }
+        mesh = init_device_mesh("cpu", (1, world // 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+        module = nn.ParameterDict()
+        for name, tensor in fused_weights().items():
+            kind = Shard(1) if "down" in name else Replicate() if "norm" in name else Shard(0)
+            module[name.replace(".", "/")] = nn.Parameter(distribute_tensor(tensor, mesh["tensor"], [kind]))
+        fully_shard(module, mesh=mesh["replicate", "shard"])
+        self.weights = {name.replace("/", "."): parameter.detach() for name, parameter in module.named_parameters()}
         self.sender = WeightSender(self.weights.items, device=torch.device("cpu"), rank=rank)
 
     def use(self, kind: str) -> None:

@@ -256,7 +256,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
-def test_weights_sharded_on_two_axes_are_served_unsharded(kind: str, ranks: list[Any]) -> None:
+def test_weights_cut_by_tensor_ranks_and_by_fsdp_are_served_whole(kind: str, ranks: list[Any]) -> None:
     """All four ranks get every request; rank 0 sends."""
     whole = ends.fused_weights()
     held = ends.empty_like(whole)
