@@ -79,12 +79,12 @@ def make_model(case: PassCase) -> PackedModel:
     for module in model.modules():
         if case.dtype == torch.float64 and type(module).__name__ in ("MistralRMSNorm", "Gemma2RMSNorm"):
             shift = 1.0 if "Gemma" in type(module).__name__ else 0.0
-            module.forward = _Norm(module, shift)
+            module.forward = Norm(module, shift)
     holder = PackedScalarModel if case.scalar else PackedCausalLM
     return holder(model, case.precision, activation_checkpointing=case.recompute)
 
 
-class _Norm:
+class Norm:
     """In the place of a norm that rounds to fp32 whatever the dtype."""
 
     def __init__(self, module: nn.Module, shift: float) -> None:

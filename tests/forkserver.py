@@ -23,6 +23,7 @@ def context() -> ForkServerContext:
             "sharded_failures",
             "split_evaluation",
             "context_ranks",
+            "tensor_ranks",
             "vocabulary_ranks",
         ]
     )
