@@ -287,7 +287,8 @@ def contents(batch: RaggedBatch) -> str:
     tensors = {"": batch.input_ids, **batch.token, **batch.sequence}
     crc = zlib.crc32(repr((batch.ids, batch.segment_lengths, batch.parents, batch.leaves, sorted(tensors))).encode())
     for name in sorted(tensors):
-        crc = zlib.crc32(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, crc)
+        values = tensors[name].detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        crc = zlib.crc32(values.view(torch.uint8).numpy().data, crc)
     return f"{len(batch)} sequences of {batch.num_tokens} tokens ({crc:08x})"
 
 
