@@ -220,6 +220,14 @@ class Router:
         self._dispatch()
         return [copy.request_id for copy in copies]
 
+    def usable(self) -> list[str]:
+        """Names of the engines that can be asked now."""
+        return [member.name for member in self._usable()]
+
+    def pin(self, request_id: str, name: str) -> None:
+        """The group that will begin with this request goes to this engine, if that can be asked then."""
+        self._routing.pins[request_id] = next(member for member in self._members if member.name == name)
+
     def _withdraw(self, ids: set[str]) -> None:
         """Nothing more is heard of these."""
         self._errors = deque(error for error in self._errors if ids.isdisjoint(error.request_ids))
