@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.config import UserError
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.offloadable import Offloadable
 from quartet.train.bit_flips import ModelPart
@@ -65,7 +66,7 @@ async def _check_part(
     num = await _flip(run, part)
     flipped += [part] if num else []
     difference = (await run.attempt.rollout.publish(_version(run)))["agreement/canary_diff"]
-    still = sum(not _apart([old], [new]) for old, new in zip(before, await run.canaries(), strict=True))
+    still = sum(not _apart([old], [new]) for old, new in _pairs(before, await run.canaries()))
     found = f"{still} of {len(before)} engines compute as before a change of {num} tensors ({part}), "
     return judged(
         name,
@@ -100,10 +101,25 @@ def _version(run: ExaminedRun) -> int:
     return run.attempt.leases.arbiter.version("actor")
 
 
+def _pairs(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> list[tuple[RaggedBatch, RaggedBatch]]:
+    """Each engine's two answers.
+
+    Raises:
+        UserError: an engine failed or came back in between.
+    """
+    if len(before) != len(after):
+        raise UserError(
+            "a rollout engine failed or was started anew during the checks",
+            found=f"{len(before)} engines answered at first, {len(after)} now",
+            remedy="see what the engine said as it ended, then examine again",
+        )
+    return list(zip(before, after, strict=True))
+
+
 def _apart(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> float:
     """The most that answers to the canary prompt differ by, in nats; infinity where other tokens were chosen."""
     differences = [0.0]
-    for old, new in zip(before, after, strict=True):
+    for old, new in _pairs(before, after):
         mask, key = old.token["loss_mask"], "rollout_logprobs"
         is_same = torch.equal(old.input_ids, new.input_ids)
         differences.append(float((old.token[key] - new.token[key])[mask].abs().max()) if is_same else math.inf)
