@@ -28,6 +28,7 @@ from quartet.rollout import process_native
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.http.openai import OpenAIEngine
 from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
+from quartet.rollout.http.sglang_group import GroupWeights
 from quartet.rollout.paced import PacedEngine
 from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import RolloutEngine, StepEngine
@@ -36,6 +37,7 @@ from quartet.rollout.staging import StagedWeights
 from quartet.rollout.stepped import SteppedEngine
 from quartet.rollout.stop_strings import Decode
 from quartet.text.tokenizer import TextCodec
+from quartet.weights.disk import checkpoint_shapes
 
 _DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -110,12 +112,22 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
         return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
     text: dict[str, Any] = {"vocab_size": policy.vocab_size, "decode": policy.decode}
     if isinstance(config, SGLangEngineConfig):
-        weights = None
-        if policy.staging is not None:
-            assert config.weights_directory is not None, "training needs one, see cross_checks"
-            weights = PublishedWeights(policy.staging, Path(config.weights_directory), Path(policy.path))
-        return [SGLangEngine(server, weights=weights, **text) for server in config.servers]
+        ways = _ways(config, policy)
+        return [SGLangEngine(server, weights=way, **text) for server, way in zip(config.servers, ways, strict=True)]
     return [OpenAIEngine(server, model=config.model, **text) for server in config.servers]
+
+
+def _ways(config: SGLangEngineConfig, policy: Policy) -> Sequence[PublishedWeights | GroupWeights | None]:
+    """By which new weights come to each server."""
+    if policy.staging is None:
+        return [None] * len(config.urls)
+    if config.weights == "distributed":
+        options = {"num_workers": config.tensor_parallel_size, "device": policy.device}
+        shapes = checkpoint_shapes(Path(policy.path))
+        return [GroupWeights(policy.staging, server, shapes=shapes, **options) for server in config.servers]
+    assert config.weights_directory is not None, "training needs one, see cross_checks"
+    shared = PublishedWeights(policy.staging, Path(config.weights_directory), Path(policy.path))
+    return [shared] * len(config.urls)
 
 
 def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, Any]:

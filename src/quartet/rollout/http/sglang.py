@@ -18,6 +18,7 @@ from quartet.config.remote import RemoteServer
 from quartet.remote.json_client import RemoteError
 from quartet.rollout.http.checks import Part
 from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine
+from quartet.rollout.http.sglang_group import GroupWeights
 from quartet.rollout.protocol import Request
 from quartet.rollout.staging import Load, StagedWeights
 from quartet.rollout.stop_strings import Decode
@@ -86,7 +87,7 @@ class SGLangEngine(HTTPEngine):
         *,
         vocab_size: int,
         decode: Decode | None = None,
-        weights: PublishedWeights | None = None,
+        weights: PublishedWeights | GroupWeights | None = None,
     ) -> None:
         self._weights = weights
         self._asleep: Literal[1, 2] | None = None
@@ -178,6 +179,8 @@ class SGLangEngine(HTTPEngine):
         super().restart()
         if self._weights is not None:
             self.version = None
+        if isinstance(self._weights, GroupWeights):
+            self._weights.leave()
 
     def _take_staged(self) -> None:
         version = None if self._weights is None else self._weights.staging.version
@@ -197,14 +200,20 @@ class SGLangEngine(HTTPEngine):
         """Raises EngineFailed; the server may have half of the new weights then, and is asked nothing."""
         assert self._weights is not None
         self.version = None
-        body = {"model_path": self._weights.path(version), "weight_version": str(version), "flush_cache": True}
-        answer = self._tell("/update_weights_from_disk", body)
+        if isinstance(self._weights, GroupWeights):
+            try:
+                answer = self._weights.send(version)
+            except UserError as error:
+                raise self._failed(error) from error
+        else:
+            body = {"model_path": self._weights.path(version), "weight_version": str(version), "flush_cache": True}
+            answer = self._tell("/update_weights_from_disk", body)
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise self._failed(
                 UserError(
                     "it did not take the new weights",
                     found=f"version {version}: {answer!r}",
-                    remedy="see its log; it needs the same architecture, and to see the folder of weights_directory",
+                    remedy="see its log; it needs the same architecture, and by disk to see the folder of weights_directory",
                 )
             )
         self.version = version
