@@ -9,14 +9,14 @@
 ``server`` an OpenAI-compatible server                    never: no policy's engine   who runs it
 ========== ============================================== =========================== ==========================
 
-Where ``type`` is left out in a recipe the engine is native.
+Where ``type`` is left out the engine is native.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Discriminator, Field, JsonValue, Tag
 
 from quartet.config.addresses import HTTPAddress
 from quartet.config.common import Strict
@@ -154,8 +154,16 @@ class ServerEngineConfig(_Asked):
     model: str = Field(description="Name of the model at the server.")
 
 
+def _type(engine: Any) -> str | None:
+    return str(engine.get("type", "native")) if isinstance(engine, dict) else getattr(engine, "type", None)
+
+
 EngineConfig = Annotated[
-    NativeEngineConfig | VLLMEngineConfig | SGLangEngineConfig | ServerEngineConfig, Field(discriminator="type")
+    Annotated[NativeEngineConfig, Tag("native")]
+    | Annotated[VLLMEngineConfig, Tag("vllm")]
+    | Annotated[SGLangEngineConfig, Tag("sglang")]
+    | Annotated[ServerEngineConfig, Tag("server")],
+    Discriminator(_type),
 ]
 
 
