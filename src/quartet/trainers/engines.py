@@ -29,6 +29,7 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.http.openai import OpenAIEngine
 from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
 from quartet.rollout.http.sglang_group import GroupWeights
+from quartet.rollout.owned_folders import OwnedFolder, remove_left
 from quartet.rollout.paced import PacedEngine
 from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import RolloutEngine, StepEngine
@@ -39,6 +40,8 @@ from quartet.rollout.stop_strings import Decode
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.disk import checkpoint_shapes
 
+_POLICY = "quartet-policy-"
+"""First part of a folder's name."""
 _DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -228,14 +231,19 @@ def has_folder(config: ModelConfig | None) -> bool:
 @contextmanager
 def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
     """A directory with the model as it started and its tokenizer: the recipe's, or one that is gone afterwards."""
+    temporary = Path(tempfile.gettempdir())
     if config is not None and has_folder(config):
+        remove_left(temporary, _POLICY)
         yield config.path
         return
-    with tempfile.TemporaryDirectory(prefix="quartet-policy-") as folder:
+    folder = OwnedFolder(temporary, _POLICY, mode=0o700)
+    try:
         with packed.without_adapters():
-            packed.model.save_pretrained(folder)
-        codec.tokenizer.save_pretrained(folder)
-        yield folder
+            packed.model.save_pretrained(folder.path)
+        codec.tokenizer.save_pretrained(folder.path)
+        yield str(folder.path)
+    finally:
+        folder.remove()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ members meet in the store differs between versions of torch, and is torch's own 
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Iterable
@@ -100,9 +101,13 @@ class ServedGroup:
         )
 
     def close(self) -> None:
-        """What is under way is given up, where the back end can."""
-        if self._group is not None:
-            self._group.abort()
-            c10d._world.pg_group_ranks[self._group] = {}  # which only torch's own callers of the function enter
-            dist.destroy_process_group(self._group)
-            self._group = None
+        """Gives up what is under way; gloo cannot, and its end waits for that in a thread."""
+        group, self._group = self._group, None
+        if group is not None:
+            threading.Thread(target=_end, args=(group,), name=f"end of {self.name}", daemon=True).start()
+
+
+def _end(group: Any) -> None:
+    group.abort()
+    c10d._world.pg_group_ranks[group] = {}  # which only torch's own callers of the function enter
+    dist.destroy_process_group(group)

@@ -6,9 +6,7 @@ version of every token is known, and nothing computed from older weights is used
 
 from __future__ import annotations
 
-import shutil
 import threading
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +17,7 @@ from quartet.remote.json_client import RemoteError
 from quartet.rollout.http.checks import Part
 from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine
 from quartet.rollout.http.sglang_group import GroupWeights
+from quartet.rollout.owned_folders import OwnedFolder
 from quartet.rollout.protocol import Request
 from quartet.rollout.staging import Load, StagedWeights
 from quartet.rollout.stop_strings import Decode
@@ -39,8 +38,8 @@ class PublishedWeights:
 
     def __init__(self, staging: StagedWeights, folder: Path, template: Path | None = None) -> None:
         self.staging = staging
-        self._folder = folder / f"weights_{uuid.uuid4().hex[:12]}"
-        self._disk = DiskSend(self._folder, template=template)
+        self._folder = OwnedFolder(folder, "weights_")
+        self._disk = DiskSend(self._folder.path, template=template)
         self._written: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self._users: set[Load] = set()
@@ -65,7 +64,7 @@ class PublishedWeights:
         self.staging.detach(load)
         self._users.discard(load)
         if not self._users:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
 
 class SGLangEngine(HTTPEngine):
