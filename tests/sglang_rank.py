@@ -32,7 +32,7 @@ def join(
     store, rank, size = next(dist.rendezvous(f"tcp://{master_address}:{master_port}", rank, world_size, timeout=LIMIT))
     store = dist.PrefixStore(group_name, store)
     made, _ = c10d._new_process_group_helper(
-        size, rank, [], dist.Backend(backend), store, group_name=group_name, timeout=LIMIT
+        size, rank, [], dist.Backend(backend), store, group_name=c10d.GroupName(group_name), timeout=LIMIT
     )
     c10d._world.pg_group_ranks[made] = {n: n for n in range(size)}
     groups[group_name] = made

@@ -125,7 +125,7 @@ def _ways(config: SGLangEngineConfig, policy: Policy) -> Sequence[PublishedWeigh
     if policy.staging is None:
         return [None] * len(config.urls)
     if config.weights == "distributed":
-        options = {"num_workers": config.tensor_parallel_size, "device": policy.device}
+        options: dict[str, Any] = {"num_workers": config.tensor_parallel_size, "device": policy.device}
         shapes = checkpoint_shapes(Path(policy.path))
         return [GroupWeights(policy.staging, server, shapes=shapes, **options) for server in config.servers]
     assert config.weights_directory is not None, "training needs one, see cross_checks"

@@ -188,6 +188,6 @@ def test_waits_for_members_end(is_there: bool) -> None:
             made_of.server.answers["/init_weights_update_group"] = silent
         began = time.monotonic()
         made_of.send(1)
-        with pytest.raises(EngineFailed, match="its members did not all come|no answer"):
+        with pytest.raises(EngineFailed, match=r"its members did not all come|no answer"):
             made_of.check(made_of.engine, 1)
         assert 2 < time.monotonic() - began < 20

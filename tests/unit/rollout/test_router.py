@@ -380,7 +380,7 @@ def test_one_that_waits_for_its_restart_holds_up_neither_the_others_nor_their_sl
     engines, clock = [Restartable(), Restartable()], Seconds()
     with routed(engines, policy="round_robin", clock=clock) as router:
         for _ in range(2):
-            while not len(router._in_state("up")) == 2:
+            while len(router._in_state("up")) != 2:
                 router.completed(0)
             engines[0].kill()
             router.completed(0)

@@ -38,7 +38,7 @@ class Conversation:
         self.said: list[str] = []
 
     async def reset(self, item: Item) -> str:
-        return item.prompt
+        return f"{item.prompt}"
 
     async def step(self, action: str) -> StepResult:
         self.said.append(action)

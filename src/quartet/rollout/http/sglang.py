@@ -212,7 +212,7 @@ class SGLangEngine(HTTPEngine):
                 UserError(
                     "it did not take the new weights",
                     found=f"version {version}: {answer!r}",
-                    remedy="see its log; it needs the same architecture, and by disk to see the folder of weights_directory",
+                    remedy="see its log; it needs the same architecture, and to see weights_directory, if it has one",
                 )
             )
         self.version = version
