@@ -22,6 +22,8 @@ from torch import Tensor
 from quartet.weights.errors import WeightSyncError
 
 _LOOK_S = 0.01
+_LONG = timedelta(days=1)
+"""NCCL's own limit, never reached: it would end this process. Waiting is ours."""
 
 
 class ServedGroup:
@@ -62,7 +64,8 @@ class ServedGroup:
         if answer.done():
             answer.result()
         store = dist.PrefixStore(self.name, self._store)
-        backend, options = dist.Backend(self.backend), {"group_name": self.name, "timeout": self._limit}
+        limit = self._limit if self.backend == "gloo" else _LONG
+        backend, options = dist.Backend(self.backend), {"group_name": self.name, "timeout": limit}
         try:
             self._group, _ = c10d._new_process_group_helper(self.size, 0, [], backend, store, **options)  # type: ignore[arg-type]
         except RuntimeError as error:

@@ -83,17 +83,10 @@ class GroupWeights:
     def _formed(self) -> ServedGroup:
         host = address_towards(urlsplit(self._server.url).hostname or "")
         group = ServedGroup(self._num_workers, host, self._device, self._server.timeout_s)
+        where = {"master_address": host, "master_port": group.port, "rank_offset": 1, "world_size": group.size}
         told = self._tell(
-            "/init_weights_update_group",
-            {
-                "master_address": host,
-                "master_port": group.port,
-                "rank_offset": 1,
-                "world_size": group.size,
-                "group_name": group.name,
-                "backend": group.backend,
-            },
-        )
+            "/init_weights_update_group", {**where, "group_name": group.name, "backend": group.backend}
+        )  # fmt: skip
         try:
             group.form(told)
             _agreed(told.result())
@@ -147,11 +140,10 @@ def _check(staging: StagedWeights, shapes: Mapping[str, tuple[int, ...]]) -> Non
     sent |= {name: sent[own] for name, own in staging.handle.ties if name in shapes}
     wrong = [name for name in sorted({**sent, **shapes}) if sent.get(name) != shapes.get(name)]
     if wrong:
-        name = wrong[0]
+        name, had = wrong[0], shapes.get(wrong[0], "nothing")
         raise WeightsRefused(
             "the policy's weights are not those of the checkpoint that the server has",
-            found=f"{name!r}: {sent.get(name, 'nothing')} is sent, {shapes.get(name, 'nothing')} is in the checkpoint "
-            f"({len(wrong)} such names)",
+            found=f"{name!r}: {sent.get(name, 'nothing')} is sent, in the checkpoint is {had} ({len(wrong)} such names)",
             remedy="use rollout.engine.weights: disk, or another engine",
             tensor=name,
         )
