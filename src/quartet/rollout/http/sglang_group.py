@@ -143,7 +143,7 @@ def _check(staging: StagedWeights, shapes: Mapping[str, tuple[int, ...]]) -> Non
         name, had = wrong[0], shapes.get(wrong[0], "nothing")
         raise WeightsRefused(
             "the policy's weights are not those of the checkpoint that the server has",
-            found=f"{name!r}: {sent.get(name, 'nothing')} is sent, in the checkpoint is {had} ({len(wrong)} such names)",
+            found=f"{name!r}: {sent.get(name, 'nothing')} is sent, {had} is in the checkpoint ({len(wrong)} such)",
             remedy="use rollout.engine.weights: disk, or another engine",
             tensor=name,
         )
