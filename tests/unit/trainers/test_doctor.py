@@ -153,7 +153,10 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+# Engines in processes are examined with vLLM's as well, and behind a router in test_served_engines.py.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "in a process" else []) for name in HEALTHY]
+)
 def test_a_healthy_recipe_is_all_ok(name: str, examined: Examined) -> None:
     found = examined(**HEALTHY[name])
     assert not unwell(found), [finding.line() for finding in found.values() if finding.status != "ok"]
