@@ -10,22 +10,28 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 WORKERS ?= 2
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: quickstart test test-all beside test-avx2 processor test-fast test-slow test-gpu test-vllm fuzz lint format types reference wheel clean
+.PHONY: quickstart test test-all beside test-waiting test-avx2 processor test-fast test-slow test-gpu test-vllm fuzz lint format types reference wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
 
 test: $(VENV)/.installed-test lint processor
-	$(MAKE) --no-print-directory -j2 test-all beside
+	$(MAKE) --no-print-directory -j2 LEFT_OUT="$(addprefix --ignore=,$(WAITING))" test-all beside
 
+COMMON := -m "not slow and not gpu and not vllm"
 test-all: $(VENV)/.installed-test
-	$(PYTEST) $(TOGETHER) -m "not slow and not gpu and not vllm"
+	$(PYTEST) $(TOGETHER) $(COMMON) $(LEFT_OUT)
 
-# One process beside those two: the longest files come first, and wait for Ray and for signals a good part of their time.
+# One process beside those two, among others with what waits for Ray, signals and its own processes much of its time.
+WAITING := tests/e2e/test_placement_faults.py tests/e2e/test_ray_placements.py tests/distributed
 BESIDE := $(VENV)/beside.log
 beside: $(VENV)/.installed-test
-	@{ $(MAKE) --no-print-directory types && $(MAKE) --no-print-directory WORKERS=0 test-avx2; } >$(BESIDE) 2>&1; \
-	status=$$?; cat $(BESIDE); exit $$status
+	@status=0; for part in types test-avx2 test-waiting; do \
+		$(MAKE) --no-print-directory WORKERS=0 $$part || status=$$?; \
+	done >$(BESIDE) 2>&1; cat $(BESIDE); exit $$status
+
+test-waiting: $(VENV)/.installed-test
+	$(PYTEST) $(TOGETHER) $(COMMON) $(WAITING)
 
 # What decides the order of sums, and so the last bits of every figure.
 processor: $(VENV)/.installed-test
@@ -42,17 +48,17 @@ BITS := tests/unit/models/test_aligned_memory.py tests/unit/models/test_exact.py
 		test_what_else_a_run_may_have "test_asynchronous_training_follows_its_journal_to_the_bit[pick_up]") \
 	$(addprefix tests/unit/trainers/test_whole_step.py::test_a_step_equals_the_slow_one,[ppo] [gspo] [rloo] [remax] [online_dpo]) \
 	tests/golden \
-	"tests/e2e/test_ray_placements.py::test_workers_train_the_same_model[pipelined]" \
-	tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another
+	"tests/e2e/test_ray_placements.py::test_workers_train_the_same_model[pipelined]"
+BITS_SLOW := tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another
 test-avx2: $(VENV)/.installed-test
 	@if grep -qw avx512f /proc/cpuinfo 2>/dev/null; then \
-		echo "with AVX2 alone:"; $(AVX2) $(PYTEST) $(TOGETHER) -m "not slow and not gpu and not vllm" $(BITS); \
+		echo "with AVX2 alone:"; $(AVX2) $(PYTEST) $(TOGETHER) $(COMMON) $(BITS); \
 	else \
 		echo "test-avx2 is skipped: this processor has nothing above AVX2, so all tests ran without it"; \
 	fi
 
 test-fast: $(VENV)/.installed-test
-	$(PYTEST) $(TOGETHER) tests/unit -m "not slow and not gpu and not vllm"
+	$(PYTEST) $(TOGETHER) tests/unit $(COMMON)
 
 # Random damage to recipes, rows, models and runs, SECONDS for each kind.
 SECONDS ?= 300
@@ -61,6 +67,7 @@ fuzz: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m "slow and not gpu and not vllm"
+	$(MAKE) --no-print-directory BITS="$(BITS_SLOW)" test-avx2
 
 # Needs one GPU; runs with whatever python has torch, without the virtual environment.
 test-gpu:

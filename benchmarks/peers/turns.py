@@ -21,6 +21,7 @@ class Turns:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self.job: dict[str, Any] = json.loads(sys.stdin.readline())
+        self._used = 0.0
 
     def wait(self) -> bool:
         """Until the next repetition is wanted; False when none is."""
@@ -28,7 +29,9 @@ class Turns:
 
     def report(self, **result: Any) -> None:
         """The first report says that the side is ready, each further one ends a turn."""
+        used = tree_cpu_s()
         found = {**result, "peak_bytes": status_bytes("VmHWM"), "resident_bytes": tree_resident_bytes()}
+        found["cpu_s"], self._used = used - self._used, used
         self._answers.write(json.dumps(found) + "\n")
         self._answers.flush()
 
@@ -43,12 +46,21 @@ def status_bytes(field: str, pid: int | str = "self") -> int:
 
 def tree_resident_bytes() -> int:
     """Resident memory of this process and its descendants; pages they share count once."""
+    return sum(map(_proportional, _tree()))
+
+
+def tree_cpu_s() -> float:
+    """Processor time of this process and its descendants since they began."""
+    fields = (Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split() for pid in _tree())
+    return sum(int(found[11]) + int(found[12]) for found in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def _tree() -> list[int]:
     pids, frontier = [os.getpid()], [os.getpid()]
     while frontier:
-        children = [child for pid in frontier for child in _children(pid)]
-        pids += children
-        frontier = children
-    return sum(_proportional(pid) for pid in pids)
+        frontier = [child for pid in frontier for child in _children(pid)]
+        pids += frontier
+    return pids
 
 
 def _children(pid: int) -> list[int]:

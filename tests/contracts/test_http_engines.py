@@ -15,6 +15,7 @@ import pytest
 from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.rollout.http.openai import OpenAIEngine
 from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
+from quartet.rollout.http.sglang_group import GroupWeights
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
 from quartet.rollout.stepped import SteppedEngine
@@ -42,15 +43,19 @@ def server(folder: Path) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def sglang(folder: Path, *, num: int = 1) -> Iterator[Any]:
-    staging = StagedWeights(targets.build_model().named_parameters(remove_duplicate=False))
-    weights = PublishedWeights(staging, folder)
+def sglang(folder: Path, *, num: int = 1, is_group: bool = False) -> Iterator[Any]:
+    model = targets.build_model()
+    staging = StagedWeights(model.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    weights: Any = PublishedWeights(staging, folder)
     with contextlib.ExitStack() as opened:
         engines = []
         for _ in range(num):
             url = opened.enter_context(
                 servers.sglang_server(servers.SGLangServer(targets.native(seed=5, version=0), targets.CONTEXT))
             )
+            if is_group:
+                weights = GroupWeights(staging, remote(url), shapes=shapes)
             engines.append(SGLangEngine(remote(url), vocab_size=targets.VOCAB, decode=CODEC.decode, weights=weights))
         engine = engines[0] if num == 1 else Router(engines, policy="least_tokens", max_outstanding=5)
         opened.callback(engine.close)
@@ -64,7 +69,13 @@ def sglang_routed(folder: Path) -> Iterator[Any]:
         yield made
 
 
-KINDS = {make.__name__: make for make in (server, sglang, sglang_routed)}
+@contextlib.contextmanager
+def sglang_group(folder: Path) -> Iterator[Any]:
+    with sglang(folder, is_group=True) as made:
+        yield made
+
+
+KINDS = {make.__name__: make for make in (server, sglang, sglang_routed, sglang_group)}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

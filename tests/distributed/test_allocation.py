@@ -101,11 +101,13 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Allo
         shutil.rmtree(kept)
 
 
-def test_two_nodes_are_one_cluster(allocation: Allocation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_nodes_are_one_cluster(allocation: Allocation, tmp_path: Path, nodes: int) -> None:
+    """Two are it in the common run, too, where a signal ends them."""
     (tmp_path / "driver.py").write_text(DRIVER)
-    allocation.start(2, 1, str(tmp_path / "driver.py"), str(tmp_path / "found"))
-    assert allocation.wait(240) == [0, 0], allocation.said()
-    assert (tmp_path / "found").read_text() == "2 nodes"
+    allocation.start(nodes, 1, str(tmp_path / "driver.py"), str(tmp_path / "found"))
+    assert allocation.wait(240) == [0] * nodes, allocation.said()
+    assert (tmp_path / "found").read_text() == f"{nodes} nodes"
     assert allocation.left() == []
 
 

@@ -47,7 +47,7 @@ def busy_machine() -> Iterator[None]:
             other.wait()
 
 
-@pytest.mark.parametrize("job", ["grpo", "two turns"])
+@pytest.mark.parametrize("job", ["grpo", pytest.param("two turns", marks=pytest.mark.slow)])
 def test_two_threads_end_with_the_same_bits_on_a_busy_machine(
     world: Any, recipes: Any, metrics_of: Any, wide_model: Path, monkeypatch: pytest.MonkeyPatch, job: str
 ) -> None:

@@ -239,7 +239,7 @@ FORMATS = {
 
 
 def test_rows(world: Any, recipes: Any, command: Any, tmp_path: Path) -> None:
-    for draw in cases("rows", 40):
+    for draw in cases("rows", 24):
         job = draw.choice(sorted(FORMATS))
         rows = (world.path / FORMATS[job]).read_text(encoding="utf-8").splitlines()
         at = draw.randrange(len(rows))
@@ -262,7 +262,7 @@ def run_job(job: str, world: Any, recipes: Any, command: Any, tmp_path: Path, ov
 
 
 def test_model_directories(world: Any, recipes: Any, command: Any, tmp_path: Path) -> None:
-    for draw in cases("models", 40):
+    for draw in cases("models", 24):
         job = draw.choice(["sft", "reward-model", "rl"])
         directory = fresh(world.path / "model", tmp_path / "damaged")
         told = damaged_tree(directory, draw)
@@ -292,7 +292,7 @@ def test_run_directories(world: Any, recipes: Any, command: Any, tmp_path: Path)
         halted[job] = path, final
         recipe = recipes[job]("grpo") if job == "rl" else recipes[job]()
         (tmp_path / f"{job}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    for draw in cases("runs", 40):
+    for draw in cases("runs", 20):
         job = draw.choice(sorted(halted))
         source, final = halted[job]
         run = fresh(source, tmp_path / "run")

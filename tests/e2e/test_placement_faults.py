@@ -117,13 +117,11 @@ DEATHS = [
         "actor", "update", after=1, ranks=(1,)
     ),  # in a step after one that was not saved: engines have newer weights already
 ]
-SAVING = [
-    Death("critic", "save_checkpoint", after=0),  # while the states are copied
-    Death("actor", "finish_checkpoint", after=0),  # while its share is being written, or right after
-]
-WRITING = [
+WRITING_AND_SAVING = [
     Death(WRITER_ROLE, "write_rollouts", after=1),  # of the second step, as it takes them
     Death(WRITER_ROLE, "finish_rollouts", after=1),  # while the file is being written, or right after
+    Death("critic", "save_checkpoint", after=0),  # while the states are copied
+    Death("actor", "finish_checkpoint", after=0),  # while its share is being written, or right after
 ]
 
 
@@ -147,7 +145,7 @@ def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
     same_run(undisturbed, Path("disturbed"))
 
 
-def test_workers_killed_while_they_write_their_shares_leave_no_half_checkpoint(
+def test_workers_killed_while_they_write_leave_nothing_half_written(
     undisturbed: Path,
     world: Any,
     recipes: Any,
@@ -156,33 +154,18 @@ def test_workers_killed_while_they_write_their_shares_leave_no_half_checkpoint(
     same_run: Any,
     killer: Any,
 ) -> None:
-    deaths = killer(SAVING)
-    recipe = recipe_of(recipes, "saving", max_restarts=len(SAVING), **read_by_workers)
-    found = quartet("rl", world.recipe("saving", recipe))
-    assert found.status == 0, found.err
-    assert not deaths.left, "both of them died"
-    assert sorted(path.name for path in Path("saving/checkpoints").iterdir()) == ["step_00000004", "step_00000005"]
-    same_run(undisturbed, Path("saving"))
-
-
-def test_a_writer_killed_over_a_steps_rollouts_writes_them_when_the_step_is_done_again(
-    undisturbed: Path,
-    world: Any,
-    recipes: Any,
-    read_by_workers: Any,
-    quartet: Callable[..., Any],
-    same_run: Any,
-    killer: Any,
-) -> None:
-    deaths = killer(WRITING)
-    recipe = recipe_of(recipes, "writing", max_restarts=len(WRITING), **read_by_workers)
+    """Rollouts are written when the step is done again, and no share of a checkpoint is taken for a whole one."""
+    deaths = killer(WRITING_AND_SAVING)
+    recipe = recipe_of(recipes, "writing", max_restarts=len(WRITING_AND_SAVING), **read_by_workers)
     found = quartet("rl", world.recipe("writing", recipe))
     assert found.status == 0, found.err
-    assert not deaths.left and deaths.pools == ["trained", "trained"]
+    assert not deaths.left and deaths.pools == ["trained"] * 4
     assert not list(Path("writing/rollouts").glob("*.tmp"))
+    assert sorted(path.name for path in Path("writing/checkpoints").iterdir()) == ["step_00000004", "step_00000005"]
     same_run(undisturbed, Path("writing"))
 
 
+@pytest.mark.slow
 def test_more_deaths_than_allowed_end_a_run_that_can_be_resumed(
     undisturbed: Path,
     world: Any,

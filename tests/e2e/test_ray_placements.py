@@ -99,7 +99,11 @@ def cut(recipe: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "placement",
     [
-        {"type": "separated", **{role: {"processes": 2} for role in ROLES}},
+        pytest.param(
+            {"type": "separated", **{role: {"processes": 2} for role in ROLES}},
+            id="separated",
+            marks=pytest.mark.slow,  # ten processes
+        ),
         {
             "type": "pipelined",
             "pools": {

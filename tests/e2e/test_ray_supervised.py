@@ -24,6 +24,9 @@ from quartet.trainers.supervised_worker import SupervisedWorker
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 RAY = {"type": "ray", "cpus_per_process": 0.1}
 TWO = {"cluster": RAY, "processes": 2}
+# Each process with a copy of the model, or with half of it: either way is there in the common run.
+COPIED = pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow)])
+SHARDED = pytest.mark.parametrize("shard", [pytest.param(1, marks=pytest.mark.slow), 2])
 HELD_OUT = {"evaluation_data": {"path": "demonstrations.jsonl", "limit": 6}, "evaluate_every_steps": 3}
 
 
@@ -57,7 +60,7 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerGroup, "ask", ask)
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+@SHARDED
 def test_two_processes_train_as_one_and_a_death_can_be_resumed(
     shard: int,
     ray_cluster: Any,
@@ -89,7 +92,7 @@ def test_two_processes_train_as_one_and_a_death_can_be_resumed(
     same_run(Path(many), Path(dead))
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+@COPIED
 def test_one_process_goes_on_with_what_two_have_saved(
     shard: int, ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
@@ -122,7 +125,7 @@ def test_one_process_goes_on_with_what_two_have_saved(
     agree(Path(f"{run}-one"), run, metrics_of)
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+@SHARDED
 def test_the_reference_is_computed_before_the_first_step(
     shard: int, ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:

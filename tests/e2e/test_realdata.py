@@ -144,8 +144,17 @@ def test_real_pairs_in_the_shape_of_hh_rlhf(
 
 
 @needs_data
-@pytest.mark.parametrize("name", ["dpo", "simpo", "kto"])
-@pytest.mark.parametrize("file", ["pandalm_human_pairs.jsonl", "dpo_en_demo_pairs.jsonl"])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("dpo", "pandalm_human_pairs.jsonl"),
+        ("simpo", "dpo_en_demo_pairs.jsonl"),
+        ("kto", "pandalm_human_pairs.jsonl"),
+        pytest.param("dpo", "dpo_en_demo_pairs.jsonl", marks=pytest.mark.slow),
+        pytest.param("simpo", "pandalm_human_pairs.jsonl", marks=pytest.mark.slow),
+        pytest.param("kto", "dpo_en_demo_pairs.jsonl", marks=pytest.mark.slow),
+    ],
+)
 def test_dpo_on_real_pairs(data: Path, quartet: Callable[..., dict[str, Any]], name: str, file: str) -> None:
     """Text pairs and conversations; 512 positions are too few for some, and empty answers are reported by row."""
     found = quartet(
@@ -200,7 +209,7 @@ def test_overlong_rows_stop_the_run_where_that_is_asked_for(data: Path, quartet:
 
 
 @needs_data
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_stories(algorithm: str, data: Path, quartet: Callable[..., dict[str, Any]]) -> None:
     """A few updates on the story task: finite, and the report can be built from real tokens."""
     prompts = 8 if algorithm == "ppo" else 4

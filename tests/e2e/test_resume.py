@@ -52,12 +52,12 @@ def killed_and_resumed(
 @pytest.mark.parametrize(
     "kill",
     [
-        pytest.param(("log", 1), id="before the first row"),
-        pytest.param(("decode", 29), id="in the first rollout"),
+        pytest.param(("log", 1), id="before the first row", marks=pytest.mark.slow),
+        pytest.param(("decode", 29), id="in the first rollout", marks=pytest.mark.slow),
         pytest.param(("log", 4), id="after a step, before its row"),
         pytest.param(("update", 7), id="between two updates of a step"),
         pytest.param(("decode", 70), id="in a later rollout"),
-        pytest.param(("log", 6), id="after the last step, before its row"),
+        pytest.param(("log", 6), id="after the last step, before its row", marks=pytest.mark.slow),
     ],
 )
 def test_an_rl_run_survives_sigkill(killed_and_resumed: Any, kill: tuple[str, int]) -> None:
@@ -107,7 +107,7 @@ def test_a_supervised_run_survives_sigkill(killed_and_resumed: Any, job: str) ->
     killed_and_resumed(job, f"{job}-killed", ("log", 4))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_a_run_survives_a_kill_in_the_middle_of_any_file(killed_and_resumed: Any, seed: int) -> None:
     """Every file that must be whole goes through fsync and rename; a kill may come before any of them."""
     rng = random.Random(seed)
@@ -126,7 +126,7 @@ def test_a_half_written_checkpoint_is_never_picked_up(killed_and_resumed: Any, w
     assert [p.name for p in sorted(checkpoints.iterdir())] == ["step_00000004", "step_00000006"]
 
 
-@pytest.mark.parametrize("attempt", range(2))
+@pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_after_a_random_delay(
     world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Any, attempt: int
 ) -> None:

@@ -94,8 +94,12 @@ def _engines(recipe: RLRecipe) -> Iterator[str]:
             "rollout.engine server takes no weights, so it cannot be the engine of a policy that is trained: use "
             "native, vllm or sglang; a server serves evaluation, judges and frozen policies"
         )
-    if isinstance(engine, SGLangEngineConfig) and engine.weights_directory is None:
-        yield "rollout.engine sglang needs weights_directory, a folder that trainer and servers see under one path"
+    if isinstance(engine, SGLangEngineConfig) and (engine.weights == "disk") != (engine.weights_directory is not None):
+        yield (
+            "rollout.engine sglang needs weights_directory, a folder that trainer and servers see under one path, for "
+            f"weights: disk, and for nothing else; found weights: {engine.weights}, weights_directory: "
+            f"{engine.weights_directory}"
+        )
     if recipe.numerics == "exact" and not is_native:
         yield f"numerics: exact is the native engine's; found rollout.engine {engine.type}"
     if sampling.truncated_logprobs and not isinstance(recipe.algorithm, PolicyGradient):

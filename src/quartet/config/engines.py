@@ -5,18 +5,18 @@
 ========== ============================================== =========================== ==========================
 ``native`` the process of the rollout role, or its child  yes                         the run (``process: true``)
 ``vllm``   child processes in an environment of their own yes                         the run
-``sglang`` servers that are there already                 through files of a folder   who runs them
+``sglang`` servers that are there already                 by files, or over a group   who runs them
 ``server`` an OpenAI-compatible server                    never: no policy's engine   who runs it
 ========== ============================================== =========================== ==========================
 
-Where ``type`` is left out in a recipe the engine is native.
+Where ``type`` is left out the engine is native.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Discriminator, Field, JsonValue, Tag
 
 from quartet.config.addresses import HTTPAddress
 from quartet.config.common import Strict
@@ -131,11 +131,19 @@ class _Asked(_Several):
 
 
 class SGLangEngineConfig(_Asked):
-    """SGLang servers with the policy's architecture; weights come to them as files."""
+    """SGLang servers with the policy's architecture; new weights come to them as files, or over a process group."""
 
     type: Literal["sglang"] = "sglang"
+    weights: Literal["disk", "distributed"] = Field(
+        "disk",
+        description="How new weights come: as files in weights_directory, or broadcast in a process group that each "
+        "server joins, NCCL where rollout has a GPU and gloo where it has none.",
+    )
     weights_directory: str | None = Field(
-        None, description="Folder that the trainer writes new weights to and the servers read; needed in training."
+        None, description="Folder that the trainer writes new weights to and the servers read; disk needs it."
+    )
+    tensor_parallel_size: Devices = Field(
+        1, ge=1, description="What the servers were started with (--tp), all of which join the group of distributed."
     )
 
 
@@ -146,8 +154,16 @@ class ServerEngineConfig(_Asked):
     model: str = Field(description="Name of the model at the server.")
 
 
+def _type(engine: Any) -> str | None:
+    return str(engine.get("type", "native")) if isinstance(engine, dict) else getattr(engine, "type", None)
+
+
 EngineConfig = Annotated[
-    NativeEngineConfig | VLLMEngineConfig | SGLangEngineConfig | ServerEngineConfig, Field(discriminator="type")
+    Annotated[NativeEngineConfig, Tag("native")]
+    | Annotated[VLLMEngineConfig, Tag("vllm")]
+    | Annotated[SGLangEngineConfig, Tag("sglang")]
+    | Annotated[ServerEngineConfig, Tag("server")],
+    Discriminator(_type),
 ]
 
 

@@ -64,9 +64,15 @@ class GradingConfig(Strict):
         return self.majority_at if self.majority_at is not None else (samples,) if samples > 2 else ()
 
 
+def untrained(sampling: SamplingConfig) -> list[str]:
+    """What such sampling may not say where nobody learns from its log-probabilities."""
+    said = "sampling.truncated_logprobs is for rollouts that are trained on and has no effect here: leave it out"
+    return [said] if sampling.truncated_logprobs else []
+
+
 def _sampling_fits(config: Any) -> Any:
     """Refuses what of ``samples_per_prompt``, ``sampling`` and ``grading`` does not fit together."""
-    samples, grading, found = config.samples_per_prompt, config.grading, []
+    samples, grading, found = config.samples_per_prompt, config.grading, untrained(config.sampling)
     if samples > 1 and config.sampling.temperature == 0:
         found.append(
             f"sampling.temperature is 0, so all {samples} samples of a prompt would be the same; "

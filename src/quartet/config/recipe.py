@@ -27,7 +27,7 @@ from quartet.config.common import (
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.cross_checks import misfits
 from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights
-from quartet.config.evaluation import EvalRecipe, EvaluationConfig
+from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
 from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.rewards import RewardConfig
@@ -181,6 +181,12 @@ class CollectConfig(Strict):
     )
     least_difference: float = Field(0.0, ge=0, description="Labels must differ by more than this to make a pair.")
     engine: EngineConfig = Field(NativeEngineConfig(), description="What generates, with its own keys.")
+
+    @model_validator(mode="after")
+    def _sampling_fits(self) -> CollectConfig:
+        if found := untrained(self.sampling):
+            raise ValueError(found[0])
+        return self
 
 
 class IteratedRecipe(Recipe):

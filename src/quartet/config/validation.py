@@ -48,9 +48,12 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
         return _unknown_key(path, parent, root, value)
     if kind == "missing":
         return f"{path} is missing", f"set {path}"
+    is_other = kind == "union_tag_not_found" and not isinstance(value, dict)
+    if is_other or kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{path}: {_show(value)}", _section_remedy(path, annotation, value)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        field = str(context.get("discriminator", "type")).strip("'")
-        choices = str(context.get("expected_tags") or ", ".join(tags(members(annotation))[1]))
+        field, by_tag = tags(members(annotation))
+        choices = str(context.get("expected_tags") or ", ".join(by_tag))
         found = f"{path}.{field} is missing" if kind == "union_tag_not_found" else f"{path}.{field}: {context['tag']}"
         close = nearest(str(context.get("tag", "")), choices.replace("'", "").split(", "))
         return found, close or f"set {path}.{field} to one of {choices}"
@@ -58,8 +61,6 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
         return f"{path}: {_show(value)}", f"use one of {context['expected']}"
     if kind == "value_error":
         return (f"{path}: " if path else "") + detail["msg"].removeprefix("Value error, "), "change one of these values"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{path}: {_show(value)}", _section_remedy(path, annotation, value)
     expected = _EXPECTED.get(kind)
     if expected is not None:
         return f"{path}: {_show(value)}", f"{path} takes {expected}"

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +32,7 @@ from quartet.rollout.protocol import (
     Request,
     RolloutEngine,
 )
-from quartet.rollout.router_member import Member, State, cancelled_completion, size, total, units_of
+from quartet.rollout.router_member import Member, RestartBudget, State, cancelled_completion, size, total, units_of
 from quartet.rollout.routing import Policy, Routing
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class Router:
         policy: ``prefix`` keeps a group and a session where it was, while there is room; others, and all under
             ``least_tokens``, go where the fewest tokens are outstanding; ``round_robin`` takes turns.
         max_outstanding: requests at one engine, which the last group may exceed; what is over waits here, in order.
-        max_restarts: of each engine. A request with which three engines failed is refused, the last time sent alone.
+        max_restarts: of each engine, until it was up for ten minutes; see ``RestartBudget``. A request with which
+            three engines failed is refused, the last time sent alone.
+        clock: of the waits before restarts; seconds that never jump.
 
     Attributes:
         restarts: of all engines so far.
@@ -70,10 +73,11 @@ class Router:
         max_outstanding: int = 128,
         max_restarts: int = 3,
         names: Sequence[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.restarts = self.starts = self.rerouted = 0
         self._routing = Routing(policy, max_outstanding)
-        self._max_restarts = max_restarts
+        self._budget = partial(RestartBudget, max_restarts, clock)
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="router")
         self._members: list[Member] = []
         self._queue: deque[list[Request]] = deque()
@@ -101,7 +105,7 @@ class Router:
     def join(self, engine: RolloutEngine, name: str | None = None) -> None:
         """From now on ``engine`` gets requests, once it is ready. It has none, and the weights of the others."""
         name = name or getattr(engine, "name", None) or f"engine {len(self._members)}"
-        member = Member(engine, name)
+        member = Member(engine, name, self._budget())
         self._members.append(member)
         if member.state == "up" and self._is_paused:
             engine.pause()
@@ -127,7 +131,8 @@ class Router:
             self._refuse(member, refused, _ended_engines(refused, error))
         self._take_back(member)
         member.begin_anew()
-        if not hasattr(member.engine, "restart") or member.restarts >= self._max_restarts:
+        has_more = member.budget.note_failure(was_up=member.state == "up")
+        if not hasattr(member.engine, "restart") or not has_more:
             member.state = "out"
             member.engine.close()
         elif self._is_asleep:  # others have the memory now
@@ -136,9 +141,12 @@ class Router:
             self._restart(member)
 
     def _restart(self, member: Member) -> None:
-        member.restarts += 1
-        self.restarts += 1
+        """Once its wait is over."""
         member.state = "starting"
+        member.is_waiting = not member.budget.is_due
+        if member.is_waiting:
+            return
+        self.restarts += 1
         engine: Any = member.engine
         try:
             engine.restart()
@@ -148,11 +156,15 @@ class Router:
     def _look_at_starting(self) -> None:
         for member in self._in_state("starting"):
             engine: Any = member.engine
+            if member.is_waiting:
+                self._restart(member)
+                continue
             try:
                 if engine.is_ready():
                     if self._is_paused:
                         engine.pause()
                     member.state = "up"
+                    member.budget.note_up()
                     self.starts += 1
             except UserError as error:  # as it may say when it is made anew: no memory, a file that is gone
                 self._fail(member, error)
@@ -219,6 +231,14 @@ class Router:
         self._queue.extendleft([copy] for copy in reversed(copies))
         self._dispatch()
         return [copy.request_id for copy in copies]
+
+    def usable(self) -> list[str]:
+        """Names of the engines that can be asked now."""
+        return [member.name for member in self._usable()]
+
+    def pin(self, request_id: str, name: str) -> None:
+        """The group that will begin with this request goes to this engine, if that can be asked then."""
+        self._routing.pins[request_id] = next(member for member in self._members if member.name == name)
 
     def _withdraw(self, ids: set[str]) -> None:
         """Nothing more is heard of these."""
@@ -301,7 +321,8 @@ class Router:
         if self._queue and up and not self._in_state("starting") and not self._usable():
             self.weight_sink().require()
         polled = [member for member in up if not hasattr(member.engine, "fileno") and len(member.ledger)]
-        watched: list[Any] = [m.engine for m in self._in_state("up", "starting") if hasattr(m.engine, "fileno")]
+        there = [member for member in self._in_state("up", "starting") if not member.is_waiting]
+        watched: list[Any] = [member.engine for member in there if hasattr(member.engine, "fileno")]
         for member in polled:
             self._collect(member, min(seconds, _SLICE_S))
         if watched and not polled:
@@ -381,7 +402,10 @@ class Router:
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """Waits for engines that are being started; what fails from now on is started when the others wake."""
-        while self._in_state("starting"):
+        while starting := self._in_state("starting"):
+            for member in starting:
+                if member.is_waiting:
+                    member.state = "asleep"
             self._look_at_starting()
             time.sleep(_SLICE_S)
         self._is_asleep = True

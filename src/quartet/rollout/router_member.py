@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Literal
 
@@ -13,16 +14,54 @@ from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Requ
 State = Literal["up", "starting", "asleep", "out"]
 
 
+_HEALTHY_S = 600.0
+"""After so long without a failure an engine is as good as new."""
+_LONGEST_WAIT_S = 30.0
+
+
+class RestartBudget:
+    """How often, and how soon, an engine is started anew: at once after its first failure, then after 1 s, 2 s, 4 s, …,
+    at most 30 s. All of it is forgotten once the engine was up for ten minutes.
+
+    Args:
+        most: failures in this time after which there is another start.
+        clock: seconds that never jump.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float]) -> None:
+        self._most, self._clock = most, clock
+        self._used = 0
+        self._due_s, self._up_s = -math.inf, clock()
+
+    def note_up(self) -> None:
+        self._up_s = self._clock()
+
+    def note_failure(self, *, was_up: bool) -> bool:
+        """Whether there is another start."""
+        now = self._clock()
+        if was_up and now - self._up_s >= _HEALTHY_S:
+            self._used = 0
+        self._due_s = now + (min(2.0 ** (self._used - 1), _LONGEST_WAIT_S) if self._used else 0.0)
+        self._used += 1
+        return self._used <= self._most
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the wait before the next start is over."""
+        return self._clock() >= self._due_s
+
+
 class Member:
     """One engine, and what it owes."""
 
-    def __init__(self, engine: RolloutEngine, name: str) -> None:
+    def __init__(self, engine: RolloutEngine, name: str, budget: RestartBudget) -> None:
         self.engine = engine
         self.name = name
         self.ledger = RequestLedger(name)
         self.state: State = "starting" if hasattr(engine, "is_ready") else "up"
         self.reason = ""
-        self.restarts = 0
+        self.budget = budget
+        self.is_waiting = False  # "starting", but not yet asked to
         self.done = 0  # tokens of answers, since there was no work
         self.past = EngineStats()  # of those before the last restart
         self._settled = 0  # tokens of all answers since the last start

@@ -194,6 +194,10 @@ class RolloutWorker(WeightReceiverMixin):
         pairs = zip(indices, requests, strict=True)
         return RaggedBatch.concat([self._requests.responses(index, asked.request_ids) for index, asked in pairs])
 
+    def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
+        """The group of this request by each engine behind this one, by their names; errors as of ``answers``."""
+        return {"engine": self.answers([asked], [0])}
+
     def progress(self) -> Progress | None:
         """Tokens of each of several engines; None of one whose requests say enough."""
         return None

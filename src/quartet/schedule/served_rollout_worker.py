@@ -103,6 +103,13 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         self._yield_devices()
         return found
 
+    def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
+        found = dict[str, RaggedBatch]()
+        for name in self._router.usable():
+            self._router.pin(asked.request_ids[0], name)
+            found[name] = self.answers([asked], [0])
+        return found
+
     def _resume(self) -> None:
         self.engine.step_s = self._lease_s
         if self._is_paused:

@@ -28,6 +28,8 @@ from quartet.rollout import process_native
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.http.openai import OpenAIEngine
 from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
+from quartet.rollout.http.sglang_group import GroupWeights
+from quartet.rollout.owned_folders import OwnedFolder, remove_left
 from quartet.rollout.paced import PacedEngine
 from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import RolloutEngine, StepEngine
@@ -36,7 +38,10 @@ from quartet.rollout.staging import StagedWeights
 from quartet.rollout.stepped import SteppedEngine
 from quartet.rollout.stop_strings import Decode
 from quartet.text.tokenizer import TextCodec
+from quartet.weights.disk import checkpoint_shapes
 
+_POLICY = "quartet-policy-"
+"""First part of a folder's name."""
 _DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -110,12 +115,22 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
         return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
     text: dict[str, Any] = {"vocab_size": policy.vocab_size, "decode": policy.decode}
     if isinstance(config, SGLangEngineConfig):
-        weights = None
-        if policy.staging is not None:
-            assert config.weights_directory is not None, "training needs one, see cross_checks"
-            weights = PublishedWeights(policy.staging, Path(config.weights_directory), Path(policy.path))
-        return [SGLangEngine(server, weights=weights, **text) for server in config.servers]
+        ways = _ways(config, policy)
+        return [SGLangEngine(server, weights=way, **text) for server, way in zip(config.servers, ways, strict=True)]
     return [OpenAIEngine(server, model=config.model, **text) for server in config.servers]
+
+
+def _ways(config: SGLangEngineConfig, policy: Policy) -> Sequence[PublishedWeights | GroupWeights | None]:
+    """By which new weights come to each server."""
+    if policy.staging is None:
+        return [None] * len(config.urls)
+    if config.weights == "distributed":
+        options: dict[str, Any] = {"num_workers": config.tensor_parallel_size, "device": policy.device}
+        shapes = checkpoint_shapes(Path(policy.path))
+        return [GroupWeights(policy.staging, server, shapes=shapes, **options) for server in config.servers]
+    assert config.weights_directory is not None, "training needs one, see cross_checks"
+    shared = PublishedWeights(policy.staging, Path(config.weights_directory), Path(policy.path))
+    return [shared] * len(config.urls)
 
 
 def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, Any]:
@@ -216,14 +231,19 @@ def has_folder(config: ModelConfig | None) -> bool:
 @contextmanager
 def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
     """A directory with the model as it started and its tokenizer: the recipe's, or one that is gone afterwards."""
+    temporary = Path(tempfile.gettempdir())
     if config is not None and has_folder(config):
+        remove_left(temporary, _POLICY)
         yield config.path
         return
-    with tempfile.TemporaryDirectory(prefix="quartet-policy-") as folder:
+    folder = OwnedFolder(temporary, _POLICY, mode=0o700)
+    try:
         with packed.without_adapters():
-            packed.model.save_pretrained(folder)
-        codec.tokenizer.save_pretrained(folder)
-        yield folder
+            packed.model.save_pretrained(folder.path)
+        codec.tokenizer.save_pretrained(folder.path)
+        yield str(folder.path)
+    finally:
+        folder.remove()
 
 
 @contextmanager

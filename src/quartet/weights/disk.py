@@ -148,6 +148,15 @@ def load_published(path: Path, sink: TensorSink) -> WeightManifest:
     return manifest
 
 
+def checkpoint_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of every tensor of the safetensors files in ``path``."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
 def _bring(path: Path, specs: Sequence[TensorSpec], sink: TensorSink) -> None:
     try:
         with safe_open(path / WEIGHTS, framework="pt") as file:

@@ -29,6 +29,13 @@ def test_ks_follow_the_number_of_samples() -> None:
     assert GradingConfig(majority_at=()).majorities(4) == ()
 
 
+def test_keys_of_training_are_refused_where_they_had_no_effect() -> None:
+    for job, place in (("rl", "evaluation."), ("eval", ""), ("iterated-reward-model", "collect.")):
+        others = LOOP if place == "collect." else []
+        refused = complaint(job, *others, f"{place}sampling.truncated_logprobs=true")
+        assert "sampling.truncated_logprobs is for rollouts that are trained on" in refused.found, job
+
+
 def test_evaluation_is_greedy_once_and_watched_unless_said_otherwise() -> None:
     recipe = load_recipe("rl", None, ["actor.model.path=m", "data.path=d", "evaluation.data.path=e"])
     assert isinstance(recipe, RLRecipe) and recipe.evaluation is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import os
 import random
@@ -180,7 +181,8 @@ def drain(router: Router, number: int) -> list[Completion]:
 
 @contextlib.contextmanager
 def routed(engines: Sequence[Any], **options: Any) -> Iterator[Router]:
-    router = Router(engines, **options)
+    clock = itertools.count().__next__  # a second at every look
+    router = Router(engines, **{"clock": clock, **options})
     try:
         yield router
     finally:
@@ -314,6 +316,85 @@ def test_restarts_are_bounded_and_then_every_reason_is_told(monkeypatch: pytest.
         for call in (lambda: router.submit([ask("s")]), lambda: router.completed(0)):
             with pytest.raises(EngineFailed, match="no rollout engine is left"):
                 call()
+
+
+class Seconds:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_restarts_wait_longer_each_time_and_start_from_the_beginning_after_ten_minutes_up() -> None:
+    engine, clock = Restartable(), Seconds()
+    waits: list[float] = []
+
+    def die_and_come_back(router: Router, seconds: float = 0.0) -> None:
+        clock.now += seconds
+        number = engine.num_starts
+        engine.kill()
+        router.completed(0)
+        waits.append(0.0)
+        while engine.num_starts == number:
+            clock.now += 0.5
+            waits[-1] += 0.5
+            router.completed(0)
+        while not router._in_state("up"):
+            router.completed(0)
+
+    with routed([engine], max_restarts=8, clock=clock) as router:
+        for _ in range(8):
+            die_and_come_back(router, 599.5)
+        assert waits == [0, 1, 2, 4, 8, 16, 30, 30]
+        waits.clear()
+        for _ in range(3):
+            die_and_come_back(router, 600.0)
+        assert waits == [0, 0, 0]
+        for _ in range(7):
+            die_and_come_back(router)
+        assert router.restarts == 18
+        engine.kill()
+        router.completed(0)
+        with pytest.raises(EngineFailed, match="no rollout engine is left"):
+            router.completed(0)
+
+
+def test_a_start_that_never_succeeds_is_not_time_in_health() -> None:
+    class Slow(Restartable):
+        def is_ready(self) -> bool:
+            if self.num_starts > 1:
+                clock.now += 1000.0
+                raise EngineFailed("it does not start", found="nothing", remedy="none")
+            return super().is_ready()
+
+    engines, clock = [Slow(), Restartable()], Seconds()
+    with routed(engines, max_restarts=3, clock=clock) as router:
+        engines[0].kill()
+        for _ in range(20):
+            clock.now += 1.0
+            router.completed(0)
+        assert engines[0].num_starts == 4 and engines[0].is_closed
+
+
+def test_one_that_waits_for_its_restart_holds_up_neither_the_others_nor_their_sleep() -> None:
+    engines, clock = [Restartable(), Restartable()], Seconds()
+    with routed(engines, policy="round_robin", clock=clock) as router:
+        for _ in range(2):
+            while len(router._in_state("up")) != 2:
+                router.completed(0)
+            engines[0].kill()
+            router.completed(0)
+        assert engines[0].num_starts == 2
+        router.submit([ask("r"), ask("s")])
+        drain(router, 2)
+        assert engines[0].num_starts == 2
+        router.pause()
+        router.sleep(1)
+        clock.now += 1
+        router.completed(0)
+        assert engines[0].num_starts == 2
+        router.wake()
+        assert engines[0].num_starts == 3
 
 
 def test_an_engine_that_answers_nonsense_is_out() -> None:

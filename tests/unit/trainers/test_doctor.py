@@ -46,6 +46,7 @@ from quartet.trainers import rollout_workers
 from quartet.trainers.attempt import RunAttempt
 from quartet.trainers.doctor import quick, resources
 from quartet.trainers.doctor.examine import examine
+from quartet.trainers.doctor.examined_run import ExaminedRun
 from quartet.trainers.doctor.findings import Finding
 from quartet.trainers.reward_roles import FunctionScorer
 from quartet.trainers.roles import RLRoles
@@ -152,7 +153,10 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+# Engines in processes are examined with vLLM's as well, and behind a router in test_served_engines.py.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "in a process" else []) for name in HEALTHY]
+)
 def test_a_healthy_recipe_is_all_ok(name: str, examined: Examined) -> None:
     found = examined(**HEALTHY[name])
     assert not unwell(found), [finding.line() for finding in found.values() if finding.status != "ok"]
@@ -373,6 +377,19 @@ def test_an_engine_that_keeps_a_part_of_older_weights(examined: Examined, monkey
     assert unwell(examined(**OWN_ENGINE)) == {"weights_restored"}
 
 
+def test_an_engine_that_is_lost_behind_a_change_of_weights(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    canaries, calls = ExaminedRun.canaries, []
+
+    async def fewer(self: ExaminedRun) -> list[RaggedBatch]:
+        calls.append(await canaries(self))
+        return calls[-1][1:] if len(calls) in (3, 5) else calls[-1]
+
+    monkeypatch.setattr(ExaminedRun, "canaries", fewer)
+    found = examined()
+    assert unwell(found) == {"tied_head", "weight_update"}
+    assert "1 engines answered at first, 0 now" in found["weight_update"].found
+
+
 # Planted faults: what is learned --------------------------------------------------------------------------
 
 
@@ -555,9 +572,13 @@ def codec(tokenizer: Any, template: str, **special: str) -> TextCodec:
     return TextCodec(chatty)
 
 
+def begin_of_text(codec: TextCodec, prompts: Sequence[Any]) -> Finding:
+    return quick.check_begin_of_text(codec, [codec.encode_prompt(prompt) for prompt in prompts])
+
+
 def test_a_healthy_template(tokenizer: Any) -> None:
     good = codec(tokenizer, TURNS.replace("{{ bos }}", "").replace("{{ end }}", "<eos>") + PROMPT)
-    for check in (quick.check_template, quick.check_turn_end, quick.check_begin_of_text, quick.check_round_trip):
+    for check in (quick.check_template, quick.check_turn_end, begin_of_text, quick.check_round_trip):
         assert check(good, CHAT).status == "ok"
 
 
@@ -567,7 +588,7 @@ def test_a_healthy_template(tokenizer: Any) -> None:
         (TURNS, quick.check_template, "1 of 1"),
         ("{{ messages[-1]['content'] }}" + PROMPT, quick.check_template, "'system'"),
         (TURNS.replace("{{ end }}", "<end>") + PROMPT, quick.check_turn_end, "'<end>'"),
-        ("<bos><bos>" + TURNS + PROMPT, quick.check_begin_of_text, "1 of 1"),
+        ("<bos><bos>" + TURNS + PROMPT, begin_of_text, "1 of 1"),
     ],
 )
 def test_wrong_templates(tokenizer: Any, template: str, check: Any, named: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Request
 from quartet.rollout.stepped import SteppedEngine
 from quartet.trainers import engines
+from quartet.trainers.doctor.examine import examine
 from quartet.trainers.engines import Policy
 from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.rl import RLTrainer
@@ -51,7 +53,10 @@ class Beside(SteppedEngine):
         super().__init__(native)
         assert policy.staging is not None
         self._staging = policy.staging
-        self._staging.attach(lambda version: native.update_weights(self._staging.handle, version))
+        self._staging.attach(self.take_weights)
+
+    def take_weights(self, version: int) -> None:
+        self.engine.update_weights(self._staging.handle, version)  # type: ignore[arg-type]
 
     def weight_sink(self) -> Any:
         return self._staging.weight_sink()
@@ -159,6 +164,67 @@ def test_generation_ahead_of_training(trainer: Callable[..., RLTrainer], in_flig
         versions = [record.columns.get("policy_version", [record.policy_version]) for record in records]
         assert all(len(set(of_response)) == 1 for of_response in versions)
     assert ("rollout/started_over" in rows[-1]) == (in_flight == "start_over")
+
+
+# The doctor ----------------------------------------------------------------------------------------------
+
+
+def deaf(request: Request) -> Request:
+    return replace(request, sampling=replace(request.sampling, stop_token_ids=(), stop_strings=()))
+
+
+def padless(request: Request) -> Request:
+    """With another token in the place of the pad token, whose id is 0."""
+    return replace(request, prompt_ids=tuple(token or 5 for token in request.prompt_ids))
+
+
+def well(request: Request) -> Request:
+    return request
+
+
+@pytest.mark.parametrize(
+    ("heard", "is_stale", "expected"),
+    [
+        (well, False, {}),
+        (deaf, False, {name: "1 of 2 engines (engine 1) do not end" for name in ("stop_tokens", "stop_strings")}),
+        (padless, False, {"pad_by_mask": "1 of 2 engines (engine 1) differ from the trainer"}),
+        (well, True, {"tied_head": "", "weight_update": ""}),
+    ],
+    ids=["well", "deaf", "padless", "stale"],
+)
+def test_the_doctor_finds_what_is_wrong_with_the_second_of_two_engines(
+    heard: Callable[[Request], Request],
+    is_stale: bool,
+    expected: dict[str, str],
+    beside: None,
+    causal_lm: Any,
+    tokenizer: Any,
+    prompts: Any,
+    digits: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Second(Beside):
+        def submit(self, requests: Sequence[Request]) -> None:
+            super().submit([heard(request) for request in requests])
+
+        def take_weights(self, version: int) -> None:
+            if not is_stale or version == 0:
+                super().take_weights(version)
+
+    def two(config: EngineConfig, policy: Policy) -> list[Beside]:
+        return [Beside(policy, max_running=6), Second(policy, max_running=6)]
+
+    monkeypatch.setattr(engines, "_engines", two)
+    assert tokenizer.pad_token_id == 0
+    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
+    made = recipe(tmp_path / "run", process=True, numerics="fast", evaluation=None)
+    findings = {finding.name: finding for finding in examine(made, **objects)}
+    wrong = {name for name, finding in findings.items() if finding.status == "failure"}
+    assert wrong >= expected.keys() if expected else not wrong, [findings[name].line() for name in wrong]
+    assert all(text in findings[name].found for name, text in expected.items())
+    if not expected:
+        assert "0 of 2 engines" in findings["stop_tokens"].found and "0 of 2 engines" in findings["pad_by_mask"].found
 
 
 # In processes --------------------------------------------------------------------------------------------

@@ -6,9 +6,7 @@ version of every token is known, and nothing computed from older weights is used
 
 from __future__ import annotations
 
-import shutil
 import threading
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +16,8 @@ from quartet.config.remote import RemoteServer
 from quartet.remote.json_client import RemoteError
 from quartet.rollout.http.checks import Part
 from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine
+from quartet.rollout.http.sglang_group import GroupWeights
+from quartet.rollout.owned_folders import OwnedFolder
 from quartet.rollout.protocol import Request
 from quartet.rollout.staging import Load, StagedWeights
 from quartet.rollout.stop_strings import Decode
@@ -38,8 +38,8 @@ class PublishedWeights:
 
     def __init__(self, staging: StagedWeights, folder: Path, template: Path | None = None) -> None:
         self.staging = staging
-        self._folder = folder / f"weights_{uuid.uuid4().hex[:12]}"
-        self._disk = DiskSend(self._folder, template=template)
+        self._folder = OwnedFolder(folder, "weights_")
+        self._disk = DiskSend(self._folder.path, template=template)
         self._written: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self._users: set[Load] = set()
@@ -64,7 +64,7 @@ class PublishedWeights:
         self.staging.detach(load)
         self._users.discard(load)
         if not self._users:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
 
 class SGLangEngine(HTTPEngine):
@@ -86,7 +86,7 @@ class SGLangEngine(HTTPEngine):
         *,
         vocab_size: int,
         decode: Decode | None = None,
-        weights: PublishedWeights | None = None,
+        weights: PublishedWeights | GroupWeights | None = None,
     ) -> None:
         self._weights = weights
         self._asleep: Literal[1, 2] | None = None
@@ -178,6 +178,8 @@ class SGLangEngine(HTTPEngine):
         super().restart()
         if self._weights is not None:
             self.version = None
+        if isinstance(self._weights, GroupWeights):
+            self._weights.leave()
 
     def _take_staged(self) -> None:
         version = None if self._weights is None else self._weights.staging.version
@@ -197,14 +199,20 @@ class SGLangEngine(HTTPEngine):
         """Raises EngineFailed; the server may have half of the new weights then, and is asked nothing."""
         assert self._weights is not None
         self.version = None
-        body = {"model_path": self._weights.path(version), "weight_version": str(version), "flush_cache": True}
-        answer = self._tell("/update_weights_from_disk", body)
+        if isinstance(self._weights, GroupWeights):
+            try:
+                answer = self._weights.send(version)
+            except UserError as error:
+                raise self._failed(error) from error
+        else:
+            body = {"model_path": self._weights.path(version), "weight_version": str(version), "flush_cache": True}
+            answer = self._tell("/update_weights_from_disk", body)
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise self._failed(
                 UserError(
                     "it did not take the new weights",
                     found=f"version {version}: {answer!r}",
-                    remedy="see its log; it needs the same architecture, and to see the folder of weights_directory",
+                    remedy="see its log; it needs the same architecture, and to see weights_directory, if it has one",
                 )
             )
         self.version = version

@@ -35,7 +35,8 @@ from quartet.rollout.protocol import (
 from quartet.rollout.scheduler import check_request
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.rollout.vllm.head_padding import HeadPadding
-from quartet.rollout.vllm.weights import checkpoint_shapes, save_adapter
+from quartet.rollout.vllm.weights import save_adapter
+from quartet.weights.disk import checkpoint_shapes
 from quartet.weights.errors import WeightsUnusable
 
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0

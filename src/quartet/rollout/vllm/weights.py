@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -58,15 +57,6 @@ def load(model: Any, tensors: Mapping[str, Tensor], model_config: Any) -> None:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise RuntimeError(f"vLLM put no weights into {empty[0]!r} ({len(empty)} in all)")
-
-
-def checkpoint_shapes(path: Path) -> Shapes:
-    """Of every tensor of the safetensors files in ``path``."""
-    shapes: Shapes = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
 
 
 def _checked(

@@ -17,8 +17,8 @@ from quartet.schedule.groups import Chunk, chunk_of
 from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.doctor import learning, resources, rewards, sampling
+from quartet.trainers.doctor.examined_run import ExaminedRun
 from quartet.trainers.doctor.findings import Finding, Findings, judged
-from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.doctor.quick import quick_findings
 from quartet.trainers.doctor.weights import check_weights
 from quartet.trainers.event_loop import run_async
@@ -97,49 +97,49 @@ class _Examination:
         started = ", ".join(trainer.workers.models)
         self._findings.add(judged("start", f"{started} and {len(trainer.workers.engines)} engines"))
         async with contextlib.aclosing(attempt):
-            await self._check(Joints(trainer.roles, trainer.workers, attempt, self._max_new_tokens))
+            await self._check(ExaminedRun(trainer.roles, trainer.workers, attempt, self._max_new_tokens))
 
-    async def _check(self, joints: Joints) -> None:
+    async def _check(self, run: ExaminedRun) -> None:
         findings = self._findings
-        findings.add(await resources.check_memory(joints))
+        findings.add(await resources.check_memory(run))
         with findings.errors_of("stop_tokens"):
-            findings.add(*await sampling.check_stops(joints))
+            findings.add(*await sampling.check_stops(run))
         with findings.errors_of("pad_by_mask"):
-            findings.add(await sampling.check_pad_token(joints))
+            findings.add(await sampling.check_pad_token(run))
         chunk: Chunk | None = None
         watch = Stopwatch()
         with findings.errors_of("sampling"):
-            chunk = await self._sample(joints)
+            chunk = await self._sample(run)
             generate_s = watch.seconds
-        learned = await self._check_sample(joints, chunk) if chunk is not None else None
+        learned = await self._check_sample(run, chunk) if chunk is not None else None
         with findings.errors_of("weight_update"):
-            publish_s = await check_weights(joints, findings)
+            publish_s = await check_weights(run, findings)
             if chunk is not None and learned is not None:
                 seconds = (generate_s, learned.scoring_s, learned.update_s, publish_s)
-                findings.add(resources.check_duration(joints, chunk.data, *seconds))
+                findings.add(resources.check_duration(run, chunk.data, *seconds))
 
-    async def _check_sample(self, joints: Joints, chunk: Chunk) -> learning.Learned | None:
+    async def _check_sample(self, run: ExaminedRun, chunk: Chunk) -> learning.Learned | None:
         """Checks that read sampled answers, with the weights that sampled them; None where no update is possible."""
         findings, batch = self._findings, chunk.data
-        findings.add(sampling.check_versions(joints, batch), sampling.check_diversity(batch))
-        findings.add(*await sampling.check_agreement(joints, batch), await sampling.check_packing(joints, batch))
+        findings.add(sampling.check_versions(run, batch), sampling.check_diversity(batch))
+        findings.add(*await sampling.check_agreement(run, batch), await sampling.check_packing(run, batch))
         learned: learning.Learned | None = None
         with findings.errors_of("reward_values"):
-            known, scored = await rewards.score_known_answers(joints), await rewards.score(joints, chunk)
-            findings.add(rewards.check_known_answers(joints, known), *rewards.check_values(scored, known))
-            findings.add(rewards.check_time(joints, scored), await rewards.check_repeats(joints, chunk, scored))
+            known, scored = await rewards.score_known_answers(run), await rewards.score(run, chunk)
+            findings.add(rewards.check_known_answers(run, known), *rewards.check_values(scored, known))
+            findings.add(rewards.check_time(run, scored), await rewards.check_repeats(run, chunk, scored))
             with findings.errors_of("first_ratio"):
-                learned = await learning.rehearse(joints, chunk, scored.columns)
+                learned = await learning.rehearse(run, chunk, scored.columns)
         if learned is not None:
             learned = replace(learned, scoring_s=learned.scoring_s + scored.seconds)
-            findings.add(*sampling.check_ends(joints, batch, learned.experience.batch), learning.check_signal(learned))
-            findings.add(learning.check_first_ratio(joints, learned), learning.check_gradient(learned))
-            findings.add(learning.check_reference(joints, learned), learning.check_critic(learned))
+            findings.add(*sampling.check_ends(run, batch, learned.experience.batch), learning.check_signal(learned))
+            findings.add(learning.check_first_ratio(run, learned), learning.check_gradient(learned))
+            findings.add(learning.check_reference(run, learned), learning.check_critic(learned))
         return learned
 
-    async def _sample(self, joints: Joints) -> Chunk:
+    async def _sample(self, run: ExaminedRun) -> Chunk:
         """Groups of the first prompts, by the run's own way of asking for them."""
-        roles, rollout = joints.roles, joints.attempt.rollout
+        roles, rollout = run.roles, run.attempt.rollout
         asked = rollout.requests
 
         def shorter(sample: SampleRequest) -> SampleRequest:

@@ -15,8 +15,8 @@ from quartet.schedule.iteration import Scorer, score_all
 from quartet.schedule.learners import UpdatePlan
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.schedule.scorers import ModelScorer, PartScorer
+from quartet.trainers.doctor.examined_run import ExaminedRun
 from quartet.trainers.doctor.findings import Finding, judged
-from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.experience import Experience, sampled_only
 from quartet.trainers.run import Stopwatch
 
@@ -37,29 +37,29 @@ class Learned:
     metrics: dict[str, float]
 
 
-async def rehearse(joints: Joints, chunk: Chunk, rewards: Sequence[ColumnSet]) -> Learned:
+async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet]) -> Learned:
     """Scores, advantages, and an update that changes nothing, against the log-probabilities of a pass without gradient.
 
     Raises:
         UserError: a model's values are not finite, or memory is too small.
     """
-    roles, attempt, watch = joints.roles, joints.attempt, Stopwatch()
+    roles, attempt, watch = run.roles, run.attempt, Stopwatch()
     scorers = list(roles.column_scorers(attempt.leases))
     if all(scorer.column != OLD for scorer in scorers):
-        scorers.append(ModelScorer(attempt.leases, "actor", roles.groups["actor"], joints.needs(), OLD, trains=True))
+        scorers.append(ModelScorer(attempt.leases, "actor", roles.groups["actor"], run.needs(), OLD, trains=True))
     parts: list[Scorer] = list(scorers)
     if GREEDY in chunk.data.sequence:
         parts = [PartScorer(scorer, sampled_only) for scorer in scorers]
     columns = await score_all(parts, chunk)
     experience: Experience = await attempt.stages.assemble([(chunk, [*rewards, *columns])])
     scoring_s, watch = watch.seconds, Stopwatch()
-    metrics = await _update(joints, attempt.learned(experience))
+    metrics = await _update(run, attempt.learned(experience))
     return Learned(experience, scoring_s, watch.seconds, metrics)
 
 
-async def _update(joints: Joints, batch: RaggedBatch) -> dict[str, float]:
+async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
     """What the rehearsed update measured; nothing where no token is learned from."""
-    roles, attempt = joints.roles, joints.attempt
+    roles, attempt = run.roles, run.attempt
     picked = UpdatePlan(1, 1, roles.recipe.seed).selections(batch, 0)
     if not picked:
         return {}
@@ -84,16 +84,16 @@ def check_signal(learned: Learned) -> Finding:
     return judged("learning_signal", found, failure=broken > 0, warning=alive == 0 and differ)
 
 
-def check_first_ratio(joints: Joints, learned: Learned) -> Finding:
+def check_first_ratio(run: ExaminedRun, learned: Learned) -> Finding:
     """The first mini-batch's policy is the one that the step began with."""
     name, metrics = "first_ratio", learned.metrics
     if "policy/ratio_max" not in metrics:
         return judged(name, "the method has no ratio" if metrics else "no token was trained on")
     mean, most, kl = (metrics[f"policy/{key}"] for key in ("ratio_mean", "ratio_max", "approx_kl"))
-    in_fp32 = joints.roles.actor.packed.precision == "fp32"
+    in_fp32 = run.roles.actor.packed.precision == "fp32"
     apart = max(abs(mean - 1), abs(kl), abs(most - 1) if in_fp32 else 0.0)
     found = f"ratio {mean:.6f} (largest {most:.6f}), approximate KL {kl:.2g}, with gradients against without"
-    return judged(name, found, failure=not apart <= joints.tolerance)
+    return judged(name, found, failure=not apart <= run.tolerance)
 
 
 def check_gradient(learned: Learned) -> Finding:
@@ -106,18 +106,18 @@ def check_gradient(learned: Learned) -> Finding:
     return judged(name, found, failure=not math.isfinite(norm), warning=norm == 0 and has_signal)
 
 
-def check_reference(joints: Joints, learned: Learned) -> Finding:
+def check_reference(run: ExaminedRun, learned: Learned) -> Finding:
     """The reference is the actor as it starts, or is meant to be another model."""
     name, batch = "reference_kl", learned.experience.batch
     if "ref_logprobs" not in batch.token:
         return judged(name, "nothing reads a reference")
     gap = (batch.token[OLD] - batch.token["ref_logprobs"])[batch.token["action_mask"]]
-    largest, kl = joints.largest(gap.abs()), float(gap.mean()) if len(gap) else 0.0
+    largest, kl = run.largest(gap.abs()), float(gap.mean()) if len(gap) else 0.0
     found = f"KL to the reference is {kl:.2g} nats per token at the start (at most {largest:.2g})"
     # The reference's log-probabilities are those of all tokens, whatever sampling leaves out.
-    if joints.roles.recipe.reference.path is not None or joints.needs().limits is not None:
+    if run.roles.recipe.reference.path is not None or run.needs().limits is not None:
         return judged(name, f"{found}; the two are meant to differ", failure=not math.isfinite(kl), warning=kl > 5)
-    return judged(name, found, failure=not largest <= joints.tolerance)
+    return judged(name, found, failure=not largest <= run.tolerance)
 
 
 def check_critic(learned: Learned) -> Finding:

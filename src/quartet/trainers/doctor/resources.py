@@ -9,8 +9,8 @@ from quartet.batch.trajectory import Trajectories
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RLRecipe
 from quartet.observe.memory import available_bytes
+from quartet.trainers.doctor.examined_run import ExaminedRun
 from quartet.trainers.doctor.findings import Finding, judged
-from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.engine_memory import numbers_per_token
 from quartet.trainers.workers import Sizes
 
@@ -18,19 +18,19 @@ _GIB = 2**30
 _LONG_HOURS = 24 * 7
 
 
-async def check_memory(joints: Joints) -> Finding:
+async def check_memory(run: ExaminedRun) -> Finding:
     """Bytes that each role must have in its largest mode, against its pool's budget and what this machine has."""
-    name, placement, device = "memory", joints.workers.placement, joints.roles.actor.packed.device
-    sizes = await joints.workers.sizes()
+    name, placement, device = "memory", run.workers.placement, run.roles.actor.packed.device
+    sizes = await run.workers.sizes()
     found, is_tight = "GiB by role: ", False
     for role, of in sizes.items():
         size, pool = max(of.values()), placement.pool(placement.pool_of[role])
         is_tight |= pool.budget_bytes is not None and size > 0.95 * pool.budget_bytes
         share = f" ({size / pool.budget_bytes:.0%} of {pool.name}'s budget)" if pool.budget_bytes else ""
         found += f"{role} {size / _GIB:.3g}{share}, "
-    if joints.roles.recipe.cluster.type != "local":
+    if run.roles.recipe.cluster.type != "local":
         return judged(name, f"{found}in processes elsewhere", warning=is_tight)
-    coming = _coming_bytes(joints, sizes)
+    coming = _coming_bytes(run, sizes)
     try:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     except OSError:
@@ -39,9 +39,9 @@ async def check_memory(joints: Joints) -> Finding:
     return judged(name, found, failure=coming > free, warning=is_tight or coming > 0.8 * free)
 
 
-def _coming_bytes(joints: Joints, sizes: Sizes) -> float:
+def _coming_bytes(run: ExaminedRun, sizes: Sizes) -> float:
     """Gradients, moments, activations and logits of a micro-batch, and the cache of the answers that run at a time."""
-    recipe, roles = joints.roles.recipe, joints.roles
+    recipe, roles = run.roles.recipe, run.roles
     state = sum(of["train"] - of["forward"] for of in sizes.values() if "train" in of)
     packed, train = roles.actor.packed, recipe.actor.train
     config = packed.model.config.get_text_config()
@@ -69,13 +69,13 @@ def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
 
 
 def check_duration(
-    joints: Joints, batch: RaggedBatch, generate_s: float, score_s: float, update_s: float, publish_s: float
+    run: ExaminedRun, batch: RaggedBatch, generate_s: float, score_s: float, update_s: float, publish_s: float
 ) -> Finding:
     """Seconds per step and hours per run, if every answer took as long as those of ``batch`` did, and nothing
     overlapped: larger batches are faster."""
     num = len(Trajectories.of(batch))
     sampled = int(batch.token["action_mask"].sum())
-    recipe = joints.roles.recipe
+    recipe = run.roles.recipe
     answers = recipe.prompts_per_step * recipe.responses_per_prompt
     share = answers / max(1, num)
     parts = {"generate": generate_s * share, "score": score_s * share, "update": update_s * share * recipe.epochs}

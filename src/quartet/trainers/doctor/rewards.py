@@ -16,8 +16,8 @@ from quartet.schedule.groups import GREEDY, Chunk, Group, chunk_of
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.scorers import PartScorer
 from quartet.trainers.doctor.answers import known_answers
+from quartet.trainers.doctor.examined_run import ExaminedRun
 from quartet.trainers.doctor.findings import Finding, judged
-from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.evaluation import answers_of, as_completion
 from quartet.trainers.evaluation_files import Answer
 from quartet.trainers.experience import sampled_and_greedy
@@ -45,14 +45,14 @@ class Scored:
     seconds: float
 
 
-async def score(joints: Joints, chunk: Chunk) -> Scored:
+async def score(run: ExaminedRun, chunk: Chunk) -> Scored:
     """The recipe's rewards of a chunk.
 
     Raises:
         UserError: a source failed.
     """
-    batch, weights, watch = chunk.data, joints.roles.rewards.weights, Stopwatch()
-    scorers: list[Scorer] = list(joints.roles.reward_scorers(joints.attempt.leases))
+    batch, weights, watch = chunk.data, run.roles.rewards.weights, Stopwatch()
+    scorers: list[Scorer] = list(run.roles.reward_scorers(run.attempt.leases))
     if GREEDY in batch.sequence:
         scorers = [PartScorer(scorer, sampled_and_greedy) for scorer in scorers]
     columns = list(await asyncio.gather(*(scorer.score(chunk) for scorer in scorers)))
@@ -91,12 +91,12 @@ def check_values(scored: Scored, known: Scored | None) -> list[Finding]:
     ]
 
 
-async def check_repeats(joints: Joints, chunk: Chunk, scored: Scored) -> Finding:
+async def check_repeats(run: ExaminedRun, chunk: Chunk, scored: Scored) -> Finding:
     """A score belongs to its answer: the same in another order, and once more."""
     name, batch = "reward_repeats", chunk.data
-    if joints.roles.environment is not None or GREEDY in batch.sequence or not scored.rewards:
+    if run.roles.environment is not None or GREEDY in batch.sequence or not scored.rewards:
         return judged(name, "not asked twice")
-    again = await score(joints, Chunk(0, 0, batch.select(list(reversed(range(len(batch)))))))
+    again = await score(run, Chunk(0, 0, batch.select(list(reversed(range(len(batch)))))))
     apart = [
         source
         for source, values in again.rewards.items()
@@ -106,13 +106,13 @@ async def check_repeats(joints: Joints, chunk: Chunk, scored: Scored) -> Finding
     return judged(name, found, warning=bool(apart))
 
 
-async def score_known_answers(joints: Joints) -> Scored | None:
+async def score_known_answers(run: ExaminedRun) -> Scored | None:
     """Of right answers and wrong ones, in turn; None where the data have none.
 
     Raises:
         UserError: a source failed.
     """
-    roles, groups = joints.roles, list[Group]()
+    roles, groups = run.roles, list[Group]()
     known = known_answers(roles.recipe, roles.prompts.items, _KNOWN)
     if not known or roles.environment is not None or not roles.rewards.weights:
         return None
@@ -121,12 +121,12 @@ async def score_known_answers(joints: Joints) -> Scored | None:
         stored = [Answer(answer.item.prompt_id, 0, answer.item.prompt, text, "stop", 0, {}) for text in texts]
         made = [as_completion(roles.codec, one) for one in stored]
         groups.append(answers_of(roles.codec, place, answer.item, made, texts))
-    return await score(joints, chunk_of(0, 0, groups))
+    return await score(run, chunk_of(0, 0, groups))
 
 
-def check_known_answers(joints: Joints, scored: Scored | None) -> Finding:
+def check_known_answers(run: ExaminedRun, scored: Scored | None) -> Finding:
     """What the data call right scores no less than what is wrong."""
-    name, roles = "reward_answers", joints.roles
+    name, roles = "reward_answers", run.roles
     if scored is None:
         return judged(name, "the data have no answers to compare")
     right, wrong = scored.total_N[0::2], scored.total_N[1::2]
@@ -142,9 +142,9 @@ def _is_turned(right: Tensor, wrong: Tensor) -> bool:
     return int((right < wrong).sum()) >= max(2, 0.75 * len(right))
 
 
-def check_time(joints: Joints, scored: Scored) -> Finding:
+def check_time(run: ExaminedRun, scored: Scored) -> Finding:
     """Seconds of the rewards in a step, if they take as long for every answer as for those sampled here."""
-    recipe, num = joints.roles.recipe, len(scored.total_N)
+    recipe, num = run.roles.recipe, len(scored.total_N)
     whole = scored.seconds * recipe.prompts_per_step * recipe.responses_per_prompt / num
     found = f"{scored.seconds:.2g} s for {num} answers, at most {whole:.3g} s per step"
     return judged("reward_time", found, warning=whole > _SLOW_S and scored.seconds > 1.0)

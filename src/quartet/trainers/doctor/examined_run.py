@@ -1,4 +1,4 @@
-"""The run's own joints as the checks use them: engines asked, the actor's passes, each inside of its lease."""
+"""The run that is examined: its engines asked, its actor's passes, each inside of its lease."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quartet.trainers.workers import RunWorkers
 
 
 @dataclass(frozen=True)
-class Joints:
+class ExaminedRun:
     """
     Args:
         max_new_tokens: most that a check samples per answer.
@@ -41,14 +41,15 @@ class Joints:
     def temperature(self) -> float:
         return self.roles.recipe.rollout.sampling.temperature
 
-    async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> list[RaggedBatch]:
-        """What each engine answers, with token ids, by each of ``params``."""
-        rollout, found = self.attempt.rollout, []
-        samples = tuple(SampleRequest(f"{name}.{n}", one) for n, one in enumerate(params))
+    async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
+        """What each engine answers, with token ids, by each of ``params``; by the engines' names."""
+        rollout, found = self.attempt.rollout, dict[str, RaggedBatch]()
+        asked = PromptRequest(name, prompt, tuple(SampleRequest(f"{name}.{n}", one) for n, one in enumerate(params)))
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
-            for engine in self.workers.engines:
-                requests = [PromptRequest(name, prompt, samples)]
-                found.append(await engine.call(RolloutWorker.answers, requests, [0]))
+            for n, worker in enumerate(self.workers.engines):
+                of_worker = await worker.call(RolloutWorker.answers_by_engine, asked)
+                several = len(self.workers.engines) > 1
+                found |= {f"{n}/{engine}" if several else engine: batch for engine, batch in of_worker.items()}
         return found
 
     async def canaries(self) -> list[RaggedBatch]:
