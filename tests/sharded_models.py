@@ -74,12 +74,19 @@ def packed_causal_lm(
 packed_scalar_model = partial(packed_causal_lm, kind=PackedScalarModel)
 
 
-def mesh_of(shard: int) -> Mesh:
-    return Mesh.of(DataParallelGroup.of_world(), shard=shard)
+Cut = int | tuple[int, int, int]
+"""Shard, or shard, context and tensor."""
+
+
+def mesh_of(cut: Cut) -> Mesh:
+    shard, context, tensor = (cut, 1, 1) if isinstance(cut, int) else cut
+    return Mesh.of(DataParallelGroup.of_world(), shard=shard, context=context, tensor=tensor)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    found = gather(tensor, everywhere=True)
+    assert found is not None
+    return found
 
 
 def differing(sharded: Any, expected: Any) -> list[str]:
@@ -94,9 +101,9 @@ def differing(sharded: Any, expected: Any) -> list[str]:
 # Loading -------------------------------------------------------------------------------------------------
 
 
-def loaded_models(paths: Sequence[str]) -> dict[str, list[str]]:
+def loaded_models(paths: Sequence[str], cut: Cut = 4) -> dict[str, list[str]]:
     """Each directory loaded in shares and whole: what differs."""
-    mesh, found = mesh_of(dist.get_world_size()), {}
+    mesh, found = mesh_of(cut), {}
     for path in paths:
         packed = packed_causal_lm(load_causal_lm(path, empty=True))
         shard_model(packed, mesh)
@@ -110,9 +117,9 @@ def loaded_models(paths: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def loaded_heads(causal: str, scalar: str) -> dict[str, list[str]]:
+def loaded_heads(causal: str, scalar: str, cut: Cut = 2) -> dict[str, list[str]]:
     """A critic from a causal LM's directory, from one of its own, and adapters: what differs from the whole ones."""
-    mesh, found = mesh_of(2), {}
+    mesh, found = mesh_of(cut), {}
     lora = LoRAConfig(rank=2)
     cases = {
         "fresh head": (
@@ -183,15 +190,14 @@ class PeakMemory:
         return [1024 * int(lines[name].split()[0]) for name in ("RssAnon", "RssFile")]
 
 
-def memory_of_loading(path: str, reads_all: bool) -> dict[str, int]:
+def memory_of_loading(path: str, reads_all: bool, cut: Cut = 4) -> dict[str, int]:
     """Peaks in bytes while a model is loaded in shares, and what they are made of.
 
     Args:
         reads_all: the fault: every rank reads the whole model and takes its part.
     """
-    mesh = mesh_of(dist.get_world_size())
     packed = packed_causal_lm(load_causal_lm(path, empty=True))
-    shard_model(packed, mesh)
+    shard_model(packed, mesh_of(cut))
     meta_twin(packed.model)  # what only its first use takes
     with PeakMemory() as peak:
         if reads_all:
@@ -220,7 +226,9 @@ def _read_bytes() -> int:
 # Export --------------------------------------------------------------------------------------------------
 
 
-def exported(path: str, out: str, kind: str, options: Mapping[str, Any], tokenizer: Any) -> dict[str, list[str]]:
+def exported(
+    path: str, out: str, kind: str, options: Mapping[str, Any], tokenizer: Any, cut: Cut = 2
+) -> dict[str, list[str]]:
     """Exports a model from shards, and on rank 0 whole: names of all files, and of those that differ or are missing."""
     load = load_causal_lm if kind == "causal" else load_scalar_model
     pack = packed_causal_lm if kind == "causal" else packed_scalar_model
@@ -229,7 +237,7 @@ def exported(path: str, out: str, kind: str, options: Mapping[str, Any], tokeniz
             continue
         packed: Any = pack(load(path, empty=name == "sharded"), **options)
         if name == "sharded":
-            shard_model(packed, mesh_of(2))
+            shard_model(packed, mesh_of(cut))
             load_shares(packed, path, seed=options.get("seed", 0))
         if packed.adapters is not None:
             for i, layer in enumerate(packed.adapters.layers):
@@ -266,14 +274,14 @@ def exported_in_files(path: str, out: str, tokenizer: Any) -> dict[str, list[str
         PreTrainedModel.save_pretrained = of_whole  # type: ignore[method-assign]
 
 
-def memory_of_export(path: str, out: str, holds_all: bool) -> dict[str, int]:
+def memory_of_export(path: str, out: str, holds_all: bool, cut: Cut = 4) -> dict[str, int]:
     """Peaks in bytes while a model is exported, and what they are made of.
 
     Args:
         holds_all: the fault: the first rank keeps all tensors that it gathers.
     """
     packed = packed_causal_lm(load_causal_lm(path, empty=True))
-    shard_model(packed, mesh_of(dist.get_world_size()))
+    shard_model(packed, mesh_of(cut))
     load_shares(packed, path)
     kept, whole = [], packed.gather.whole
 
@@ -291,10 +299,10 @@ def memory_of_export(path: str, out: str, holds_all: bool) -> dict[str, int]:
     return {"own": peak.own, "largest": max(sizes), "all": sum(sizes)}
 
 
-def synced(path: str) -> dict[str, Any] | None:
+def synced(path: str, cut: Cut) -> dict[str, Any] | None:
     """What the first rank sends to engines: bits as the parameters of the whole model, under their names."""
     packed = packed_causal_lm(load_causal_lm(path, empty=True))
-    shard_model(packed, mesh_of(dist.get_world_size()))
+    shard_model(packed, mesh_of(cut))
     load_shares(packed, path)
     source = NamedSource(packed.model.named_parameters)
     sent = [tensor.clone() for tensor in source.tensors()]
@@ -306,9 +314,9 @@ def synced(path: str) -> dict[str, Any] | None:
     return {n: torch.equal(t, expected[n].detach()) for n, t in zip(expected, sent, strict=True)}
 
 
-def sync_of_workers(path: str) -> list[str]:
+def sync_of_workers(path: str, cut: Cut) -> list[str]:
     """One weight sync by a trainer's workers, all asked for every step; what the engine has other than them."""
-    worker, rank = TrainWorker(make_engine(path, mesh_of(dist.get_world_size()))), dist.get_rank()
+    worker, rank = TrainWorker(make_engine(path, mesh_of(cut))), dist.get_rank()
     steps(worker.engine, 1)
 
     async def ask(request: str, *args: Any) -> Any:
@@ -434,7 +442,7 @@ def whole_weights(engine: TrainEngine[Any]) -> dict[str, Tensor]:
     return {name: whole(p.detach()).clone() for name, p in engine.packed.model.named_parameters()}
 
 
-def saved_run(path: str, root: str, sharded: int | None, options: Mapping[str, Any] = {}) -> Any:
+def saved_run(path: str, root: str, sharded: Cut | None, options: Mapping[str, Any] = {}) -> Any:
     """Two steps, a checkpoint, two more: the losses of those, and the weights after them."""
     engine = make_engine(path, None if sharded is None else mesh_of(sharded), **options)
     steps(engine, 2)
@@ -442,7 +450,7 @@ def saved_run(path: str, root: str, sharded: int | None, options: Mapping[str, A
     return losses, whole_weights(engine)
 
 
-def resumed_run(path: str, root: str, sharded: int | None, options: Mapping[str, Any] = {}) -> Any:
+def resumed_run(path: str, root: str, sharded: Cut | None, options: Mapping[str, Any] = {}) -> Any:
     """As the last two steps of ``saved_run``, from the checkpoint; the engine had made other ones before."""
     engine = make_engine(path, None if sharded is None else mesh_of(sharded), **options)
     steps(engine, 1)
@@ -453,7 +461,7 @@ def resumed_run(path: str, root: str, sharded: int | None, options: Mapping[str,
 # Offload -------------------------------------------------------------------------------------------------
 
 
-def offloaded(path: str, directory: str, shard: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def offloaded(path: str, directory: str, shard: Cut, options: Mapping[str, Any]) -> dict[str, Any]:
     """Steps of an engine whose parts leave and come back between them, and of one that stays."""
     engines = [make_engine(path, mesh_of(shard), **options) for _ in range(2)]
     moving = engines[0]

@@ -52,7 +52,8 @@ STEP: list[Column] = [
 
 
 SHARDED: list[Column] = [
-    ("model", text("model")), ("processes", text("processes")), ("shard", text("shard")), ("batch", text("layout")),
+    ("model", text("model")), ("processes", text("processes")), ("shard", text("shard")), ("context", text("context")),
+    ("tensor", text("tensor")), ("batch", text("layout")),
     ("tokens", number("useful_tokens", 1, 0)), ("ms", number("seconds", 1e3, 0)),
     ("tokens/s per GPU", number("tokens_per_s_per_device", 1, 0)), ("MFU %", number("mfu", 100)),
     ("GB sent by a rank", number("sent_bytes", 1e-9, 2)), MEMORY, ("host peak GB", number("host_peak_bytes", 1e-9)),

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/run.py --out results [--models 0.5B 1.5B 3B 7B] [--parts sharded training rollout step]
 
-``sharded`` is one process per GPU of this machine (``--processes``), which hold the model between them; it is left out
-with one. Of the other parts those are left out that one GPU has no room for. Writes ``results/gpu.json`` and
-``results/gpu.md``. ``--smoke --device cpu`` runs all of it on a tiny model (``--processes 2``: over gloo), to see that
-it runs; its figures mean nothing. Nothing has run on several GPUs yet.
+``sharded`` is one process per GPU of this machine (``--processes``), which hold the model between them, cut by FSDP
+alone and with context and tensor ranks; it is left out with one. Of the other parts those are left out that one GPU has
+no room for. Writes ``results/gpu.json`` and ``results/gpu.md``. ``--smoke --device cpu`` runs all of it on a tiny model
+(``--processes 2``: over gloo), to see that it runs; its figures mean nothing. Nothing has run on several GPUs yet.
 """
 
 from __future__ import annotations
@@ -73,10 +73,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 continue
             print(f"{part} {name}", file=sys.stderr, flush=True)
             if part == "sharded":
-                results["parts"][part] += sharded.measure(
-                    name, device.type, processes=args.processes, shard=args.processes, smoke=args.smoke,
-                    repeats=args.repeats,
-                )  # fmt: skip
+                for sizes in sharded.meshes(name, args.processes):
+                    results["parts"][part] += sharded.measure(
+                        name, device.type, processes=args.processes, sizes=sizes, smoke=args.smoke,
+                        repeats=args.repeats,
+                    )  # fmt: skip
             elif part == "training":
                 results["parts"][part] += training.measure(
                     name, device, peak=results["peak_flops"], gemm=results["gemm_flops"], smoke=args.smoke,

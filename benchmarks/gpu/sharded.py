@@ -1,6 +1,7 @@
 """Updates of one model that several GPUs hold between them: MFU, bytes between them, and the memory of a rank.
 
-The batch grows with the processes: every rank has as many micro-batches as one GPU has in ``training``.
+The batch grows with the processes: with sharding alone every rank has as many micro-batches as one GPU has in
+``training``. On meshes with tensor or context ranks it is the same batch.
 """
 
 from __future__ import annotations
@@ -33,13 +34,29 @@ LIMIT_S = 1_800.0
 """For one model: loading, compiling, updates."""
 
 
-def engine_of(name: str, device: torch.device, shard: int, *, smoke: bool) -> TrainEngine[PackedCausalLM]:
+Sizes = tuple[int, int, int]
+"""Shard, context and tensor of a mesh with one copy of the model."""
+
+
+def meshes(name: str, processes: int) -> list[Sizes]:
+    """Those of so many processes over whose peers the model's heads divide."""
+    heads, kv_heads = (getattr(config_of(name), f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    peers = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4)]
+    return [
+        (processes // (context * tensor), context, tensor)
+        for context, tensor in peers
+        if processes % (context * tensor) == heads % (context * tensor) == 0 and tensor <= max(2, kv_heads)
+    ]
+
+
+def engine_of(name: str, device: torch.device, sizes: Sizes, *, smoke: bool) -> TrainEngine[PackedCausalLM]:
     """A model of random weights; no process ever has all of it."""
     settings = settings_of(name, fused=False, smoke=smoke)
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config_of(name)).eval()
     packed = packed_causal_lm(model, precision="bf16", activation_checkpointing=settings.activation_checkpointing)
-    mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard)
+    shard, context, tensor = sizes
+    mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard, context=context, tensor=tensor)
     shard_model(packed, mesh)
     load_shares(packed, {n: torch.ones(()).expand(t.shape) for n, t in model.state_dict().items()}, device=device)
     torch.manual_seed(dist.get_rank())
@@ -52,7 +69,7 @@ def engine_of(name: str, device: torch.device, shard: int, *, smoke: bool) -> Tr
 
 
 def rank_process(
-    answer: Connection, rank: int, world: int, port: int, name: str, kind: str, shard: int, smoke: bool, repeats: int
+    answer: Connection, rank: int, world: int, port: int, name: str, kind: str, sizes: Sizes, smoke: bool, repeats: int
 ) -> None:
     if kind == "cuda":
         torch.cuda.set_device(rank)
@@ -64,7 +81,7 @@ def rank_process(
     # Values go over gloo, weights over nccl.
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    engine = engine_of(name, device, shard, smoke=smoke)
+    engine = engine_of(name, device, sizes, smoke=smoke)
     found = []
     for layout, groups in layouts(smoke).items():
         groups = groups * world
@@ -100,7 +117,7 @@ def rank_process(
     dist.destroy_process_group()
 
 
-def measure(name: str, kind: str, *, processes: int, shard: int, smoke: bool, repeats: int) -> list[dict[str, Any]]:
+def measure(name: str, kind: str, *, processes: int, sizes: Sizes, smoke: bool, repeats: int) -> list[dict[str, Any]]:
     """One entry per layout, of the slowest and largest rank.
 
     Raises:
@@ -110,7 +127,7 @@ def measure(name: str, kind: str, *, processes: int, shard: int, smoke: bool, re
     ranks, pipes = [], []
     for rank in range(processes):
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (theirs, rank, processes, port, name, kind, shard, smoke, repeats)
+        arguments = (theirs, rank, processes, port, name, kind, sizes, smoke, repeats)
         ranks.append(context.Process(target=rank_process, args=arguments, daemon=True))
         ranks[-1].start()
         theirs.close()
@@ -128,10 +145,10 @@ def measure(name: str, kind: str, *, processes: int, shard: int, smoke: bool, re
         for process in ranks:
             process.join(30)
             process.kill()
-    return [_joined(name, shard, of_ranks) for of_ranks in zip(*answers, strict=True)]
+    return [_joined(name, sizes, of_ranks) for of_ranks in zip(*answers, strict=True)]
 
 
-def _joined(name: str, shard: int, ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def _joined(name: str, sizes: Sizes, ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     first, processes = ranks[0], len(ranks)
     seconds = max(found["seconds"] for found in ranks)
     peak, peaks = first["peak_flops"], [found["peak_bytes"] for found in ranks]
@@ -139,7 +156,7 @@ def _joined(name: str, shard: int, ranks: tuple[dict[str, Any], ...]) -> dict[st
         **first,
         "model": name,
         "processes": processes,
-        "shard": shard,
+        **dict(zip(("shard", "context", "tensor"), sizes, strict=True)),
         "seconds": seconds,
         "tokens_per_s_per_device": first["useful_tokens"] / seconds / processes,
         "mfu": first["flops"] / seconds / processes / peak if peak else None,

@@ -17,7 +17,10 @@ def test_smoke_run_on_the_cpu_writes_every_part(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert found["smoke"]
     sharded, training, rollout, step = (found["parts"][part] for part in ("sharded", "training", "rollout", "step"))
-    assert [(row["processes"], row["shard"], row["useful_tokens"]) for row in sharded] == [(2, 2, 512)] * 2
+    assert [tuple(row[size] for size in ("shard", "context", "tensor")) for row in sharded[::2]] == [
+        (2, 1, 1), (1, 1, 2), (1, 2, 1),
+    ]  # fmt: skip
+    assert [(row["processes"], row["useful_tokens"]) for row in sharded] == [(2, 512)] * 6
     assert all(row["seconds"] > 0 and row["sent_bytes"] > 0 and row["mfu"] is None for row in sharded)
     assert [(row["layout"], row["fused"]) for row in training] == [
         ("sequences of 1024", False),

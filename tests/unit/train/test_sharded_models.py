@@ -167,12 +167,12 @@ def test_memory_of_an_export_is_one_tensor_on_one_rank(tmp_path: Path) -> None:
 
 def test_engines_get_whole_tensors_from_the_first_rank(causal: Path) -> None:
     for world in (2, 4):
-        first, *others = run_ranks(world, ranks.synced, str(causal))
+        first, *others = run_ranks(world, ranks.synced, str(causal), world)
         assert first and all(first.values()) and others == [None] * (world - 1)
 
 
 def test_workers_of_a_sharded_trainer_answer_a_sync_together(causal: Path) -> None:
-    assert run_ranks(2, ranks.sync_of_workers, str(causal)) == [[], []]
+    assert run_ranks(2, ranks.sync_of_workers, str(causal), 2) == [[], []]
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------
