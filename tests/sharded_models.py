@@ -356,7 +356,7 @@ def make_engine(path: str, mesh: Mesh | None, *, on_host: bool = False, **option
     packed = packed_causal_lm(load_causal_lm(path, empty=mesh is not None).double(), **options)
     if mesh is not None:
         shard_model(packed, mesh, on_host=on_host)
-        load_shares(packed, path)
+        load_shares(packed, path, seed=options.get("seed", 0))
     optim = OptimConfig(lr=1e-2, max_grad_norm=0.5, weight_decay=0.1)
     config = TrainConfig(optim=optim, lora=options.get("lora"), token_budget=40)
     return TrainEngine(packed, config, total_steps=10, mesh=mesh)

@@ -82,8 +82,7 @@ def results(folder: Path, alone: list[Any]) -> list[dict[str, Any]]:
         "saved with context": (saved, path, of("context"), CONTEXT),
         "adapters": (saved, path, of("adapters"), CONTEXT, LORA),
         "adapters resumed": (resumed, path, of("adapters"), SHARDED, LORA),
-        "offloaded": (ranks.offloaded, path, of("away"), CONTEXT, {}),
-        "adapters offloaded": (ranks.offloaded, path, of("away_adapters"), SHARDED, LORA),
+        "offloaded": (ranks.offloaded, path, of("away"), CONTEXT, LORA),
     }
     of_ranks = run_ranks(4, ranks.run_calls, list(calls.values()))
     return [dict(zip(calls, found, strict=True)) for found in of_ranks]
@@ -127,7 +126,7 @@ def test_checkpoints_go_on_on_any_mesh(results: list[dict[str, Any]], folder: Pa
 
 
 def test_parts_that_leave_and_come_back_change_nothing(results: list[dict[str, Any]]) -> None:
-    for found in (of_rank[name] for of_rank in results for name in ("offloaded", "adapters offloaded")):
+    for found in (of_rank["offloaded"] for of_rank in results):
         assert found["losses"][0] == found["losses"][1] and found["again"][0] == found["again"][1]
         assert all(found["equal"]) and len(found["equal"]) > 4
         assert found["moved"] >= found["held"] > 0
