@@ -98,15 +98,22 @@ def test_two_ranks_train_as_one_process_and_go_on_after_a_death(
     same_run(Path("torchrun-two"), Path("torchrun-dead"))
 
 
+@pytest.mark.parametrize("cut", ["copies", "tensor", pytest.param("context", marks=pytest.mark.slow)])
 def test_one_process_goes_on_with_what_two_ranks_have_saved(
-    torchrun: Callable[..., tuple[int, str]], world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+    cut: str,
+    torchrun: Callable[..., tuple[int, str]],
+    world: Any,
+    recipes: Any,
+    quartet: Callable[..., Any],
+    metrics_of: Any,
 ) -> None:
     """KTO reads answers to other prompts under policy and reference, which both compute."""
     job = recipes["reward-model"](loss={"name": "kto"}, steps=4, checkpoint={"every_steps": 2, "background": False})
-    one, many = Path("torchrun-kto-one"), Path("torchrun-kto")
-    assert quartet("preference", world.recipe("torchrun-kto-one", job | {"output_dir": str(one)})).status == 0
-    path = world.recipe("torchrun-kto", job | {"output_dir": str(many)})
-    status, said = torchrun("preference", path, kill=4)
+    one, many = Path("torchrun-kto-one"), Path(f"torchrun-kto-{cut}")
+    if not one.exists():
+        assert quartet("preference", world.recipe("torchrun-kto-one", job | {"output_dir": str(one)})).status == 0
+    path = world.recipe(many.name, job | {"output_dir": str(many)})
+    status, said = torchrun("preference", path, *([f"sharding.{cut}=2"] if cut != "copies" else []), kill=4)
     assert status == 1 and "Signal 9 (SIGKILL)" in said, said
     assert sorted(found.name for found in (many / "checkpoints").glob("step_*")) == ["step_00000002"]
     found = quartet("preference", path, "--resume")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from quartet.config import UserError
 from quartet.config.common import ShardingConfig
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
@@ -101,13 +102,16 @@ class ShardedModels:
         """As ``ModelLoader.worker``. Collective over the processes of the role.
 
         Raises:
-            UserError: the model cannot be loaded, on any of them.
+            UserError: the model cannot be loaded on any of them, or not be cut so.
         """
         packed, mesh = self._empty.model(role), self._mesh_of(role)
         assert mesh is not None, "only models of several processes are cut"
         if id(packed.model) not in self._filled:
             self._filled.add(id(packed.model))
-            shard_model(packed, mesh, on_host=self._mesh_of.sharding_of(role).cpu_offload)
+            try:
+                shard_model(packed, mesh, on_host=self._mesh_of.sharding_of(role).cpu_offload)
+            except UserError as error:
+                raise UserError(f"{role}: {error.problem}", found=error.found, remedy=error.remedy) from error
             load_shares(packed, self._contents(role), device=self._device, seed=self._recipe.seed)
         return self._empty.worker(role, ptx)
 

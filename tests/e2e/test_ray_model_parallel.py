@@ -1,0 +1,182 @@
+"""PPO whose roles are cut by tensor, context and shard on a Ray of this machine: the run of one process, whoever dies
+and whatever mesh goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.cluster import WorkerGroup
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+RAY = {"type": "ray", "cpus_per_process": 0.1, "max_restarts": 1}
+CUTS: dict[str, dict[str, Any]] = {
+    "actor": {"tensor": 2, "shard": 2},
+    "critic": {"context": 2},
+    "reference": {"context": 2, "fixed_order": True},
+    "reward": {"tensor": 2},
+}
+PIPELINED = {
+    "type": "pipelined",
+    "pools": {
+        "engine": {"roles": ["rollout"]},
+        "trained": {"roles": ["actor", "critic", "reference"], "processes": 4},
+        "frozen": {"roles": ["reward"], "processes": 2},
+    },
+}
+SEPARATED = {
+    "type": "separated",
+    "rollout": {},
+    "actor": {"processes": 4},
+    "critic": {"processes": 2},
+    "reference": {"processes": 2},
+    "reward": {"processes": 2},
+}
+BESIDE = {
+    "type": "pipelined",
+    "pools": {
+        "policy": {"roles": ["rollout", "actor"], "processes": 4},
+        "scores": {"roles": ["critic", "reference", "reward"], "processes": 2},
+    },
+}
+OTHER_CUTS: dict[str, dict[str, Any]] = {
+    "apart-a": {"actor": {"context": 2}, "critic": {"tensor": 2}, "reference": {"tensor": 2}, "reward": {}},
+    "apart-b": {"actor": {"tensor": 2}, "critic": {"shard": 2}, "reference": {}, "reward": {"context": 2}},
+}
+FIGURES = (
+    "loss/value",
+    "loss/policy",
+    "loss/ptx",
+    "reward/score_mean",
+    "critic/grad_norm",
+    "policy/grad_norm",
+    "kl/ref",
+)
+
+
+def cut(recipe: dict[str, Any], cuts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    roles = {role: {**recipe.get(role, {}), "sharding": cuts[role]} for role in ("actor", "critic", "reference")}
+    is_model = ("model", "process_model")
+    rewards = [r | {"sharding": cuts["reward"]} if r["type"] in is_model else r for r in recipe["rewards"]]
+    return recipe | roles | {"rewards": rewards}
+
+
+@pytest.fixture(scope="module")
+def steps(read_by_workers: Any) -> dict[str, Any]:
+    return {"steps": 3, "checkpoint": {"every_steps": 1}, **read_by_workers}
+
+
+@pytest.fixture
+def alone(world: Any, recipes: Any, quartet: Callable[..., Any], steps: Any) -> Path:
+    """The run of one process."""
+    path = Path("parallel-alone")
+    if not path.exists():
+        assert quartet("rl", world.recipe(path.name, recipes["rl"](output_dir=path.name, **steps))).status == 0
+    return path
+
+
+def check_alike(one: Path, other: Path, metrics_of: Callable[[Path], list[dict[str, float]]]) -> None:
+    """Sums have another order."""
+    rows, others = metrics_of(one), metrics_of(other)
+    assert [row["step"] for row in others] == [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert {*FIGURES} <= rows[-1].keys() and rows[-1]["policy/grad_norm"] > 0 and rows[-1]["loss/ptx"] > 0
+    for row, found in zip(rows, others, strict=True):
+        assert found.get("tokens/useful") == row.get("tokens/useful"), "what peers compute together counts once"
+        for name in row.keys() & set(FIGURES):
+            assert found[name] == pytest.approx(row[name], rel=1e-5, abs=1e-6), (row["step"], name)
+    assert max(row.get("agreement/canary_diff", 0.0) for row in others) < 1e-5
+
+
+def kill_once(monkeypatch: pytest.MonkeyPatch, role: str, method: str, rank: int, after: int) -> list[int]:
+    """SIGKILL of a rank when a call of a role's method has just been made, after so many; whom it was."""
+    asked, calls, killed = WorkerGroup.ask, [0], list[int]()
+
+    async def ask(self: WorkerGroup, *args: Any, **options: Any) -> Any:
+        task = asyncio.ensure_future(asked(self, *args, **options))
+        await asyncio.sleep(0)  # the call is made
+        if args[1:3] == (role, method):
+            calls[0] += 1
+            if calls[0] == after + 1:
+                killed.append(self.processes[rank].pid)
+                os.kill(killed[0], signal.SIGKILL)
+        return await task
+
+    monkeypatch.setattr(WorkerGroup, "ask", ask)
+    return killed
+
+
+def test_a_run_on_meshes_goes_on_when_a_rank_dies_and_another_mesh_takes_it_up(
+    ray_cluster: Any,
+    alone: Path,
+    world: Any,
+    recipes: Any,
+    quartet: Callable[..., Any],
+    metrics_of: Any,
+    steps: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = recipes["rl"](output_dir="parallel", placement=PIPELINED, cluster=RAY, **steps)
+    with monkeypatch.context() as patched:
+        killed = kill_once(patched, "actor", "update", rank=3, after=1)
+        found = quartet("rl", world.recipe("parallel", cut(whole, CUTS)))
+    assert found.status == 0, found.err
+    assert killed and "rank 3 of group 'trained' died" in " ".join((found.out + found.err).split())
+    check_alike(alone, Path("parallel"), metrics_of)
+
+    back = recipes["rl"](output_dir="parallel-back", **steps)
+    taken_up("parallel", back, world, quartet)
+    check_alike(alone, Path("parallel-back"), metrics_of)
+
+
+@pytest.mark.slow
+def test_separated_roles_on_meshes_and_the_same_run_on_others(
+    ray_cluster: Any, alone: Path, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any, steps: Any
+) -> None:
+    """And then engines beside the actor, to which each of its ranks sends."""
+    whole = recipes["rl"](output_dir="apart", placement=SEPARATED, cluster=RAY, **steps)
+    found = quartet("rl", world.recipe("apart", cut(whole, CUTS)))
+    assert found.status == 0, found.err
+    check_alike(alone, Path("apart"), metrics_of)
+    for name, cuts in OTHER_CUTS.items():
+        other = recipes["rl"](output_dir=name, placement=BESIDE, cluster=RAY, **steps)
+        taken_up("apart", cut(other, cuts), world, quartet)
+        check_alike(alone, Path(name), metrics_of)
+
+
+@pytest.mark.slow
+def test_adapters_on_layers_that_ranks_have_between_them(
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+) -> None:
+    """The reference is the actor without them."""
+    runs = {"lora-alone": {}, "lora-tensor": {"tensor": 2, "shard": 2}, "lora-context": {"context": 2}}
+    for name, sharding in runs.items():
+        recipe = recipes["rl"]("grpo", output_dir=name, steps=2)
+        recipe["actor"]["train"] = recipe["actor"]["train"] | {"lora": {"rank": 2}}
+        recipe["algorithm"]["kl"] = {"coef": 0.05}
+        if sharding:
+            pools = {"engine": {"roles": ["rollout"]}, "policy": {"roles": ["actor", "reference"], "processes": 4}}
+            recipe |= {"placement": {"type": "pipelined", "pools": pools}, "cluster": RAY}
+            recipe["actor"]["sharding"] = sharding
+        found = quartet("rl", world.recipe(name, recipe))
+        assert found.status == 0, found.err
+        for row, other in zip(*(metrics_of(Path(run)) for run in ("lora-alone", name)), strict=True):
+            for figure in row.keys() & {"loss/policy", "policy/grad_norm", "reward/score_mean", "kl/ref"}:
+                assert other[figure] == pytest.approx(row[figure], rel=1e-4, abs=1e-6), (name, row["step"], figure)
+
+
+def taken_up(source: str, recipe: dict[str, Any], world: Any, quartet: Callable[..., Any]) -> None:
+    """Resumes a copy of the run in ``source`` from its second step."""
+    name = recipe["output_dir"]
+    shutil.copytree(source, name)
+    shutil.rmtree(Path(name) / "checkpoints" / "step_00000003")
+    (Path(name) / "summary.json").unlink()
+    found = quartet("rl", world.recipe(name, recipe), "--resume")
+    assert found.status == 0, found.err
