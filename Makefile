@@ -23,7 +23,8 @@ test-all: $(VENV)/.installed-test
 	$(PYTEST) $(TOGETHER) $(COMMON) $(LEFT_OUT)
 
 # One process beside those two, among others with what waits for Ray, signals and its own processes much of its time.
-WAITING := tests/e2e/test_placement_faults.py tests/e2e/test_ray_placements.py tests/distributed
+WAITING := tests/e2e/test_placement_faults.py tests/e2e/test_ray_placements.py tests/e2e/test_ray_model_parallel.py \
+	tests/distributed
 BESIDE := $(VENV)/beside.log
 beside: $(VENV)/.installed-test
 	@status=0; for part in types test-avx2 test-waiting; do \

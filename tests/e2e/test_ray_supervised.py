@@ -24,8 +24,7 @@ from quartet.trainers.supervised_worker import SupervisedWorker
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 RAY = {"type": "ray", "cpus_per_process": 0.1}
 TWO = {"cluster": RAY, "processes": 2}
-# Each process with a copy of the model, or with half of it: either way is there in the common run. Or computing the same
-# part together.
+# Each process with a copy of the model, or with half of it: either way is there in the common run.
 _SLOW = [pytest.param({name: 2}, marks=pytest.mark.slow) for name in ("tensor", "context")]
 COPIED = pytest.mark.parametrize("cut", [{}, pytest.param({"shard": 2}, marks=pytest.mark.slow), *_SLOW], ids=str)
 SHARDED = pytest.mark.parametrize("cut", [pytest.param({}, marks=pytest.mark.slow), {"shard": 2}, *_SLOW], ids=str)

@@ -101,6 +101,13 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
         ModelParallel.of(packed, tensor=Place(2, 0), context=Place(3, 0))
 
 
+def test_exact_numerics_are_refused() -> None:
+    packed = _packed()
+    packed.numerics = "exact"
+    with pytest.raises(UserError, match="exact needs every sum in one process"):
+        ModelParallel.of(packed, tensor=Place(2, 0), context=None)
+
+
 def test_what_a_row_of_the_head_costs() -> None:
     """In tokens through the layer: 16 × 32 weights against four times 32 × 32 and three times 32 × 8."""
     parallel = ModelParallel.of(_packed(), tensor=None, context=Place(2, 0))

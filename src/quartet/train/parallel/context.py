@@ -47,8 +47,14 @@ class ModelParallel:
         """For the model as a whole, before its weights are shared out or after.
 
         Raises:
-            UserError: its heads cannot be shared out.
+            UserError: its heads cannot be shared out, or its sums must not.
         """
+        if packed.numerics == "exact":
+            raise UserError(
+                "numerics: exact needs every sum in one process, in the order of the engine's",
+                found=f"sharding.tensor {_size(tensor)} × sharding.context {_size(context)}, which cut sums of a layer",
+                remedy="use sharding.shard alone, or numerics: fast",
+            )
         config = packed.model.config.get_text_config()
         heads, ranks = int(config.num_attention_heads), _size(tensor) * _size(context)
         if heads % ranks:
