@@ -1,20 +1,22 @@
-"""PPO on the real story model with every model held by two processes on Ray, beside the same run in one process.
+"""PPO on the real story model with every model held by several processes on Ray, beside the same run in one process.
 
-    QUARTET_REALDATA=DIR python benchmarks/sharded_stories.py [--steps 30] [--other-seeds 1 2] [--out DIR]
+    QUARTET_REALDATA=DIR python benchmarks/sharded_stories.py [--steps 30] [--ways meshes] [--other-seeds 1 2]
 
 ``recipes/story-ppo.yaml`` with a reward model more: the story model's body trained on PandaLM's human pairs
 (``--reward-model``, a directory; left out, ``benchmarks/realdata.py reward-model`` makes it, some minutes). In the run
 ``halves`` actor, critic, reference and reward model have ``sharding.shard: 2`` and two processes each under
-``separated``, the engine one. It and ``one process`` have the same seed, so they begin with the same stories. Last bits
-differ; sooner or later a token does, and from there on they are two samples of one experiment. What that alone does
-show the runs of one process with ``--other-seeds``.
+``separated``, the engine one; in the run ``meshes`` the actor has ``tensor: 2`` and ``shard: 2`` and four processes,
+critic and reference have ``context: 2``, and the reward model ``tensor: 2``. These and ``one process`` have the same
+seed, so they begin with the same stories. Last bits differ; sooner or later a token does, and from there on they are
+samples of one experiment. What that alone does show the runs of one process with ``--other-seeds``.
 
 Prints a table of every fifth part of the steps, metrics of the steps before the first token differs, and writes both
-into ``--out``/figures.md. Runs are kept there, with a report of ``halves``; a run that is there is not made again.
+into ``--out``/figures.md. Runs are kept there, with a report of each way; a run that is there is not made again.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -24,8 +26,18 @@ from typing import Any
 from common import arguments, markdown, write_results
 from realdata import ROOT, publish, quartet, read_jsonl, reward_model
 
-HALVES, ALONE = "halves", "one process"
-ROLES = ("actor", "critic", "reference")
+ALONE = "one process"
+ROLES = ("actor", "critic", "reference", "reward")
+WAYS: dict[str, dict[str, dict[str, int]]] = {
+    "halves": {role: {"shard": 2} for role in ROLES},
+    "meshes": {
+        "actor": {"tensor": 2, "shard": 2},
+        "critic": {"context": 2},
+        "reference": {"context": 2},
+        "reward": {"tensor": 2},
+    },
+}
+"""How the models are cut, by role."""
 METRICS = ("reward/score_mean", "kl/ref", "loss/value", "policy/entropy", "rollout/length_mean")
 FIRST = (
     "reward/score_mean",
@@ -39,17 +51,21 @@ FUNCTIONS = ("complete_ending", "hero_stays", "somebody_speaks")
 Rows = list[dict[str, Any]]
 
 
-def overrides(args: Any, judge: Path, seed: int, halves: bool) -> list[str]:
+def overrides(args: Any, judge: Path, seed: int, cuts: dict[str, dict[str, int]] | None) -> list[str]:
     functions = [f"{{type: function, target: 'examples/story_reward.py:{name}', weight: 0.3333}}" for name in FUNCTIONS]
-    cut = ", sharding: {shard: 2}" if halves else ""
+    sections = {
+        role: "{" + ", ".join(f"{name}: {size}" for name, size in sizes.items()) + "}"
+        for role, sizes in (cuts or {}).items()
+    }
+    cut = f", sharding: {sections['reward']}" if cuts else ""
     rewards = ", ".join([*functions, f"{{type: model, path: {judge}, weight: 0.05{cut}}}"])
-    pools = ", ".join(["rollout: {processes: 1}", *(f"{role}: {{processes: 2}}" for role in (*ROLES, "reward"))])
+    sizes = [f"{role}: {{processes: {math.prod(sizes.values())}}}" for role, sizes in (cuts or {}).items()]
     sharded = [
-        "cluster={type: ray, cpus_per_process: 0.2}",
-        f"placement={{type: separated, {pools}}}",
-        *(f"{role}.sharding.shard=2" for role in ROLES),
+        "cluster={type: ray, cpus_per_process: 0.1}",
+        f"placement={{type: separated, {', '.join(['rollout: {processes: 1}', *sizes])}}}",
+        *(f"{role}.sharding={section}" for role, section in sections.items() if role != "reward"),
     ]
-    return [f"rewards=[{rewards}]", f"steps={args.steps}", f"seed={seed}", *(sharded if halves else [])]
+    return [f"rewards=[{rewards}]", f"steps={args.steps}", f"seed={seed}", *(sharded if cuts else [])]
 
 
 def run(args: Any, name: str, judge: Path, seed: int) -> Rows:
@@ -61,7 +77,7 @@ def run(args: Any, name: str, judge: Path, seed: int) -> Rows:
             model,
             f"output_dir={folder}",
             f"threads={args.threads}",
-            *overrides(args, judge, seed, name == HALVES),
+            *overrides(args, judge, seed, WAYS.get(name)),
         ]
         quartet("rl", str(ROOT / "recipes" / "story-ppo.yaml"), *changes)
     return [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] > 0]
@@ -91,9 +107,9 @@ def same_stories(one: Rows, other: Rows) -> int:
     return lengths.index(False) if False in lengths else len(lengths)
 
 
-def first_steps(halves: Rows, alone: Rows, num: int) -> list[list[str]]:
+def first_steps(cut: Rows, alone: Rows, num: int) -> list[list[str]]:
     rows = []
-    for ours, one in zip(halves[:num], alone[:num], strict=True):
+    for ours, one in zip(cut[:num], alone[:num], strict=True):
         for metric in FIRST:
             if metric in one:
                 rows.append([str(one["step"]), metric, f"{ours[metric]:.7g}", f"{one[metric]:.7g}"])
@@ -103,6 +119,7 @@ def first_steps(halves: Rows, alone: Rows, num: int) -> list[list[str]]:
 def main(arguments_given: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--other-seeds", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--reward-model", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/sharded-stories"))
@@ -116,16 +133,17 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if not judge.exists():
         reward_model(Path(os.environ["QUARTET_REALDATA"]), args.out, [f"threads={args.threads}"])
-    runs = {name: run(args, name, judge, 0) for name in (HALVES, ALONE)}
+    runs = {name: run(args, name, judge, 0) for name in (*args.ways, ALONE)}
     runs |= {f"seed {seed}": run(args, f"seed {seed}", judge, seed) for seed in args.other_seeds}
     parts = [*(f"fifth {i + 1}" for i in range(5)), "all"]
-    same = same_stories(runs[HALVES], runs[ALONE])
-    head = ["step", "metric", HALVES, ALONE]
-    note = f"Stories are the same in the first {same} of {args.steps} steps:"
-    first = markdown(head, first_steps(runs[HALVES], runs[ALONE], min(same + 1, 4)))
-    publish(args.out, "Stories by halves of models", ["metric", "run", *parts], curves(runs), [note, "", first])
+    notes, same = [], {way: same_stories(runs[way], runs[ALONE]) for way in args.ways}
+    for way, steps in same.items():
+        first = markdown(["step", "metric", way, ALONE], first_steps(runs[way], runs[ALONE], min(steps + 1, 4)))
+        notes += [f"{way}: stories are the same in the first {steps} of {args.steps} steps:", "", first, ""]
+    publish(args.out, "Stories by models in parts", ["metric", "run", *parts], curves(runs), notes)
     write_results(args, {"sharded_stories": {"same_stories": same, "runs": runs}})
-    quartet("report", str(args.out / HALVES))
+    for way in args.ways:
+        quartet("report", str(args.out / way))
 
 
 if __name__ == "__main__":
