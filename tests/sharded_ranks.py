@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.batch.partition import plan_micro_batches
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss, KTOLoss
@@ -40,8 +40,8 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64, *, tied: bool = Fa
     """The same tiny model on every call; in fp64 its norms are, too."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=None,
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.2, pad_token_id=None,
         bos_token_id=None, eos_token_id=None, tie_word_embeddings=tied,
     )  # fmt: skip
     model: PreTrainedModel = LlamaForCausalLM(config).eval()
@@ -51,17 +51,27 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64, *, tied: bool = Fa
     return in_dtype(model, dtype)
 
 
-def make_batch() -> RaggedBatch:
-    """Ten sequences of four prompts with everything that an objective reads."""
+def make_batch(*, deep: bool = False) -> RaggedBatch:
+    """Ten sequences of four prompts with everything that an objective reads.
+
+    Args:
+        deep: responses to the third prompt share more than it, and the last three of them more again: prefixes are
+            three segments deep.
+    """
     generator = torch.Generator().manual_seed(7)
 
     def tokens(n: int) -> list[int]:
         return torch.randint(VOCAB, (n,), generator=generator).tolist()
 
+    segments, leaves = Segments(), []
     responses = [[tokens(n) for n in of_prompt] for of_prompt in RESPONSES]
-    batch = RaggedBatch.from_groups(
-        [tokens(3), tokens(1), tokens(5), tokens(2)], responses, [f"r{i}" for i in range(10)]
-    )
+    for prompt, of_prompt in zip([tokens(3), tokens(1), tokens(5), tokens(2)], responses, strict=True):
+        parent = segments.add(prompt, -1)
+        for i, response in enumerate(of_prompt):
+            if deep and len(of_prompt) == 4 and i < 2:
+                parent = segments.add(tokens(2 + i), parent)
+            leaves.append(segments.add(response, parent))
+    batch = segments.batch(leaves, [f"r{i}" for i in range(10)])
     action = batch.sequence_index() >= 0
 
     def normal(shift: float = 0.0) -> Tensor:
@@ -119,6 +129,7 @@ class Case:
     tensor: int = 1
     recompute: Any = False
     share: bool = True
+    deep: bool = False
     tied: bool = False
     lora: bool = False
     fixed_order: bool = False
@@ -136,7 +147,7 @@ class Case:
         return replace(self, shard=0, replicate=0, context=1, tensor=1, fixed_order=False)
 
     def __str__(self) -> str:
-        extras = [n for n in ("share", "tied", "lora", "fixed_order") if getattr(self, n)]
+        extras = [n for n in ("share", "deep", "tied", "lora", "fixed_order") if getattr(self, n)]
         if self.recompute:
             extras.append("recompute")
         mesh = "-".join(f"{name}{getattr(self, name)}" for name in ("replicate", "shard", "context", "tensor"))
@@ -150,7 +161,7 @@ def make_engine(case: Case, mesh: Mesh | None, **config: Any) -> TrainEngine[Any
         **{
             "optim": OptimConfig(lr=1e-2, max_grad_norm=0.5, weight_decay=0.1),
             "token_budget": case.token_budget,
-            "forward_token_budget": 50,
+            "forward_token_budget": case.token_budget,
             "share_prefixes": case.share,
             "activation_checkpointing": case.recompute,
             "precision": case.precision,
@@ -178,7 +189,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def trained(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     """Log-probabilities or scalars before, metrics of three updates, gradients of the first, weights after all."""
-    engine, batch = make_engine(case, mesh), make_batch()
+    engine, batch = make_engine(case, mesh), make_batch(deep=case.deep)
     _, objective, also = objectives()[case.objective]
     columns = engine.forward(batch, objective.needs)
     found: dict[str, Any] = {"outputs": {**columns.token, **columns.sequence}, "metrics": []}
@@ -191,6 +202,23 @@ def trained(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
             }
     found["weights"] = {name: full(values) for name, values in engine.weights()}
     return found
+
+
+def check(case: Case, found: dict[str, Any], expected: dict[str, Any], atol: float, rtol: float) -> dict[str, float]:
+    """The largest difference of each part from one process's, none of which is above the tolerance."""
+    largest = {}
+    for part in ("outputs", "gradients", "weights"):
+        assert found[part].keys() == expected[part].keys(), case
+        for name, values in expected[part].items():
+            torch.testing.assert_close(
+                found[part][name], values, atol=atol, rtol=rtol, msg=lambda m, n=name, p=part: f"{case} {p} {n}: {m}"
+            )
+        largest[part] = max(float((found[part][n] - values).abs().max()) for n, values in expected[part].items())
+    for metrics, of_one in zip(found["metrics"], expected["metrics"], strict=True):
+        assert metrics.keys() == of_one.keys()
+        for name, value in of_one.items():
+            assert abs(metrics[name] - value) <= atol + rtol * abs(value), f"{case} {name}"
+    return largest
 
 
 _MESHES: dict[tuple[Any, ...], Mesh] = {}

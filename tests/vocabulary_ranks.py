@@ -1,4 +1,4 @@
-"""What ranks of ``test_shared_vocabulary.py`` run: log-probabilities and embeddings of a vocabulary in parts."""
+"""What ranks of ``test_shared_vocabulary.py`` run: log-probabilities of a vocabulary in parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from quartet.models.logprobs import LogprobRule, token_logprobs
 from quartet.models.work import WorkCounter
@@ -62,18 +62,8 @@ def run_head(case: HeadCase, part: SharedVocabulary | None = None) -> dict[str, 
     return {**found, **{n: x.grad for n, x in zip(names, (hidden, weight, bias), strict=False) if x.grad is not None}}
 
 
-def embedded(padding_idx: int | None, part: SharedVocabulary | None = None) -> tuple[Tensor, Tensor]:
-    """Embeddings of every token, and their gradients; this rank's addends."""
-    torch.manual_seed(0)
-    module, tokens = nn.Embedding(VOCAB, WIDTH, padding_idx=padding_idx), torch.arange(2 * VOCAB).view(2, VOCAB) % VOCAB
-    found = module(tokens) if part is None else part.embed(module, part.local(module.weight), tokens)
-    (found * torch.linspace(0, 1, WIDTH)).sum().backward()
-    assert module.weight.grad is not None
-    return found.detach(), module.weight.grad
-
-
-def all_heads(cases: list[HeadCase]) -> tuple[list[dict[str, Tensor]], list[tuple[Tensor, Tensor]], dict[str, int]]:
-    """Of this rank: every case with gradients summed over ranks, embeddings likewise, bytes sent."""
+def all_heads(cases: list[HeadCase]) -> tuple[list[dict[str, Tensor]], dict[str, int]]:
+    """Of this rank: every case with gradients summed over ranks, and bytes sent."""
     world = dist.group.WORLD
     assert world is not None
     work = WorkCounter()
@@ -88,9 +78,5 @@ def all_heads(cases: list[HeadCase]) -> tuple[list[dict[str, Tensor]], list[tupl
                 dist.all_reduce(found[name])
         heads.append(found)
     sent = {kind: size - before.get(kind, 0) for kind, size in work.sent.items()}
-    embeddings = [embedded(padding_idx, part) for padding_idx in (None, 9)]
-    for pair in embeddings:
-        for values in pair:
-            dist.all_reduce(values)
     group.end()
-    return heads, embeddings, sent
+    return heads, sent

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import rank_forks
 import sharded_ranks as ranks
@@ -47,7 +46,7 @@ def test_outputs_gradients_and_updates_are_those_of_one_process(
     torch.set_num_threads(1)
     for case, found in results[0].items():
         expected = ranks.trained(case.alone)
-        check(case, found, expected, *tolerances[torch.float64])
+        ranks.check(case, found, expected, *tolerances[torch.float64])
         for other in (of_rank[case] for of_rank in results[1:]):
             assert other["metrics"] == found["metrics"], case
             assert all(torch.equal(other["weights"][n], values) for n, values in found["weights"].items()), case
@@ -99,15 +98,3 @@ def test_the_same_mesh_gives_the_same_bits_twice() -> None:
         first, *others = [weights for launch in twice for of_rank in launch for weights in of_rank[c]]
         for weights in others:
             assert all(torch.equal(weights[name], values) for name, values in first.items()), case
-
-
-def check(case: ranks.Case, found: dict[str, Any], expected: dict[str, Any], atol: float, rtol: float) -> None:
-    for part in ("outputs", "gradients", "weights"):
-        assert found[part].keys() == expected[part].keys(), case
-        for name, values in expected[part].items():
-            actual: Tensor = found[part][name]
-            torch.testing.assert_close(
-                actual, values, atol=atol, rtol=rtol, msg=lambda m, n=name, p=part: f"{case} {p} {n}: {m}"
-            )
-    for metrics, of_one in zip(found["metrics"], expected["metrics"], strict=True):
-        assert metrics == pytest.approx(of_one, rel=rtol, abs=atol), case

@@ -135,15 +135,12 @@ class TokenSplit:
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:
         """Rows of every tensor rank within this rank's span."""
-        return self._cut(self.span.stop - self.span.start)
+        return near_equal(self.span.stop - self.span.start, _size(self.parallel.tensor))
 
     @property
     def num_own(self) -> int:
         """Rows of this rank alone."""
         return self.row_sizes[_rank(self.parallel.tensor)]
-
-    def _cut(self, size: int) -> tuple[int, ...]:
-        return near_equal(size, _size(self.parallel.tensor))
 
     def attention(self, inner: AttentionContext) -> AttentionContext:
         """What this rank's layers are given in the place of ``inner``, which knows the whole pack."""
@@ -153,7 +150,7 @@ class TokenSplit:
         """Which of ``rows [M]``, in any order and on the host, this rank has."""
         if self.parallel.num_ranks == 1:
             return RowRead(self, sent(rows, device))
-        sizes = [size for span in self.span_sizes for size in self._cut(span)]
+        sizes = [size for span in self.span_sizes for size in near_equal(span, _size(self.parallel.tensor))]
         ends = torch.tensor(list(accumulate(sizes)))
         owners = torch.bucketize(rows, ends, right=True)
         order = owners.argsort(stable=True)

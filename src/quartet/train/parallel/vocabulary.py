@@ -1,4 +1,4 @@
-"""A vocabulary in parts: embedding and head of a causal LM, whose rows tensor ranks have between them.
+"""A vocabulary in parts: of an embedding and a head, whose rows tensor ranks have between them.
 
 Shapes: M selected rows, V vocabulary, D hidden. Rank r has rows ``r · width`` to ``(r + 1) · width - 1``, the last one
 what is left, as a DTensor's ``Shard(0)`` lies.
@@ -57,14 +57,6 @@ class SharedVocabulary:
         logprobs.copy_((parts[:, 0] + masses).gather(0, holders).squeeze(0))
         if entropies is not None:
             entropies.copy_((masses.exp() * (parts[:, 2] - masses)).sum(0))
-
-    def embed(self, embedding: nn.Embedding, weight: Tensor, tokens: Tensor) -> Tensor:
-        """``tokens [..., P] → [..., P, D]``, 0 where another rank has the row; ``weight`` is ``local``."""
-        index, owned = self.own(tokens)
-        padding = embedding.padding_idx
-        index_of_padding = None if padding is None or not self.start <= padding < self.stop else padding - self.start
-        found = nn.functional.embedding(index, weight, index_of_padding)
-        return found * owned.unsqueeze(-1)
 
 
 def share_vocabulary(packed: PackedCausalLM, group: PassGroup) -> SharedVocabulary:
