@@ -10,10 +10,14 @@ GRPO, fp32, gradient clipping and AdamW. The ways to train together:
 - ``replicate``: FSDP2, every process with a whole copy.
 - ``fixed_order``: as ``replicate``, with sums taken in the order of the ranks.
 - ``shard``: FSDP2, the weights, gradients and states shared out over all processes.
+- ``context``: as ``shard``, and the processes compute every micro-batch together, each some of its tokens.
+- ``tensor``: the same, each some columns and rows of every layer, and some tokens between layers.
 
 All processes stay alive; ways and sizes take turns, so that they meet the same machine. Times are the driver's: from
 the call to the last rank's answer; they need as many idle cores as processes. On a busy machine the busiest rank's
-processor time says more. Whether time grows with the batch alone: ``--model tiny --longest 64 --prompts 8 64 512``.
+processor time says more. Of the seconds of the rank that waited least, those within exchanges (``exchanged``) and
+within the words by which peers tell each other that they are still there (``words``) hold its waiting for the others,
+too; the rest is computation. Whether time grows with the batch alone: ``--model tiny --longest 64 --prompts 8 64 512``.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -40,11 +45,12 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.train.engine import LossTerm, TrainEngine
 from quartet.train.metrics import MetricSums
 from quartet.train.objectives import PolicyObjective
+from quartet.train.parallel import collectives, pass_group
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh
 
 ALONE, ALL_REDUCE = "one process", "all_reduce"
-WAYS = (ALL_REDUCE, "replicate", "fixed_order", "shard")
+WAYS = (ALL_REDUCE, "replicate", "fixed_order", "shard", "context", "tensor")
 
 
 class AllReduceEngine(TrainEngine[PackedCausalLM]):
@@ -75,8 +81,8 @@ def make_engine(way: str, world: int, model: str) -> TrainEngine[PackedCausalLM]
     packed, config = PackedCausalLM(build_model(model), "fp32"), TrainConfig(optim=OptimConfig(lr=1e-6))
     if way in (ALONE, ALL_REDUCE):
         return (TrainEngine if way == ALONE else AllReduceEngine)(packed, config, total_steps=1000)
-    shard = world if way == "shard" else 1
-    mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard, fixed_order=way == "fixed_order")
+    cut = {way: world} if way in ("shard", "context", "tensor") else {}
+    mesh = Mesh.of(DataParallelGroup.of_world(), **cut, fixed_order=way == "fixed_order")
     return TrainEngine(packed, config, total_steps=1000, mesh=mesh)
 
 
@@ -104,6 +110,26 @@ class Case:
         )
 
 
+class Clock:
+    """Seconds that this process is within functions, by kind."""
+
+    def __init__(self) -> None:
+        self.seconds = Counter[str]()
+        for module in (collectives, pass_group):
+            module.swap = self._timed("exchanged", module.swap)
+        pass_group.PassGroup._hear = self._timed("words", pass_group.PassGroup._hear)
+
+    def _timed(self, kind: str, function: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any) -> None:
+            begun = time.perf_counter()
+            try:
+                function(*args)
+            finally:
+                self.seconds[kind] += time.perf_counter() - begun
+
+        return timed
+
+
 def rank_process(calls: Connection, rank: int, world: int, port: int, way: str, cases: Sequence[Case]) -> None:
     """Makes one update on the case of each number that it is sent; answers with seconds of the processor."""
     torch.set_num_threads(1)
@@ -116,11 +142,13 @@ def rank_process(calls: Connection, rank: int, world: int, port: int, way: str, 
     ]
     first = Case(cases[0].model, 12, 2)
     engine.train_step(first.batch(), PolicyObjective(GRPO(), 16, 1.0, 0.0, True, first.longest))
+    clock = Clock()
     calls.send("ready")
     while (number := calls.recv()) is not None:
         begun = time.process_time()
+        clock.seconds.clear()
         grad_norm = engine.train_step(batches[number], objectives[number])["grad_norm"]
-        calls.send((time.process_time() - begun, grad_norm))
+        calls.send((time.process_time() - begun, grad_norm, clock.seconds["exchanged"], clock.seconds["words"]))
     if world > 1:
         dist.destroy_process_group()
 
@@ -141,13 +169,15 @@ class Team:
         for calls in self._calls:
             assert calls.recv() == "ready"
 
-    def update(self, number: int) -> tuple[float, float, float]:
-        """Seconds of an update, the busiest rank's of its processor, and the norm of the gradient."""
+    def update(self, number: int) -> tuple[float, ...]:
+        """Seconds of an update, the busiest rank's of its processor, the norm of the gradient, and the rank's seconds
+        within exchanges and words that waited least."""
         begun = time.perf_counter()
         for calls in self._calls:
             calls.send(number)
-        busy, norms = zip(*(calls.recv() for calls in self._calls), strict=True)
-        return time.perf_counter() - begun, max(busy), norms[0]
+        answers = [calls.recv() for calls in self._calls]
+        least = min(answers, key=lambda answer: answer[2] + answer[3])
+        return time.perf_counter() - begun, max(answer[0] for answer in answers), *least[1:]
 
     def end(self) -> None:
         for calls in self._calls:
@@ -160,9 +190,7 @@ class Team:
 def measure(cases: Sequence[Case], args: Any) -> list[dict[str, Any]]:
     worlds = {ALONE: 1, **dict.fromkeys(args.ways, args.processes)}
     teams = {way: Team(way, world, cases) for way, world in worlds.items()}
-    found: dict[tuple[int, str], list[tuple[float, float, float]]] = {
-        (n, way): [] for n in range(len(cases)) for way in teams
-    }
+    found: dict[tuple[int, str], list[tuple[float, ...]]] = {(n, way): [] for n in range(len(cases)) for way in teams}
     try:
         for _ in range(args.repeats):
             for number, way in found:
@@ -179,8 +207,10 @@ def measure(cases: Sequence[Case], args: Any) -> list[dict[str, Any]]:
                 "tokens": case.batch().num_tokens,
                 "processes": args.processes,
                 "grad_norm_of_first": {way: found[number, way][0][2] for way in teams},
-                "seconds": {way: seconds for way, (seconds, _, _) in medians.items()},
-                "processor_s": {way: busy for way, (_, busy, _) in medians.items()},
+                "seconds": {way: of_way[0] for way, of_way in medians.items()},
+                "processor_s": {way: of_way[1] for way, of_way in medians.items()},
+                "exchanged_s": {way: of_way[3] for way, of_way in medians.items()},
+                "words_s": {way: of_way[4] for way, of_way in medians.items()},
                 "all_seconds": {way: [round(turn[0], 4) for turn in found[number, way]] for way in teams},
             }
         )
@@ -195,8 +225,21 @@ def table(parts: Sequence[dict[str, Any]]) -> str:
             busy = part["processor_s"][way]
             more = ["", ""] if way == ALONE else [f"{alone / seconds:.2f} ×", f"{alone_busy / busy:.2f} ×"]
             figures = [f"{seconds:.3f}", f"{busy:.3f}", f"{1e6 * busy / part['tokens']:.0f}", *more]
+            figures += [f"{part[kind][way]:.3f}" for kind in ("exchanged_s", "words_s")]
             rows.append([part["model"], str(8 * part["prompts"]), str(part["tokens"]), way, *figures])
-    head = ["model", "sequences", "tokens", "way", "s", "processor s", "µs a token", "faster", "by processor time"]
+    head = [
+        "model",
+        "sequences",
+        "tokens",
+        "way",
+        "s",
+        "processor s",
+        "µs a token",
+        "faster",
+        "by processor time",
+        "exchanged s",
+        "words s",
+    ]
     return markdown(head, rows)
 
 

@@ -52,10 +52,17 @@ def alone(of_one: ranks.Case) -> dict[str, Any]:
     return ranks.trained(of_one)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_every_mesh_trains_as_one_process(world: int, tolerances: dict[torch.dtype, tuple[float, float]]) -> None:
+def of_ranks(world: int, number: int = 0, parts: int = 1) -> list[ranks.Case]:
+    """The cases of so many ranks, or a part of them."""
+    return [of_mesh for of_mesh in all_cases() if of_mesh.world == world][number::parts]
+
+
+@pytest.mark.parametrize(("world", "number", "parts"), [(2, 0, 1), (4, 0, 1), *((8, n, 4) for n in range(4))])
+def test_every_mesh_trains_as_one_process(
+    world: int, number: int, parts: int, tolerances: dict[torch.dtype, tuple[float, float]]
+) -> None:
     torch.set_num_threads(1)
-    cases = [of_mesh for of_mesh in all_cases() if of_mesh.world == world]
+    cases = of_ranks(world, number, parts)
     first, *others = rank_forks.run_ranks(world, ranks.all_trained, cases, limit_s=900)
     for of_mesh, found in first.items():
         ranks.check(of_mesh, found, alone(of_mesh.alone), *tolerances[torch.float64])
