@@ -83,12 +83,9 @@ def formula(model: Model, sizes: Sizes, tokens: int, rows: int, *, recompute: bo
 # What is counted ------------------------------------------------------------------------------------------
 
 
-def counted_rank(
-    answer: Connection, rank: int, port: int, name: str, sizes: Sizes, tokens: int, recompute: bool
-) -> None:
-    """Sends the bytes by kind of one update."""
+def sent(name: str, sizes: Sizes, tokens: int, recompute: bool) -> dict[str, int]:
+    """Bytes by kind that this rank sends in one update."""
     import torch
-    import torch.distributed as dist
     from common import build_model
 
     from quartet.batch.ragged import RaggedBatch
@@ -99,9 +96,6 @@ def counted_rank(
     from quartet.train.parallel.group import DataParallelGroup
     from quartet.train.parallel.mesh import Mesh
 
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=math.prod(sizes))
     shard, context, tensor = sizes
     mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard, context=context, tensor=tensor)
     model = build_model(name)
@@ -115,9 +109,17 @@ def counted_rank(
     batch = RaggedBatch.from_sequences(texts, [str(i) for i in range(len(texts))])
     batch = batch.with_token(loss_mask=torch.arange(length).repeat(len(texts)) > 0)
     engine.train_step(batch, SFTObjective())
-    packed.work.take(packed.device, "fp32")
-    engine.train_step(batch, SFTObjective())
-    answer.send(dict(packed.work.take(packed.device, "fp32").sent))
+    return dict(packed.work.take(packed.device, "fp32").sent)
+
+
+def counted_rank(answer: Connection, rank: int, port: int, name: str, sizes: Sizes, *how: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=math.prod(sizes))
+    answer.send(sent(name, sizes, *how))
     dist.barrier()
     dist.destroy_process_group()
 
