@@ -76,8 +76,8 @@ def steps(read_by_workers: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def alone(world: Any, recipes: Any, quartet: Callable[..., Any], steps: Any) -> Path:
-    """The run of one process."""
-    path = Path("parallel-alone")
+    """The run of one process; ``test_ray_placements.py`` makes the same."""
+    path = Path("ray-serial")
     if not path.exists():
         assert quartet("rl", world.recipe(path.name, recipes["rl"](output_dir=path.name, **steps))).status == 0
     return path
@@ -170,6 +170,17 @@ def test_adapters_on_layers_that_ranks_have_between_them(
         for row, other in zip(*(metrics_of(Path(run)) for run in ("lora-alone", name)), strict=True):
             for figure in row.keys() & {"loss/policy", "policy/grad_norm", "reward/score_mean", "kl/ref"}:
                 assert other[figure] == pytest.approx(row[figure], rel=1e-4, abs=1e-6), (name, row["step"], figure)
+
+
+@pytest.mark.slow
+def test_a_role_that_cannot_be_cut_so_is_named(
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], steps: Any
+) -> None:
+    recipe = cut(
+        recipes["rl"](output_dir="uncut", placement=PIPELINED, cluster=RAY, **steps), CUTS | {"critic": {"context": 4}}
+    )
+    found = quartet("rl", world.recipe("uncut", recipe))
+    found.expect_user_error("critic: Qwen2", "2 heads", "sharding.context 4", "choose tensor × context among 1, 2")
 
 
 def taken_up(source: str, recipe: dict[str, Any], world: Any, quartet: Callable[..., Any]) -> None:
