@@ -24,6 +24,7 @@ from quartet.train.parallel.collectives import CountedAllGather, CountedReduceSc
 from quartet.train.parallel.fsdp import shard_model, sharded
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.pass_group import PassGroup
 from quartet.train.token_budget import TokenBudget
 from sharded_ranks import Case, full, make_batch, make_engine, make_model, policy
 
@@ -284,7 +285,8 @@ def planted(packed: Any, place: str, error: BaseException, skipped: int) -> Iter
     """The odd rank fails once at a place within a pass; yields whether its tensors were freed before it went on.
 
     Args:
-        place: ``forward i``, ``backward i``, ``recompute i`` of layer i; ``gather``, ``reduce``: as it allocates.
+        place: ``forward i``, ``backward i``, ``recompute i`` of layer i; ``gather``, ``reduce``: as it allocates;
+            ``exchange``: before one with peers; ``end``: of a pass, before the peers hear that it went well.
         skipped: so many calls of the place go well before.
     """
     root, left, held = sharded(packed), [skipped], [lambda: None]
@@ -293,6 +295,7 @@ def planted(packed: Any, place: str, error: BaseException, skipped: int) -> Iter
     mlp, is_odd = decoder_layers(packed.body)[int(number or 0)].mlp, DataParallelGroup.of_world().rank == ODD
     forward, break_off = mlp.forward, root._break_off
     kind = {"gather": CountedAllGather, "reduce": CountedReduceScatter}.get(what)
+    of_peers = {"exchange": "_swap", "end": "end"}.get(what)
 
     def fail(tensor: Any) -> None:
         left[0] -= 1
@@ -318,8 +321,17 @@ def planted(packed: Any, place: str, error: BaseException, skipped: int) -> Iter
         freed.append(held[0]() is None)
         break_off()
 
+    method = getattr(PassGroup, of_peers or "end")
+
+    def before(self: PassGroup, *args: Any) -> None:
+        if not self._is_idle:
+            fail(lambda: None)
+        method(self, *args)
+
     if is_odd and kind is not None:
         kind.allocate = allocate
+    elif is_odd and of_peers is not None:
+        setattr(PassGroup, of_peers, before)
     elif is_odd:
         mlp.forward = computed
     root._break_off = broken_off
@@ -328,6 +340,7 @@ def planted(packed: Any, place: str, error: BaseException, skipped: int) -> Iter
     finally:
         mlp.forward = forward
         del root._break_off
+        setattr(PassGroup, of_peers or "end", method)
         if is_odd and kind is not None:
             del kind.allocate
 
@@ -345,15 +358,31 @@ PLACES: dict[str, tuple[str, int]] = {
     "the last sum": ("reduce", 23),
 }
 """Where, and how many calls go well before: three passes of three layers and a root, each sum with two allocations."""
+PLACES_AMONG_PEERS: dict[str, tuple[str, int]] = {
+    "the first layer": ("forward 0", 0),
+    "the last layer": ("forward 2", 1),
+    "the last layer's backward": ("backward 2", 0),
+    "the first layer's backward": ("backward 0", 1),
+    "a layer that is computed again": ("recompute 1", 1),
+    "the first exchange": ("exchange", 0),
+    "an exchange in a backward": ("exchange", 20),
+    "the end of a pass": ("end", 0),
+    "the end of the last pass": ("end", 1),
+}
+"""Of two passes, each with twelve exchanges or more in either direction."""
 
 
-def memory_within_passes(shard: int, recompute: bool) -> dict[str, Any]:
+def memory_within_passes(sizes: dict[str, int], recompute: bool) -> dict[str, Any]:
     """An update for every place at which memory runs out, and the same ones under the small budget from the start.
+
+    Args:
+        sizes: of the mesh.
 
     Of each: budget, metrics, passes of the attempts, seconds, whether tensors were freed; and the weights after all.
     """
-    mesh, batch, found = Mesh.of(DataParallelGroup.of_world(), shard=shard), make_batch().select(range(1, 10)), {}
-    also = [LossTerm(batch, SFTObjective(f"loss/{name}"), 0.3) for name in ("ptx", "more")]
+    mesh, batch, found = Mesh.of(DataParallelGroup.of_world(), **sizes), make_batch().select(range(1, 10)), {}
+    more = ("ptx", "more") if not mesh.words else ("ptx",) * (mesh.num_data_ranks - 1)
+    also = [LossTerm(batch, SFTObjective(f"loss/{name}"), 0.3) for name in more]
     engine = engine_on(mesh, activation_checkpointing=recompute)
     smaller = engine_on(mesh, token_budget=19, activation_checkpointing=recompute)
     make_passes, attempts = sharded(engine.packed).make_passes, []
@@ -361,7 +390,7 @@ def memory_within_passes(shard: int, recompute: bool) -> dict[str, Any]:
         attempts.append(len(passes)),
         make_passes(passes, *a, **k),
     )
-    for name, (place, skipped) in PLACES.items():
+    for name, (place, skipped) in (PLACES_AMONG_PEERS if mesh.words else PLACES).items():
         if place.startswith("recompute") and not recompute:
             continue
         attempts.clear()
@@ -372,13 +401,14 @@ def memory_within_passes(shard: int, recompute: bool) -> dict[str, Any]:
             seconds = time.monotonic() - begun
         expected = smaller.train_step(batch, SFTObjective(), also)
         found[name] = engine.budget.tokens, (metrics, expected), list(attempts), seconds, freed
-    return {"steps": found, "weights": (weights(engine), weights(smaller)), "num_oom": engine.num_oom}
+    after = weights(engine), weights(smaller)
+    return {"steps": found, "weights": after, "num_oom": engine.num_oom, "has_peers": bool(mesh.words)}
 
 
-def failures_within_passes(shard: int) -> dict[str, tuple[str, float]]:
+def failures_within_passes(sizes: dict[str, int]) -> dict[str, tuple[str, float]]:
     """What is raised where a layer fails, and after how many seconds."""
-    mesh, found = Mesh.of(DataParallelGroup.of_world(), shard=shard), {}
-    for place in ("forward 1", "backward 1", "reduce"):
+    mesh, found = Mesh.of(DataParallelGroup.of_world(), **sizes), {}
+    for place in ("forward 1", "backward 1", "end" if mesh.words else "reduce"):
         engine = engine_on(mesh)
         with planted(engine.packed, place, ValueError(f"no {place}"), 0):
             begun = time.monotonic()

@@ -136,19 +136,34 @@ def test_a_rank_whose_idle_passes_fail_too_is_named_in_bounded_time() -> None:
         assert "rank 1 of 3: KeyError: 'within a pass'" in error and seconds < 10
 
 
-IN_PASSES = pytest.mark.parametrize("shard", [4, 2], ids=["one copy", "two copies"])
+IN_PASSES = pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (4, {"shard": 4}),
+        (4, {"shard": 2}),
+        (2, {"tensor": 2}),
+        (2, {"context": 2}),
+        (4, {"context": 2, "tensor": 2}),
+        (4, {"shard": 2, "tensor": 2}),
+    ],
+    ids=["one copy", "two copies", "tensor", "context", "context and tensor", "shard and tensor"],
+)
 
 
 @IN_PASSES
-def test_where_memory_runs_out_within_a_pass_all_start_over(shard: int, tolerances: Any) -> None:
+def test_where_memory_runs_out_within_a_pass_all_start_over(world: int, sizes: dict[str, int], tolerances: Any) -> None:
     atol, rtol = tolerances[torch.float64]
-    found = rank_forks.run_ranks(4, ranks.memory_within_passes, shard, shard == 4)
+    recompute = sizes in ({"shard": 4}, {"context": 2, "tensor": 2})
+    found = rank_forks.run_ranks(world, ranks.memory_within_passes, sizes, recompute)
     for rank, of_rank in enumerate(found):
         for place, (budget, (metrics, expected), attempts, seconds, freed) in of_rank["steps"].items():
-            assert budget < 43 and attempts == [3, 3], f"{place}: one attempt, and one with half the budget"
+            assert budget < 43 and len(attempts) == 2, f"{place}: one attempt, and one with half the budget"
             assert metrics == pytest.approx(expected, rel=rtol, abs=atol), place
             assert seconds < 20, f"{place}: waited for a time limit"
-            assert freed == ([True] if rank == ranks.ODD else []), f"{place}: no failure, or its tensors are still held"
+            # Peers break the same pass off; where it had ended there is nothing to free.
+            may_be = [[True]] if rank == ranks.ODD and "end of" not in place else [[]]
+            may_be += [[], [True]] if rank != ranks.ODD and of_rank["has_peers"] else []
+            assert freed in may_be, f"{place}: no failure, or its tensors are still held"
         assert of_rank["num_oom"] == len(of_rank["steps"])
         after, expected = of_rank["weights"]
         for name, values in expected.items():
@@ -156,8 +171,8 @@ def test_where_memory_runs_out_within_a_pass_all_start_over(shard: int, toleranc
 
 
 @IN_PASSES
-def test_a_failure_within_a_pass_is_told_to_all_at_once(shard: int) -> None:
-    for rank, of_rank in enumerate(rank_forks.run_ranks(4, ranks.failures_within_passes, shard)):
+def test_a_failure_within_a_pass_is_told_to_all_at_once(world: int, sizes: dict[str, int]) -> None:
+    for rank, of_rank in enumerate(rank_forks.run_ranks(world, ranks.failures_within_passes, sizes)):
         for place, (raised, seconds) in of_rank.items():
-            told = "" if rank == ranks.ODD else "RankFailed: another rank failed in this update: rank 1 of 4: "
+            told = "" if rank == ranks.ODD else f"RankFailed: another rank failed in this update: rank 1 of {world}: "
             assert raised == f"{told}ValueError: no {place}" and seconds < 20

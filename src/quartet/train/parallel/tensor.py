@@ -63,7 +63,7 @@ def share_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) -> Non
         UserError: the model has no plan, or one that does not fit it; sizes that cannot be cut.
     """
     styles = layer_styles(packed)
-    _check_sizes(packed, styles, group.size)
+    check_sizes(packed, styles, group.size)
     rows, cuts = _Rows(group), dict[int, Placement]()
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     doors: dict[nn.Module, None] = {}
@@ -222,7 +222,7 @@ def _unfit(packed: PackedModel, found: str) -> UserError:
     )
 
 
-def _check_sizes(packed: PackedModel, styles: Mapping[str, str], tensor: int) -> None:
+def check_sizes(packed: PackedModel, styles: Mapping[str, str], tensor: int) -> None:
     """Raises UserError where columns or rows cannot be cut into equal parts."""
     sizes = {"attention heads": int(packed.model.config.get_text_config().num_attention_heads)}
     for path, style in styles.items():
