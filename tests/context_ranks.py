@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.observe.memory import held_bytes, peak_resident_bytes
 from quartet.train.forward import Needs, Outputs, compute
 from quartet.train.parallel.context import ModelParallel
 from quartet.train.parallel.group import DataParallelGroup
@@ -165,3 +168,30 @@ def run_pass(case: PassCase) -> dict[str, Any]:
 
 def all_passes(cases: list[PassCase]) -> list[dict[str, Any]]:
     return [run_pass(case) for case in cases]
+
+
+def peak_bytes(context: int, num_tokens: int) -> int:
+    """The most that is resident within a pass with gradients over one sequence, above what was before."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back at once
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4})
+    packed = PackedCausalLM(AutoModelForCausalLM.from_config(config).eval(), activation_checkpointing=True)
+    group = None
+    if context > 1:
+        mesh = mesh_of(context)
+        assert mesh.context_group is not None
+        group = PassGroup(CONTEXT, mesh.context_group, mesh.words[CONTEXT], packed.work)
+        packed.parallel = ModelParallel.of(packed, tensor=None, context=group)
+        group.begin()
+    found = 0
+    for length in (16, num_tokens):
+        mask = {"loss_mask": torch.arange(length) > 0}
+        batch = RaggedBatch.from_sequences([torch.arange(length).remainder(VOCAB).tolist()], ["0"], token=mask)
+        held_bytes(torch.device("cpu"))
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel begins to look anew
+        before = peak_resident_bytes()
+        loss_of(compute(packed, batch, Needs(logprobs=True), 256)).backward()
+        found = peak_resident_bytes() - before
+    if group is not None:
+        group.end()
+    return found

@@ -82,3 +82,9 @@ def test_ranks_compute_all_rows_once(found) -> None:
         alone = ranks.run_pass(replace(case, context=1))["computed"]
         filled = 2 * max(alone // 2, case.context)
         assert sum(of_rank["computed"] for of_rank in of_ranks) == filled * 4 // case.context, case
+
+
+def test_a_long_sequence_takes_a_rank_its_share_of_memory() -> None:
+    """``benchmarks/context_memory.py`` has 32 k tokens: the share there is smaller still."""
+    (alone,) = rank_forks.run_ranks(1, ranks.peak_bytes, 1, 4096)
+    assert max(rank_forks.run_ranks(4, ranks.peak_bytes, 4, 4096)) <= 0.35 * alone
