@@ -45,7 +45,7 @@ class TensorCase:
 
 def make_model(case: TensorCase) -> PackedModel:
     """The same on every call; in fp64 its norms compute in fp64, too."""
-    model: PreTrainedModel = build(case.family, **dict(case.changed))
+    model: PreTrainedModel = build(case.family, vocab_size=context_ranks.VOCAB, **dict(case.changed))
     if case.scalar:
         model = scalar_model_from(model, seed=0)
         nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quartet.models.work import WorkCounter
+from quartet.train.parallel.collectives import add_up
 from quartet.train.parallel.pass_group import PassGroup, PeerFailed
 from rank_forks import run_ranks
 
@@ -79,6 +80,13 @@ def test_values_and_gradients_are_those_of_one_process(world: int) -> None:
                 "gather_rows", "join_rows", "scatter_rows", "gather_columns", "to_heads", "to_tokens"
             }  # fmt: skip
             assert max(found.values()) < 1e-14
+
+
+def test_halves_are_added_up_in_fp32() -> None:
+    addends = [torch.tensor([256.0], dtype=torch.bfloat16), *[torch.ones(1, dtype=torch.bfloat16)] * 6]
+    total = torch.empty_like(addends[0])
+    add_up(addends, total)
+    assert total.item() == 262.0  # each 1 by itself is lost: 256 + 1 rounds to 256
 
 
 def _bytes() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import sharded_ranks as ranks
 from quartet.batch.ragged import RaggedBatch
@@ -41,6 +42,23 @@ def _disagree() -> dict[str, tuple[str, str, int]]:
             engine.train_step(whole, SFTObjective())
         found[what] = (str(forward.value), str(update.value), engine.num_updates)
     return found
+
+
+def _come_apart() -> str:
+    """What an update says where a norm, which all tensor ranks have whole, is another one on rank 1."""
+    mesh = Mesh.of(DataParallelGroup.of_world(), tensor=2)
+    engine = ranks.make_engine(ranks.Case("sft"), mesh)
+    if mesh.data.rank == 1:
+        with torch.no_grad():
+            engine.packed.body.norm.weight.to_local()[0] += 1e-9
+    with pytest.raises(RuntimeError) as update:
+        engine.train_step(ranks.make_batch(), SFTObjective())
+    return str(update.value)
+
+
+def test_weights_that_tensor_ranks_have_alike_are_compared() -> None:
+    for told in run_ranks(2, _come_apart, limit_s=60):
+        assert "began an update differently: weights that tensor ranks have alike, 0 of rank 0" in told
 
 
 def test_peers_that_have_different_batches_are_told_before_any_pass() -> None:

@@ -14,10 +14,11 @@ from tensor_ranks import TensorCase
 BIASED = (("attention_bias", True), ("mlp_bias", True))
 CASES = {
     2: [
-        TensorCase("llama", tree="depth 3", recompute=True, changed=BIASED),
+        TensorCase("llama", tree="depth 3", recompute=True, changed=(("pad_token_id", 20), *BIASED)),
         TensorCase("llama", scalar=True, recompute="selective", lora=True, changed=BIASED),
         TensorCase("llama", tree="one token", scalar=True),
         TensorCase("qwen2", tree="depth 3", lora=True),  # tied, with windows and biases
+        TensorCase("gemma3", changed=(("pad_token_id", 4), ("tie_word_embeddings", True))),  # tied
         TensorCase("qwen3", recompute="selective", share=False),
         TensorCase("mistral", tree="depth 3", scalar=True),
         TensorCase("gemma2", recompute=True),  # soft caps, windows

@@ -50,10 +50,12 @@ def swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.Process
 
 
 def add_up(addends: Sequence[Tensor], total: Tensor) -> None:
-    """``total = addends[0] + addends[1] + …``, added from the left."""
-    total.copy_(addends[0])
+    """``total = addends[0] + addends[1] + …``, added from the left, halves in fp32: they are rounded once."""
+    wide = total if total.itemsize > 2 else torch.empty_like(total, dtype=torch.float32)
+    wide.copy_(addends[0])
     for addend in addends[1:]:
-        total.add_(addend)
+        wide.add_(addend)
+    total.copy_(wide)
 
 
 def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> None:

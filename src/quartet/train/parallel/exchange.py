@@ -30,7 +30,7 @@ from quartet.train.metrics import MetricSums, PlainSums
 from quartet.train.parallel.fsdp import ShardedModel, fingerprint
 from quartet.train.parallel.group import DataParallelGroup, RankFailed, is_broken_collective
 from quartet.train.parallel.pass_group import PeerFailed
-from quartet.train.parallel.tensors import local
+from quartet.train.parallel.tensors import is_whole_on_tensor_ranks, local
 from quartet.train.token_budget import OutOfMemoryElsewhere, TokenBudget, is_out_of_memory
 
 T = TypeVar("T")
@@ -153,8 +153,10 @@ class RankExchange:
         if not self._is_compared:
             if self.root.former_weights is not None:
                 found["weights"] = self.root.former_weights
-            parts = map(local, self.root.model.parameters())
-            found[f"weights of part {self.root.mesh.place}"] = fingerprint(parts)
+            mesh, parameters = self.root.mesh, list(self.root.model.parameters())
+            found[f"weights of part {mesh.place}"] = fingerprint(map(local, parameters))
+            alike = map(local, filter(is_whole_on_tensor_ranks, parameters))
+            found[f"weights that tensor ranks have alike, {mesh.place // mesh.tensor}"] = fingerprint(alike)
         return found
 
     def _begin(self, outset: Mapping[str, str]) -> None:
