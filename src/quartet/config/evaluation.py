@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from quartet.config.common import DataConfig, ModelConfig, PrecisionChoice, Recipe, SamplingConfig, Strict
+from quartet.config.common import (
+    DataConfig,
+    ModelConfig,
+    PrecisionChoice,
+    Recipe,
+    SamplingConfig,
+    ShardingConfig,
+    Strict,
+)
 from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
 from quartet.config.units import Prompts, Samples
@@ -173,6 +181,14 @@ class EvalRecipe(Recipe):
                 f"engine {self.engine.type} would answer for compare.model, too: evaluate that one by itself, and set "
                 "compare.model to its answers.jsonl"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_process(self) -> EvalRecipe:
+        for i, source in enumerate(self.rewards):
+            sharding: ShardingConfig | None = getattr(source, "sharding", None)
+            if sharding is not None and (reason := sharding.misfit(f"rewards.{i}.sharding", 1)) is not None:
+                raise ValueError(reason)
         return self
 
     _fits_together = model_validator(mode="after")(_sampling_fits)
