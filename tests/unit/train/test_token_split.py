@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quartet.config import UserError
 from quartet.models.packed_model import PackedCausalLM
-from quartet.train.parallel.context import ModelParallel, TokenSplit
+from quartet.train.parallel.context import ModelParallel, SplitAttention, TokenSplit
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,29 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     packed = _packed()
     with pytest.raises(UserError, match="the nearest is 4"):
         ModelParallel.of(packed, tensor=Place(2, 0), context=Place(3, 0))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (8, 4), (4, 4)])
+def test_own_heads_are_taken_where_a_rank_has_all(heads, kv_heads) -> None:
+    given = torch.arange(8.0).view(1, 8, 1, 1)
+    seen = []
+
+    class Inner:
+        def attend(self, layer, q, k, v, rule):
+            seen.append([x.flatten().tolist() for x in (q, k, v)])
+            return q
+
+    parallel = ModelParallel(Place(2, 1), None, num_heads=8, num_kv_heads=4)
+    q, k, v = (given[:, :n] for n in (heads, kv_heads, 4))
+    SplitAttention(Inner(), parallel.split(2, None)).attend(0, q, k, v, None)
+    assert seen == [[[4.0, 5, 6, 7] if heads == 8 else [0.0, 1, 2, 3], [2.0, 3] if kv_heads == 4 else [0.0, 1], [2, 3]]]
+
+
+def test_a_layer_with_another_number_of_heads_is_refused() -> None:
+    split = ModelParallel(Place(2, 1), None, num_heads=8, num_kv_heads=4).split(2, None)
+    q, k = torch.zeros(1, 4, 1, 1), torch.zeros(1, 8, 1, 1)
+    with pytest.raises(RuntimeError, match="a layer has 8 heads on one of 2 ranks, the model 4 in all"):
+        SplitAttention(None, split).attend(0, q, k, k, None)
 
 
 def test_exact_numerics_are_refused() -> None:

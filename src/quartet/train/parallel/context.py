@@ -242,9 +242,15 @@ class SplitAttention:
 
 
 def _own_heads(x: Tensor, num_heads: int, group: PassGroup) -> Tensor:
-    """This rank's heads of ``x [1, heads, t, D]`` where it has all of them."""
-    if x.shape[1] != num_heads:
+    """This rank's heads of ``x [1, heads, t, D]``, which has them or all of them.
+
+    Raises:
+        RuntimeError: neither; a layer has another number of heads than the model.
+    """
+    if x.shape[1] * group.size == num_heads:
         return x
+    if x.shape[1] != num_heads:
+        raise RuntimeError(f"a layer has {x.shape[1]} heads on one of {group.size} ranks, the model {num_heads} in all")
     return _repeated(x, group.size).chunk(group.size, 1)[group.rank]
 
 
