@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import rank_forks
 import sharded_ranks as ranks
 
 pytestmark = pytest.mark.slow
 
-MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
-"""Shard, replicate."""
+MESHES = [
+    *((*sizes, 1, 1) for sizes in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]),
+    *[(1, 1, 2, 1), (1, 1, 1, 2), (1, 1, 2, 2), (3, 1, 1, 2), (1, 3, 2, 1), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 4, 2)],
+]
+"""Shard, replicate, context, tensor."""
 VARIANTS = [
     {"recompute": recompute, "share": share, **extra}
     for recompute, share, extra in itertools.product(
@@ -31,29 +36,30 @@ def alone() -> dict[ranks.Case, dict[str, Any]]:
     return {case: ranks.trained(case) for case in cases}
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"shard{mesh[0]}-replicate{mesh[1]}")
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(map(str, mesh)))
 def test_every_variant_on_every_mesh(
-    mesh: tuple[int, int],
+    mesh: tuple[int, ...],
     alone: dict[ranks.Case, dict[str, Any]],
     tolerances: dict[torch.dtype, tuple[float, float]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    atol, rtol = tolerances[torch.float64]
     cases = [ranks.Case(name, *mesh, **variant) for name in ranks.objectives() for variant in VARIANTS]
-    results = rank_forks.run_ranks(mesh[0] * mesh[1], ranks.all_trained, cases, limit_s=3000)
-    largest: dict[str, dict[str, float]] = {}
+    found = rank_forks.run_ranks(math.prod(mesh), ranks.all_trained, cases, limit_s=3000)[0]
+    largest: dict[str, list[float]] = {}
     for case in cases:
-        found, expected = results[0][case], alone[case.alone]
-        of_objective = largest.setdefault(case.objective, {})
-        for part in ("outputs", "gradients", "weights"):
-            assert found[part].keys() == expected[part].keys(), case
-            difference = max(float((found[part][n] - values).abs().max()) for n, values in expected[part].items())
-            of_objective[part] = max(of_objective.get(part, 0.0), difference)
-            for name, values in expected[part].items():
-                torch.testing.assert_close(found[part][name], values, atol=atol, rtol=rtol, msg=f"{case} {name}")
-        for metrics, of_one in zip(found["metrics"], expected["metrics"], strict=True):
-            assert metrics == pytest.approx(of_one, rel=rtol, abs=atol), case
+        parts = ranks.check(case, found[case], alone[case.alone], *tolerances[torch.float64])
+        figures = [*parts.values(), distance(found[case]["weights"], alone[case.alone]["weights"])]
+        largest[case.objective] = [
+            max(pair) for pair in zip(figures, largest.get(case.objective, figures), strict=True)
+        ]
     with capsys.disabled():
-        for objective, parts in largest.items():
-            figures = " | ".join(f"{difference:.0e}" for difference in parts.values())
-            print(f"\n| {mesh[0]} | {mesh[1]} | {objective} | {len(VARIANTS)} | {figures} |", end="")
+        for objective, differences in largest.items():
+            figures = [f"{difference:.0e}" for difference in differences]
+            print("\n| " + " | ".join([*map(str, mesh), objective, str(len(VARIANTS)), *figures]) + " |", end="")
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Norm of the difference of all weights, over theirs."""
+    pairs = [(found[name] - values, values) for name, values in expected.items()]
+    difference, whole = (math.hypot(*(float(x.norm()) for x in of_all)) for of_all in zip(*pairs, strict=True))
+    return difference / whole

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,20 @@ from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
 
 LIMIT_S = 1.0
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """This thread's own time, without collections of what a whole suite has left in the process."""
+    gc.disable()
+    try:
+        began = time.thread_time()
+        yield
+        assert time.thread_time() - began < LIMIT_S
+    finally:
+        gc.enable()
+
+
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(12)
 )
@@ -43,10 +60,8 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 def test_a_hostile_recipe_is_refused_quickly(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
-    began = time.process_time()
-    with pytest.raises(UserError) as caught:
+    with quickly(), pytest.raises(UserError) as caught:
         load_recipe("sft", path)
-    assert time.process_time() - began < LIMIT_S
     assert says in str(caught.value)
     assert len(str(caught.value)) < 4000
 
@@ -63,9 +78,7 @@ def test_a_hostile_recipe_is_refused_quickly(tmp_path: Path, text: str, says: st
     ],
 )
 def test_a_hostile_override_is_refused_quickly(override: str, says: str) -> None:
-    began = time.process_time()
-    with pytest.raises(UserError) as caught:
+    with quickly(), pytest.raises(UserError) as caught:
         load_recipe("sft", None, [override])
-    assert time.process_time() - began < LIMIT_S
     assert says in str(caught.value)
     assert len(str(caught.value)) < 4000

@@ -236,8 +236,12 @@ class SplitAttention:
             k, v = (_own_heads(x, self._parallel.num_kv_heads, tensor) for x in (k, v))
         if context is None:
             return self._inner.attend(layer, q, k, v, rule)
-        k, v = (_repeated(x, context.size) for x in (k, v))
-        q, k, v = (context.to_heads(x, self._span_sizes) for x in (q, k, v))
+        of_ranks = [x.chunk(context.size, 1) for x in (q, _repeated(k, context.size), _repeated(v, context.size))]
+        # One exchange for the three: every rank's heads of each stand together.
+        own = context.to_heads(
+            torch.cat([x for of_rank in zip(*of_ranks, strict=True) for x in of_rank], 1), self._span_sizes
+        )
+        q, k, v = own.split([parts[0].shape[1] for parts in of_ranks], 1)
         return context.to_tokens(self._inner.attend(layer, q, k, v, rule), self._span_sizes)
 
 

@@ -44,6 +44,7 @@ from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
 from quartet.train.parallel.pass_group import PassGroup
 from quartet.train.parallel.tensor import share_layers
 from quartet.train.parallel.tensors import is_first_of_tensor_ranks, is_whole_on_tensor_ranks, local
+from quartet.train.token_budget import is_out_of_memory
 from quartet.weights.gather import gather
 
 T = TypeVar("T")
@@ -269,6 +270,8 @@ def _failure_of(one_pass: Callable[[], None]) -> BaseException | None:
         found: BaseException | None = error
         while found is not None:
             traceback.clear_frames(found.__traceback__)
+            if is_out_of_memory(error):  # Cleared frames of modules with hooks still hold the modules' arguments.
+                found.__traceback__ = None
             found = found.__cause__ or found.__context__
         return error
     return None
