@@ -18,7 +18,7 @@ class OutOfMemoryElsewhere(torch.OutOfMemoryError):
     """Memory ran out on another rank, in work that ranks with budgets of their own do over again together."""
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an accelerator's or the host's memory ran out; torch's CPU allocator raises a plain RuntimeError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
