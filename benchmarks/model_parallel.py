@@ -14,9 +14,10 @@ import math
 import multiprocessing
 import os
 from collections import Counter
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from footprints import Shape
 
 Sizes = tuple[int, int, int]
 """Shard, context, tensor."""
@@ -25,32 +26,11 @@ SEQUENCES = 8
 """Of a micro-batch: of each every token but the first is predicted."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a Qwen2 with tied embeddings."""
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    vocab: int
-
-    @property
-    def kv(self) -> int:
-        return self.kv_heads * self.hidden // self.heads
-
-    @property
-    def cut(self) -> int:
-        """Weights of a layer that tensor ranks share out: products, and biases of queries, keys and values."""
-        d = self.hidden
-        return 2 * d * (d + self.kv) + 3 * d * self.inner + d + 2 * self.kv
-
-
-def formula(model: Model, sizes: Sizes, tokens: int, rows: int, *, recompute: bool) -> dict[str, int]:
+def formula(model: Shape, sizes: Sizes, tokens: int, rows: int, *, recompute: bool) -> dict[str, int]:
     """Bytes by kind that all ranks of one copy send in an update in fp32, where every data rank has one micro-batch.
 
     Args:
+        model: a Qwen2 with tied embeddings.
         tokens, rows: of a micro-batch; rows are those that the head reads.
     """
     shard, context, tensor = sizes
@@ -72,7 +52,8 @@ def formula(model: Model, sizes: Sizes, tokens: int, rows: int, *, recompute: bo
     found["all-to-all"] += heads * (layers + again + layers)
     found = Counter({kind: shard * size for kind, size in found.items()})
     # FSDP: of each tensor rank's part of a layer, gathered twice, and of what is around the layers, gathered once.
-    layer, around = model.cut // tensor + 2 * d, model.vocab * d // tensor + d
+    # Beside the products tensor ranks share out biases of queries, keys and values; they all have the norms.
+    layer, around = (model.layer + d + 2 * model.kv) // tensor + 2 * d, model.vocab * d // tensor + d
     found["all-gather"] += 4 * tensor * (parts - 1) * (2 * layers * layer + around)
     found["reduce-scatter"] += 4 * tensor * (parts - 1) * (layers * layer + around)
     # Norms, which all tensor ranks have.
@@ -144,13 +125,13 @@ def counted(name: str, sizes: Sizes, tokens: int, *, recompute: bool) -> dict[st
     return {kind: total[kind] for kind in KINDS}
 
 
-def model_of(name: str) -> Model:
+def model_of(name: str) -> Shape:
     from common import model_config
 
     config = model_config(name)
-    return Model(
+    return Shape(
         config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
-        config.num_key_value_heads, config.vocab_size,
+        config.num_key_value_heads, config.vocab_size, tied=True,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What ranks of ``test_shared_vocabulary.py`` run: log-probabilities of a vocabulary in parts."""
+"""What ranks of ``test_vocab_parallel.py`` run: log-probabilities of a vocabulary in parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from quartet.models.logprobs import LogprobRule, token_logprobs
 from quartet.models.work import WorkCounter
 from quartet.train.parallel.pass_group import PassGroup
-from quartet.train.parallel.vocabulary import SharedVocabulary
+from quartet.train.parallel.vocabulary import VocabParallel
 
 VOCAB, WIDTH = 31, 16
 
@@ -47,7 +47,7 @@ def inputs(case: HeadCase) -> tuple[Tensor, ...]:
     return *(x.to(case.dtype).requires_grad_() for x in (hidden, weight, bias)), labels
 
 
-def run_head(case: HeadCase, part: SharedVocabulary | None = None) -> dict[str, Tensor]:
+def run_head(case: HeadCase, part: VocabParallel | None = None) -> dict[str, Tensor]:
     """Log-probabilities, entropies and gradients: of hidden rows this rank's part of the sum."""
     hidden, weight, bias, labels = inputs(case)
     logprobs, entropies = token_logprobs(hidden, weight, bias if case.bias else None, labels, case.rule, part)
@@ -69,7 +69,7 @@ def all_heads(cases: list[HeadCase]) -> tuple[list[dict[str, Tensor]], dict[str,
     work = WorkCounter()
     group = PassGroup("tensor", world, world, work)
     group.begin()
-    part = SharedVocabulary(VOCAB, group)
+    part = VocabParallel(VOCAB, group)
     heads, before = [], dict(work.sent)
     for case in cases:
         found = run_head(case, part)

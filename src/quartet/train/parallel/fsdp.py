@@ -42,7 +42,7 @@ from quartet.train.parallel.context import ALONE, ModelParallel
 from quartet.train.parallel.group import is_broken_collective
 from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
 from quartet.train.parallel.pass_group import PassGroup
-from quartet.train.parallel.tensor import share_layers
+from quartet.train.parallel.tensor import parallelize_layers
 from quartet.train.parallel.tensors import is_first_of_tensor_ranks, is_whole_on_tensor_ranks, local
 from quartet.train.token_budget import is_out_of_memory
 from quartet.weights.gather import gather
@@ -391,7 +391,7 @@ def _share_passes(packed: PackedModel, mesh: Mesh) -> None:
     if groups:
         packed.parallel = ModelParallel.of(packed, tensor=groups.get(TENSOR), context=groups.get(CONTEXT))
     if mesh.tensor_mesh is not None:
-        share_layers(packed, mesh.tensor_mesh, groups[TENSOR])
+        parallelize_layers(packed, mesh.tensor_mesh, groups[TENSOR])
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:

@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from quartet.config import UserError
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel, decoder_layers
 from quartet.train.parallel.pass_group import PassGroup, near_equal
-from quartet.train.parallel.vocabulary import SharedVocabulary, share_vocabulary
+from quartet.train.parallel.vocabulary import VocabParallel, parallelize_vocabulary
 
 COLUMN, GATHERED_COLUMN, ROW, SPLIT_ROW = "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"
 WHOLE = "replicated_with_grad_allreduce"
@@ -55,7 +55,7 @@ class _Rows:
         return self.group.scatter_rows(x[0], self.sizes).unsqueeze(0)
 
 
-def share_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) -> None:
+def parallelize_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) -> None:
     """Cuts the parameters of ``packed`` over the ranks of ``group``, whose mesh is ``mesh``; all of them call it, with
     equal weights or on the meta device.
 
@@ -83,9 +83,9 @@ def share_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) -> Non
         door.register_forward_pre_hook(partial(_enter, rows=rows), with_kwargs=True)
     embedding: Any = packed.model.get_input_embeddings()
     cuts[id(embedding.weight)] = Shard(0)
-    forwards[embedding] = partial(_embed, vocabulary=SharedVocabulary(embedding.num_embeddings, group), group=group)
+    forwards[embedding] = partial(_embed, vocabulary=VocabParallel(embedding.num_embeddings, group), group=group)
     if isinstance(packed, PackedCausalLM):
-        share_vocabulary(packed, group)
+        parallelize_vocabulary(packed, group)
         cuts.update({id(p): Shard(0) for p in packed.head.parameters()})
     elif isinstance(packed, PackedScalarModel):
         packed.plain = _here
@@ -138,7 +138,7 @@ def _row(module: nn.Linear, forward: Forward, x: Tensor, rows: _Rows) -> Tensor:
 
 
 def _embed(
-    module: nn.Embedding, forward: Forward, tokens: Tensor, vocabulary: SharedVocabulary, group: PassGroup
+    module: nn.Embedding, forward: Forward, tokens: Tensor, vocabulary: VocabParallel, group: PassGroup
 ) -> Tensor:
     """``tokens [1, N] → [1, n_r, D]``, scaled as the module scales."""
     index, owned = vocabulary.own(tokens)

@@ -16,7 +16,7 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.train.parallel.pass_group import PassGroup
 
 
-class SharedVocabulary:
+class VocabParallel:
     """The vocabulary's rows of this rank, for ``models.logprobs.VocabularyPart``.
 
     Args:
@@ -59,7 +59,7 @@ class SharedVocabulary:
             entropies.copy_((masses.exp() * (parts[:, 2] - masses)).sum(0))
 
 
-def share_vocabulary(packed: PackedCausalLM, group: PassGroup) -> SharedVocabulary:
+def parallelize_vocabulary(packed: PackedCausalLM, group: PassGroup) -> VocabParallel:
     """Log-probabilities of ``packed`` are computed by the ranks of ``group`` from now on, each from its rows.
 
     Raises:
@@ -71,5 +71,5 @@ def share_vocabulary(packed: PackedCausalLM, group: PassGroup) -> SharedVocabula
             found=f"a {type(packed.head).__name__}",
             remedy="use sharding.shard or sharding.context, or leave the head without adapters",
         )
-    packed.vocabulary = SharedVocabulary(packed.head.out_features, group)
+    packed.vocabulary = VocabParallel(packed.head.out_features, group)
     return packed.vocabulary

@@ -10,7 +10,7 @@ import vocabulary_ranks as ranks
 from quartet.config import UserError
 from quartet.models.logprobs import LogprobRule, token_logprobs
 from quartet.models.truncation import Limits
-from quartet.train.parallel.vocabulary import SharedVocabulary
+from quartet.train.parallel.vocabulary import VocabParallel
 from vocabulary_ranks import HeadCase
 
 CASES = [
@@ -47,8 +47,8 @@ class _Ranks:
 
 def test_what_cannot_be_in_parts_is_refused() -> None:
     with pytest.raises(UserError, match="vocabulary is too small"):
-        SharedVocabulary(14, _Ranks())
-    part = SharedVocabulary(16, _Ranks())
+        VocabParallel(14, _Ranks())
+    part = VocabParallel(16, _Ranks())
     limited = LogprobRule(torch.float32, limits=Limits(2, 1.0, 0.0))
     with pytest.raises(ValueError, match="whole vocabulary"):
         token_logprobs(torch.ones(1, 2), torch.ones(16, 2), None, torch.zeros(1, dtype=torch.int64), limited, part)
