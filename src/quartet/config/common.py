@@ -314,7 +314,7 @@ class SamplingConfig(Strict):
     truncated_logprobs: bool = Field(
         False,
         description="Log-probabilities, the trainer's too, are those of the tokens that top_p, top_k and min_p leave, "
-        "and not of all; engines that report such need it.",
+        "and not of all.",
     )
 
     @property

@@ -296,15 +296,7 @@ class EngineFailed(UserError):
 
 
 class RolloutEngine(Protocol):
-    """An engine that computes at its own pace. Its methods are called from one thread at a time.
-
-    Attributes:
-        untruncated_logprobs: the log-probabilities of its completions are those of the untruncated distribution
-            whatever the sampling is. Where not, top-p, top-k and min-p renormalise them.
-    """
-
-    @property
-    def untruncated_logprobs(self) -> bool: ...
+    """An engine that computes at its own pace. Its methods are called from one thread at a time."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; all of them or, on an error, none.

@@ -73,7 +73,6 @@ class HTTPEngine(abc.ABC):
         restart_timeout_s: most seconds that a server which went away may take to come back.
     """
 
-    untruncated_logprobs: bool
     path: str
     models_path: str
     break_off_s: float | None = None
