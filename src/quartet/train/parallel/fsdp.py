@@ -40,6 +40,7 @@ from quartet.train.parallel.collectives import (
 )
 from quartet.train.parallel.context import ALONE, ModelParallel
 from quartet.train.parallel.group import is_broken_collective
+from quartet.train.parallel.layer_plan import check_cut
 from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
 from quartet.train.parallel.pass_group import PassGroup
 from quartet.train.parallel.tensor import parallelize_layers
@@ -322,7 +323,7 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
             device is what a layer gathers.
 
     Raises:
-        UserError: this torch is too old.
+        UserError: this torch is too old, or the model cannot be cut so.
     """
     found = sharded(packed)
     if found is not None:
@@ -381,7 +382,12 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
 
 
 def _share_passes(packed: PackedModel, mesh: Mesh) -> None:
-    """Cuts passes over the ranks along ``context``, and passes and weights over those along ``tensor``."""
+    """Cuts passes over the ranks along ``context``, and passes and weights over those along ``tensor``.
+
+    Raises:
+        UserError: as ``check_cut``.
+    """
+    check_cut(packed, context=mesh.context, tensor=mesh.tensor)
     of_ranks = {TENSOR: mesh.tensor_group, CONTEXT: mesh.context_group}
     groups = {
         name: PassGroup(name, group, mesh.words[name], packed.work)
