@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -59,7 +60,7 @@ PROMPT_OF_500 = tuple(3 + i % 500 for i in range(500))
 
 def test_seeds_draw_what_the_native_engine_draws(tied: Any) -> None:
     """All but a draw that falls within rounding of the boundary between two tokens."""
-    native = NativeEngine(PackedCausalLM(tied.model))
+    native = NativeEngine(PackedCausalLM(copy.deepcopy(tied.model)))
     options: list[dict[str, Any]] = [
         {}, {"temperature": 0.004}, {"temperature": 3.0}, {"temperature": 0.0}, {"top_p": 0.7},
         {"temperature": 0.8, "top_k": 9, "top_p": 0.9}, {"min_p": 0.1, "top_p": 0.8}, {"seed": 3 + (1 << 40)},

@@ -108,6 +108,7 @@ _CHOSEN: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "async_scheduling": False,
     "enable_prefix_caching": True,
+    "logprobs_mode": "processed_logprobs",
     "worker_extension_cls": "quartet.rollout.vllm.weights.WorkerMethods",
 }
 """Settings that this engine rests on."""
