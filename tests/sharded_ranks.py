@@ -122,7 +122,10 @@ def objectives() -> dict[str, tuple[str, Objective, tuple[LossTerm, ...]]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train; ``shard`` and ``replicate`` are 0 in one process without a mesh; ``adds``: losses, if it has."""
+    """One way to train; ``shard`` and ``replicate`` are 0 in one process without a mesh.
+
+    ``adds``: whether the losses that ``objectives`` adds are trained on, too.
+    """
 
     objective: str
     shard: int = 0

@@ -37,8 +37,8 @@ def pairs() -> list[ranks.Case]:
 
 
 def all_cases() -> list[ranks.Case]:
-    """One micro-batch of one loss for each data rank on the many meshes of the first two. An objective begins behind the
-    layers, so that it has one of them.
+    """One micro-batch of one loss for each data rank on the many meshes of the first two. An objective begins behind
+    the layers, so one of them is enough.
     """
     meshes = [case("ppo-actor", mesh, token_budget=200, adds=False) for mesh in MESHES]
     others = [name for name in ranks.objectives() if name != "ppo-actor"]
