@@ -418,6 +418,10 @@ def failures_within_passes(sizes: dict[str, int]) -> dict[str, tuple[str, float]
     return found
 
 
+def within_passes(sizes: dict[str, int], recompute: bool) -> dict[str, Any]:
+    return {"memory": memory_within_passes(sizes, recompute), "failures": failures_within_passes(sizes)}
+
+
 def memory_within_forward_passes(mesh: Mesh) -> Any:
     """In the middle of the second micro-batch of the odd rank, when what is around the layers is gathered already."""
     packed, batch, budget = PackedCausalLM(make_model("causal")), make_batch(), TokenBudget(43, "train.token_budget")
