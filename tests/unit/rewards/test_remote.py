@@ -125,11 +125,11 @@ def test_waits_grow_and_depend_on_seed_and_request_alone() -> None:
 
 
 def test_the_server_may_say_how_long_to_wait(serve: Any) -> None:
-    asked = serve(lambda body: (429, {}, {"Retry-After": "1"}) if len(asked.bodies) == 1 else (200, 1))
+    asked = serve(lambda body: (429, {}, {"Retry-After": "60"}) if len(asked.bodies) == 1 else (200, 1))
     patient = RetryConfig(attempts=2, first_wait_s=0.0, longest_wait_s=0.3)
     start = time.monotonic()
     assert post(reward_client(config(asked.url, retry=patient))) == 1
-    assert 0.3 <= time.monotonic() - start < 1.0, "up to the longest wait of the recipe"
+    assert 0.3 <= time.monotonic() - start < 30, "up to the longest wait of the recipe"
 
 
 def test_close_ends_a_wait(serve: Any) -> None:
