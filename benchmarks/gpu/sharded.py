@@ -30,6 +30,7 @@ from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 
+MODELING = "transformers.models.qwen2.modeling_qwen2"
 LIMIT_S = 1_800.0
 """For one model: loading, compiling, updates."""
 
@@ -123,7 +124,9 @@ def measure(name: str, kind: str, *, processes: int, sizes: Sizes, smoke: bool, 
     Raises:
         RuntimeError: a rank ended without an answer; what it said is above.
     """
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    # Ranks of all meshes are forked from one process that has imported these and has no threads or device.
+    context.set_forkserver_preload(["quartet.train.engine", "quartet.train.parallel.fsdp", MODELING])
     ranks, pipes = [], []
     for rank in range(processes):
         ours, theirs = context.Pipe(duplex=False)

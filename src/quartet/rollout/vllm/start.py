@@ -65,6 +65,8 @@ def make(
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # One process computes where one device is enough: vLLM would else start another on CPUs, and wait for it busily.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Workers that are killed as they end leave shared memory: on a busy machine vLLM's 5 s are too few.
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
     if "OMP_NUM_THREADS" in os.environ:
         # Else every engine of a machine binds its threads to the same cores.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
