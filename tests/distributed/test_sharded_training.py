@@ -59,14 +59,15 @@ def test_bf16_is_autocast_over_fp32_weights(
     the passes of both ranks: other packs round otherwise in bf16, in one process too.
     """
     torch.set_num_threads(1)
-    options: list[tuple[str, Any, bool]] = [
-        ("sft", False, False),
-        ("reward", True, False),
-        ("ppo-actor", "selective", True),
+    options: list[tuple[str, int, Any, bool]] = [
+        ("sft", 2, False, False),
+        ("sft", 1, "selective", False),
+        ("reward", 2, True, False),
+        ("ppo-actor", 2, "selective", True),
     ]
     cases = [
-        ranks.Case(name, 2, 1, recompute=recompute, lora=lora, dtype=torch.float32, precision="bf16")
-        for name, recompute, lora in options
+        ranks.Case(name, shard, 2 // shard, recompute=recompute, lora=lora, dtype=torch.float32, precision="bf16")
+        for name, shard, recompute, lora in options
     ]
     results = rank_forks.run_ranks(2, ranks.all_trained, cases)[0]
     monkeypatch.setattr(token_budget, "plan_micro_batches", ranks.passes_of_two_ranks)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from quartet.config import UserError
 from quartet.models.packed_model import PackedModel, decoder_layers
@@ -49,6 +50,10 @@ T = TypeVar("T")
 
 # Of a norm, whose result is a view. Nothing here writes into what a module returned.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+# FSDP's hooks within a layer give the profiler other names when it is computed again; nothing is computed by that.
+SAC_IGNORED_OPS.update(
+    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
+)
 
 
 class ShardedModel(nn.Module):
