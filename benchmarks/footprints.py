@@ -4,11 +4,13 @@
     python benchmarks/footprints.py --model 70b --devices 64 --tokens 32768 --meshes    one role on several meshes
     python benchmarks/footprints.py --measure [--shards 1 2 4]           the formula against real processes
     python benchmarks/footprints.py --measure --shards 1,1,2 1,2,2       the same with context and tensor ranks
+    python benchmarks/footprints.py --measure --keep-freed               with what the C library keeps of freed memory
     python benchmarks/footprints.py --measure --flat 1 4 16 64           peaks by prompts per step
 
 Measured are processes of one thread over gloo, each with its part of a model of 27.8 M weights in fp32: the kernel's
 account of the most that was resident, less what was before the model came. Forward-only passes and updates have
-micro-batches of 128 tokens.
+micro-batches of 128 tokens. glibc is told to give freed tensors back at once (``MALLOC_MMAP_THRESHOLD_``), so that what
+is resident is what is in use; ``--keep-freed`` leaves it alone.
 """
 
 from __future__ import annotations
@@ -128,18 +130,27 @@ def kept_per_token(shape: Shape, how: How) -> tuple[float, float]:
     everything = 8 * d / ranks + w * (read * d / how.context + (results * d + 2 * kv + 4 * i) / ranks)
     # The results of row layers are there for all of the span's rows until they are added up.
     products = 4 * d / ranks + w * (2 * d / how.context + (2 * d + 2 * kv + 2 * i) / ranks)
-    return {"false": (everything, 0), "selective": (products, everything), "true": (4 * d / ranks, everything)}[
+    again = everything - products  # what was kept of a layer is not made again
+    return {"false": (everything, 0), "selective": (products, again), "true": (4 * d / ranks, everything)}[
         how.recompute
     ]
 
 
-def exchanged(shape: Shape, how: How, tokens: int) -> float:
-    """Bytes that a layer's exchanges hold: rows of the span that are gathered, and their gradients or addends; heads
-    that are sent and received."""
+def exchanged(shape: Shape, how: How) -> tuple[float, float]:
+    """Bytes that a layer's exchanges hold per token of the micro-batch: rows of the span that are gathered, and their
+    gradients or addends; heads that are sent and received."""
     kv = max(shape.kv, how.context * how.tensor * shape.kv // shape.kv_heads)
     rows = 8 * shape.hidden if how.tensor > 1 else 0
     heads = 2 * how.width * (shape.hidden + 2 * kv) / how.tensor if how.context > 1 else 0
-    return tokens / how.context * (rows + heads)
+    return rows / how.context, heads / how.context
+
+
+def within_backward(shape: Shape, how: How) -> float:
+    """Bytes that a layer's backward takes per token beside what was kept for it: in the MLP rows that are exchanged,
+    or the gradients of two of the inner width; in attention both exchanges, when four of the MLP's are gone."""
+    inner = how.width * shape.inner / (how.context * how.tensor)
+    rows, heads = exchanged(shape, how)
+    return max(rows, 2 * inner, rows + heads - 4 * inner)
 
 
 def training(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]:
@@ -162,7 +173,7 @@ def training(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float
         "sums": sums / how.tensor,
         "activations": activations,
         "logits": read / how.tensor,
-        "exchanged": exchanged(shape, how, how.tokens),
+        "within a layer": how.tokens * within_backward(shape, how),
     }
     if sum(passing.values()) <= last:
         passing = {**dict.fromkeys(passing, 0.0), "sums": last}
@@ -187,7 +198,7 @@ def scoring(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]
         "gathered": gathered / how.tensor,
         "activations": how.forward_tokens * per_token,
         "logits": logits / how.tensor,
-        "exchanged": exchanged(shape, how, how.forward_tokens),
+        "within a layer": how.forward_tokens * sum(exchanged(shape, how)),
     }
 
 
@@ -277,8 +288,8 @@ def pool_rows(shape: Shape, placement: str, pools: Pools, how: How, gib: float) 
 
 
 COLUMNS = (
-    "parameters", "moments", "gradients", "gathered", "sums", "activations", "exchanged", "logits", "KV cache",
-    "sync buffers",
+    "parameters", "moments", "gradients", "gathered", "sums", "activations", "within a layer", "logits",
+    "KV cache", "sync buffers",
 )  # fmt: skip
 
 
@@ -503,6 +514,7 @@ def main() -> None:
         "--shards", type=_sizes, nargs="+", default=[(n, 1, 1) for n in (1, 2, 4)], help="or shard,context,tensor"
     )
     parser.add_argument("--flat", type=int, nargs="+", default=[1], help="prompts per step")
+    parser.add_argument("--keep-freed", action="store_true")
     args = parser.parse_args()
     if not args.measure:
         how = How(
@@ -511,6 +523,8 @@ def main() -> None:
         )  # fmt: skip
         print(tables(args.model, args.devices, args.gib, how, meshes=args.meshes))
         return
+    if not args.keep_freed:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     text, parts = measurements(args.shards, args.flat, work_folder("models"))
     write_results(args, {"footprints": parts})
     print(text)
