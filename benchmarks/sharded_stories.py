@@ -101,10 +101,14 @@ def curves(runs: dict[str, Rows], parts: int = 5) -> list[list[str]]:
 
 
 def same_stories(one: Rows, other: Rows) -> int:
-    """Steps before the first whose stories are of other lengths."""
-    lengths = [(a["rollout/tokens"], a["reward/score_mean"]) == (b["rollout/tokens"], b["reward/score_mean"])
-               for a, b in zip(one, other, strict=True)]  # fmt: skip
-    return lengths.index(False) if False in lengths else len(lengths)
+    """Steps before the first whose stories are of other lengths or have other rewards; those of a model that is cut
+    differ in the seventh digit."""
+    same = [
+        a["rollout/tokens"] == b["rollout/tokens"]
+        and math.isclose(a["reward/score_mean"], b["reward/score_mean"], rel_tol=1e-6)
+        for a, b in zip(one, other, strict=True)
+    ]
+    return same.index(False) if False in same else len(same)
 
 
 def first_steps(cut: Rows, alone: Rows, num: int) -> list[list[str]]:
