@@ -43,14 +43,15 @@ processor: $(VENV)/.installed-test
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 BITS := tests/unit/models/test_aligned_memory.py tests/unit/models/test_exact.py tests/unit/models/test_shared_prefixes.py \
 	tests/unit/rollout/test_agreement.py tests/unit/rollout/test_lora_rollout.py tests/unit/observe/test_cpu.py \
-	$(addprefix tests/unit/trainers/test_placements.py::,test_a_placement_trains_the_same_model \
-		test_a_model_from_a_file_trains_the_same test_adapters_and_an_interrupted_run_under_a_budget \
-		test_a_run_is_resumed_under_another_placement test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache \
-		test_what_else_a_run_may_have "test_asynchronous_training_follows_its_journal_to_the_bit[pick_up]") \
-	$(addprefix tests/unit/trainers/test_whole_step.py::test_a_step_equals_the_slow_one,[ppo] [gspo] [rloo] [remax] [online_dpo]) \
-	tests/golden \
+	"tests/unit/trainers/test_placements.py::test_a_placement_trains_the_same_model" \
+	"tests/unit/trainers/test_whole_step.py::test_a_step_equals_the_slow_one[ppo]" tests/golden
+BITS_SLOW := $(addprefix tests/unit/trainers/test_placements.py::,test_a_model_from_a_file_trains_the_same \
+		test_adapters_and_an_interrupted_run_under_a_budget test_a_run_is_resumed_under_another_placement \
+		test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache test_what_else_a_run_may_have \
+		"test_asynchronous_training_follows_its_journal_to_the_bit[pick_up]") \
+	$(addprefix tests/unit/trainers/test_whole_step.py::test_a_step_equals_the_slow_one,[gspo] [rloo] [remax] [online_dpo]) \
+	tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another \
 	"tests/e2e/test_ray_placements.py::test_workers_train_the_same_model[pipelined]"
-BITS_SLOW := tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another
 test-avx2: $(VENV)/.installed-test
 	@if grep -qw avx512f /proc/cpuinfo 2>/dev/null; then \
 		echo "with AVX2 alone:"; $(AVX2) $(PYTEST) $(TOGETHER) $(COMMON) $(BITS); \
