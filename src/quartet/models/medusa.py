@@ -9,24 +9,39 @@ next one::
 
 ``head_k`` is the trunk's LM head, or a copy of it that learns. The trunk gets no gradient: its hidden states and its
 head are detached here.
+
+A directory of heads is one of vLLM's Medusa, ``config.json`` and ``model.safetensors`` with its names, and says besides
+which trunk they were trained on.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from quartet.config import UserError
+from quartet.config.file_errors import read_file
+from quartet.config.nearest import missing_file
+from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
+from quartet.models.saving import WHOLE, save_tensors
+
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 class ResidualBlock(nn.Module):
     """``x + silu(W x)``, as the published heads have it; names as in vLLM."""
 
-    def __init__(self, hidden_size: int, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        linear = nn.Linear(hidden_size, hidden_size, bias=False, device=device)
+        linear = nn.Linear(hidden_size, hidden_size, bias=False, device=device, dtype=dtype)
         nn.init.zeros_(linear.weight)
         self.layers = nn.ModuleList([linear])
 
@@ -59,12 +74,12 @@ class MedusaHeads(nn.Module):
         self.trunk = trunk
         self.depth = depth
         self.hidden_size, self.vocab_size = head.in_features, head.out_features
-        self.blocks = nn.ModuleList([ResidualBlock(self.hidden_size, trunk.device) for _ in range(depth)])
+        dtype = torch.float64 if head.weight.dtype == torch.float64 else torch.float32
+        self.blocks = nn.ModuleList([ResidualBlock(self.hidden_size, trunk.device, dtype) for _ in range(depth)])
         self.lm_heads: nn.ModuleList | None = None
         if not shared_head:
-            with_bias = head.bias is not None
-            shape = self.hidden_size, self.vocab_size
-            self.lm_heads = nn.ModuleList([nn.Linear(*shape, with_bias, head.weight.device) for _ in range(depth)])
+            shape = self.hidden_size, self.vocab_size, head.bias is not None
+            self.lm_heads = nn.ModuleList([nn.Linear(*shape, trunk.device, dtype) for _ in range(depth)])
             for own in self.lm_heads:
                 own.load_state_dict(head.state_dict())
 
@@ -92,3 +107,132 @@ class MedusaHeads(nn.Module):
         if self.lm_heads is not None:
             return head.weight, head.bias
         return head.weight.detach(), None if head.bias is None else head.bias.detach()
+
+    def save(self, path: Path, *, with_trunk_head: bool = False) -> None:
+        """Writes a directory that ``load`` reads, and vLLM where the heads have LM heads of their own.
+
+        Args:
+            with_trunk_head: the trunk's LM head too, without which vLLM cannot load heads that share it.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        path.mkdir(parents=True, exist_ok=True)
+        named = self.state_dict()
+        if with_trunk_head and self.lm_heads is None:
+            named["lm_head.weight"] = self._head(0)[0]
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "dtype": "float32",
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_heads": self.depth,
+            "num_hidden_layers": 1,
+            "medusa_fc_bias": False,
+            "original_lm_head": self.lm_heads is None,
+            "logit_scale": self.trunk.logit_scale,
+            "trunk": {"path": str(self.trunk.model.name_or_path), "sha256": trunk_digest(self.trunk)},
+        }
+        save_tensors(path / _WEIGHTS, named, WHOLE)
+        (path / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path, trunk: PackedCausalLM, depth: int | None = None) -> MedusaHeads:
+        """The first ``depth`` heads of those saved at ``path``; all of them where it is None.
+
+        Raises:
+            UserError: there are none, they cannot be read, are fewer, or of another trunk.
+        """
+        saved = SavedHeads.read(path)
+        saved.check_depth(depth or saved.depth)
+        saved.check_trunk(trunk)
+        heads = cls(trunk, depth or saved.depth, shared_head=saved.shared_head)
+        try:
+            with safe_open(str(path / _WEIGHTS), "pt") as file:
+                heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise _unreadable(path / _WEIGHTS, str(error).partition("\n")[0]) from error
+        return heads
+
+
+@dataclass(frozen=True)
+class SavedHeads:
+    """What a directory of heads says of them.
+
+    Attributes:
+        trunk: ``path`` and ``sha256`` of the model that they were trained on.
+    """
+
+    path: Path
+    depth: int
+    hidden_size: int
+    vocab_size: int
+    shared_head: bool
+    trunk: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> SavedHeads:
+        """
+        Raises:
+            UserError: there are none, or none that ``MedusaHeads.save`` has written.
+        """
+        file = path / _CONFIG
+        if not file.is_file():
+            raise missing_file("there are no Medusa heads", file if path.is_dir() else path)
+        try:
+            config: dict[str, Any] = json.loads(read_file(file))
+            depth, hidden_size, vocab_size = (int(config[key]) for key in ("num_heads", "hidden_size", "vocab_size"))
+            trunk = {key: str(config["trunk"][key]) for key in ("path", "sha256")}
+            return cls(path, depth, hidden_size, vocab_size, bool(config["original_lm_head"]), trunk)
+        except (ValueError, KeyError, TypeError) as error:
+            raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+    def check_depth(self, depth: int) -> None:
+        """
+        Raises:
+            UserError: there are fewer heads.
+        """
+        if depth > self.depth:
+            raise UserError(
+                "more Medusa heads are asked for than there are",
+                found=f"depth {depth}; {self.depth} heads in {self.path}",
+                remedy=f"set depth to {self.depth} or less, or train more by quartet medusa with heads.depth={depth}",
+            )
+
+    def check_trunk(self, trunk: PackedCausalLM) -> None:
+        """
+        Raises:
+            UserError: the heads were trained on another model.
+        """
+        own: dict[str, Any] = {"hidden_size": trunk.head.in_features, "vocab_size": trunk.head.out_features}
+        there: dict[str, Any] = {name: getattr(self, name) for name in own}
+        if own == there:
+            own, there = {"SHA-256": trunk_digest(trunk)}, {"SHA-256": self.trunk["sha256"]}
+        if own == there:
+            return
+        found = "; ".join(f"{name} {there[name]} there, {own[name]} here" for name in own if own[name] != there[name])
+        raise UserError(
+            "the Medusa heads were trained on another model",
+            found=f"heads {self.path} of {self.trunk['path']!r}, model {trunk.model.name_or_path!r}: {found}",
+            remedy="name the heads of this model, or train some by quartet medusa",
+        )
+
+
+def _unreadable(path: Path, found: str) -> UserError:
+    return UserError(
+        f"the Medusa heads cannot be read: {path}",
+        found=found,
+        remedy="name a directory that quartet medusa has written (what its run calls medusa/), or write it again",
+    )
+
+
+def trunk_digest(trunk: PackedCausalLM) -> str:
+    """SHA-256 of every weight under its name, as without adapters; tied ones count once."""
+    seen, named = set[int](), list[tuple[str, Tensor]]()
+    with trunk.without_adapters():
+        for name, tensor in sorted(trunk.model.state_dict(keep_vars=True).items()):
+            if id(tensor) not in seen:
+                named.append((name, tensor))
+            seen.add(id(tensor))
+        return digest_of(named)
