@@ -28,6 +28,7 @@ from quartet.config.common import LogConfig as LogConfig
 from quartet.config.cross_checks import misfits
 from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
+from quartet.config.medusa import MedusaRecipe
 from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.rewards import RewardConfig
@@ -231,6 +232,7 @@ RECIPES: dict[str, type[Recipe]] = {
     "reward-model": RewardModelRecipe,
     "process-reward": ProcessRewardRecipe,
     "preference": PreferenceRecipe,
+    "medusa": MedusaRecipe,
     "rl": RLRecipe,
     "eval": EvalRecipe,
     "iterated-reward-model": IteratedRecipe,
