@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quartet.weights.sink import TensorSink
 
 _SEED_LIMIT = 1 << 64
+Draw = Literal["inverse", "gumbel"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class SamplingParams:
         seed: every token is a function of (prompt, this seed, its position) and of nothing else.
         truncated_logprobs: log-probabilities are those of the tokens that ``top_p``, ``top_k`` and ``min_p`` keep, and
             of the sampled one.
+        draw: by inverting the distribution function at one number, or by Gumbel noise for every token, which two
+            distributions that are nearly alike share most tokens by. Of the native engine.
     """
 
     temperature: float = 1.0
@@ -50,6 +53,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     truncated_logprobs: bool = False
+    draw: Draw = "inverse"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
