@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, Protocol
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quartet.config import UserError
 
@@ -200,6 +200,9 @@ class EngineStats:
         num_retries: requests to a server that were sent once more.
         num_restarts: engines that were started anew.
         num_rerouted: requests that were begun anew because their engine failed or left.
+        num_row_steps: running requests, summed over the steps.
+        drafted_by_depth: drafted tokens whose forerunners in the draft were all kept, from the first of a draft on.
+        kept_by_depth: of these the ones that were kept, too.
     """
 
     policy_version: int = 0
@@ -218,6 +221,21 @@ class EngineStats:
     num_retries: int = 0
     num_restarts: int = 0
     num_rerouted: int = 0
+    num_row_steps: int = 0
+    drafted_by_depth: tuple[int, ...] = ()
+    kept_by_depth: tuple[int, ...] = ()
+
+    @classmethod
+    def total(cls, stats: Sequence[EngineStats]) -> EngineStats:
+        """The sums, by depth for what is counted by depth."""
+        columns = {each.name: [getattr(one, each.name) for one in stats] for each in fields(cls)}
+        return cls(**{name: _summed(values) for name, values in columns.items()})
+
+
+def _summed(values: Sequence[Any]) -> Any:
+    if any(isinstance(value, tuple) for value in values):
+        return tuple(map(sum, zip_longest(*values, fillvalue=0)))
+    return sum(values)
 
 
 class GenerationError(UserError):

@@ -1,0 +1,63 @@
+"""Speculation: what proposes tokens that a forward of the native engine verifies several of; a class per ``type``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quartet.config.common import Strict
+from quartet.config.units import Tokens
+
+_Seconds = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+
+
+class StepCosts(Strict):
+    """Seconds by powers of two: the first number is that of 1, the next of 2, of 4 and so on."""
+
+    plain: _Seconds = Field(description="Of a step of so many rows, a token each.")
+    drafted: _Seconds = Field(description="Of a step of so many tokens, drafted ones included.")
+    drafting: tuple[float, ...] = Field((), description="Of making the drafts of so many rows; none when left out.")
+
+
+class _Speculation(Strict):
+    costs: StepCosts | None = Field(
+        None,
+        description="What steps cost, by which it is decided when to draft; measured as the run begins when left out. "
+        "With them given, runs repeat to the bit on any machine.",
+    )
+
+
+class HistorySpeculation(_Speculation):
+    """Drafts by what followed the newest tokens elsewhere: in the prompt and in other answers to it, of this step and
+    of earlier ones.
+    """
+
+    type: Literal["history"] = "history"
+    min_match: Tokens = Field(3, ge=1, description="Newest tokens that must stand elsewhere, in this order.")
+    max_draft: Tokens = Field(6, ge=1, le=32, description="Tokens of a draft.")
+    max_tokens: Tokens = Field(
+        1_000_000,
+        ge=1,
+        description="Tokens of prompts and answers that are kept; of the prompt least lately used less.",
+    )
+
+    @property
+    def longest(self) -> int:
+        return self.max_draft
+
+
+class MedusaSpeculation(_Speculation):
+    """Drafts by Medusa heads, trained by ``quartet medusa``."""
+
+    type: Literal["medusa"] = "medusa"
+    path: str = Field(description="Directory of the heads.")
+    depth: Tokens | None = Field(None, ge=1, description="Heads that draft, a token each; all when left out.")
+    choose: Literal["top", "uniform", "gumbel"] = Field(
+        "top",
+        description="Which of a head's tokens: the likeliest; what the request would draw from the head's distribution "
+        "by its own number (uniform, with rollout.sampling.draw inverse), or its own noise (gumbel, with draw gumbel).",
+    )
+
+
+SpeculationConfig = Annotated[HistorySpeculation | MedusaSpeculation, Field(discriminator="type")]
