@@ -45,6 +45,11 @@ from .config.common import (
     SourceConfig as SourceConfig,
     TrainConfig as TrainConfig,
 )
+from .config.speculation import (
+    HistorySpeculation as HistorySpeculation,
+    MedusaSpeculation as MedusaSpeculation,
+    StepCosts as StepCosts,
+)
 from .config.engines import (
     NativeEngineConfig as NativeEngineConfig,
     SGLangEngineConfig as SGLangEngineConfig,

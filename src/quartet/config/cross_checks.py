@@ -25,9 +25,16 @@ from quartet.config.algorithms import (
 )
 from quartet.config.cluster import device_misfit
 from quartet.config.common import ShardingConfig
-from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, VLLMEngineConfig
+from quartet.config.engines import (
+    NativeEngineConfig,
+    ServerEngineConfig,
+    SGLangEngineConfig,
+    VLLMEngineConfig,
+    draw_misfit,
+)
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
 from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.config.speculation import MedusaSpeculation
 
 if TYPE_CHECKING:
     from quartet.config.recipe import RLRecipe
@@ -35,7 +42,17 @@ if TYPE_CHECKING:
 
 def misfits(recipe: RLRecipe) -> list[str]:
     """Every reason why the recipe's parts do not fit together."""
-    groups = (_sizes, _numerics, _engines, _losses, _kl_and_reference, _environments, _rewards, _placements)
+    groups = (
+        _sizes,
+        _numerics,
+        _engines,
+        _speculation,
+        _losses,
+        _kl_and_reference,
+        _environments,
+        _rewards,
+        _placements,
+    )
     return list(chain.from_iterable(group(recipe) for group in groups))
 
 
@@ -119,6 +136,30 @@ def _engines(recipe: RLRecipe) -> Iterator[str]:
             yield (
                 "vllm applies min_p before top_p, the trainer after it: with truncated_logprobs set one of "
                 "rollout.sampling.min_p and top_p"
+            )
+
+
+def _speculation(recipe: RLRecipe) -> Iterator[str]:
+    rollout, speculation = recipe.rollout, recipe.rollout.speculation
+    asked = [("rollout.sampling", rollout.sampling)]
+    if recipe.evaluation is not None:
+        asked.append(("evaluation.sampling", recipe.evaluation.sampling))
+    for key, sampling in asked:
+        if (reason := draw_misfit(key, sampling, rollout.engine)) is not None:
+            yield reason
+    if speculation is None:
+        return
+    if not isinstance(rollout.engine, NativeEngineConfig):
+        yield (
+            f"rollout.speculation is verified by the native engine alone; found rollout.engine {rollout.engine.type}: "
+            "leave it out, or use the native engine"
+        )
+    if isinstance(speculation, MedusaSpeculation):
+        fitting, draw = {"uniform": "inverse", "gumbel": "gumbel"}.get(speculation.choose), rollout.sampling.draw
+        if fitting not in (None, draw):
+            yield (
+                f"rollout.speculation.choose {speculation.choose} guesses what a request draws by draw {fitting}, but "
+                f"rollout.sampling.draw is {draw}, which hardly ever gives the same token: set either to fit"
             )
 
 

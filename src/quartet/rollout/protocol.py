@@ -71,6 +71,15 @@ class SamplingParams:
         if not 0 <= self.seed < _SEED_LIMIT:
             raise _bad("seed", self.seed, "an integer from 0 to 2**64 - 1")
 
+    def check_drawn_by(self, engine: str) -> None:
+        """Raises UserError where an engine that draws in its own way is asked for Gumbel noise."""
+        if self.draw != "inverse":
+            raise UserError(
+                f"{engine} draws tokens in its own way",
+                found=f"draw = {self.draw!r}",
+                remedy="leave it out, or use the native engine",
+            )
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0

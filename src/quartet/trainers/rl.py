@@ -26,6 +26,7 @@ from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.iteration import run_iteration
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
@@ -197,7 +198,7 @@ class RLTrainer:
                 self.run.tracker.log(0, await self.evaluation.evaluate(attempt.leases, attempt.rollout, 0))
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps:
-                self._at = _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered())
+                self._at = await self._point(step, attempt)
                 step = await self._step(step, attempt)
 
     async def _after_death(self, error: ClusterError | WeightSyncError) -> _ResumePoint:
@@ -241,7 +242,7 @@ class RLTrainer:
         self.run.recorder.drop_through(step)  # those of the next one may have begun
         self._show(metrics)
         if self.run.due(done, self.recipe.steps):
-            await self._save(_ResumePoint(done, attempt.stream.state(), attempt.stream.buffered()))
+            await self._save(await self._point(done, attempt))
         self.run.check_stop(done)
         return done
 
@@ -302,7 +303,7 @@ class RLTrainer:
     def _saved(self) -> dict[str, RoleGroup[Checkpointed]]:
         """The workers whose state changes in a run, by role."""
         roles = [*self.roles.engines(), *(["reference"] if self.roles.refresh_steps is not None else [])]
-        return {role: self.roles.groups[role] for role in roles}
+        return {**{role: self.roles.groups[role] for role in roles}, **self.workers.drafting()}
 
     async def _restore(self) -> _ResumePoint:
         """From the newest checkpoint; without one the models are as the run began."""
@@ -318,6 +319,12 @@ class RLTrainer:
             await critic.call(CriticWorker.note_seen, found.parts["emitted"])
         buffered = await restored_buffered(self.workers.writer, found, self.roles.item)
         return _ResumePoint(found.step, found.info["stream"], buffered)
+
+    async def _point(self, step: int, attempt: RunAttempt) -> _ResumePoint:
+        """The present state, after ``step`` complete steps."""
+        for engine in self.workers.drafting().values():
+            await engine.call(NativeRolloutWorker.mark)
+        return _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered())
 
     async def _save(self, at: _ResumePoint) -> None:
         """Saves the state of ``at``, which is the present one."""

@@ -40,7 +40,8 @@ def native_rollout_worker(
         shares_actor: the engine computes with ``actor`` as it is; otherwise with a copy where it is not its own.
     """
     packed = actor if shares_actor or is_own else own_copy(actor)
-    engine = native_engine(packed, recipe.rollout.engine, codec.decode, owns_weights=not shares_actor)
+    config, speculation = recipe.rollout.engine, recipe.rollout.speculation
+    engine = native_engine(packed, config, codec.decode, owns_weights=not shares_actor, speculation=speculation)
     return NativeRolloutWorker(engine, codec)
 
 
@@ -82,6 +83,7 @@ def served_rollout_worker(
             device,
             staging,
             pool.budget_bytes is not None,
+            recipe.rollout.speculation,
         )
         router = open_engine(config, policy)
         made.callback(router.close)

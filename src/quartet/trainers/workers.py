@@ -194,6 +194,16 @@ class RunWorkers:
         self.engines: list[RoleGroup[AnyRolloutWorker]] = []
         self.writer: RoleGroup[Writer]
 
+    @property
+    def drafts(self) -> bool:
+        """Whether engines have a state that later drafts depend on; in a process of its own an engine keeps none."""
+        return self.recipe.rollout.speculation is not None and not is_served(self.recipe.rollout.engine)
+
+    def drafting(self) -> dict[str, RoleGroup[NativeRolloutWorker]]:
+        """The engines whose state is saved, by its name in a checkpoint."""
+        engines = cast(list[RoleGroup[NativeRolloutWorker]], self.engines) if self.drafts else []
+        return {f"rollout_{i}": engine for i, engine in enumerate(engines)}
+
     def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[AnyRolloutWorker]]]]:
         """Whose weights come to which engines."""
         return [(cast(RoleGroup[TrainWorker], self.models["actor"]), self.engines)]
@@ -313,7 +323,9 @@ class RayRunWorkers(RunWorkers):
         self._objects = objects.models_only()
         self._groups: dict[str, WorkerGroup] = {}
         self._num_deaths = 0
-        self._changing = {*TRAINED_ROLES, "reference"} if refresh_steps(recipe) is not None else {*TRAINED_ROLES}
+        self._changing = {*TRAINED_ROLES, *(["reference"] if refresh_steps(recipe) is not None else [])}
+        if self.drafts:
+            self._changing.add("rollout")
         self._backend = connect("ray", address=self.cluster.address)
         try:
             self._check_room()

@@ -198,6 +198,7 @@ class HTTPEngine(abc.ABC):
         self._raise_failure()
         for request in requests:
             check_request(request, context=self._context, vocab_size=self._vocab_size, decodes=self._decode is not None)
+            request.sampling.check_drawn_by("a server")
             if request.content_digests:
                 raise UserError(
                     "a server takes text alone",

@@ -265,6 +265,7 @@ class VLLMEngine:
 
 
 def _check_sampling(request: Request) -> None:
+    request.sampling.check_drawn_by("vLLM")
     temperature = request.sampling.temperature
     if temperature and not _LOWEST_TEMPERATURE <= temperature <= _HIGHEST_TEMPERATURE:
         raise UserError(
