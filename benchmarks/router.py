@@ -44,8 +44,6 @@ _ANSWERS: dict[str, Completion] = {}
 class Instant:
     """Answers everything at the next look."""
 
-    untruncated_logprobs = True
-
     def __init__(self) -> None:
         self._done: list[Completion] = []
 

@@ -25,6 +25,8 @@ def context() -> ForkServerContext:
             "context_ranks",
             "tensor_ranks",
             "vocabulary_ranks",
+            "peft",
+            "frozen_heap",
         ]
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -418,6 +418,10 @@ def failures_within_passes(sizes: dict[str, int]) -> dict[str, tuple[str, float]
     return found
 
 
+def within_passes(sizes: dict[str, int], recompute: bool) -> dict[str, Any]:
+    return {"memory": memory_within_passes(sizes, recompute), "failures": failures_within_passes(sizes)}
+
+
 def memory_within_forward_passes(mesh: Mesh) -> Any:
     """In the middle of the second micro-batch of the odd rank, when what is around the layers is gathered already."""
     packed, batch, budget = PackedCausalLM(make_model("causal")), make_batch(), TokenBudget(43, "train.token_budget")
@@ -495,3 +499,36 @@ def lost(sizes: dict[str, int], is_gone: bool) -> tuple[str, float]:
     raised, seconds = outcome(lambda: engine.train_step(make_batch(), SFTObjective())), time.monotonic() - begun
     _wait_for_the_last(mesh)
     return raised, seconds
+
+
+# Between passes ------------------------------------------------------------------------------------------
+
+
+def failures_in_sums(sizes: dict[str, Any]) -> dict[str, Any]:
+    """What is raised where the odd rank fails before or after a sum between passes, after how many seconds, and
+    whether the next update is that of an engine to which nothing has happened."""
+    mesh, found, sum_up = Mesh.of(DataParallelGroup.of_world(), **sizes), {}, PassGroup.sum_up
+    untroubled = engine_on(mesh)
+    expected = untroubled.train_step(make_batch(), SFTObjective()), weights(untroubled)
+    last = 4 * (mesh.replicate > 1) + (mesh.tensor > 1) - 1
+    for when, number in dict.fromkeys([("before", 0), ("after", 0), ("before", last), ("after", last)]):
+        engine, calls = engine_on(mesh), [0]
+
+        def fails(self: PassGroup, *args: Any, w: str = when, n: int = number, c: list[int] = calls, **options: Any):
+            c[0] += 1
+            if w == "after":
+                sum_up(self, *args, **options)
+            if c[0] == n + 1:
+                raise ValueError(f"no sum {n}")
+            if w == "before":
+                sum_up(self, *args, **options)
+
+        if mesh.data.rank == ODD:
+            PassGroup.sum_up = fails
+        begun = time.monotonic()
+        raised = outcome(lambda e=engine: e.train_step(make_batch(), SFTObjective()))
+        seconds, PassGroup.sum_up = time.monotonic() - begun, sum_up
+        after = engine.train_step(make_batch(), SFTObjective()), weights(engine)
+        is_same = after[0] == expected[0] and all(torch.equal(after[1][n], v) for n, v in expected[1].items())
+        found[f"{when} {number}"] = raised, seconds, is_same
+    return found

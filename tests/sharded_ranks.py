@@ -36,11 +36,13 @@ UPDATES = 3
 # Models and batches --------------------------------------------------------------------------------------
 
 
-def make_model(kind: str, dtype: torch.dtype = torch.float64, *, tied: bool = False) -> PreTrainedModel:
+def make_model(
+    kind: str, dtype: torch.dtype = torch.float64, *, tied: bool = False, num_layers: int = 3
+) -> PreTrainedModel:
     """The same tiny model on every call; in fp64 its norms are, too."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=8,
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=num_layers, num_attention_heads=8,
         num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.2, pad_token_id=None,
         bos_token_id=None, eos_token_id=None, tie_word_embeddings=tied,
     )  # fmt: skip
@@ -120,7 +122,10 @@ def objectives() -> dict[str, tuple[str, Objective, tuple[LossTerm, ...]]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train; ``shard`` and ``replicate`` are 0 in one process without a mesh."""
+    """One way to train; ``shard`` and ``replicate`` are 0 in one process without a mesh.
+
+    ``adds``: whether the losses that ``objectives`` adds are trained on, too.
+    """
 
     objective: str
     shard: int = 0
@@ -136,6 +141,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     precision: str = "fp32"
     token_budget: int = 50
+    num_layers: int = 3
+    adds: bool = True
 
     @property
     def world(self) -> int:
@@ -169,7 +176,7 @@ def make_engine(case: Case, mesh: Mesh | None, **config: Any) -> TrainEngine[Any
             **config,
         }
     )
-    model = make_model(kind, case.dtype, tied=case.tied and kind == "causal")
+    model = make_model(kind, case.dtype, tied=case.tied and kind == "causal", num_layers=case.num_layers)
     holder = PackedCausalLM if kind == "causal" else PackedScalarModel
     packed = holder(model, case.precision, activation_checkpointing=settings.activation_checkpointing)
     if settings.lora is not None:
@@ -190,7 +197,8 @@ def full(tensor: Tensor) -> Tensor:
 def trained(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     """Log-probabilities or scalars before, metrics of three updates, gradients of the first, weights after all."""
     engine, batch = make_engine(case, mesh), make_batch(deep=case.deep)
-    _, objective, also = objectives()[case.objective]
+    _, objective, added = objectives()[case.objective]
+    also = added if case.adds else ()
     columns = engine.forward(batch, objective.needs)
     found: dict[str, Any] = {"outputs": {**columns.token, **columns.sequence}, "metrics": []}
     for update in range(UPDATES):

@@ -144,26 +144,31 @@ def test_a_rank_whose_idle_passes_fail_too_is_named_in_bounded_time() -> None:
         assert "rank 1 of 3: KeyError: 'within a pass'" in error and seconds < 10
 
 
-IN_PASSES = pytest.mark.parametrize(
-    ("world", "sizes"),
-    [
-        (4, {"shard": 4}),
-        (4, {"shard": 2}),
-        (2, {"tensor": 2}),
-        (2, {"context": 2}),
-        (4, {"context": 2, "tensor": 2}),
-        (4, {"shard": 2, "tensor": 2}),
-    ],
-    ids=["one copy", "two copies", "tensor", "context", "context and tensor", "shard and tensor"],
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "one copy": (4, {"shard": 4}),
+    "two copies": (4, {"shard": 2}),
+    "tensor": (2, {"tensor": 2}),
+    "context": (2, {"context": 2}),
+    "context and tensor": (4, {"context": 2, "tensor": 2}),
+    "shard and tensor": (4, {"shard": 2, "tensor": 2}),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    # Tensor ranks alone do nothing that those of the last two meshes do not.
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "tensor")) for name in MESHES],
 )
+def within_passes(request: pytest.FixtureRequest) -> Results:
+    """Of each rank of a mesh, what happened where memory ran out and where it failed."""
+    world, sizes = MESHES[request.param]
+    recompute = request.param in ("one copy", "context and tensor")
+    return rank_forks.run_ranks(world, ranks.within_passes, sizes, recompute, limit_s=240.0)
 
 
-@IN_PASSES
-def test_where_memory_runs_out_within_a_pass_all_start_over(world: int, sizes: dict[str, int], tolerances: Any) -> None:
+def test_where_memory_runs_out_within_a_pass_all_start_over(within_passes: Results, tolerances: Any) -> None:
     atol, rtol = tolerances[torch.float64]
-    recompute = sizes in ({"shard": 4}, {"context": 2, "tensor": 2})
-    found = rank_forks.run_ranks(world, ranks.memory_within_passes, sizes, recompute, limit_s=240.0)
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(result["memory"] for result in within_passes):
         for place, (budget, (metrics, expected), attempts, seconds, freed) in of_rank["steps"].items():
             assert budget < 43 and len(attempts) == 2, f"{place}: one attempt, and one with half the budget"
             assert metrics == pytest.approx(expected, rel=rtol, abs=atol), place
@@ -178,9 +183,8 @@ def test_where_memory_runs_out_within_a_pass_all_start_over(world: int, sizes: d
             torch.testing.assert_close(after[name], values, atol=atol, rtol=rtol)
 
 
-@IN_PASSES
-def test_a_failure_within_a_pass_is_told_to_all_at_once(world: int, sizes: dict[str, int]) -> None:
-    for rank, of_rank in enumerate(rank_forks.run_ranks(world, ranks.failures_within_passes, sizes)):
+def test_a_failure_within_a_pass_is_told_to_all_at_once(within_passes: Results) -> None:
+    for rank, of_rank in enumerate(result["failures"] for result in within_passes):
         for place, (raised, seconds) in of_rank.items():
-            told = "" if rank == ranks.ODD else f"RankFailed: another rank failed in this update: rank 1 of {world}: "
-            assert raised == f"{told}ValueError: no {place}" and seconds < 20
+            told = f"RankFailed: another rank failed in this update: rank 1 of {len(within_passes)}: "
+            assert raised == f"{'' if rank == ranks.ODD else told}ValueError: no {place}" and seconds < 20

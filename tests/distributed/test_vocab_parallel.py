@@ -7,7 +7,6 @@ import torch
 
 import rank_forks
 import vocabulary_ranks as ranks
-from quartet.config import UserError
 from quartet.models.logprobs import LogprobRule, token_logprobs
 from quartet.models.truncation import Limits
 from quartet.train.parallel.vocabulary import VocabParallel
@@ -46,8 +45,6 @@ class _Ranks:
 
 
 def test_what_cannot_be_in_parts_is_refused() -> None:
-    with pytest.raises(UserError, match="vocabulary is too small"):
-        VocabParallel(14, _Ranks())
     part = VocabParallel(16, _Ranks())
     limited = LogprobRule(torch.float32, limits=Limits(2, 1.0, 0.0))
     with pytest.raises(ValueError, match="whole vocabulary"):

@@ -172,15 +172,16 @@ def test_adapters_on_layers_that_ranks_have_between_them(
                 assert other[figure] == pytest.approx(row[figure], rel=1e-4, abs=1e-6), (name, row["step"], figure)
 
 
-@pytest.mark.slow
-def test_a_role_that_cannot_be_cut_so_is_named(
+def test_a_role_that_cannot_be_cut_so_is_named_before_workers_start(
     ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], steps: Any
 ) -> None:
-    recipe = cut(
-        recipes["rl"](output_dir="uncut", placement=PIPELINED, cluster=RAY, **steps), CUTS | {"critic": {"context": 4}}
-    )
-    found = quartet("rl", world.recipe("uncut", recipe))
-    found.expect_user_error("critic: Qwen2", "2 heads", "sharding.context 4", "choose tensor × context among 1, 2")
+    recipe = recipes["rl"](output_dir="uncut", placement=PIPELINED, cluster=RAY, **steps)
+    path = world.recipe("uncut", cut(recipe, CUTS | {"critic": {"context": 4}}))
+    says = ("critic: Qwen2", "2 heads", "sharding.context 4", "choose tensor × context among 1, 2")
+    found, examined = quartet("rl", path), quartet("doctor", path)
+    found.expect_user_error(*says)
+    assert "starting workers" not in found.out + found.err
+    assert examined.status == 1 and all(part in examined.out for part in says), examined.out
 
 
 def taken_up(source: str, recipe: dict[str, Any], world: Any, quartet: Callable[..., Any]) -> None:

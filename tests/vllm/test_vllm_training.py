@@ -13,7 +13,15 @@ import pytest
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
 from quartet.config.cluster import RayCluster
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, ModelConfig, OptimConfig, SamplingConfig
+from quartet.config.common import (
+    CheckpointConfig,
+    LogConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimConfig,
+    SamplingConfig,
+    ShardingConfig,
+)
 from quartet.config.common import TrainConfig as Train
 from quartet.config.engines import VLLMEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
@@ -43,10 +51,10 @@ def trainer(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def make(placement: str, *, resume: bool = False, **changes: Any) -> RLTrainer:
-        sampling = changes.pop("sampling", {})
+    def make(name: str, *, resume: bool = False, **changes: Any) -> RLTrainer:
+        sampling, own = changes.pop("sampling", {}), changes.pop("engine", {})
         engine = VLLMEngineConfig(
-            python=str(PYTHON), enforce_eager=True, cache_bytes=1 << 26, max_num_seqs=16, max_model_len=128
+            python=str(PYTHON), enforce_eager=True, cache_bytes=1 << 26, max_num_seqs=16, max_model_len=128, **own
         )
         values: dict[str, Any] = {
             "algorithm": GRPO(kl=KLConfig(coef=0.01), off_policy=OffPolicyConfig()),
@@ -57,7 +65,7 @@ def trainer(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             "responses_per_prompt": 4,
             "chunk_size": 2,
             "threads": 1,
-            "placement": PLACEMENTS[placement],
+            "placement": PLACEMENTS[name],
             "output_dir": str(tmp_path / "run"),
             "log": LogConfig(tensorboard=False),
             "checkpoint": CheckpointConfig(every_steps=5),
@@ -131,3 +139,26 @@ def test_on_ray_each_worker_starts_its_engine(trainer: Callable[..., RLTrainer],
     shared_ray.start()
     cluster = RayCluster(cpus_per_process=0.1)
     checked(trainer("separated", cluster=cluster, steps=4), steps=4)
+
+
+def test_an_actor_cut_by_tensor_beside_an_engine_cut_otherwise(
+    trainer: Callable[..., RLTrainer], stories: Path, shared_ray: Any
+) -> None:
+    """Its weights come together on their way, and the engine's two workers cut them anew."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+    shared_ray.start()
+    cut = ActorConfig(
+        model=ModelConfig(path=str(stories)),
+        train=Train(optim=OptimConfig(lr=1e-3)),
+        sharding=ShardingConfig(tensor=2, shard=2),
+    )
+    pools = {"engine": {"roles": ["rollout"]}, "models": {"roles": ["actor", "reference"], "processes": 4}}
+    made = trainer(
+        "pipelined",
+        actor=cut,
+        engine={"tensor_parallel_size": 2},
+        cluster=RayCluster(cpus_per_process=0.1),
+        placement={"type": "pipelined", "pools": pools},
+        steps=3,
+    )
+    checked(made, steps=3)

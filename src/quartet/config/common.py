@@ -314,12 +314,12 @@ class SamplingConfig(Strict):
     truncated_logprobs: bool = Field(
         False,
         description="Log-probabilities, the trainer's too, are those of the tokens that top_p, top_k and min_p leave, "
-        "and not of all; engines that report such need it.",
+        "and not of all.",
     )
     draw: Literal["inverse", "gumbel"] = Field(
         "inverse",
         description="How a seed picks a token: inverse, by one number per token; gumbel, by one for every token of the "
-        "vocabulary, which costs more, and lets drafts by speculation match more often. The native engine has both.",
+        "vocabulary, which costs more, and lets drafts by speculation match more often. The engines native and vllm have both.",
     )
 
     @property

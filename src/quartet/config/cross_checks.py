@@ -25,13 +25,7 @@ from quartet.config.algorithms import (
 )
 from quartet.config.cluster import device_misfit
 from quartet.config.common import ShardingConfig
-from quartet.config.engines import (
-    NativeEngineConfig,
-    ServerEngineConfig,
-    SGLangEngineConfig,
-    VLLMEngineConfig,
-    draw_misfit,
-)
+from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, draw_misfit
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.config.speculation import MedusaSpeculation
@@ -124,19 +118,11 @@ def _engines(recipe: RLRecipe) -> Iterator[str]:
             f"rollout.sampling.truncated_logprobs is for methods that compare with the sampler; "
             f"{recipe.algorithm.name} learns the whole distribution: leave it out"
         )
-    if sampling.truncates and isinstance(engine, VLLMEngineConfig):
-        if not sampling.truncated_logprobs:
-            is_compared = isinstance(recipe.algorithm, PolicyGradient)
-            choice = "set rollout.sampling.truncated_logprobs: true, or " if is_compared else ""
-            yield (
-                "vllm's log-probabilities are those of the tokens that top_p, top_k and min_p leave, the trainer's "
-                f"those of all tokens: {choice}leave these out"
-            )
-        elif sampling.min_p > 0 and sampling.top_p < 1:
-            yield (
-                "vllm applies min_p before top_p, the trainer after it: with truncated_logprobs set one of "
-                "rollout.sampling.min_p and top_p"
-            )
+    if sampling.truncated_logprobs and isinstance(engine, SGLangEngineConfig):
+        yield (
+            "rollout.sampling.truncated_logprobs is for native and vllm: sglang's log-probabilities are those of all "
+            "tokens; leave it out"
+        )
 
 
 def _speculation(recipe: RLRecipe) -> Iterator[str]:

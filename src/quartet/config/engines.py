@@ -174,11 +174,11 @@ def is_served(engine: EngineConfig) -> bool:
 
 def draw_misfit(key: str, sampling: SamplingConfig, engine: EngineConfig) -> str | None:
     """Why the engine cannot draw as the section ``key`` asks; None where it can."""
-    if sampling.draw == "inverse" or isinstance(engine, NativeEngineConfig):
+    if sampling.draw == "inverse" or isinstance(engine, NativeEngineConfig | VLLMEngineConfig):
         return None
     return (
-        f"{key}.draw gumbel needs a random number for every token of the vocabulary, which the native engine has; "
-        f"{engine.type} draws in its own way: leave it out"
+        f"{key}.draw gumbel needs this project's sampler, which native and vllm have; {engine.type} draws in its own "
+        "way: leave it out"
     )
 
 

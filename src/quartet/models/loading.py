@@ -98,6 +98,17 @@ def load_causal_lm(path: str, *, empty: bool = False) -> PreTrainedModel:
     return model.eval()
 
 
+def outlined(path: str) -> PreTrainedModel:
+    """The causal LM that config.json at ``path`` describes, on the meta device; weights need not be there.
+
+    Raises:
+        UserError: it describes none.
+    """
+    with _quiet(), loading(path, "causal language model"), torch.device("meta"):
+        outline: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(local_or_hub(path, "model")))
+    return outline
+
+
 def load_scalar_model(path: str, *, empty: bool = False) -> PreTrainedModel:
     """The reward model or critic at ``path`` in fp32; ``empty`` as for ``load_causal_lm``.
 

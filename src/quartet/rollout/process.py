@@ -45,7 +45,6 @@ class EngineProcess:
     def __init__(self, spec: EngineSpec, staging: StagedWeights | None = None) -> None:
         self.spec = spec
         self.name = spec.name
-        self.untruncated_logprobs = True  # until it says otherwise
         self._staging = staging
         self._ledger = RequestLedger(spec.name)
         self._child: EngineChild | None = None
@@ -184,7 +183,7 @@ class EngineProcess:
             self._ledger.drop(value.request_ids)
             self._inbox.append(value)
         elif what == "made":
-            self.untruncated_logprobs, self._is_made = value, True
+            self._is_made = True
             self._require().drop_folder()
         elif what == "error" and not self._is_made:
             raise self._fail("", _END_S, cause=value)

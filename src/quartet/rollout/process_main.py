@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import select
 import sys
 import time
 import traceback
@@ -55,7 +56,7 @@ def _made(connection: Connection, target: str, kwargs: Mapping[str, Any]) -> Ste
     except UserError as error:
         connection.send(("error", error, None))
         raise
-    connection.send(("made", engine.untruncated_logprobs, engine.stats()))
+    connection.send(("made", None, engine.stats()))
     return engine
 
 
@@ -70,10 +71,13 @@ class _Service:
         self._connection = connection
         self._has_weights = has_weights
         self._last_word = time.monotonic()
+        # ``Connection.poll`` would make one of these at every step.
+        self._messages = select.poll()
+        self._messages.register(connection, select.POLLIN)
 
     def run(self) -> None:
         while True:
-            while self._connection.poll(0 if self._has_weights and self._engine.can_step else None):
+            while self._messages.poll(0 if self._has_weights and self._engine.can_step else None):
                 self._answer(*self._connection.recv())
             try:
                 done = self._engine.completed(0)

@@ -41,7 +41,7 @@ class SamplingParams:
         truncated_logprobs: log-probabilities are those of the tokens that ``top_p``, ``top_k`` and ``min_p`` keep, and
             of the sampled one.
         draw: by inverting the distribution function at one number, or by Gumbel noise for every token, which two
-            distributions that are nearly alike share most tokens by. Of the native engine.
+            distributions that are nearly alike share most tokens by; no server has it.
     """
 
     temperature: float = 1.0
@@ -70,15 +70,6 @@ class SamplingParams:
             raise _bad("stop_strings", self.stop_strings, "a tuple of non-empty strings")
         if not 0 <= self.seed < _SEED_LIMIT:
             raise _bad("seed", self.seed, "an integer from 0 to 2**64 - 1")
-
-    def check_drawn_by(self, engine: str) -> None:
-        """Raises UserError where an engine that draws in its own way is asked for Gumbel noise."""
-        if self.draw != "inverse":
-            raise UserError(
-                f"{engine} draws tokens in its own way",
-                found=f"draw = {self.draw!r}",
-                remedy="leave it out, or use the native engine",
-            )
 
     @property
     def greedy(self) -> bool:
@@ -327,15 +318,7 @@ class EngineFailed(UserError):
 
 
 class RolloutEngine(Protocol):
-    """An engine that computes at its own pace. Its methods are called from one thread at a time.
-
-    Attributes:
-        untruncated_logprobs: the log-probabilities of its completions are those of the untruncated distribution
-            whatever the sampling is. Where not, top-p, top-k and min-p renormalise them.
-    """
-
-    @property
-    def untruncated_logprobs(self) -> bool: ...
+    """An engine that computes at its own pace. Its methods are called from one thread at a time."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; all of them or, on an error, none.

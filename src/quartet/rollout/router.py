@@ -98,10 +98,6 @@ class Router:
 
     # Engines ---------------------------------------------------------------------------------------------
 
-    @property
-    def untruncated_logprobs(self) -> bool:
-        return all(member.engine.untruncated_logprobs for member in self._members)
-
     def join(self, engine: RolloutEngine, name: str | None = None) -> None:
         """From now on ``engine`` gets requests, once it is ready. It has none, and the weights of the others."""
         name = name or getattr(engine, "name", None) or f"engine {len(self._members)}"

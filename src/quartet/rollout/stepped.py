@@ -27,7 +27,6 @@ class SteppedEngine:
 
     def __init__(self, engine: StepEngine) -> None:
         self.engine = engine
-        self.untruncated_logprobs: bool = getattr(engine, "untruncated_logprobs", True)
         self._is_paused = False
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -33,7 +33,8 @@ from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, Store
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 from quartet.train.parallel.exchange import RankExchange
-from quartet.train.parallel.fsdp import ShardedModel, clip_sharded_gradients, shard_model
+from quartet.train.parallel.fsdp import ShardedModel, shard_model
+from quartet.train.parallel.gradients import clip_sharded_gradients
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.parallel.tensors import local
 from quartet.train.state import (

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from quartet.config import UserError
-from quartet.config.common import LoRAConfig, ModelConfig, SamplingConfig
+from quartet.config.common import LoRAConfig, ModelConfig
 from quartet.config.engines import (
     EngineConfig,
     NativeEngineConfig,
@@ -219,24 +219,6 @@ def _devices_of(number: int, config: VLLMEngineConfig, visible: Sequence[str]) -
             "(cluster.gpus_per_process)",
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[(number * size + n) % len(visible)] for n in range(size))}
-
-
-def check_logprobs(engine: RolloutEngine, config: EngineConfig, sampling: SamplingConfig) -> None:
-    """
-    Raises:
-        UserError: the engine reports other log-probabilities than the trainer computes.
-    """
-    if not sampling.truncates or engine.untruncated_logprobs != sampling.truncated_logprobs:
-        return
-    if sampling.truncated_logprobs and isinstance(config, NativeEngineConfig):
-        return
-    reports, do = ("all tokens", "false") if sampling.truncated_logprobs else ("the tokens kept", "true")
-    raise UserError(
-        f"log-probabilities of engine {config.type} and trainer would be of different distributions",
-        found=f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}; the engine normalises over "
-        f"{reports}",
-        remedy=f"set rollout.sampling.truncated_logprobs: {do}, or leave top_p, top_k and min_p out",
-    )
 
 
 def has_folder(config: ModelConfig | None) -> bool:

@@ -280,6 +280,9 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
         )
         self._reference = None  # the worker's, which gives it back before the first step
 
+    def _models(self) -> list[tuple[str | None, PreTrainedModel | None]]:
+        return [*super()._models(), (self.recipe.reference.path, self._reference)]
+
     async def _prepare(self, group: RoleGroup[PreferenceWorker]) -> None:
         """Has the reference's log-probabilities computed where they are not there."""
         run, path, is_resumed = self.run, self._path_of_workers, bool(self.run.saved_steps())

@@ -58,6 +58,7 @@ from quartet.trainers.process_reward_roles import ProcessScorer
 from quartet.trainers.ptx import build_ptx
 from quartet.trainers.reward_roles import RewardModelRole
 from quartet.trainers.reward_sources import RewardSources, check_columns, reward_functions, reward_weights
+from quartet.trainers.sharded_models import check_cuts, shardings
 
 CANARY_TOKENS = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
@@ -128,6 +129,7 @@ class RLRoles:
                 )
             self.critic = loader.critic_engine
             self._check_contexts(longest)
+            check_cuts(loader, shardings(recipe, shares_reference=shares_reference))
             self.ptx = build_ptx(recipe, objects.ptx_rows, self.codec, context)
             self.actor = loader.actor_engine
             self._check_refresh()

@@ -17,7 +17,7 @@ from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.schedule.served_rollout_worker import ServedRolloutWorker
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import precision_on
-from quartet.trainers.engines import Policy, check_logprobs, model_folder, native_engine, open_engine, vllm_dtype
+from quartet.trainers.engines import Policy, model_folder, native_engine, open_engine, vllm_dtype
 
 AnyRolloutWorker = NativeRolloutWorker | ServedRolloutWorker
 
@@ -87,7 +87,6 @@ def served_rollout_worker(
         )
         router = open_engine(config, policy)
         made.callback(router.close)
-        check_logprobs(router, config, recipe.rollout.sampling)
         worker = ServedRolloutWorker(
             router,
             codec,

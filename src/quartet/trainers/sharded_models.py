@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -16,6 +17,7 @@ from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.schedule.model_worker import ScoreWorker, TrainWorker
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.group import DataParallelGroup
+from quartet.train.parallel.layer_plan import check_cut
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import META
@@ -45,6 +47,29 @@ def model_rewards(recipe: RLRecipe) -> list[ModelReward | ProcessModelReward]:
     """Those that the recipe names, of training and of evaluation."""
     only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
     return [source for source in (*recipe.rewards, *only) if isinstance(source, ModelReward | ProcessModelReward)]
+
+
+def check_cuts(loader: ModelLoader, of_role: Mapping[str, ShardingConfig]) -> None:
+    """
+    Args:
+        loader: of models that need no contents.
+        of_role: as of ``shardings``.
+
+    Raises:
+        UserError: a role's model cannot be cut as the recipe says.
+    """
+    for role in loader.roles():
+        with _naming(role):
+            check_cut(loader.model(role), **of_role.get(role, ShardingConfig()).peers)
+
+
+@contextmanager
+def _naming(role: str) -> Iterator[None]:
+    """User errors within begin with the role."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{role}: {error.problem}", found=error.found, remedy=error.remedy) from error
 
 
 class Meshes:
@@ -108,10 +133,8 @@ class ShardedModels:
         assert mesh is not None, "only models of several processes are cut"
         if id(packed.model) not in self._filled:
             self._filled.add(id(packed.model))
-            try:
+            with _naming(role):
                 shard_model(packed, mesh, on_host=self._mesh_of.sharding_of(role).cpu_offload)
-            except UserError as error:
-                raise UserError(f"{role}: {error.problem}", found=error.found, remedy=error.remedy) from error
             load_shares(packed, self._contents(role), device=self._device, seed=self._recipe.seed)
         return self._empty.worker(role, ptx)
 

@@ -22,12 +22,13 @@ from quartet.cluster.ranks import End, Ranks
 from quartet.config import Interrupted, UserError
 from quartet.config.cluster import RayCluster
 from quartet.config.supervised import SupervisedRecipe
-from quartet.models.loading import (
-    load_trained,
-)
+from quartet.models.directories import on_meta
+from quartet.models.loading import load_trained, outlined
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.progress import Progress
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup
+from quartet.train.parallel.layer_plan import check_cut
 from quartet.trainers import checkpoints
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.input_sources import (
@@ -93,11 +94,30 @@ class SupervisedTrainer(Generic[R, W]):
         self._processes: WorkerGroup | None = None
         self._joined: Ranks | None = None
         if recipe.cluster.type == "ray":
+            self._check_cuts()
             self._backend = connect("ray", address=recipe.cluster.address)
             take_back_signals()
         elif recipe.cluster.type == "local":
             self._worker = cast(W, self.worker_class(recipe, self._given, device))
             self._given = Given()  # the worker gives them back; kept here, too, they would stay in memory to the end
+
+    def _check_cuts(self) -> None:
+        """Before any process starts; of models that other machines alone have, the workers do it.
+
+        Raises:
+            UserError: a model cannot be cut as the recipe says.
+        """
+        recipe = self.recipe
+        for path, passed in self._models() if recipe.sharding.copy_size > recipe.sharding.shard else ():
+            if passed is None and (path is None or not os.path.isdir(os.path.expanduser(path))):
+                continue
+            model = on_meta([passed])[0] if passed is not None else outlined(str(path))
+            kind = PackedScalarModel if getattr(model, "score", None) is not None else PackedCausalLM
+            check_cut(kind(model), **recipe.sharding.peers)
+
+    def _models(self) -> list[tuple[str | None, PreTrainedModel | None]]:
+        """Path or object of each model that processes hold between them."""
+        return [(self.recipe.model.path if self.recipe.model is not None else None, self._given.model)]
 
     @property
     def worker(self) -> W:

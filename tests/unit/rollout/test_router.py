@@ -53,8 +53,6 @@ class FakeEngine:
         fails_to: methods that fail, always.
     """
 
-    untruncated_logprobs = True
-
     def __init__(self, num_slots: int = 4, *, clock: Clock | None = None, fails_to: Sequence[str] = ()) -> None:
         self.num_slots = num_slots
         self.fails_to = fails_to

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+from torch import nn
 
 from architectures import build
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.packed_model import PackedCausalLM
-from quartet.train.parallel.tensor import check_sizes, layer_styles
+from quartet.train.parallel.layer_plan import check_cut, layer_styles
 
 
 def packed(family: str = "llama", plan: dict[str, str] | None = None, **changed: object) -> PackedCausalLM:
@@ -29,7 +30,7 @@ def test_adapted_layers_are_cut_as_their_base() -> None:
     assert len(plain) == 14 and plain["layers.1.mlp.down_proj"] == "rowwise"
     model.adapt(LoRAConfig(rank=2), seed=0)
     assert layer_styles(model) == plain
-    check_sizes(model, plain, 4)
+    check_cut(model, context=1, tensor=4)
 
 
 def without(name: str) -> dict[str, str]:
@@ -44,6 +45,16 @@ def without(name: str) -> dict[str, str]:
         ("llama", {**PLAN, "layers.*.mlp.router": "colwise"}, "does not fit LlamaForCausalLM.*no layers.*mlp.router"),
         ("llama", without("layers.*.mlp.up_proj"), "the plan does not say how mlp.up_proj is cut.*base_model_tp_plan"),
         ("llama", {**PLAN, "layers.*.input_layernorm": "colwise"}, "input_layernorm is a LlamaRMSNorm, not a linear"),
+        (
+            "llama",
+            {"layers.*.mlp.down_proj": "rowwise"},
+            "layers.0.mlp.down_proj is cut in rows, and no layer of layers.0.mlp in columns.*base_model_tp_plan",
+        ),
+        (
+            "llama",
+            {**PLAN, "layers.*.self_attn.o_proj": "colwise"},
+            "self_attn.o_proj is cut in columns, and no layer of layers.0.self_attn in rows",
+        ),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(family: str, plan: dict[str, str] | None, says: str) -> None:
@@ -53,18 +64,60 @@ def test_plans_that_do_not_fit_are_refused(family: str, plan: dict[str, str] | N
 
 
 @pytest.mark.parametrize(
-    ("changed", "tensor", "found", "nearest"),
+    ("changed", "sizes", "found", "nearest"),
     [
-        ({}, 3, "4 attention heads, 32 outputs of layers.*.self_attn.q_proj", "2 or 4"),
-        ({"intermediate_size": 50}, 4, "50 outputs of layers.*.mlp.gate_proj", "1 or 2"),
-        ({"head_dim": 6, "num_key_value_heads": 1}, 4, "6 outputs of layers.*.self_attn.k_proj", "1 or 2"),
+        ({}, (1, 3), "3; 4 attention heads, 32 outputs of layers.*.self_attn.q_proj", "tensor 2 or 4"),
+        ({"intermediate_size": 50}, (1, 4), "4; 50 outputs of layers.*.mlp.gate_proj", "tensor 1 or 2"),
+        (
+            {"head_dim": 6, "num_key_value_heads": 1},
+            (1, 4),
+            "4; 6 outputs of layers.*.self_attn.k_proj",
+            "tensor 1 or 2",
+        ),
+        ({}, (2, 4), "4; 2 attention heads for each of 2 context ranks", "tensor 1 or 2"),
+        ({"vocab_size": 5}, (1, 4), "4; 5 tokens of the vocabulary, of which a rank would have none", "tensor 1 or 2"),
     ],
 )
 def test_sizes_that_do_not_divide_name_the_nearest_that_do(
-    changed: dict[str, int], tensor: int, found: str, nearest: str
+    changed: dict[str, int], sizes: tuple[int, int], found: str, nearest: str
 ) -> None:
-    model = packed(**changed)
+    context, tensor = sizes
     with pytest.raises(UserError) as raised:
-        check_sizes(model, layer_styles(model), tensor)
-    assert f"sharding.tensor: {tensor}; " in raised.value.found and found in raised.value.found
-    assert raised.value.remedy.endswith(f"sharding.tensor {nearest}")
+        check_cut(packed(**changed), context=context, tensor=tensor)
+    assert f"sharding.tensor: {found}" in raised.value.found, raised.value.found
+    assert raised.value.remedy.endswith(f"sharding.{nearest}")
+
+
+def test_more_context_ranks_than_heads_and_heads_that_they_do_not_divide() -> None:
+    for context in (3, 8):
+        with pytest.raises(UserError, match="cannot share its attention out") as raised:
+            check_cut(packed(), context=context, tensor=1)
+        assert f"4 heads, sharding.tensor 1 × sharding.context {context} = {context}" in raised.value.found
+        assert "choose tensor × context among 1, 2, 4, the nearest is" in raised.value.remedy
+
+
+def test_exact_numerics_are_refused() -> None:
+    exact = packed()
+    exact.numerics = "exact"
+    check_cut(exact, context=1, tensor=1)
+    for sizes in ({"context": 2, "tensor": 1}, {"context": 1, "tensor": 2}):
+        with pytest.raises(UserError, match="exact needs every sum in one process"):
+            check_cut(exact, **sizes)
+
+
+def test_angles_that_depend_on_the_longest_position_are_refused() -> None:
+    turning = packed(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    check_cut(turning, context=1, tensor=2)
+    with pytest.raises(UserError, match="rotary"):
+        check_cut(turning, context=2, tensor=1)
+
+
+def test_a_head_of_another_class_cannot_be_shared_out() -> None:
+    class Head(nn.Linear):
+        """Which may compute anything."""
+
+    model = packed()
+    model.head = Head(32, 61)
+    check_cut(model, context=2, tensor=1)
+    with pytest.raises(UserError, match="the head of LlamaForCausalLM"):
+        check_cut(model, context=1, tensor=2)

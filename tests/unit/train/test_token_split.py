@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quartet.config import UserError
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.parallel.context import ModelParallel, SplitAttention, TokenSplit
 
@@ -95,12 +94,6 @@ def _packed(**options) -> PackedCausalLM:
     return PackedCausalLM(LlamaForCausalLM(config))
 
 
-def test_heads_that_cannot_be_shared_out_are_refused() -> None:
-    packed = _packed()
-    with pytest.raises(UserError, match="the nearest is 4"):
-        ModelParallel.of(packed, tensor=Place(2, 0), context=Place(3, 0))
-
-
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (8, 4), (4, 4)])
 def test_own_heads_are_taken_where_a_rank_has_all(heads, kv_heads) -> None:
     given = torch.arange(8.0).view(1, 8, 1, 1)
@@ -124,21 +117,7 @@ def test_a_layer_with_another_number_of_heads_is_refused() -> None:
         SplitAttention(None, split).attend(0, q, k, k, None)
 
 
-def test_exact_numerics_are_refused() -> None:
-    packed = _packed()
-    packed.numerics = "exact"
-    with pytest.raises(UserError, match="exact needs every sum in one process"):
-        ModelParallel.of(packed, tensor=Place(2, 0), context=None)
-
-
 def test_what_a_row_of_the_head_costs() -> None:
     """In tokens through the layer: 16 × 32 weights against four times 32 × 32 and three times 32 × 8."""
     parallel = ModelParallel.of(_packed(), tensor=None, context=Place(2, 0))
     assert parallel.row_cost == pytest.approx(512 / (4 * 1024 + 3 * 256))
-
-
-def test_angles_that_depend_on_the_longest_position_are_refused() -> None:
-    packed = _packed(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    ModelParallel.of(packed, tensor=Place(2, 0), context=None)
-    with pytest.raises(UserError, match="rotary"):
-        ModelParallel.of(packed, tensor=None, context=Place(2, 0))

@@ -15,7 +15,7 @@ import torch
 from breaking import same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, SamplingConfig
-from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, VLLMEngineConfig
+from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, VLLMEngineConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import RLRecipe, RolloutConfig
 from quartet.config.speculation import HistorySpeculation, MedusaSpeculation, SpeculationConfig, StepCosts
@@ -170,7 +170,7 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
             {"engine": VLLMEngineConfig(), "speculation": HISTORY},
             "rollout.speculation is verified by the native engine alone; found rollout.engine vllm",
         ),
-        ({"engine": VLLMEngineConfig(), "sampling": GUMBEL}, "rollout.sampling.draw gumbel needs a random number"),
+        ({"engine": SGLangEngineConfig(), "sampling": GUMBEL}, "rollout.sampling.draw gumbel needs this project's"),
         (
             {"speculation": MedusaSpeculation(path="heads", choose="gumbel")},
             "rollout.sampling.draw is inverse, which hardly ever gives the same token",
@@ -180,7 +180,7 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
             "guesses what a request draws by draw inverse",
         ),
     ],
-    ids=["vllm drafts", "vllm draws", "gumbel from inverse", "uniform from gumbel"],
+    ids=["vllm drafts", "sglang draws", "gumbel from inverse", "uniform from gumbel"],
 )
 def test_what_does_not_fit_together_is_refused(section: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):

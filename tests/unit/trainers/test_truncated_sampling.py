@@ -11,7 +11,7 @@ import pytest
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, OnlineDPO
 from quartet.config.common import LogConfig, SamplingConfig
-from quartet.config.engines import VLLMEngineConfig
+from quartet.config.engines import SGLangEngineConfig, VLLMEngineConfig
 from quartet.config.recipe import RLRecipe, RolloutConfig
 from quartet.observe.trackers import read_metrics
 from quartet.trainers import attempt, roles
@@ -56,14 +56,13 @@ def test_without_the_trainers_part_they_would_differ(first_step: Any, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("changes", "sampling", "found"),
+    ("algorithm", "engine", "found"),
     [
-        ({}, {"top_p": 0.9}, "truncated_logprobs: true"),
-        ({}, {"top_p": 0.9, "min_p": 0.1, "truncated_logprobs": True}, "min_p before top_p"),
-        ({"algorithm": OnlineDPO()}, {"top_k": 5, "truncated_logprobs": True}, "learns the whole distribution"),
+        (GRPO(), SGLangEngineConfig(urls=("http://127.0.0.1:1",), weights="distributed"), "is for native and vllm"),
+        (OnlineDPO(), VLLMEngineConfig(), "learns the whole distribution"),
     ],
 )
-def test_what_cannot_agree_is_refused(changes: dict[str, Any], sampling: dict[str, Any], found: str) -> None:
-    rollout = RolloutConfig(engine=VLLMEngineConfig(), sampling=SamplingConfig(**sampling))
+def test_what_cannot_agree_is_refused(algorithm: Any, engine: Any, found: str) -> None:
+    rollout = RolloutConfig(engine=engine, sampling=SamplingConfig(top_k=5, truncated_logprobs=True))
     with pytest.raises(UserError, match=found):
-        RLRecipe(**{"algorithm": GRPO(), "rollout": rollout, **changes})
+        RLRecipe(algorithm=algorithm, rollout=rollout)

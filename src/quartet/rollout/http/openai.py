@@ -20,8 +20,6 @@ class OpenAIEngine(HTTPEngine):
         version: what its completions name as the policy version.
     """
 
-    # vLLM renormalises what top-p, top-k and min-p leave.
-    untruncated_logprobs = False
     path = "/completions"
     models_path = "/models"
 

@@ -73,9 +73,6 @@ class SGLangEngine(HTTPEngine):
         weights: where new weights come from; None: the server keeps those that it was started with.
     """
 
-    # Of the temperature-scaled distribution before top-k, top-p and min-p, unless the server was started with
-    # SGLANG_RETURN_ORIGINAL_LOGPROB.
-    untruncated_logprobs = True
     path = "/generate"
     models_path = "/v1/models"
     break_off_s = 0.5

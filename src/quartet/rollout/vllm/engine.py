@@ -35,12 +35,10 @@ from quartet.rollout.protocol import (
 from quartet.rollout.scheduler import check_request
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.rollout.vllm.head_padding import HeadPadding
+from quartet.rollout.vllm.sampling import SAMPLING
 from quartet.rollout.vllm.weights import save_adapter
 from quartet.weights.disk import checkpoint_shapes
 from quartet.weights.errors import WeightsUnusable
-
-_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
-"""vLLM raises lower ones to this without a word, and refuses higher ones."""
 
 
 @dataclass
@@ -71,8 +69,6 @@ class VLLMEngine:
         padding: that the model's heads have.
     """
 
-    untruncated_logprobs = False
-
     def __init__(
         self,
         engine_args: Mapping[str, Any],
@@ -84,6 +80,7 @@ class VLLMEngine:
     ) -> None:
         config = EngineArgs(**engine_args).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._core.collective_rpc("quartet_replace_sampler")
         self._model = config.model_config
         self._block_size = config.cache_config.block_size
         self._num_blocks = config.cache_config.num_gpu_blocks or 0
@@ -108,7 +105,7 @@ class VLLMEngine:
                 vocab_size=self._model.get_vocab_size(),
                 decodes=self._decode is not None,
             )
-            _check_sampling(request)
+            _check_contents(request)
             if request.request_id in self._held or request.request_id in given:
                 raise UserError(
                     "a request id is held already", found=repr(request.request_id), remedy="give each request its own"
@@ -179,7 +176,8 @@ class VLLMEngine:
 
     def _take(self, response: _Response, output: EngineCoreOutput) -> None:
         """Adds a step's tokens to a response, and ends it where it has its stop string or vLLM says so."""
-        self._count(response, output)
+        if output.prefill_stats is not None and not response.token_ids:
+            self._count_prompt(response, output.prefill_stats)
         assert output.new_logprobs is not None and self._version is not None
         for token, logprob in zip(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), strict=True):
             if not math.isfinite(logprob):
@@ -190,13 +188,13 @@ class VLLMEngine:
             response.logprobs.append(logprob)
             response.versions.append(self._version)
             self._stats.generated_tokens += 1
-            stopped = token in response.request.sampling.stop_token_ids
-            if response.matcher is not None and not stopped:
-                text_end = response.matcher.find(response.token_ids)
-                if text_end is not None:
-                    self._end(response, output)
-                    self._ended.append(response.completion(FinishReason.STOP_STRING, text_end))
-                    return
+            if response.matcher is None or token in response.request.sampling.stop_token_ids:
+                continue
+            text_end = response.matcher.find(response.token_ids)
+            if text_end is not None:
+                self._end(response, output)
+                self._ended.append(response.completion(FinishReason.STOP_STRING, text_end))
+                return
         if output.finish_reason is None:
             return
         reasons = {VLLMFinishReason.STOP: FinishReason.STOP, VLLMFinishReason.LENGTH: FinishReason.LENGTH}
@@ -210,11 +208,7 @@ class VLLMEngine:
         if output.finish_reason is None:
             self._core.abort_requests([output.request_id])
 
-    def _count(self, response: _Response, output: EngineCoreOutput) -> None:
-        """A request's prompt, at its first token."""
-        prefill = output.prefill_stats
-        if prefill is None or response.token_ids:
-            return
+    def _count_prompt(self, response: _Response, prefill: Any) -> None:
         self._stats.prompt_tokens_prefilled += prefill.num_computed_tokens
         self._stats.prefix_hit_tokens += prefill.num_cached_tokens
         others = (r for r in self._held.values() if r is not response and r.request.group == response.request.group)
@@ -264,15 +258,7 @@ class VLLMEngine:
         return replace(self._stats, num_running=running, num_waiting=waiting)
 
 
-def _check_sampling(request: Request) -> None:
-    request.sampling.check_drawn_by("vLLM")
-    temperature = request.sampling.temperature
-    if temperature and not _LOWEST_TEMPERATURE <= temperature <= _HIGHEST_TEMPERATURE:
-        raise UserError(
-            "vLLM has no such temperature",
-            found=f"temperature {temperature} of request {request.request_id!r}",
-            remedy=f"use 0, or one from {_LOWEST_TEMPERATURE} to {_HIGHEST_TEMPERATURE}",
-        )
+def _check_contents(request: Request) -> None:
     if request.content_digests:
         raise UserError(
             "the vLLM engine takes token ids alone",
@@ -282,16 +268,12 @@ def _check_sampling(request: Request) -> None:
 
 
 def _sampling(sampling: SamplingParams) -> VLLMSamplingParams:
+    """What ends a response is vLLM's, how its tokens are drawn is ``SeededSampler``'s."""
     return VLLMSamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
-        # Generators on CPUs read 32 bits of it.
-        seed=(sampling.seed ^ (sampling.seed >> 32)) & 0xFFFFFFFF,
         logprobs=0,
         detokenize=False,
+        extra_args={SAMPLING: sampling},
     )

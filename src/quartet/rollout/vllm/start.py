@@ -109,7 +109,7 @@ _CHOSEN: dict[str, Any] = {
     "async_scheduling": False,
     "enable_prefix_caching": True,
     "logprobs_mode": "processed_logprobs",
-    "worker_extension_cls": "quartet.rollout.vllm.weights.WeightUpdates",
+    "worker_extension_cls": "quartet.rollout.vllm.weights.WorkerMethods",
 }
 """Settings that this engine rests on."""
 _REFUSED = ("model", "pipeline_parallel_size", "data_parallel_size")
@@ -177,8 +177,6 @@ def _cpu_arguments(folder: Path, given: dict[str, Any]) -> HeadPadding | None:
         # Its own choice there is nine tenths of the machine's memory, which others have parts of.
         given["kv_cache_memory_bytes"] = min(_CPU_CACHE_BYTES, available_bytes() // 8)
 
-    # A prompt in pieces would turn back the request's random numbers, which generators on CPUs cannot.
-    given["enable_chunked_prefill"] = False
     # Its own choice there, 128, leaves shorter prompts of a group uncached.
     given["block_size"] = 32
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -14,16 +14,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from quartet.rollout.vllm.head_padding import HeadPadding
+from quartet.rollout.vllm.sampling import SeededSampler
 from quartet.weights.errors import WeightsRefused
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-class WeightUpdates:
+class WorkerMethods:
     """What vLLM's worker class can do besides (its ``worker_extension_cls``); methods are called on every rank."""
 
     model_runner: Any
     model_config: Any
+
+    def quartet_replace_sampler(self) -> None:
+        self.model_runner.sampler = SeededSampler(self.model_runner)
 
     def quartet_update_weights(
         self, source: Iterable[tuple[str, Tensor]], shapes: Shapes, padding: HeadPadding | None

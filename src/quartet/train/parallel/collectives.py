@@ -14,7 +14,7 @@ taken part in, so that after a failure within a pass it can make another in its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,10 @@ def add_up(addends: Sequence[Tensor], total: Tensor) -> None:
     total.copy_(wide)
 
 
-def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Replaces ``tensor`` by its sum over the group."""
+def sum_in_order(tensor: Tensor, group: dist.ProcessGroup, begin: Callable[[], None] = lambda: None) -> None:
+    """Replaces ``tensor`` by its sum over the group; ``begin`` is called once there is memory for it."""
     addends = [torch.empty_like(tensor) for _ in range(group.size())]
+    begin()
     swap([tensor] * group.size(), addends, group)
     add_up(addends, tensor)
 

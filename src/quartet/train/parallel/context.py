@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import sent
-from quartet.config import UserError
 from quartet.models.attention import AttentionContext, LayerRule
 from quartet.models.packed_model import PackedModel
 from quartet.train.parallel.pass_group import PassGroup, near_equal
@@ -44,35 +43,9 @@ class ModelParallel:
 
     @classmethod
     def of(cls, packed: PackedModel, *, tensor: PassGroup | None, context: PassGroup | None) -> ModelParallel:
-        """For the model as a whole, before its weights are shared out or after.
-
-        Raises:
-            UserError: its heads cannot be shared out, or its sums must not.
-        """
-        if packed.numerics == "exact":
-            raise UserError(
-                "numerics: exact needs every sum in one process, in the order of the engine's",
-                found=f"sharding.tensor {_size(tensor)} × sharding.context {_size(context)}, which cut sums of a layer",
-                remedy="use sharding.shard alone, or numerics: fast",
-            )
+        """For the model as a whole, before its weights are shared out or after."""
         config = packed.model.config.get_text_config()
-        heads, ranks = int(config.num_attention_heads), _size(tensor) * _size(context)
-        if heads % ranks:
-            fitting = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise UserError(
-                f"{type(packed.model).__name__} cannot share its attention out over so many ranks",
-                found=f"{heads} heads, sharding.tensor {_size(tensor)} × sharding.context {_size(context)} = {ranks}",
-                remedy=f"choose tensor × context among {', '.join(map(str, fitting))}, "
-                f"the nearest is {min(fitting, key=lambda n: abs(n - ranks))}; sharding.shard has no such limit",
-            )
-        ropes = getattr(config, "rope_parameters", None) or {}
-        kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
-        if context is not None and (chosen := kinds & {"dynamic", "longrope"}):
-            raise UserError(
-                f"{type(packed.model).__name__} cannot be cut over context ranks",
-                found=f"rotary embedding of kind {chosen.pop()}, whose angles depend on the longest sequence of a pack",
-                remedy="set sharding.context to 1, or give the model a rotary embedding of another kind",
-            )
+        heads = int(config.num_attention_heads)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return cls(tensor, context, heads, int(kv_heads), packed.flops.row / packed.flops.token)
 

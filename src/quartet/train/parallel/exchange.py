@@ -142,7 +142,11 @@ class RankExchange:
             work, batches, share=share, token_cost=token_cost, rank=mesh.data_rank, num_ranks=mesh.num_data_ranks
         )
         # Not among what is started over: from here on a rank would do so alone.
-        self.root.sum_gradients(present)
+        try:
+            self.root.sum_gradients(present)
+        except PeerFailed:
+            self._exchange(Report())  # in which the rank that failed says of what
+            raise
         return sums
 
     def _outset(self, num_updates: int, batches: Sequence[RaggedBatch]) -> dict[str, str]:

@@ -13,7 +13,6 @@ by groups of its own. Autocast stays on and finds nothing to round in weights. G
 
 from __future__ import annotations
 
-import math
 import traceback
 import warnings
 import zlib
@@ -22,7 +21,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -36,14 +34,14 @@ from quartet.train.parallel.collectives import (
     DirectAllGather,
     OrderedReduceScatter,
     PassProgress,
-    sum_in_order,
 )
 from quartet.train.parallel.context import ALONE, ModelParallel
+from quartet.train.parallel.gradients import sum_copies, sum_over_tensor_ranks
 from quartet.train.parallel.group import is_broken_collective
+from quartet.train.parallel.layer_plan import check_cut
 from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
 from quartet.train.parallel.pass_group import PassGroup
 from quartet.train.parallel.tensor import parallelize_layers
-from quartet.train.parallel.tensors import is_first_of_tensor_ranks, is_whole_on_tensor_ranks, local
 from quartet.train.token_budget import is_out_of_memory
 from quartet.weights.gather import gather
 
@@ -74,6 +72,9 @@ class ShardedModel(nn.Module):
         self.progress = PassProgress()
         peers: ModelParallel = packed.parallel or ALONE
         self._groups = [group for group in (peers.tensor, peers.context) if group is not None]
+        self._copies, self._tensor = None, peers.tensor
+        if mesh.copy_words is not None:
+            self._copies = PassGroup(REPLICATE, mesh.group(REPLICATE), mesh.copy_words, packed.work)
         self._is_complete = True  # of the pass that was begun last, all collectives are done
 
     def forward(self, function: Callable[..., T], *args: Any) -> T:
@@ -123,7 +124,7 @@ class ShardedModel(nn.Module):
             self._is_complete = False
             self.progress.begin(sum(group.is_unsharded for group in _fsdp_groups(self)))
             if failure is None and one_pass is not None:
-                failure = _failure_of(partial(self._make_with_peers, one_pass))
+                failure = _failure_of(partial(_make_together, self._groups, one_pass))
                 if failure is not None and not self._is_complete:
                     self._break_off()
             for group in self._groups:
@@ -141,41 +142,33 @@ class ShardedModel(nn.Module):
         if with_gradients and not self.reduces_every_pass:
             self._reduce_now()
 
-    def _make_with_peers(self, one_pass: Callable[[], None]) -> None:
-        for group in self._groups:
-            group.begin()
-        one_pass()
-        for group in self._groups:
-            group.end()
-
     def sum_gradients(self, present: Collection[str]) -> None:
         """Leaves the sums over all ranks in the parameters, where the passes have not done so. Collective.
 
         Args:
             present: parameters that had a gradient on any rank; the gradients of others are None.
+
+        Raises:
+            PeerFailed: a rank that this one sums with failed; it tells of what.
         """
+        groups = [group for group in (self._copies, self._tensor) if group is not None]
+        failure = _failure_of(partial(_make_together, groups, partial(self._sum_gradients, present)))
+        for group in groups:
+            group.idle()
+        for group in groups:
+            group.settle()
+        if failure is not None:
+            raise failure
+
+    def _sum_gradients(self, present: Collection[str]) -> None:
         if not self.reduces_every_pass or self.mesh.replicate > 1:
             for group in _fsdp_groups(self):
-                self._sum_copies(group)
+                sum_copies(group, self._copies, in_order=self.mesh.fixed_order)
         for name, parameter in self.model.named_parameters():
             if name not in present:
                 parameter.grad = None
-        self._sum_tensor_ranks()
-
-    def _sum_tensor_ranks(self) -> None:
-        """Of parameters that are not cut over tensor ranks, each of these has the gradient of its rows or heads."""
-        group = self.mesh.tensor_group
-        gradients = [
-            local(p.grad) for p in self.model.parameters() if p.grad is not None and is_whole_on_tensor_ranks(p)
-        ]
-        if group is None or not gradients:
-            return
-        device = self.mesh.device_mesh.device_type
-        total = torch.cat([gradient.flatten().to(device) for gradient in gradients])
-        sum_in_order(total, group)
-        self._work.sent["all-reduce"] += (group.size() - 1) * total.nbytes
-        for gradient, values in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(values.view_as(gradient))
+        if self._tensor is not None:
+            sum_over_tensor_ranks(self.model.parameters(), self._tensor, self.mesh.device_mesh.device_type)
 
     def _reduce_now(self) -> None:
         """Lays out kept gradients as sums of this copy. torch does it at the end of a backward alone; this is what it
@@ -183,27 +176,6 @@ class ShardedModel(nn.Module):
         self._fsdp.set_requires_gradient_sync(True)
         self._fsdp.set_requires_all_reduce(False)
         self._fsdp._get_fsdp_state()._root_post_backward_final_callback()
-
-    def _sum_copies(self, group: Any) -> None:
-        """Leaves in a group's parameters the sums over copies of what the passes have left of their gradients.
-
-        torch would do it within the last backward, where a rank that failed could not follow.
-        """
-        total, group._partial_reduce_output = group._partial_reduce_output, None
-        if total is None:
-            return
-        copies, num_copies = self.mesh.group(REPLICATE), self.mesh.replicate
-        if self.mesh.fixed_order:
-            sum_in_order(total, copies)
-        else:
-            dist.all_reduce(total, group=copies)
-        self._work.sent["all-reduce"] += 2 * (num_copies - 1) * total.nbytes // num_copies  # of a ring
-        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-        of_each = total.split([p._sharded_param_data.numel() for p in trained])
-        for parameter, values in zip(trained, of_each, strict=True):
-            shard = parameter.sharded_param
-            own = values[: parameter.sharded_size.numel()].view(parameter.sharded_size)
-            shard.grad = parameter.to_sharded_dtensor(own.to(shard.device, shard.dtype))
 
     @property
     def _fsdp(self) -> Any:
@@ -254,6 +226,15 @@ class ShardedModel(nn.Module):
                 parameter.unsharded_param.register_post_accumulate_grad_hook(
                     lambda _, name=name: self.present.add(name)
                 )
+
+
+def _make_together(groups: Sequence[PassGroup], work: Callable[[], None]) -> None:
+    """Calls ``work``, in which the ranks of ``groups`` exchange, and hears of all of them that it went well."""
+    for group in groups:
+        group.begin()
+    work()
+    for group in groups:
+        group.end()
 
 
 def _failure_of(one_pass: Callable[[], None]) -> BaseException | None:
@@ -322,7 +303,7 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
             device is what a layer gathers.
 
     Raises:
-        UserError: this torch is too old.
+        UserError: this torch is too old, or the model cannot be cut so.
     """
     found = sharded(packed)
     if found is not None:
@@ -381,7 +362,12 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
 
 
 def _share_passes(packed: PackedModel, mesh: Mesh) -> None:
-    """Cuts passes over the ranks along ``context``, and passes and weights over those along ``tensor``."""
+    """Cuts passes over the ranks along ``context``, and passes and weights over those along ``tensor``.
+
+    Raises:
+        UserError: as ``check_cut``.
+    """
+    check_cut(packed, context=mesh.context, tensor=mesh.tensor)
     of_ranks = {TENSOR: mesh.tensor_group, CONTEXT: mesh.context_group}
     groups = {
         name: PassGroup(name, group, mesh.words[name], packed.work)
@@ -402,27 +388,3 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
         for t in tensors
     ]
     return f"{zlib.crc32(repr(sums).encode()):08x}"
-
-
-# Gradients -----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def clip_sharded_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Callable[[float], float]
-) -> float:
-    """As ``clip_gradients`` for gradients of which every rank has its part; the same number on all ranks.
-
-    Args:
-        total_norm: of all ranks' parts, from this one's.
-    """
-    found = [p.grad for p in parameters if p.grad is not None]
-    gradients = [local(gradient) for gradient in found]
-    # What tensor ranks have alike counts on the first of them.
-    own_parts = [part for part, whole in zip(gradients, found, strict=True) if is_first_of_tensor_ranks(whole)]
-    counted = [part for part in own_parts if part.numel()]
-    own = nn.utils.get_total_norm(counted) if counted else torch.zeros(())
-    norm = total_norm(float(own))
-    if math.isfinite(norm) and norm + 1e-6 > max_norm:
-        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
-    return norm

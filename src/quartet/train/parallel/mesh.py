@@ -33,6 +33,7 @@ class Mesh:
             along ``context``, which share out weights as well) and, where there are several, ``tensor``.
         context_group: this rank's peers along ``context``; None where it is alone.
         words: of ``context`` and ``tensor`` where there are several ranks, a gloo group of the same ranks.
+        copy_words: such a one of ``replicate``.
         fixed_order: sums over ranks are taken in the order of the ranks, so their bits do not depend on a library.
         time_limit: of one collective within a pass.
     """
@@ -43,6 +44,7 @@ class Mesh:
     context: int = 1
     context_group: dist.ProcessGroup | None = None
     words: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    copy_words: dist.ProcessGroup | None = None
     fixed_order: bool = False
     time_limit: timedelta | None = None
 
@@ -102,7 +104,8 @@ class Mesh:
         peers = {name: own for name, own in ((CONTEXT, ranks[r, s, :, t]), (TENSOR, ranks[r, s, c])) if len(own) > 1}
         words = {name: group(f"words of {name}", own, "gloo") for name, own in peers.items()}
         context_group = group(CONTEXT, peers[CONTEXT]) if context > 1 else None
-        return cls(data, copy, device_mesh, context, context_group, words, fixed_order, limit)
+        copy_words = group("words of copies", ranks[:, s, c, t], "gloo") if of_copy < data.size else None
+        return cls(data, copy, device_mesh, context, context_group, words, copy_words, fixed_order, limit)
 
     @classmethod
     def cut(cls, group: DataParallelGroup, sharding: ShardingConfig) -> Mesh:

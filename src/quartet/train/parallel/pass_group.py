@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quartet.models.work import WorkCounter
-from quartet.train.parallel.collectives import add_up, swap
+from quartet.train.parallel.collectives import add_up, sum_in_order, swap
 
 IN_PASS, FAILED = 0, 1
 
@@ -47,7 +47,7 @@ class PassGroup:
     All of them call the same methods in the same order. Gradients go through all methods but ``stack``.
 
     Args:
-        name: ``tensor`` or ``context``.
+        name: ``tensor``, ``context`` or, for sums between passes, ``replicate``.
         words: a gloo group of the same ranks; ``group`` itself where that is one.
         work: counts the bytes that this rank sends, words left out.
     """
@@ -65,7 +65,7 @@ class PassGroup:
     # Passes ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A pass that is computed together."""
+        """A pass that is computed together, or sums between passes."""
         self._is_idle = self._is_told = False
 
     def idle(self) -> None:
@@ -82,7 +82,7 @@ class PassGroup:
             PeerFailed: another rank failed in it.
         """
         if not self._is_idle:
-            self._hear()
+            self.hear()
             self._is_told = True
 
     def settle(self) -> None:
@@ -91,7 +91,12 @@ class PassGroup:
             work.wait()
         self._pending = []
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
+        """Tells the others that this rank is in the pass, and waits for their words.
+
+        Raises:
+            PeerFailed: another rank failed in it.
+        """
         under_way, heard = self._post(IN_PASS)
         for work in under_way:
             work.wait()
@@ -141,6 +146,16 @@ class PassGroup:
         """``[size, *x.shape]`` of equal shapes, in the order of the ranks, without gradient."""
         return self._gather(x.detach().unsqueeze(0), [1] * self.size)
 
+    def sum_up(self, x: Tensor, *, in_order: bool) -> None:
+        """Replaces ``x`` by its sum over the ranks, added in their order or in the library's. No part of a pass."""
+        if in_order:
+            sum_in_order(x, self._group, self.hear)
+        else:
+            self.hear()
+            dist.all_reduce(x, group=self._group)
+        of_each = (self.size - 1) * x.nbytes
+        self._work.sent["all-reduce"] += of_each if in_order else 2 * of_each // self.size  # of a ring
+
     def _gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         own, whole = x.contiguous(), x.new_empty(sum(sizes), *x.shape[1:])
         self._swap("all-gather", [own] * self.size, whole.split(list(sizes)))
@@ -183,7 +198,7 @@ class PassGroup:
             if received[self.rank].data_ptr() != sent[self.rank].data_ptr():
                 received[self.rank].copy_(sent[self.rank])
             return
-        self._hear()
+        self.hear()
         swap(sent, received, self._group)
         self._work.sent[kind] += sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank)
 

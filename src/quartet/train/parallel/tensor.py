@@ -2,8 +2,8 @@
 
 Shapes: N rows of a span, n_r those of rank r between layers; D hidden.
 
-Which layers are cut in which way stands in transformers' own plans (``base_model_tp_plan``); what is done with them
-does not come from there. A module whose layers are cut in columns (attention, MLP) gathers the rows of all ranks at its
+Which layers are cut in which way stands in transformers' own plans (``layer_plan.py``); what is done with them does not
+come from there. A module whose layers are cut in columns (attention, MLP) gathers the rows of all ranks at its
 door, each of its column layers computes some features of them, and a row layer gives addends of all rows, of whose sum
 every rank keeps its own rows: two exchanges per module, and norms and residuals of own rows alone in between.
 
@@ -17,7 +17,6 @@ MLP behind them. A layer that is computed again notes it again, so nothing is le
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,16 +24,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from quartet.config import UserError
-from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel, decoder_layers
+from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.train.parallel.layer_plan import COLUMN, GATHERED_COLUMN, layer_styles, of_adapted
 from quartet.train.parallel.pass_group import PassGroup, near_equal
 from quartet.train.parallel.vocabulary import VocabParallel, parallelize_vocabulary
-
-COLUMN, GATHERED_COLUMN, ROW, SPLIT_ROW = "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"
-WHOLE = "replicated_with_grad_allreduce"
-_EXAMPLE = "{'layers.*.self_attn.q_proj': 'colwise', …, 'layers.*.mlp.down_proj': 'rowwise'}"
 
 Forward = Callable[..., Any]
 
@@ -57,26 +51,21 @@ class _Rows:
 
 def parallelize_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) -> None:
     """Cuts the parameters of ``packed`` over the ranks of ``group``, whose mesh is ``mesh``; all of them call it, with
-    equal weights or on the meta device.
-
-    Raises:
-        UserError: the model has no plan, or one that does not fit it; sizes that cannot be cut.
+    equal weights or on the meta device, once ``check_cut`` has passed it.
     """
-    styles = layer_styles(packed)
-    check_sizes(packed, styles, group.size)
     rows, cuts = _Rows(group), dict[int, Placement]()
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     doors: dict[nn.Module, None] = {}
-    for path, style in styles.items():
+    for path, style in layer_styles(packed).items():
         module, door = packed.body.get_submodule(path), packed.body.get_submodule(path.rpartition(".")[0])
         if style in (COLUMN, GATHERED_COLUMN):
             doors[door] = None
             gathers = style == GATHERED_COLUMN or not _cuts_heads(module, door, group.size)
-            for layer in _of_adapted(module, "lora_B"):
+            for layer in of_adapted(module, "lora_B"):
                 cuts.update({id(p): Shard(0) for p in layer.parameters()})
                 forwards[layer] = partial(_column, gather=group.gather_columns if gathers else None)
         else:
-            for layer in _of_adapted(module, "lora_A"):
+            for layer in of_adapted(module, "lora_A"):
                 cuts[id(layer.weight)] = Shard(1)
                 forwards[layer] = partial(_row, rows=rows)
     for door in doors:
@@ -167,89 +156,9 @@ def _here(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-# Plans ---------------------------------------------------------------------------------------------------
-
-
-def layer_styles(packed: PackedModel) -> dict[str, str]:
-    """How each linear layer of the body is cut, by its path there.
-
-    Raises:
-        UserError: transformers has no plan for the model, or it has styles or layers that do not fit.
-    """
-    kind, config = type(packed.model).__name__, packed.body.config
-    plan: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
-    if not plan:
-        raise UserError(
-            f"{kind} has no plan for tensor parallelism",
-            found=f"{type(config).__name__}.base_model_tp_plan: {plan}",
-            remedy=f"use sharding.shard or sharding.context, or set it before the model is loaded: {_EXAMPLE}",
-        )
-    known = {COLUMN, GATHERED_COLUMN, ROW, SPLIT_ROW, WHOLE}
-    if unknown := {style for style in plan.values() if style not in known}:
-        raise UserError(
-            f"the plan of {kind} for tensor parallelism has unknown styles",
-            found=f"{', '.join(sorted(unknown))} in {type(config).__name__}.base_model_tp_plan",
-            remedy=f"use sharding.shard or sharding.context, or set a plan with {', '.join(sorted(known))} alone",
-        )
-    modules = dict(packed.body.named_modules())
-    styles: dict[str, str] = {}
-    for pattern, style in plan.items():
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        found = [name for name in modules if expression.fullmatch(name)]
-        if not found:
-            raise _unfit(packed, f"it has no {pattern}")
-        styles.update(dict.fromkeys(found, style) if style != WHOLE else {})
-    for name in styles:
-        door = modules[name.rpartition(".")[0]]
-        if not isinstance(modules[name], nn.Linear) and not hasattr(modules[name], "base_layer"):
-            raise _unfit(packed, f"{name} is a {type(modules[name]).__name__}, not a linear layer")
-        if isinstance(door, GradientCheckpointingLayer):
-            raise _unfit(packed, f"{name} stands in no attention or MLP module of its own")
-    cut = {part for name in styles for part in modules[name].modules()}
-    for layer in decoder_layers(packed.body):
-        for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear) and module not in cut:
-                raise _unfit(packed, f"the plan does not say how {name} is cut")
-    return styles
-
-
-def _unfit(packed: PackedModel, found: str) -> UserError:
-    config = type(packed.body.config).__name__
-    return UserError(
-        f"the plan for tensor parallelism does not fit {type(packed.model).__name__}",
-        found=found,
-        remedy=f"set {config}.base_model_tp_plan to one that names its layers: {_EXAMPLE}",
-    )
-
-
-def check_sizes(packed: PackedModel, styles: Mapping[str, str], tensor: int) -> None:
-    """Raises UserError where columns or rows cannot be cut into equal parts."""
-    sizes = {"attention heads": int(packed.model.config.get_text_config().num_attention_heads)}
-    for path, style in styles.items():
-        layer, name = _of_adapted(packed.body.get_submodule(path), "")[0], re.sub(r"\.\d+\.", ".*.", path)
-        is_row = style in (ROW, SPLIT_ROW)
-        sizes[f"{'inputs' if is_row else 'outputs'} of {name}"] = layer.in_features if is_row else layer.out_features
-    unfit = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
-    if unfit:
-        fitting = [n for n in range(1, 2 * max(sizes.values())) if all(size % n == 0 for size in sizes.values())]
-        nearest = sorted(fitting, key=lambda n: abs(n - tensor))[:2]
-        raise UserError(
-            f"{type(packed.model).__name__} cannot be cut over so many tensor ranks",
-            found=f"sharding.tensor: {tensor}; {', '.join(unfit)}",
-            remedy=f"the nearest that divide all of them: sharding.tensor {' or '.join(map(str, sorted(nearest)))}",
-        )
-
-
 def _cuts_heads(module: nn.Module, door: nn.Module, tensor: int) -> bool:
     """Whether a column layer's heads can be dealt out; else, as with few key/value heads, its output is gathered, and
     the attention context takes the own ones."""
     size = getattr(door, "head_dim", None)
-    features: int = _of_adapted(module, "")[0].out_features
+    features: int = of_adapted(module, "")[0].out_features
     return size is None or features % size != 0 or (features // size) % tensor == 0
-
-
-def _of_adapted(module: Any, factor: str) -> list[Any]:
-    """The linear layer, and of its LoRA adapter, where it has one, the layer called ``factor``."""
-    if not hasattr(module, "base_layer"):
-        return [module]
-    return [module.base_layer, *(getattr(module, factor).values() if factor else ())]

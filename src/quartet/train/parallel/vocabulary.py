@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quartet.config import UserError
 from quartet.models.logprobs import LEAST
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.parallel.pass_group import PassGroup
@@ -20,10 +19,7 @@ class VocabParallel:
     """The vocabulary's rows of this rank, for ``models.logprobs.VocabularyPart``.
 
     Args:
-        size: V.
-
-    Raises:
-        UserError: a rank would have none.
+        size: V; large enough for every rank to have some.
     """
 
     def __init__(self, size: int, group: PassGroup) -> None:
@@ -31,12 +27,6 @@ class VocabParallel:
         self.width = -(-size // group.size)
         self.start = self.width * group.rank
         self.stop = min(size, self.start + self.width)
-        if self.width * (group.size - 1) >= size:
-            raise UserError(
-                "a vocabulary is too small to be shared out",
-                found=f"{size} tokens, sharding.tensor: {group.size}",
-                remedy="use fewer tensor ranks",
-            )
 
     def local(self, weight: Tensor) -> Tensor:
         """This rank's rows of ``[V, …]``."""
@@ -60,16 +50,7 @@ class VocabParallel:
 
 
 def parallelize_vocabulary(packed: PackedCausalLM, group: PassGroup) -> VocabParallel:
-    """Log-probabilities of ``packed`` are computed by the ranks of ``group`` from now on, each from its rows.
-
-    Raises:
-        UserError: the head is no plain linear layer.
-    """
-    if type(packed.head) is not nn.Linear:
-        raise UserError(
-            f"the head of {type(packed.model).__name__} cannot be shared out",
-            found=f"a {type(packed.head).__name__}",
-            remedy="use sharding.shard or sharding.context, or leave the head without adapters",
-        )
+    """Log-probabilities of ``packed`` are computed by the ranks of ``group`` from now on, each from its rows."""
+    assert isinstance(packed.head, nn.Linear), "others are refused before"
     packed.vocabulary = VocabParallel(packed.head.out_features, group)
     return packed.vocabulary
