@@ -319,7 +319,7 @@ class SamplingConfig(Strict):
     draw: Literal["inverse", "gumbel"] = Field(
         "inverse",
         description="How a seed picks a token: inverse, by one number per token; gumbel, by one for every token of the "
-        "vocabulary, which costs more, and lets drafts by speculation match more often. The engines native and vllm have both.",
+        "vocabulary, which costs more, and lets drafts by speculation match more often. Native and vllm have both.",
     )
 
     @property
