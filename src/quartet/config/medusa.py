@@ -16,6 +16,9 @@ class HeadsConfig(Strict):
     """Heads that guess the tokens behind the next one (Cai et al. 2024); the model itself stays as it is."""
 
     depth: Tokens = Field(3, ge=1, le=16, description="Tokens guessed beyond the next one, each by a head of its own.")
+    layers: int = Field(
+        1, ge=1, le=8, description="Layers of each head's residual block; 2 make up for a shared head in small models."
+    )
     shared_head: bool = Field(
         True, description="All end in the model's own LM head; false: each in a copy of it, which learns too."
     )

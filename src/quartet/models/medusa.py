@@ -7,6 +7,8 @@ next one::
 
     logits_k(h) = head_k(h + silu(W_k h)),    W_k = 0 at first, so that every head begins as the trunk's
 
+with several layers ``h + silu(W h)`` as often, each with a ``W`` of its own.
+
 ``head_k`` is the trunk's LM head, or a copy of it that learns. The trunk gets no gradient: its hidden states and its
 head are detached here.
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +40,20 @@ _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 class ResidualBlock(nn.Module):
-    """``x + silu(W x)``, as the published heads have it; names as in vLLM."""
+    """``x + silu(W x)``, layer after layer, as the published heads have it; names as in vLLM."""
 
-    def __init__(self, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, layers: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        linear = nn.Linear(hidden_size, hidden_size, bias=False, device=device, dtype=dtype)
-        nn.init.zeros_(linear.weight)
-        self.layers = nn.ModuleList([linear])
+        shape = hidden_size, hidden_size
+        self.layers = nn.ModuleList(nn.Linear(*shape, bias=False, device=device, dtype=dtype) for _ in range(layers))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[…, D] → […, D]``."""
-        return x + F.silu(self.layers[0](x))
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
 
 
 class MedusaHeads(nn.Module):
@@ -56,13 +62,14 @@ class MedusaHeads(nn.Module):
     Args:
         trunk: whose hidden states they read, in its precision; with ``shared_head`` its LM head as it is at the time.
         depth: number of heads.
+        layers: of each head's residual block.
         shared_head: all heads end in the trunk's LM head; else each has a copy of its own, which learns too.
 
     Raises:
         UserError: the trunk's head is not a plain linear layer.
     """
 
-    def __init__(self, trunk: PackedCausalLM, depth: int, *, shared_head: bool = True) -> None:
+    def __init__(self, trunk: PackedCausalLM, depth: int, *, layers: int = 1, shared_head: bool = True) -> None:
         super().__init__()
         head = trunk.head
         if type(head) is not nn.Linear:
@@ -72,10 +79,11 @@ class MedusaHeads(nn.Module):
                 remedy="draft from history: rollout.speculation.type: history",
             )
         self.trunk = trunk
-        self.depth = depth
+        self.depth, self.layers = depth, layers
         self.hidden_size, self.vocab_size = head.in_features, head.out_features
         dtype = torch.float64 if head.weight.dtype == torch.float64 else torch.float32
-        self.blocks = nn.ModuleList([ResidualBlock(self.hidden_size, trunk.device, dtype) for _ in range(depth)])
+        block = partial(ResidualBlock, self.hidden_size, layers, trunk.device, dtype)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.lm_heads: nn.ModuleList | None = None
         if not shared_head:
             shape = self.hidden_size, self.vocab_size, head.bias is not None
@@ -128,7 +136,7 @@ class MedusaHeads(nn.Module):
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
             "num_heads": self.depth,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": self.layers,
             "medusa_fc_bias": False,
             "original_lm_head": self.lm_heads is None,
             "logit_scale": self.trunk.logit_scale,
@@ -147,7 +155,7 @@ class MedusaHeads(nn.Module):
         saved = SavedHeads.read(path)
         saved.check_depth(depth or saved.depth)
         saved.check_trunk(trunk)
-        heads = cls(trunk, depth or saved.depth, shared_head=saved.shared_head)
+        heads = cls(trunk, depth or saved.depth, layers=saved.layers, shared_head=saved.shared_head)
         try:
             with safe_open(str(path / _WEIGHTS), "pt") as file:
                 heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
@@ -166,6 +174,7 @@ class SavedHeads:
 
     path: Path
     depth: int
+    layers: int
     hidden_size: int
     vocab_size: int
     shared_head: bool
@@ -182,9 +191,9 @@ class SavedHeads:
             raise missing_file("there are no Medusa heads", file if path.is_dir() else path)
         try:
             config: dict[str, Any] = json.loads(read_file(file))
-            depth, hidden_size, vocab_size = (int(config[key]) for key in ("num_heads", "hidden_size", "vocab_size"))
+            sizes = [int(config[key]) for key in ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")]
             trunk = {key: str(config["trunk"][key]) for key in ("path", "sha256")}
-            return cls(path, depth, hidden_size, vocab_size, bool(config["original_lm_head"]), trunk)
+            return cls(path, *sizes, shared_head=bool(config["original_lm_head"]), trunk=trunk)  # type: ignore[misc]
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 

@@ -68,9 +68,9 @@ class MedusaWorker(CausalWorker[MedusaRecipe, Any]):
 
     def _begin(self, given: Given) -> None:
         recipe = self.recipe
-        heads = MedusaHeads(self.packed, recipe.heads.depth, shared_head=recipe.heads.shared_head)
-        optim = recipe.train.optim
-        self.trainer = HeadTrainer(heads, recipe.heads, optim, total_steps=self.steps, seed=recipe.seed)
+        config, optim = recipe.heads, recipe.train.optim
+        heads = MedusaHeads(self.packed, config.depth, layers=config.layers, shared_head=config.shared_head)
+        self.trainer = HeadTrainer(heads, config, optim, total_steps=self.steps, seed=recipe.seed)
 
     @cached_property
     def _trunk(self) -> str:

@@ -36,12 +36,11 @@ def test_fresh_heads_say_what_the_trunk_says(make_model: Make, family: str, shar
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_head_is_the_published_one(make_model: Make, shared: bool) -> None:
     trunk = PackedCausalLM(make_model("llama"))
-    heads = MedusaHeads(trunk, 2, shared_head=shared)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    heads = _trained(trunk, 2, shared=shared)
     hidden, weights = torch.randn(4, heads.hidden_size), dict(heads.named_parameters())
     for k in range(2):
         x = hidden + F.silu(hidden @ weights[f"blocks.{k}.layers.0.weight"].T)
+        x = x + F.silu(x @ weights[f"blocks.{k}.layers.1.weight"].T)
         head = trunk.head if shared else heads.get_submodule(f"lm_heads.{k}")
         torch.testing.assert_close(heads(hidden)[:, k], head(x).detach())
         torch.testing.assert_close(heads.logits_of(k, hidden), head(x))
@@ -60,7 +59,7 @@ def test_no_gradient_reaches_the_trunk(make_model: Make, shared: bool) -> None:
 
 
 def _trained(trunk: PackedCausalLM, depth: int = 3, *, shared: bool = True) -> MedusaHeads:
-    heads = MedusaHeads(trunk, depth, shared_head=shared)
+    heads = MedusaHeads(trunk, depth, layers=2, shared_head=shared)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads
@@ -84,12 +83,12 @@ def test_the_files_have_the_names_and_shapes_of_vllms_medusa(make_model: Make, s
     heads.save(tmp_path, with_trunk_head=True)
     config = json.loads((tmp_path / "config.json").read_text())
     D, V = heads.hidden_size, heads.vocab_size
-    asked = {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 2, "num_hidden_layers": 1}
+    asked = {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 2, "num_hidden_layers": 2}
     asked |= {"hidden_size": D, "vocab_size": V, "medusa_fc_bias": False, "original_lm_head": shared}
     assert config.items() >= asked.items()
     assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"], "any such key is the depth"
     tensors = load_file(tmp_path / "model.safetensors")
-    blocks = {f"blocks.{k}.layers.0.weight": (D, D) for k in range(2)}
+    blocks = {f"blocks.{k}.layers.{layer}.weight": (D, D) for k in range(2) for layer in range(2)}
     own = {"lm_head.weight": (V, D)} if shared else {f"lm_heads.{k}.weight": (V, D) for k in range(2)}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {**blocks, **own}
     if shared:

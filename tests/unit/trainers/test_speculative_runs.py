@@ -30,6 +30,7 @@ from quartet.trainers.engines import Policy, _native_arguments, open_engine
 
 COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))
 HISTORY = HistorySpeculation(min_match=1, max_draft=3, costs=COSTS)
+SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",))
 GUMBEL = SamplingConfig(max_new_tokens=8, draw="gumbel")
 DRAFTS = ("rollout/accepted_by_depth", "rollout/draft_acceptance", "rollout/tokens_per_forward")
 
@@ -171,7 +172,10 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
             {"engine": VLLMEngineConfig(), "speculation": HISTORY},
             "rollout.speculation is verified by the native engine alone; found rollout.engine vllm",
         ),
-        ({"engine": SGLangEngineConfig(urls=("http://127.0.0.1:1",)), "sampling": GUMBEL}, "rollout.sampling.draw gumbel needs this project's"),
+        (
+            {"engine": SGLANG, "sampling": GUMBEL},
+            "rollout.sampling.draw gumbel needs this project's",
+        ),
         (
             {"speculation": MedusaSpeculation(path="heads", choose="gumbel")},
             "rollout.sampling.draw is inverse, which hardly ever gives the same token",
