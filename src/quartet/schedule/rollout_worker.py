@@ -289,6 +289,10 @@ class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
         """What is saved from now on is the state of this moment."""
         self._speculator.mark()
 
+    def rewind(self) -> None:
+        """Drafts are made from the state of the last ``mark`` again."""
+        self._speculator.load(self._speculator.state())
+
     def checkpoint_state(self) -> dict[str, Any]:
         state = self._speculator.state()
         of_drafter = state["drafter"]

@@ -29,7 +29,7 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
-from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
+from quartet.trainers.checkpoints import BUFFERED, DRAFTS, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.doctor.quick import quick_warnings
 from quartet.trainers.engine_memory import check_engine_fits
 from quartet.trainers.event_loop import run_async
@@ -214,7 +214,7 @@ class RLTrainer:
             try:
                 happened, is_lost = await asyncio.to_thread(self.workers.replace_dead, error, is_learning)
                 self.run.drain()
-                beginning = await self._restore() if is_lost else self._at
+                beginning = await self._restore() if is_lost else await self._rewound()
                 self._deaths.append(f"{happened}; the run went on after step {beginning.step}")
                 self.progress.print(self._deaths[-1])
             except (ClusterError, WeightSyncError) as another:
@@ -300,20 +300,25 @@ class RLTrainer:
     # Checkpoints -----------------------------------------------------------------------------------------
 
     @property
-    def _saved(self) -> dict[str, RoleGroup[Checkpointed]]:
-        """The workers whose state changes in a run, by role."""
+    def _models(self) -> dict[str, RoleGroup[Checkpointed]]:
+        """The workers whose models change in a run, by role."""
         roles = [*self.roles.engines(), *(["reference"] if self.roles.refresh_steps is not None else [])]
-        return {**{role: self.roles.groups[role] for role in roles}, **self.workers.drafting()}
+        return {role: self.roles.groups[role] for role in roles}
+
+    @property
+    def _saved(self) -> dict[str, RoleGroup[Checkpointed]]:
+        return {**self._models, **{f"{DRAFTS}{i}": engine for i, engine in enumerate(self.workers.drafting())}}
 
     async def _restore(self) -> _ResumePoint:
         """From the newest checkpoint; without one the models are as the run began."""
         await checkpoints.check_storage(self.run, self._saved)
-        found = self.run.latest(list(self._saved), counters=("kl_coef", "stream"))
+        found = self.run.latest(list(self._models), counters=("kl_coef", "stream"))
         self.kl.value = self.kl.term.coef if found is None else found.info["kl_coef"]
         self.evaluation.restore(None if found is None else found.info.get("alarm"))
         if found is None:
             return _ResumePoint(0)
-        await checkpoints.load(self._saved, found)
+        await checkpoints.load(self._models, found)
+        await checkpoints.load_drafts(self.workers.drafting(), found)
         if self.roles.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
             critic = cast(RoleGroup[CriticWorker], self.roles.groups["critic"])
             await critic.call(CriticWorker.note_seen, found.parts["emitted"])
@@ -322,9 +327,15 @@ class RLTrainer:
 
     async def _point(self, step: int, attempt: RunAttempt) -> _ResumePoint:
         """The present state, after ``step`` complete steps."""
-        for engine in self.workers.drafting().values():
+        for engine in self.workers.drafting():
             await engine.call(NativeRolloutWorker.mark)
         return _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered())
+
+    async def _rewound(self) -> _ResumePoint:
+        """The beginning of the step under way; nothing but engines' drafts has learned from it."""
+        for engine in self.workers.drafting():
+            await engine.call(NativeRolloutWorker.rewind)
+        return self._at
 
     async def _save(self, at: _ResumePoint) -> None:
         """Saves the state of ``at``, which is the present one."""

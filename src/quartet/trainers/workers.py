@@ -199,10 +199,9 @@ class RunWorkers:
         """Whether engines have a state that later drafts depend on; in a process of its own an engine keeps none."""
         return self.recipe.rollout.speculation is not None and not is_served(self.recipe.rollout.engine)
 
-    def drafting(self) -> dict[str, RoleGroup[NativeRolloutWorker]]:
-        """The engines whose state is saved, by its name in a checkpoint."""
-        engines = cast(list[RoleGroup[NativeRolloutWorker]], self.engines) if self.drafts else []
-        return {f"rollout_{i}": engine for i, engine in enumerate(engines)}
+    def drafting(self) -> Sequence[RoleGroup[NativeRolloutWorker]]:
+        """The engines whose state is saved."""
+        return cast(list[RoleGroup[NativeRolloutWorker]], self.engines) if self.drafts else []
 
     def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[AnyRolloutWorker]]]]:
         """Whose weights come to which engines."""

@@ -82,13 +82,15 @@ def test_a_run_that_drafts_trains_on_the_same_bits(kind: str, train: Any, heads:
     assert not any(name.startswith(DRAFTS) for row in read_metrics(plain.path / "metrics.jsonl") for name in row)
 
 
-def test_a_resumed_run_drafts_the_same(train: Any) -> None:
+@pytest.mark.parametrize("kind", ["history", "medusa"])
+def test_a_resumed_run_drafts_the_same(kind: str, train: Any, heads: Path) -> None:
     """With fast numerics, whose bits tell how many tokens a forward had: figures of drafts and weights."""
-    whole = train("whole", HISTORY).train()
-    train("resumed", HISTORY).train()
+    drafts = HISTORY if kind == "history" else MedusaSpeculation(path=str(heads), choose="gumbel", costs=COSTS)
+    whole = train("whole", drafts).train()
+    train("resumed", drafts).train()
     path = whole.path.with_name("resumed")
     shutil.rmtree(path / "checkpoints" / "step_00000003")
-    resumed = train("resumed", HISTORY, resume=True).train()
+    resumed = train("resumed", drafts, resume=True).train()
     assert same_weights(whole.model, resumed.model)
     assert untimed_rows(whole.path) == untimed_rows(path)
     assert read_metrics(path / "metrics.jsonl")[-1]["rollout/draft_acceptance"] > 0
@@ -120,7 +122,7 @@ def test_a_run_that_broke_off_within_a_step_resumes_from_the_history_before_it(t
 def test_measured_costs_and_the_answers_are_in_the_checkpoint(train: Any) -> None:
     made = train("measured", HistorySpeculation(max_tokens=200), steps=2)
     path = made.train().path
-    state = Share(path / "checkpoints" / "step_00000002" / "rollout_0").state()
+    state = Share(path / "checkpoints" / "step_00000002" / "drafts_0").state()
     assert len(state[REST]["costs"]["plain"]) == 3
     assert 0 < len(state["tokens"]) <= 200
     assert int(state["lengths"].sum()) == len(state["tokens"])
