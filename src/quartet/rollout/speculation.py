@@ -153,9 +153,10 @@ class Speculator:
 
     # ---- checkpoints ----
 
-    def mark(self) -> None:
-        """What is saved from now on is the state of this moment."""
+    def mark(self) -> dict[str, Any]:
+        """``state`` from now on is that of this moment, which is returned."""
         self._marked = self._state()
+        return self._marked
 
     def state(self) -> dict[str, Any]:
         """As of the last ``mark``: tensors by name, and plain values."""

@@ -285,13 +285,13 @@ class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
         assert self.engine.speculator is not None, "an engine that drafts"
         return self.engine.speculator
 
-    def mark(self) -> None:
-        """What is saved from now on is the state of this moment."""
-        self._speculator.mark()
+    def mark(self) -> dict[str, Any]:
+        """What is saved from now on is the state of this moment, which is returned."""
+        return self._speculator.mark()
 
-    def rewind(self) -> None:
-        """Drafts are made from the state of the last ``mark`` again."""
-        self._speculator.load(self._speculator.state())
+    def rewind(self, marked: Mapping[str, Any]) -> None:
+        """Drafts are made from the state of a ``mark`` again, which may be of an engine before this one."""
+        self._speculator.load(marked)
 
     def checkpoint_state(self) -> dict[str, Any]:
         state = self._speculator.state()

@@ -58,11 +58,14 @@ EXPORTED = {"actor": "model", "critic": "critic"}
 
 @dataclass(frozen=True)
 class _ResumePoint:
-    """Where an attempt begins: complete steps, where the stream stood, and what it had beyond that."""
+    """Where an attempt begins: complete steps, where the stream stood, what it had beyond that, and what each engine
+    that drafts had learned.
+    """
 
     step: int
     stream: Mapping[str, Any] | None = None
     buffered: BufferedGroups[Any] | None = None
+    drafts: Sequence[Mapping[str, Any]] = ()
 
 
 class RLTrainer:
@@ -193,12 +196,12 @@ class RLTrainer:
             if self.roles.ptx is not None:
                 first = max(step, self.roles.warmup_steps) * self.recipe.minibatches * self.recipe.epochs
                 await self.roles.train_group("actor").call(TrainWorker.expect_update, first)
+            self._at = await self._point(step, attempt)
             if step == 0:
                 self.evaluation.restore(None)
                 self.run.tracker.log(0, await self.evaluation.evaluate(attempt.leases, attempt.rollout, 0))
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps:
-                self._at = await self._point(step, attempt)
                 step = await self._step(step, attempt)
 
     async def _after_death(self, error: ClusterError | WeightSyncError) -> _ResumePoint:
@@ -241,8 +244,9 @@ class RLTrainer:
         self.run.tracker.log(done, metrics)
         self.run.recorder.drop_through(step)  # those of the next one may have begun
         self._show(metrics)
+        self._at = await self._point(done, attempt)
         if self.run.due(done, self.recipe.steps):
-            await self._save(await self._point(done, attempt))
+            await self._save(self._at)
         self.run.check_stop(done)
         return done
 
@@ -316,25 +320,27 @@ class RLTrainer:
         self.kl.value = self.kl.term.coef if found is None else found.info["kl_coef"]
         self.evaluation.restore(None if found is None else found.info.get("alarm"))
         if found is None:
-            return _ResumePoint(0)
+            return _ResumePoint(0, drafts=await self._mark_drafts())
         await checkpoints.load(self._models, found)
         await checkpoints.load_drafts(self.workers.drafting(), found)
         if self.roles.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
             critic = cast(RoleGroup[CriticWorker], self.roles.groups["critic"])
             await critic.call(CriticWorker.note_seen, found.parts["emitted"])
         buffered = await restored_buffered(self.workers.writer, found, self.roles.item)
-        return _ResumePoint(found.step, found.info["stream"], buffered)
+        return _ResumePoint(found.step, found.info["stream"], buffered, await self._mark_drafts())
 
     async def _point(self, step: int, attempt: RunAttempt) -> _ResumePoint:
         """The present state, after ``step`` complete steps."""
-        for engine in self.workers.drafting():
-            await engine.call(NativeRolloutWorker.mark)
-        return _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered())
+        drafts = await self._mark_drafts()
+        return _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered(), drafts)
+
+    async def _mark_drafts(self) -> Sequence[Mapping[str, Any]]:
+        return [await engine.call(NativeRolloutWorker.mark) for engine in self.workers.drafting()]
 
     async def _rewound(self) -> _ResumePoint:
-        """The beginning of the step under way; nothing but engines' drafts has learned from it."""
-        for engine in self.workers.drafting():
-            await engine.call(NativeRolloutWorker.rewind)
+        """The beginning of the step under way: no model has changed since."""
+        for engine, drafts in zip(self.workers.drafting(), self._at.drafts, strict=True):
+            await engine.call(NativeRolloutWorker.rewind, drafts)
         return self._at
 
     async def _save(self, at: _ResumePoint) -> None:

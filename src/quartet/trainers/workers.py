@@ -194,14 +194,11 @@ class RunWorkers:
         self.engines: list[RoleGroup[AnyRolloutWorker]] = []
         self.writer: RoleGroup[Writer]
 
-    @property
-    def drafts(self) -> bool:
-        """Whether engines have a state that later drafts depend on; in a process of its own an engine keeps none."""
-        return self.recipe.rollout.speculation is not None and not is_served(self.recipe.rollout.engine)
-
     def drafting(self) -> Sequence[RoleGroup[NativeRolloutWorker]]:
-        """The engines whose state is saved."""
-        return cast(list[RoleGroup[NativeRolloutWorker]], self.engines) if self.drafts else []
+        """The engines that later drafts depend on; one in a process of its own keeps nothing."""
+        if self.recipe.rollout.speculation is None or is_served(self.recipe.rollout.engine):
+            return []
+        return cast(list[RoleGroup[NativeRolloutWorker]], self.engines)
 
     def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[AnyRolloutWorker]]]]:
         """Whose weights come to which engines."""
@@ -322,9 +319,7 @@ class RayRunWorkers(RunWorkers):
         self._objects = objects.models_only()
         self._groups: dict[str, WorkerGroup] = {}
         self._num_deaths = 0
-        self._changing = {*TRAINED_ROLES, *(["reference"] if refresh_steps(recipe) is not None else [])}
-        if self.drafts:
-            self._changing.add("rollout")
+        self._changing = {*TRAINED_ROLES, "reference"} if refresh_steps(recipe) is not None else {*TRAINED_ROLES}
         self._backend = connect("ray", address=self.cluster.address)
         try:
             self._check_room()
