@@ -74,3 +74,8 @@ class MedusaSpeculation(_Speculation):
 
 
 SpeculationConfig = Annotated[HistorySpeculation | MedusaSpeculation, Field(discriminator="type")]
+
+
+def head_training(config: SpeculationConfig | None) -> HeadTraining | None:
+    """How heads learn along; None where none do."""
+    return config.train if isinstance(config, MedusaSpeculation) else None

@@ -235,6 +235,11 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
             results[-1] |= companion.finish_step()
         return results
 
+    def note_drafts(self, drafted: int, kept: int) -> None:
+        """What became of the engines' drafted tokens in a step, by which the companion's next budget is set."""
+        if self.companion is not None:
+            self.companion.note_drafts(drafted, kept)
+
     def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
         return chain(super().sent_weights(), self.companion.heads.weights() if self.companion is not None else ())
 

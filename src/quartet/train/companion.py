@@ -37,13 +37,13 @@ LOW = 0.5
 FALLING = 0.98
 """Acceptance of late, over that of many steps, below which it counts as falling."""
 LEAST = 0.125
-"""The budget's smallest share: acceptance is counted at the positions that are learned from."""
+"""The budget's smallest share."""
 MEMORY = (4.0, 32.0)
 """Steps that "of late" and "many" reach back."""
 
 
 def next_share(share: float, recent: float, usual: float) -> float:
-    """Share of the token budget for the next step.
+    """Share of the token budget for the next step: all while drafts are kept seldom or less often, else half as much.
 
     Args:
         share: of the step before.
@@ -54,19 +54,19 @@ def next_share(share: float, recent: float, usual: float) -> float:
 
 @dataclass(frozen=True)
 class Counts:
-    """Drafted tokens that would have been ``kept``, and that would have been ``verified``; older steps count less."""
+    """Drafted tokens, and those of them that were kept; older steps count less."""
 
+    drafted: float = 0.0
     kept: float = 0.0
-    verified: float = 0.0
 
     @property
     def acceptance(self) -> float:
-        return self.kept / self.verified if self.verified else 0.0
+        return self.kept / self.drafted if self.drafted else 0.0
 
-    def after(self, kept: float, verified: float, memory: float) -> Counts:
+    def after(self, drafted: float, kept: float, memory: float) -> Counts:
         """With those of one more step; ``memory``: steps after which one counts about a third."""
         fade = 1 - 1 / memory
-        return Counts(fade * self.kept + kept, fade * self.verified + verified)
+        return Counts(fade * self.drafted + drafted, fade * self.kept + kept)
 
 
 class Watched(Objective):
@@ -169,21 +169,23 @@ class Companion:
             states[is_here] = theirs
         return states
 
+    def note_drafts(self, drafted: int, kept: int) -> None:
+        """Sets the budget of the next step by what became of the drafts in this one; without any it stays."""
+        if not drafted:
+            return
+        self._counts = [c.after(drafted, kept, memory) for c, memory in zip(self._counts, MEMORY, strict=True)]
+        recent, usual = (counts.acceptance for counts in self._counts)
+        self._share = next_share(self._share, recent, usual)
+
     def finish_step(self) -> dict[str, float]:
-        """Ends a step: the budget of the next one, and ``heads/…`` of all its updates; none of a step without any."""
-        sums, num_updates, num_tokens = self._sums, self._num_updates, self._num_tokens
+        """``heads/…`` of all updates since the last call; none where there were none."""
+        figures, num_updates, num_tokens = self._sums.results(), self._num_updates, self._num_tokens
         self._begin()
         if not num_updates:
             return {}
-        plain, figures = sums.plain(), sums.results()
-        kept, verified = plain.totals["acceptance"], plain.weights["acceptance"]
-        self._counts = [c.after(kept, verified, memory) for c, memory in zip(self._counts, MEMORY, strict=True)]
-        recent, usual = (counts.acceptance for counts in self._counts)
-        self._share = next_share(self._share, recent, usual)
         return {
             **{f"heads/{name}": value for name, value in figures.items() if name.startswith("accuracy")},
             "heads/loss": figures["loss"] / num_updates,
-            "heads/acceptance": figures["acceptance"],
             "heads/tokens": float(num_tokens),
             "heads/skipped_steps": float(self._trainer.num_skipped),
         }
@@ -199,7 +201,7 @@ class Companion:
         """As ``HeadTrainer.state``, tensors named as beside a trunk's."""
         state = self._trainer.state()
         tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
-        own = {"share": self._share, "counts": [(c.kept, c.verified) for c in self._counts]}
+        own = {"share": self._share, "counts": [(c.drafted, c.kept) for c in self._counts]}
         return {**tensors, REST: {**state[REST], **own}}
 
     @contextmanager

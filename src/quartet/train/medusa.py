@@ -105,25 +105,18 @@ class HeadTrainer:
     def learn(self, hidden: Tensor, labels: Tensor, rows: Tensor, sums: MetricSums) -> dict[str, float]:
         """One update from ``rows [M]`` of states ``[T, D]`` and labels ``[T, K]``; returns ``grad_norm`` and ``lr``.
 
-        Adds to ``sums`` the ``loss``, ``accuracy_depth_<k>``, and ``acceptance``: of the tokens that a chain of drafts
-        from every row would have had verified, the share that would have been kept.
+        Adds to ``sums`` the ``loss`` and ``accuracy_depth_<k>``.
         """
         counts = (labels[rows] >= 0).sum(0).tolist()
         self.optimizer.zero_grad(set_to_none=True)
         for states_MD, labels_MK in self._chunks(hidden, labels, rows):
-            has_MK = labels_MK >= 0
-            right_MK = torch.zeros_like(has_MK)
             for k, (decay, count) in enumerate(zip(self._decays, counts, strict=True)):
-                has = has_MK[:, k]
+                has = labels_MK[:, k] >= 0
                 logits, wanted = self.heads.logits_of(k, states_MD[has]), labels_MK[has, k]
                 loss = F.cross_entropy(logits, wanted, reduction="sum") * (decay / max(1, count))
                 loss.backward()
-                right_MK[has, k] = logits.argmax(-1) == wanted
                 sums.total("loss", loss)
-                sums.add(f"accuracy_depth_{k + 1}", right_MK[:, k].sum(), has.sum())
-            kept_MK = right_MK.cumprod(1)
-            verified_MK = has_MK & F.pad(kept_MK, (1, -1), value=1).bool()
-            sums.add("acceptance", kept_MK.sum(), verified_MK.sum())
+                sums.add(f"accuracy_depth_{k + 1}", (logits.argmax(-1) == wanted).sum(), has.sum())
         return self._update()
 
     def _update(self) -> dict[str, float]:

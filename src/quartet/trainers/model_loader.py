@@ -18,7 +18,7 @@ from quartet.config.algorithms import reads_reference
 from quartet.config.common import TrainConfig
 from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
-from quartet.config.speculation import MedusaSpeculation
+from quartet.config.speculation import MedusaSpeculation, head_training
 from quartet.envs.protocol import Environment
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
@@ -159,10 +159,10 @@ class ModelLoader:
 
     @cached_property
     def companion(self) -> Companion | None:
-        speculation = self.recipe.rollout.speculation
-        if self.heads is None or not isinstance(speculation, MedusaSpeculation) or speculation.train is None:
+        config, heads = head_training(self.recipe.rollout.speculation), self.heads
+        if config is None or heads is None:
             return None
-        return Companion(self.actor_engine, self.heads, speculation.train, seed=self.recipe.seed)
+        return Companion(self.actor_engine, heads, config, seed=self.recipe.seed)
 
     @cached_property
     def reference(self) -> PackedCausalLM | None:

@@ -114,26 +114,6 @@ def test_an_update_is_that_of_a_trainer_of_heads_alone(make_engine: Make, batch:
     assert companion.finish_step() == {}, "of a step without updates"
 
 
-def test_acceptance_is_counted_by_hand(make_engine: Make, batch: RaggedBatch) -> None:
-    engine = make_engine()
-    companion = _companion(engine)
-    hidden, labels = engine.forward(batch, HIDDEN).token["hidden"], future_labels(batch, 2)
-    guesses = companion.heads(hidden).argmax(-1)
-    kept = verified = 0
-    for own, label in zip(guesses.tolist(), labels.tolist(), strict=True):
-        for guess, token in zip(own, label, strict=True):
-            if token < 0:
-                break
-            verified += 1
-            if guess != token:
-                break
-            kept += 1
-    assert kept > 0
-    sums = MetricSums()
-    companion._trainer.learn(hidden, labels, (labels[:, 0] >= 0).nonzero().squeeze(1), sums)
-    assert sums.results()["acceptance"] == pytest.approx(kept / verified)
-
-
 def test_the_budget_is_shared_by_the_updates_of_a_step(make_engine: Make, batch: RaggedBatch) -> None:
     worker = TrainWorker(engine := make_engine(), companion=_companion(engine, tokens_per_step=6))
     assert worker.update(batch, _updates(batch))[-1]["heads/tokens"] == 6
@@ -162,26 +142,20 @@ def test_the_budget_follows_acceptance(recent: float, usual: float, share: float
 def test_counts_forget() -> None:
     counts = Counts()
     for _ in range(100):
-        counts = counts.after(9, 10, 4.0)
-    assert counts.acceptance == pytest.approx(0.9) and counts.verified == pytest.approx(40)
+        counts = counts.after(10, 9, 4.0)
+    assert counts.acceptance == pytest.approx(0.9) and counts.drafted == pytest.approx(40)
     for _ in range(4):
-        counts = counts.after(1, 10, 4.0)
+        counts = counts.after(10, 1, 4.0)
     assert counts.acceptance < 0.4
     assert Counts().acceptance == 0.0
 
 
-def test_an_accepting_trunk_needs_fewer_tokens_until_it_moves(make_engine: Make, batch: RaggedBatch) -> None:
-    """A pass in which all drafts would have been kept halves the next budget; one in which none restores it."""
-    companion = _companion(make_engine(), tokens_per_step=8)
-    tokens = []
-    for kept in (True, True, True, True, False, False, False, True):
-        watched = companion.watch(batch, _policy(), 1)
-        tokens.append(len(watched.rows))
-        companion._sums.add("acceptance", torch.tensor(10.0 * kept), torch.tensor(10.0))
-        companion._sums.total("loss", torch.tensor(1.0))
-        companion._num_updates = 1
-        companion.finish_step()
-    assert tokens == [8, 4, 2, 1, 1, 8, 8, 8]
+def test_kept_drafts_need_fewer_tokens_until_they_are_kept_less(make_engine: Make, batch: RaggedBatch) -> None:
+    companion, tokens = _companion(make_engine(), tokens_per_step=8), []
+    for kept in (9, 9, 9, 0, 9, 9, 5, 0):
+        tokens.append(len(companion.watch(batch, _policy(), 1).rows))
+        companion.note_drafts(10 if kept else 0, kept)
+    assert tokens == [8, 4, 2, 1, 1, 1, 1, 8]
 
 
 def test_a_worker_goes_on_from_its_checkpoint(make_engine: Make, batch: RaggedBatch, tmp_path: Any) -> None:
@@ -192,12 +166,15 @@ def test_a_worker_goes_on_from_its_checkpoint(make_engine: Make, batch: RaggedBa
     whole, first, second = worker(), worker(), worker()
     for step in range(4):
         whole.update(batch, _updates(batch, 2 * step))
+        whole.note_drafts(10, 9 - step)
     for step in range(2):
         first.update(batch, _updates(batch, 2 * step))
+        first.note_drafts(10, 9 - step)
     first.save_checkpoint(tmp_path / "actor", background=False)
     second.load_checkpoint(tmp_path / "actor")
     for step in (2, 3):
         second.update(batch, _updates(batch, 2 * step))
+        second.note_drafts(10, 9 - step)
     ours, theirs = dict(whole.sent_weights()), dict(second.sent_weights())
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert {name for name in ours if name.startswith("medusa.")} == {
