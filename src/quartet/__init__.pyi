@@ -46,6 +46,7 @@ from .config.common import (
     TrainConfig as TrainConfig,
 )
 from .config.speculation import (
+    HeadTraining as HeadTraining,
     HistorySpeculation as HistorySpeculation,
     MedusaSpeculation as MedusaSpeculation,
     StepCosts as StepCosts,

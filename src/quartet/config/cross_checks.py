@@ -147,6 +147,13 @@ def _speculation(recipe: RLRecipe) -> Iterator[str]:
                 f"rollout.speculation.choose {speculation.choose} guesses what a request draws by draw {fitting}, but "
                 f"rollout.sampling.draw is {draw}, which hardly ever gives the same token: set either to fit"
             )
+        sharding = recipe.actor.sharding
+        if speculation.train is not None and max(sharding.context, sharding.tensor) > 1:
+            yield (
+                "rollout.speculation.train learns from hidden states that one process has as a whole, but "
+                f"actor.sharding cuts them (context {sharding.context}, tensor {sharding.tensor}): leave train out, or "
+                "shard by processes alone"
+            )
 
 
 def _losses(recipe: RLRecipe) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quartet.config.common import Strict
+from quartet.config.common import OptimConfig, Strict
 from quartet.config.units import Tokens
 
 _Seconds = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
@@ -47,6 +47,18 @@ class HistorySpeculation(_Speculation):
         return self.max_draft
 
 
+class HeadTraining(Strict):
+    """Medusa heads learn along with the actor, from the hidden states of its own updates."""
+
+    tokens_per_step: Tokens = Field(
+        1024, ge=1, description="Most positions of a step that they learn from; fewer while drafts are kept as often."
+    )
+    depth_decay: float = Field(
+        0.8, gt=0, le=1, description="Weight of each head's loss, relative to that of the head before it."
+    )
+    optim: OptimConfig = OptimConfig(lr=1e-3)
+
+
 class MedusaSpeculation(_Speculation):
     """Drafts by Medusa heads, trained by ``quartet medusa``."""
 
@@ -58,6 +70,12 @@ class MedusaSpeculation(_Speculation):
         description="Which of a head's tokens: the likeliest; what the request would draw from the head's distribution "
         "by its own number (uniform, with rollout.sampling.draw inverse), or its own noise (gumbel, with draw gumbel).",
     )
+    train: HeadTraining | None = Field(None, description="The heads learn along with the actor; else they stay.")
 
 
 SpeculationConfig = Annotated[HistorySpeculation | MedusaSpeculation, Field(discriminator="type")]
+
+
+def head_training(config: SpeculationConfig | None) -> HeadTraining | None:
+    """How heads learn along; None where none do."""
+    return config.train if isinstance(config, MedusaSpeculation) else None

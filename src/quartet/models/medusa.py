@@ -19,6 +19,8 @@ which trunk they were trained on.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,8 +37,12 @@ from quartet.config.nearest import missing_file
 from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
 from quartet.models.saving import WHOLE, save_tensors
+from quartet.weights.gather import gather
 
+PREFIX = "medusa."
+"""Of the heads' weights among those of their trunk."""
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_SIZES = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
 
 
 class ResidualBlock(nn.Module):
@@ -85,11 +91,13 @@ class MedusaHeads(nn.Module):
         block = partial(ResidualBlock, self.hidden_size, layers, trunk.device, dtype)
         self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.lm_heads: nn.ModuleList | None = None
+        self._whole_head: tuple[Tensor, Tensor | None] | None = None
         if not shared_head:
             shape = self.hidden_size, self.vocab_size, head.bias is not None
             self.lm_heads = nn.ModuleList([nn.Linear(*shape, trunk.device, dtype) for _ in range(depth)])
+            whole = {name: gather(tensor, everywhere=True) for name, tensor in head.state_dict().items()}
             for own in self.lm_heads:
-                own.load_state_dict(head.state_dict())
+                own.load_state_dict(whole)
 
     @torch.no_grad()
     def forward(self, hidden: Tensor) -> Tensor:
@@ -108,8 +116,26 @@ class MedusaHeads(nn.Module):
         with self.trunk.autocast():
             return self.trunk.scaled(F.linear(self.blocks[k](hidden.detach()), *self._head(k)))
 
+    @contextmanager
+    def with_whole_head(self) -> Iterator[None]:
+        """Within, the LM head of a sharded trunk is here as a whole, where the heads share it. Collective."""
+        if self.lm_heads is None:
+            weight, bias = (None if t is None else gather(t, everywhere=True) for t in self._head(0))
+            assert weight is not None, "every rank gets it"
+            self._whole_head = weight, bias
+        try:
+            yield
+        finally:
+            self._whole_head = None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Named as they travel beside the trunk's."""
+        return ((PREFIX + name, parameter.detach()) for name, parameter in self.named_parameters())
+
     def _head(self, k: int) -> tuple[Tensor, Tensor | None]:
         """Weight ``[V, D]`` and bias of head ``k``."""
+        if self._whole_head is not None:
+            return self._whole_head
         head = self.trunk.head if self.lm_heads is None else self.lm_heads[k]
         assert isinstance(head, nn.Linear), "looked at when the heads were made"
         if self.lm_heads is not None:
@@ -117,7 +143,8 @@ class MedusaHeads(nn.Module):
         return head.weight.detach(), None if head.bias is None else head.bias.detach()
 
     def save(self, path: Path, *, with_trunk_head: bool = False) -> None:
-        """Writes a directory that ``load`` reads, and vLLM where the heads have LM heads of their own.
+        """Writes a directory that ``load`` reads, and vLLM where the heads have LM heads of their own. Collective where
+        the trunk is sharded: its first rank writes.
 
         Args:
             with_trunk_head: the trunk's LM head too, without which vLLM cannot load heads that share it.
@@ -125,7 +152,6 @@ class MedusaHeads(nn.Module):
         Raises:
             OSError: it could not be written.
         """
-        path.mkdir(parents=True, exist_ok=True)
         named = self.state_dict()
         if with_trunk_head and self.lm_heads is None:
             named["lm_head.weight"] = self._head(0)[0]
@@ -142,12 +168,17 @@ class MedusaHeads(nn.Module):
             "logit_scale": self.trunk.logit_scale,
             "trunk": {"path": str(self.trunk.model.name_or_path), "sha256": trunk_digest(self.trunk)},
         }
+        if not self.trunk.gather.is_first:
+            return
+        path.mkdir(parents=True, exist_ok=True)
         save_tensors(path / _WEIGHTS, named, WHOLE)
         (path / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path, trunk: PackedCausalLM, depth: int | None = None) -> MedusaHeads:
         """The first ``depth`` heads of those saved at ``path``; all of them where it is None.
+
+        On the meta device they have no contents.
 
         Raises:
             UserError: there are none, they cannot be read, are fewer, or of another trunk.
@@ -156,6 +187,8 @@ class MedusaHeads(nn.Module):
         saved.check_depth(depth or saved.depth)
         saved.check_trunk(trunk)
         heads = cls(trunk, depth or saved.depth, layers=saved.layers, shared_head=saved.shared_head)
+        if trunk.device.type == "meta":
+            return heads
         try:
             with safe_open(str(path / _WEIGHTS), "pt") as file:
                 heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
@@ -191,9 +224,9 @@ class SavedHeads:
             raise missing_file("there are no Medusa heads", file if path.is_dir() else path)
         try:
             config: dict[str, Any] = json.loads(read_file(file))
-            sizes = [int(config[key]) for key in ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")]
+            depth, layers, width, vocab_size = (int(config[key]) for key in _SIZES)
             trunk = {key: str(config["trunk"][key]) for key in ("path", "sha256")}
-            return cls(path, *sizes, shared_head=bool(config["original_lm_head"]), trunk=trunk)  # type: ignore[misc]
+            return cls(path, depth, layers, width, vocab_size, bool(config["original_lm_head"]), trunk)
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 
@@ -210,13 +243,14 @@ class SavedHeads:
             )
 
     def check_trunk(self, trunk: PackedCausalLM) -> None:
-        """
+        """By its weights where they are here as a whole, else by its sizes alone.
+
         Raises:
             UserError: the heads were trained on another model.
         """
         own: dict[str, Any] = {"hidden_size": trunk.head.in_features, "vocab_size": trunk.head.out_features}
         there: dict[str, Any] = {name: getattr(self, name) for name in own}
-        if own == there:
+        if own == there and trunk.gather is WHOLE and trunk.device.type != "meta":
             own, there = {"SHA-256": trunk_digest(trunk)}, {"SHA-256": self.trunk["sha256"]}
         if own == there:
             return
@@ -237,11 +271,16 @@ def _unreadable(path: Path, found: str) -> UserError:
 
 
 def trunk_digest(trunk: PackedCausalLM) -> str:
-    """SHA-256 of every weight under its name, as without adapters; tied ones count once."""
-    seen, named = set[int](), list[tuple[str, Tensor]]()
-    with trunk.without_adapters():
+    """SHA-256 of every weight under its name, as without adapters; tied ones count once. Of a sharded trunk the first
+    rank gets it, and all call.
+    """
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        seen = set[int]()
         for name, tensor in sorted(trunk.model.state_dict(keep_vars=True).items()):
-            if id(tensor) not in seen:
-                named.append((name, tensor))
+            if id(tensor) not in seen and (whole := trunk.gather.whole(tensor)) is not None:
+                yield name, whole
             seen.add(id(tensor))
-        return digest_of(named)
+
+    with trunk.without_adapters():
+        return digest_of(named())

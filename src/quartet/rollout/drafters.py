@@ -33,12 +33,20 @@ class HeadDrafter:
     Args:
         heads: hidden states ``[B, D]`` to logits ``[B, K, V]``; that of depth 1 are of the token after the newest.
         longest: heads that are used.
+        learned: weights of the heads that a trainer sends, named.
     """
 
     reads_hidden = True
 
-    def __init__(self, heads: Callable[[Tensor], Tensor], longest: int, choose: Choice = "top") -> None:
+    def __init__(
+        self,
+        heads: Callable[[Tensor], Tensor],
+        longest: int,
+        choose: Choice = "top",
+        learned: Sequence[tuple[str, Tensor]] = (),
+    ) -> None:
         self.longest = longest
+        self._learned = learned
         self._heads = heads
         self._choose: Choice = choose
 
@@ -66,6 +74,9 @@ class HeadDrafter:
     def forget(self, response: Response) -> None:
         """Nothing is kept."""
 
+    def weights(self) -> Sequence[tuple[str, Tensor]]:
+        return self._learned
+
     def state(self) -> dict[str, Any]:
         return {}
 
@@ -73,12 +84,18 @@ class HeadDrafter:
         """There is none."""
 
 
-def build_speculator(config: SpeculationConfig, packed: PackedCausalLM) -> Speculator:
+def build_speculator(config: SpeculationConfig, packed: PackedCausalLM, heads: MedusaHeads | None = None) -> Speculator:
     """
+    Args:
+        heads: those of the trainer, whose model the engine shares; else they are loaded, and sent where they learn.
+
     Raises:
         UserError: heads that are not there, or are another trunk's.
     """
     if isinstance(config, HistorySpeculation):
         return Speculator(HistoryDrafter(config.min_match, config.max_draft, config.max_tokens), config.costs)
+    if heads is not None:
+        return Speculator(HeadDrafter(heads, heads.depth, config.choose), config.costs)
     heads = MedusaHeads.load(Path(config.path), packed, config.depth)
-    return Speculator(HeadDrafter(heads, heads.depth, config.choose), config.costs)
+    learned = () if config.train is None else tuple(heads.weights())
+    return Speculator(HeadDrafter(heads, heads.depth, config.choose, learned), config.costs)

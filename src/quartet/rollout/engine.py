@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -108,11 +108,11 @@ class NativeEngine:
         self._stats = EngineStats(policy_version=version or 0)
         self._finished: list[Completion] = []
         self._failed: list[Response] = []
+        self.speculator = speculator
+        self._keeps_hidden = speculator is not None and speculator.drafter.reads_hidden
         self._sink = self._make_sink(version) if owns_weights else None
         self._context = model_context_length(packed.model)
         self._vocab_size = packed.vocab_size
-        self.speculator = speculator
-        self._keeps_hidden = speculator is not None and speculator.drafter.reads_hidden
 
     # ---- requests ----
 
@@ -375,7 +375,8 @@ class NativeEngine:
         self._weights.prepare()
         adapters, model = self.packed.adapters, self.packed.model
         named = model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
-        return TensorSink(named, on_commit=self._take_version, version=version)
+        drafting = self.speculator.drafter.weights() if self.speculator is not None else ()
+        return TensorSink(chain(named, drafting), on_commit=self._take_version, version=version)
 
     def _take_version(self, version: int) -> None:
         self._weights.refresh()

@@ -232,6 +232,9 @@ class HistoryDrafter:
         if prompt in self._automata:
             _add(self._automata[prompt], prompt, tokens)
 
+    def weights(self) -> tuple[()]:
+        return ()
+
     def forget(self, response: Response) -> None:
         if self._places.pop(response, None) is None:
             return

@@ -10,8 +10,10 @@ Depth 1 is the first drafted token of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from quartet.config.speculation import StepCosts
 from quartet.rollout.scheduler import Response
@@ -47,6 +49,9 @@ class Drafter(Protocol):
 
     def forget(self, response: Response) -> None:
         """It ended, in whatever way."""
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """What a trainer sends with the model's own weights, named."""
 
     def state(self) -> dict[str, Any]:
         """What it has learned, as tensors and plain values by name; not changed by what follows."""

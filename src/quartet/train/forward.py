@@ -31,8 +31,8 @@ class Outputs:
     """What a forward pass computed, in the batch's stored layout (0 where nothing was asked for).
 
     ``logprobs [T]``, ``entropies [T]`` and ``values [T]`` belong to the token at the same index and are read from the
-    state before it, which is ``hidden [T, D]``; ``scores [S]`` are read at each sequence's last token, ``step_scores
-    [T]`` at the token itself.
+    state before it, which is ``hidden [T, D]``, without gradients; ``scores [S]`` are read at each sequence's last
+    token, ``step_scores [T]`` at the token itself.
     """
 
     logprobs: Tensor | None = None
@@ -176,8 +176,8 @@ def _add_part(
     """A function of its own, so that nothing of one micro-batch lives on in the next."""
     part = batch.select(indices)
     outputs = compute(packed, part, needs, logprob_chunk, share=share)
-    home = sent(_leaf_rows(batch, indices), packed.device)
-    here = sent(_leaf_rows(part, range(len(part))), packed.device)
+    home = sent(leaf_rows(batch, indices), packed.device)
+    here = sent(leaf_rows(part, range(len(part))), packed.device)
     token, sequence = found
     for name, values in outputs.fields().items():
         if name == "scores":
@@ -241,7 +241,7 @@ def compute(
             if needs.values:
                 values = packed_batch.scatter(_scalars(packed, hidden, read), targets)
             if needs.hidden:
-                states = packed_batch.scatter(read.join(read.own(hidden), by_tensor=True), targets)
+                states = packed_batch.scatter(read.join(read.own(hidden.detach()), by_tensor=True), targets)
         if last_there is not None:
             # No view: FSDP marks what a root returns.
             scores = _scalars(packed, hidden, last_there).clone()
@@ -286,7 +286,8 @@ def _scalar(packed: PackedModel) -> PackedScalarModel:
     return packed
 
 
-def _leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:
+def leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:
+    """Tokens of the sequences' own segments, one after the other."""
     offsets = batch.segment_offsets
     spans = [(offsets[k], offsets[k + 1]) for k in (batch.leaves[s] for s in indices)]
     return torch.cat([torch.arange(a, b, device=batch.device) for a, b in spans])

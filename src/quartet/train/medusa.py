@@ -20,6 +20,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config.common import OptimConfig
 from quartet.config.medusa import HeadsConfig
+from quartet.config.speculation import HeadTraining
 from quartet.models.medusa import MedusaHeads
 from quartet.train.forward import Needs
 from quartet.train.metrics import MetricSums
@@ -64,11 +65,17 @@ class HeadTrainer:
     Args:
         optim: of the heads alone.
         total_steps: updates of the whole run, for the learning-rate schedule.
-        seed: with the number of the update decides which positions are drawn where ``config.tokens_per_step`` is set.
+        seed: with the number of the update decides which positions are drawn where there is a budget.
     """
 
     def __init__(
-        self, heads: MedusaHeads, config: HeadsConfig, optim: OptimConfig, *, total_steps: int, seed: int
+        self,
+        heads: MedusaHeads,
+        config: HeadsConfig | HeadTraining,
+        optim: OptimConfig,
+        *,
+        total_steps: int,
+        seed: int,
     ) -> None:
         self.heads = heads
         self.config = config
@@ -90,7 +97,16 @@ class HeadTrainer:
             ``loss/medusa``, ``medusa/accuracy_depth_<k>``, ``medusa/positions``, ``grad_norm`` and ``lr``.
         """
         labels = future_labels(batch, self.heads.depth)
-        rows, sums = self._drawn(labels), MetricSums()
+        rows, sums = self.drawn(labels, self.config.tokens_per_step), MetricSums()
+        update, found = self.learn(hidden, labels, rows, sums), sums.results()
+        accuracies = {f"medusa/{name}": value for name, value in found.items() if name.startswith("accuracy")}
+        return {"loss/medusa": found["loss"], **accuracies, "medusa/positions": float(len(rows)), **update}
+
+    def learn(self, hidden: Tensor, labels: Tensor, rows: Tensor, sums: MetricSums) -> dict[str, float]:
+        """One update from ``rows [M]`` of states ``[T, D]`` and labels ``[T, K]``; returns ``grad_norm`` and ``lr``.
+
+        Adds to ``sums`` the ``loss`` and ``accuracy_depth_<k>``.
+        """
         counts = (labels[rows] >= 0).sum(0).tolist()
         self.optimizer.zero_grad(set_to_none=True)
         for states_MD, labels_MK in self._chunks(hidden, labels, rows):
@@ -99,9 +115,9 @@ class HeadTrainer:
                 logits, wanted = self.heads.logits_of(k, states_MD[has]), labels_MK[has, k]
                 loss = F.cross_entropy(logits, wanted, reduction="sum") * (decay / max(1, count))
                 loss.backward()
-                sums.total("loss/medusa", loss)
-                sums.add(f"medusa/accuracy_depth_{k + 1}", (logits.argmax(-1) == wanted).sum(), has.sum())
-        return {**sums.results(), "medusa/positions": float(len(rows)), **self._update()}
+                sums.total("loss", loss)
+                sums.add(f"accuracy_depth_{k + 1}", (logits.argmax(-1) == wanted).sum(), has.sum())
+        return self._update()
 
     def _update(self) -> dict[str, float]:
         lr = learning_rate(self.optim, self.num_updates, self.total_steps)
@@ -146,9 +162,9 @@ class HeadTrainer:
     def _decays(self) -> list[float]:
         return [self.config.depth_decay**k for k in range(self.heads.depth)]
 
-    def _drawn(self, labels: Tensor) -> Tensor:
+    def drawn(self, labels: Tensor, most: int | None) -> Tensor:
         """``[M]`` positions with a label for the first head: all, or as many as an update may have, in their order."""
-        rows, most = (labels[:, 0] >= 0).nonzero().squeeze(1), self.config.tokens_per_step
+        rows = (labels[:, 0] >= 0).nonzero().squeeze(1)
         if most is None or len(rows) <= most:
             return rows
         draw = np.random.default_rng([self.seed, self.num_updates + self.num_skipped])

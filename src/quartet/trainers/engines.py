@@ -24,6 +24,7 @@ from quartet.config.engines import (
     is_served,
 )
 from quartet.config.speculation import SpeculationConfig
+from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.rollout import process_native
 from quartet.rollout.drafters import build_speculator
@@ -54,16 +55,20 @@ def native_engine(
     *,
     owns_weights: bool = False,
     speculation: SpeculationConfig | None = None,
+    heads: MedusaHeads | None = None,
 ) -> NativeEngine:
     """The native engine in this process, which computes with ``packed``; where it owns the weights they are yet to
     come.
+
+    Args:
+        heads: those of the trainer, for drafts of an engine that shares its model.
 
     Raises:
         UserError: what speculation reads is not there, or does not belong to the model.
     """
     assert isinstance(config, NativeEngineConfig)
     # Before the engine turns the weights around: heads are compared with the trunk's.
-    speculator = None if speculation is None else build_speculator(speculation, packed)
+    speculator = None if speculation is None else build_speculator(speculation, packed, heads)
     options = _native_options(config)
     return NativeEngine(packed, owns_weights=owns_weights, decode=decode, speculator=speculator, **options)
 

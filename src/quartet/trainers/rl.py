@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.recipe import RLRecipe
+from quartet.config.speculation import head_training
 from quartet.envs.protocol import Environment
 from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
 from quartet.models.packed_model import PackedCausalLM, PackedModel
@@ -24,7 +25,7 @@ from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.iteration import run_iteration
-from quartet.schedule.model_worker import CriticWorker, TrainWorker
+from quartet.schedule.model_worker import HEADS, CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.trainers import checkpoints
@@ -289,7 +290,9 @@ class RLTrainer:
             path = path.absolute()
         tokenizer, eos_ids = roles.codec.tokenizer, roles.codec.eos_ids
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
-        await checkpoints.bring(self.run, roles.train_group(role), path)
+        learned = role == "actor" and head_training(self.recipe.rollout.speculation) is not None
+        written = [path, path.with_name(HEADS)] if learned else [path]
+        await checkpoints.bring(self.run, roles.train_group(role), *written)
         return [f"{path.name}: {warning}"] if warning else []
 
     def _warnings(self) -> list[str]:

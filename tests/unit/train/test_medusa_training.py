@@ -142,12 +142,12 @@ def test_what_is_measured_is_counted_by_hand(trunk: PackedCausalLM, batch: Ragge
 def test_positions_are_drawn_by_the_seed_and_the_update(trunk: PackedCausalLM, batch: RaggedBatch) -> None:
     labels = future_labels(batch, 3)
     trainer = _trainer(trunk, tokens_per_step=7)
-    first = trainer._drawn(labels)
-    assert len(first) == 7 and torch.equal(first, _trainer(trunk, tokens_per_step=7)._drawn(labels))
+    first = trainer.drawn(labels, 7)
+    assert len(first) == 7 and torch.equal(first, _trainer(trunk).drawn(labels, 7))
     assert first.tolist() == sorted(set(first.tolist())) and bool((labels[first, 0] >= 0).all())
     assert trainer.step(_hidden(trunk, batch), batch)["medusa/positions"] == 7
-    assert not torch.equal(trainer._drawn(labels), first), "the next update has others"
-    assert len(_trainer(trunk, tokens_per_step=10_000)._drawn(labels)) == int((labels[:, 0] >= 0).sum())
+    assert not torch.equal(trainer.drawn(labels, 7), first), "the next update has others"
+    assert len(trainer.drawn(labels, 10_000)) == int((labels[:, 0] >= 0).sum())
 
 
 def test_a_trainer_goes_on_from_its_state(trunk: PackedCausalLM, batch: RaggedBatch) -> None:
