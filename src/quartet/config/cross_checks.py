@@ -140,6 +140,12 @@ def _speculation(recipe: RLRecipe) -> Iterator[str]:
             f"rollout.speculation is verified by the native engine alone; found rollout.engine {rollout.engine.type}: "
             "leave it out, or use the native engine"
         )
+    placement = recipe.placement
+    if isinstance(placement, AsynchronousPlacement) and placement.follow is not None and speculation.costs is None:
+        yield (
+            "placement.follow repeats a run step by step, but without rollout.speculation.costs each run measures what "
+            "steps cost, and drafts by that: set the same costs for both"
+        )
     if isinstance(speculation, MedusaSpeculation):
         fitting, draw = {"uniform": "inverse", "gumbel": "gumbel"}.get(speculation.choose), rollout.sampling.draw
         if fitting not in (None, draw):

@@ -197,7 +197,7 @@ def test_more_drafts_are_kept_by_the_requests_own_noise(tiny: Any, make_request:
     ways: list[tuple[Choice, Draw]] = [("top", "gumbel"), ("uniform", "inverse"), ("gumbel", "gumbel")]
     for choose, draw in ways:
         heads = Knowing(tiny)
-        asked = [make_request(f"r{i}", length=5, seed=i, max_new_tokens=30, draw=draw) for i in range(50)]
+        asked = [make_request(f"r{i}", length=5, seed=i, max_new_tokens=24, draw=draw) for i in range(40)]
         heads.engine = NativeEngine(
             tiny.packed, max_running=80, speculator=Speculator(HeadDrafter(heads, 1, choose), CHEAP)
         )

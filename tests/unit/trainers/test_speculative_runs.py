@@ -17,6 +17,7 @@ from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, VLLMEngineConfig
 from quartet.config.evaluation import EvalRecipe
+from quartet.config.placement import AsynchronousPlacement
 from quartet.config.recipe import RLRecipe, RolloutConfig
 from quartet.config.speculation import HistorySpeculation, MedusaSpeculation, SpeculationConfig, StepCosts
 from quartet.models.medusa import MedusaHeads
@@ -192,6 +193,15 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
 def test_what_does_not_fit_together_is_refused(section: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         RLRecipe(rollout=RolloutConfig(**section))
+
+
+def test_a_run_that_follows_another_has_its_costs_given() -> None:
+    engine = {"engine": {"roles": ["rollout"]}, "models": {"roles": ["actor", "critic", "reference", "reward"]}}
+    follows = AsynchronousPlacement(pools=engine, max_staleness=0, follow="journal.jsonl")
+    measured = HistorySpeculation()
+    with pytest.raises(UserError, match="set the same costs for both"):
+        RLRecipe(placement=follows, rollout=RolloutConfig(speculation=measured))
+    RLRecipe(placement=follows, rollout=RolloutConfig(speculation=HISTORY))
 
 
 def test_other_jobs_refuse_the_draw_of_an_engine_that_has_none() -> None:
