@@ -35,21 +35,21 @@ from quartet.train.state import REST, Shape, tensors_of
 LOW = 0.5
 """Acceptance below which the whole budget is used."""
 FALLING = 0.98
-"""Acceptance of late, over that of many steps, below which it counts as falling."""
-LEAST = 0.125
-"""The budget's smallest share."""
-MEMORY = (4.0, 32.0)
-"""Steps that "of late" and "many" reach back."""
+"""Acceptance of late, over its best so far, below which it has fallen."""
+LEAST = 0.25
+"""The budget's smallest share: an update from few positions does more harm than good."""
+MEMORY = 4.0
+"""Steps after which what was counted in one weighs about a third."""
 
 
-def next_share(share: float, recent: float, usual: float) -> float:
-    """Share of the token budget for the next step: all while drafts are kept seldom or less often, else half as much.
+def next_share(share: float, recent: float, best: float) -> float:
+    """Share of the token budget for the next step: all while acceptance is low or has fallen, else half as much.
 
     Args:
         share: of the step before.
-        recent, usual: acceptance of late and over many steps, from 0 to 1.
+        recent, best: acceptance of late and its highest so far, from 0 to 1.
     """
-    return 1.0 if recent < LOW or recent < FALLING * usual else max(share / 2, LEAST)
+    return 1.0 if recent < LOW or recent < FALLING * best else max(share / 2, LEAST)
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Counts:
     def acceptance(self) -> float:
         return self.kept / self.drafted if self.drafted else 0.0
 
-    def after(self, drafted: float, kept: float, memory: float) -> Counts:
-        """With those of one more step; ``memory``: steps after which one counts about a third."""
-        fade = 1 - 1 / memory
+    def after(self, drafted: float, kept: float) -> Counts:
+        """With those of one more step."""
+        fade = 1 - 1 / MEMORY
         return Counts(fade * self.drafted + drafted, fade * self.kept + kept)
 
 
@@ -75,16 +75,18 @@ class Watched(Objective):
     Args:
         batch: that is trained on.
         rows: ``[M]`` its tokens, in their order; the states before them are kept.
+        labels: ``[M, K]`` what followed each.
 
     Attributes:
         states: ``[M, D]`` those that were in this process's passes; None before any.
         is_here: ``[M]`` which they are.
     """
 
-    def __init__(self, objective: Objective, batch: RaggedBatch, rows: Tensor) -> None:
+    def __init__(self, objective: Objective, batch: RaggedBatch, rows: Tensor, labels: Tensor) -> None:
         self._objective = objective
         self.batch = batch
         self.rows = rows
+        self.labels = labels
         self._place = torch.full((batch.num_tokens,), -1).index_put((rows,), torch.arange(len(rows)))
         self._number = {name: s for s, name in enumerate(batch.ids)}
         self.states: Tensor | None = None
@@ -130,8 +132,7 @@ class Companion:
         self._engine = engine
         self._config = config
         self._trainer = HeadTrainer(heads, config, config.optim, total_steps=engine.total_steps, seed=seed)
-        self._counts = [Counts() for _ in MEMORY]
-        self._share = 1.0
+        self._counts, self._best, self._share = Counts(), 0.0, 1.0
         self._begin()
 
     def _begin(self) -> None:
@@ -140,8 +141,9 @@ class Companion:
     def watch(self, batch: RaggedBatch, objective: Objective, num_updates: int) -> Watched:
         """``objective`` with the positions of ``batch`` to learn from, in a step of ``num_updates`` updates."""
         most = max(1, round(self._share * self._config.tokens_per_step / num_updates))
-        rows = self._trainer.drawn(future_labels(batch, self.heads.depth), most)
-        return Watched(objective, batch, rows)
+        labels = future_labels(batch, self.heads.depth)
+        rows = self._trainer.drawn(labels, most)
+        return Watched(objective, batch, rows, labels[rows])
 
     def learn(self, watched: Watched) -> None:
         """One update, from what the trunk's passes left behind; none without a position. Collective where the trunk is
@@ -153,9 +155,8 @@ class Companion:
         with self._engine.reporting_failures():
             states = watched.states if self._engine.num_ranks == 1 else self._joined(watched)
             assert states is not None, "every position is in a pass"
-            labels = future_labels(watched.batch, self.heads.depth)[watched.rows]
             with self.heads.with_whole_head():
-                self._trainer.learn(states, labels, torch.arange(num_rows), self._sums)
+                self._trainer.learn(states, watched.labels, torch.arange(num_rows), self._sums)
         self._num_updates += 1
         self._num_tokens += num_rows
 
@@ -170,12 +171,16 @@ class Companion:
         return states
 
     def note_drafts(self, drafted: int, kept: int) -> None:
-        """Sets the budget of the next step by what became of the drafts in this one; without any it stays."""
-        if not drafted:
+        """Sets the budget of the next step by what became of the drafts in this one; without any it stays.
+
+        An engine that was started anew counts from 0, so the difference may be below that: as if there were none.
+        """
+        if drafted <= 0:
             return
-        self._counts = [c.after(drafted, kept, memory) for c, memory in zip(self._counts, MEMORY, strict=True)]
-        recent, usual = (counts.acceptance for counts in self._counts)
-        self._share = next_share(self._share, recent, usual)
+        self._counts = self._counts.after(drafted, kept)
+        recent = self._counts.acceptance
+        self._best = max(self._best, recent)
+        self._share = next_share(self._share, recent, self._best)
 
     def finish_step(self) -> dict[str, float]:
         """``heads/…`` of all updates since the last call; none where there were none."""
@@ -201,7 +206,7 @@ class Companion:
         """As ``HeadTrainer.state``, tensors named as beside a trunk's."""
         state = self._trainer.state()
         tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
-        own = {"share": self._share, "counts": [(c.drafted, c.kept) for c in self._counts]}
+        own = {"share": self._share, "best": self._best, "counts": (self._counts.drafted, self._counts.kept)}
         return {**tensors, REST: {**state[REST], **own}}
 
     @contextmanager
@@ -209,4 +214,4 @@ class Companion:
         """As ``TrainEngine.loading``, by the names of ``state``."""
         with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
             yield {PREFIX + name: tensor for name, tensor in live.items()}
-        self._share, self._counts = rest["share"], [Counts(*counts) for counts in rest["counts"]]
+        self._share, self._best, self._counts = rest["share"], rest["best"], Counts(*rest["counts"])
