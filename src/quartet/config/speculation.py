@@ -51,7 +51,7 @@ class HeadTraining(Strict):
     """Medusa heads learn along with the actor, from the hidden states of its own updates."""
 
     tokens_per_step: Tokens = Field(
-        1024, ge=1, description="Most positions of a step that they learn from; fewer while drafts are kept as often."
+        2048, ge=1, description="Most positions of a step that they learn from; fewer while drafts are kept as often."
     )
     depth_decay: float = Field(
         0.8, gt=0, le=1, description="Weight of each head's loss, relative to that of the head before it."
