@@ -100,7 +100,7 @@ def row(budget: int, steps: Sequence[Mapping[str, float]]) -> str:
     size = -(-len(steps) // 4)
     quarters = [steps[start : start + size] for start in range(0, len(steps), size)]
     mean = partial(of_steps, "rollout/draft_acceptance")
-    tokens = of_steps("heads/tokens", [step for step in steps if "heads/tokens" in step])
+    tokens = of_steps("heads/tokens", steps)
     share = steps[0]["heads_s"] / sum(step["time/step_s"] for step in steps)
     cells = [
         str(budget) if budget else "heads stay",
@@ -113,8 +113,9 @@ def row(budget: int, steps: Sequence[Mapping[str, float]]) -> str:
 
 
 def of_steps(name: str, steps: Sequence[Mapping[str, float]]) -> float:
-    """Mean; 0 of none."""
-    return sum(step[name] for step in steps) / max(1, len(steps))
+    """Mean over the steps that have it; 0 of none."""
+    found = [step[name] for step in steps if name in step]
+    return sum(found) / max(1, len(found))
 
 
 def main() -> None:
