@@ -6,6 +6,7 @@ Every way gets the same logits ``[rows, V]`` in fp32 and returns one token per r
 its log-probability in the temperature-scaled distribution:
 
 - ``quartet``: what the native engine does, one uniform number per row by blocks;
+- ``quartet, gumbel``: the native engine with ``rollout.sampling.draw: gumbel``, a number per token;
 - ``cumulative sum``: the same by one fp64 cumulative sum over the vocabulary;
 - ``gumbel, counter``: the largest of logits plus Gumbel noise, each number a hash of (row, token), so that it
   depends on nothing else;
@@ -23,6 +24,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -103,6 +105,7 @@ def ways(logits: Tensor, mode: str) -> dict[str, Way]:
     found: dict[str, Way] = {
         "log-sum-exp": lambda: logits.logsumexp(-1),
         "quartet": quartet_way(logits, params),
+        "quartet, gumbel": quartet_way(logits, replace(params, draw="gumbel")),
     }
     if params.truncates:
         found["full sort"] = with_logprob(logits, by_sort(params))

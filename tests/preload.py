@@ -14,6 +14,7 @@ MODULES = (
     "quartet.observe.report",
     "quartet.trainers.evaluation_job",
     "quartet.trainers.evaluation",
+    "quartet.trainers.medusa",
     "quartet.trainers.preference",
     "quartet.trainers.process_reward",
     "quartet.trainers.reward_model",

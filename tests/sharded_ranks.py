@@ -16,8 +16,12 @@ from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss, KTOLoss
+from quartet.config.speculation import HeadTraining
 from quartet.models.loading import scalar_model_from
+from quartet.models.medusa import MedusaHeads, trunk_digest
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.schedule.model_worker import TrainWorker, Update
+from quartet.train.companion import Companion
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective, StepObjective, ValueObjective
 from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
@@ -227,6 +231,33 @@ def check(case: Case, found: dict[str, Any], expected: dict[str, Any], atol: flo
         for name, value in of_one.items():
             assert abs(metrics[name] - value) <= atol + rtol * abs(value), f"{case} {name}"
     return largest
+
+
+def heads_beside(case: Case, shared: bool, mesh: Mesh | None = None) -> dict[str, Any]:
+    """Heads that learned beside four updates, and what these said; ``digest`` of the trunk as it began."""
+    engine, batch = make_engine(case, mesh), make_batch(deep=case.deep)
+    heads = MedusaHeads(engine.packed, 2, shared_head=shared)
+    for n, parameter in enumerate(heads.parameters()):
+        with torch.no_grad():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n))
+    learning = HeadTraining(tokens_per_step=23, optim=OptimConfig(lr=1e-2))
+    worker = TrainWorker(engine, companion=Companion(engine, heads, learning, seed=3))
+    digest, (_, objective, _) = trunk_digest(engine.packed), objectives()[case.objective]
+    updates = [
+        [Update((0, 1, 2, 3, 4, 5), objective, 2 * step), Update((6, 7, 8, 9), objective, 2 * step + 1)]
+        for step in range(2)
+    ]
+    figures = [worker.update(batch, of_step)[-1] for of_step in updates]
+    return {
+        "weights": dict(heads.weights()),
+        "metrics": figures,
+        "digest": digest,
+        "sent": len(list(worker.sent_weights())),
+    }
+
+
+def all_heads_beside(cases: list[tuple[Case, bool]]) -> list[dict[str, Any]]:
+    return [heads_beside(case, shared, mesh_of(case)) for case, shared in cases]
 
 
 _MESHES: dict[tuple[Any, ...], Mesh] = {}

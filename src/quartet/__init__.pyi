@@ -45,6 +45,12 @@ from .config.common import (
     SourceConfig as SourceConfig,
     TrainConfig as TrainConfig,
 )
+from .config.speculation import (
+    HeadTraining as HeadTraining,
+    HistorySpeculation as HistorySpeculation,
+    MedusaSpeculation as MedusaSpeculation,
+    StepCosts as StepCosts,
+)
 from .config.engines import (
     NativeEngineConfig as NativeEngineConfig,
     SGLangEngineConfig as SGLangEngineConfig,
@@ -68,6 +74,10 @@ from .config.evaluation import (
 from .config.load import (
     dump_recipe as dump_recipe,
     load_recipe as load_recipe,
+)
+from .config.medusa import (
+    HeadsConfig as HeadsConfig,
+    MedusaRecipe as MedusaRecipe,
 )
 from .config.placement import (
     AsynchronousPlacement as AsynchronousPlacement,
@@ -138,6 +148,7 @@ from .trainers.doctor.examine import examine as examine
 from .trainers.doctor.findings import Finding as Finding
 from .trainers.evaluation_job import Evaluator as Evaluator
 from .trainers.iterated import IteratedTrainer as IteratedTrainer
+from .trainers.medusa import MedusaTrainer as MedusaTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
 from .trainers.process_reward import ProcessRewardTrainer as ProcessRewardTrainer
 from .trainers.reward_model import RewardModelTrainer as RewardModelTrainer

@@ -99,3 +99,22 @@ def test_the_same_mesh_gives_the_same_bits_twice() -> None:
         first, *others = [weights for launch in twice for of_rank in launch for weights in of_rank[c]]
         for weights in others:
             assert all(torch.equal(weights[name], values) for name, values in first.items()), case
+
+
+def test_heads_that_learn_along_are_those_of_one_process() -> None:
+    """Each rank has states of its own passes alone; all ranks have the same heads, to the bit."""
+    cases = [
+        (ranks.Case("grpo", 2, 1, tied=True), True),
+        (ranks.Case("grpo", 1, 2, lora=True), True),
+        (ranks.Case("ppo-actor", 2, 1), False),
+    ]
+    both = rank_forks.run_ranks(2, ranks.all_heads_beside, cases)
+    for (case, shared), one, other in zip(cases, *both, strict=True):
+        expected = ranks.heads_beside(case.alone, shared)
+        assert one["digest"] == expected["digest"]
+        assert one["sent"] == expected["sent"]
+        for figures, of_one in zip(one["metrics"], expected["metrics"], strict=True):
+            assert figures == pytest.approx(of_one, rel=1e-6, abs=1e-9)
+        for name, values in expected["weights"].items():
+            assert torch.equal(one["weights"][name], other["weights"][name]), case
+            torch.testing.assert_close(one["weights"][name], values, rtol=1e-6, atol=1e-9)

@@ -28,6 +28,9 @@ PLACEMENT = {
     },
 }
 
+HISTORY = {"type": "history", "min_match": 1, "costs": {"plain": [1.0], "drafted": [1.0]}}
+"""What engines have learned goes back with the models, or stays that of the step's beginning."""
+
 
 @dataclass(frozen=True)
 class Death:
@@ -92,6 +95,7 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
 def recipe_of(recipes: Any, name: str, *, max_restarts: int, **changes: Any) -> dict[str, Any]:
     cluster = {"type": "ray", "cpus_per_process": 0.1, "max_restarts": max_restarts}
     content: dict[str, Any] = recipes["rl"](output_dir=name, placement=PLACEMENT, cluster=cluster, **changes)
+    content["rollout"] = {**content["rollout"], "speculation": HISTORY}
     for role in ("actor", "critic"):
         content[role] = {**content.get(role, {}), "sharding": {"shard": 2}}
     return content

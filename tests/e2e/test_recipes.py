@@ -50,6 +50,7 @@ SHORT = {
     "reward-model": ("steps=2", "pairs_per_step=4"),
     "process-reward": ("steps=2", "answers_per_step=4"),
     "preference": ("steps=2", "pairs_per_step=4"),
+    "medusa": ("steps=2", "answers_per_step=4", "sampling.max_new_tokens=8"),
     "rl": ("steps=2", "prompts_per_step=8", "rollout.sampling.max_new_tokens=8"),
     "eval": ("sampling.max_new_tokens=8",),
     "iterated-reward-model": (
@@ -186,7 +187,11 @@ def test_a_recipe_does_what_its_head_says(
     if job == "eval":
         assert any(key.startswith("eval/") for key in rows[-1])
         return
-    assert _learned(place / "DIR", run / "model")
+    if job == "medusa":
+        blocks = load_file(run / "medusa" / "model.safetensors")
+        assert len(blocks) == 3 and all(bool(weight.any()) for weight in blocks.values()), "they begin at 0"
+    else:
+        assert _learned(place / "DIR", run / "model")
     if job != "iterated-reward-model":
         assert rows[-1]["step"] == 2 and any(key.startswith("loss/") for key in rows[-1])
 

@@ -15,19 +15,33 @@ import pytest
 
 from quartet.train.checkpoint import list_checkpoints
 
-RECIPES = ("rl", "sft", "reward-model")
+RECIPES = ("rl", "sft", "reward-model", "drafting")
+
+HISTORY = {
+    "type": "history",
+    "min_match": 1,
+    "max_draft": 3,
+    "costs": {"plain": [1.0, 1.01, 1.02], "drafted": [1.0, 1.0, 1.01, 1.05, 1.15]},
+}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(world_of_session: Any, processes: Any, recipes: Any) -> dict[str, Path]:
     """One whole run per job."""
     found = {}
-    for job in RECIPES:
-        recipe = world_of_session.recipe(f"whole-{job}", recipes[job](output_dir=f"runs/whole-{job}"))
-        log = world_of_session.path / f"whole-{job}.log"
-        assert processes.run(job, recipe, cwd=world_of_session.path, output=log) == 0, log.read_text()
-        found[job] = world_of_session.path / "runs" / f"whole-{job}"
+    for name in RECIPES:
+        content = recipes[command_of(name)](output_dir=f"runs/whole-{name}")
+        if name == "drafting":
+            content["rollout"] = {**content["rollout"], "speculation": HISTORY}
+        recipe = world_of_session.recipe(f"whole-{name}", content)
+        log = world_of_session.path / f"whole-{name}.log"
+        assert processes.run(command_of(name), recipe, cwd=world_of_session.path, output=log) == 0, log.read_text()
+        found[name] = world_of_session.path / "runs" / f"whole-{name}"
     return found
+
+
+def command_of(name: str) -> str:
+    return "rl" if name == "drafting" else name
 
 
 @pytest.fixture
@@ -37,7 +51,7 @@ def killed_and_resumed(
     def run(job: str, name: str, *kills: tuple[str, int]) -> Path:
         """Killed once per entry, resumed after each, compared in the end."""
         log = world.path / f"{name}.log"
-        command = [job, f"whole-{job}.yaml", f"output_dir=runs/{name}"]
+        command = [command_of(job), f"whole-{job}.yaml", f"output_dir=runs/{name}"]
         for number, kill in enumerate(kills):
             resume = ["--resume"] if number else []
             status = processes.run(*command, *resume, cwd=world.path, output=log, kill=kill)
@@ -62,6 +76,12 @@ def killed_and_resumed(
 )
 def test_an_rl_run_survives_sigkill(killed_and_resumed: Any, kill: tuple[str, int]) -> None:
     killed_and_resumed("rl", "rl-" + "-".join(map(str, kill)), kill)
+
+
+def test_a_run_that_drafts_survives_sigkill(killed_and_resumed: Any, metrics_of: Any) -> None:
+    """The resumed one drafts the same, so that its forwards have the same tokens; in fast numerics bits tell."""
+    path = killed_and_resumed("drafting", "drafting-killed", ("decode", 40), ("log", 5))
+    assert sum(row.get("rollout/draft_acceptance", 0.0) for row in metrics_of(path)) > 0
 
 
 def test_an_rl_run_survives_one_kill_after_another(killed_and_resumed: Any) -> None:

@@ -64,6 +64,7 @@ def test_seeds_draw_what_the_native_engine_draws(tied: Any) -> None:
     options: list[dict[str, Any]] = [
         {}, {"temperature": 0.004}, {"temperature": 3.0}, {"temperature": 0.0}, {"top_p": 0.7},
         {"temperature": 0.8, "top_k": 9, "top_p": 0.9}, {"min_p": 0.1, "top_p": 0.8}, {"seed": 3 + (1 << 40)},
+        {"draw": "gumbel"}, {"draw": "gumbel", "temperature": 0.7, "top_p": 0.8},
     ]  # fmt: skip
     requests = [request for each in options for request in tied.requests(6, **each)]
     native.submit(requests)

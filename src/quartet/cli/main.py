@@ -38,6 +38,7 @@ JOBS = {
     "reward-model": ("RewardModelTrainer", "Reward model from preference pairs."),
     "process-reward": ("ProcessRewardTrainer", "Process reward model from step-labelled answers."),
     "preference": ("PreferenceTrainer", "DPO, SimPO, KTO and others on preference data."),
+    "medusa": ("MedusaTrainer", "Medusa heads from a model's own answers."),
     "rl": ("RLTrainer", "Reinforcement learning: PPO, GRPO and others."),
     "iterated-reward-model": ("IteratedTrainer", "Rounds of fresh pairs, reward model and RL."),
     "eval": ("Evaluator", "Held-out prompts answered and scored; win rates."),

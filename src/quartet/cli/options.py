@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 RESUME = "--resume"
 GROUPS = {
     "Begin": ("quickstart", "init", "config"),
-    "Train": ("sft", "reward-model", "process-reward", "preference", "rl", "iterated-reward-model"),
+    "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl", "iterated-reward-model"),
     "Look at a model or a run": ("doctor", "eval", "generate", "serve", "report"),
 }
 """Commands in the order of the help; each of them is in one group."""

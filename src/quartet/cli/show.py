@@ -31,6 +31,7 @@ _SHOWN = {
         "eval/loss",
         "eval/accuracy",
     ),
+    "medusa": ("loss/medusa", "eval/loss", "medusa/tokens_per_forward"),
     "collect": ("iterated/pairs", "iterated/label_mean", "iterated/stale_accuracy"),
     "rl": ("reward/score_mean", "eval/score_mean", "kl/ref", "policy/entropy", "agreement/logprob_diff_max"),
 }
@@ -86,7 +87,8 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     alarm = summary.get("reward_hacking", {})
     if alarm.get("raised"):
         _line(console, alarm["text"], "bold red")
-    _line(console, f"model: {path / 'model'}")
+    made = "medusa" if summary.get("job") == "medusa" else "model"
+    _line(console, f"{made}: {path / made}")
     _line(console, f"next:  {command_name()} report {path}")
 
 

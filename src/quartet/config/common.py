@@ -316,6 +316,11 @@ class SamplingConfig(Strict):
         description="Log-probabilities, the trainer's too, are those of the tokens that top_p, top_k and min_p leave, "
         "and not of all.",
     )
+    draw: Literal["inverse", "gumbel"] = Field(
+        "inverse",
+        description="How a seed picks a token: inverse, by one number per token; gumbel, by one for every token of the "
+        "vocabulary, which costs more, and lets drafts by speculation match more often. Native and vllm have both.",
+    )
 
     @property
     def truncates(self) -> bool:

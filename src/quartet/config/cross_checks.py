@@ -25,9 +25,10 @@ from quartet.config.algorithms import (
 )
 from quartet.config.cluster import device_misfit
 from quartet.config.common import ShardingConfig
-from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig
+from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, draw_misfit
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
 from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.config.speculation import MedusaSpeculation
 
 if TYPE_CHECKING:
     from quartet.config.recipe import RLRecipe
@@ -35,7 +36,17 @@ if TYPE_CHECKING:
 
 def misfits(recipe: RLRecipe) -> list[str]:
     """Every reason why the recipe's parts do not fit together."""
-    groups = (_sizes, _numerics, _engines, _losses, _kl_and_reference, _environments, _rewards, _placements)
+    groups = (
+        _sizes,
+        _numerics,
+        _engines,
+        _speculation,
+        _losses,
+        _kl_and_reference,
+        _environments,
+        _rewards,
+        _placements,
+    )
     return list(chain.from_iterable(group(recipe) for group in groups))
 
 
@@ -112,6 +123,43 @@ def _engines(recipe: RLRecipe) -> Iterator[str]:
             "rollout.sampling.truncated_logprobs is for native and vllm: sglang's log-probabilities are those of all "
             "tokens; leave it out"
         )
+
+
+def _speculation(recipe: RLRecipe) -> Iterator[str]:
+    rollout, speculation = recipe.rollout, recipe.rollout.speculation
+    asked = [("rollout.sampling", rollout.sampling)]
+    if recipe.evaluation is not None:
+        asked.append(("evaluation.sampling", recipe.evaluation.sampling))
+    for key, sampling in asked:
+        if (reason := draw_misfit(key, sampling, rollout.engine)) is not None:
+            yield reason
+    if speculation is None:
+        return
+    if not isinstance(rollout.engine, NativeEngineConfig):
+        yield (
+            f"rollout.speculation is verified by the native engine alone; found rollout.engine {rollout.engine.type}: "
+            "leave it out, or use the native engine"
+        )
+    placement = recipe.placement
+    if isinstance(placement, AsynchronousPlacement) and placement.follow is not None and speculation.costs is None:
+        yield (
+            "placement.follow repeats a run step by step, but without rollout.speculation.costs each run measures what "
+            "steps cost, and drafts by that: set the same costs for both"
+        )
+    if isinstance(speculation, MedusaSpeculation):
+        fitting, draw = {"uniform": "inverse", "gumbel": "gumbel"}.get(speculation.choose), rollout.sampling.draw
+        if fitting not in (None, draw):
+            yield (
+                f"rollout.speculation.choose {speculation.choose} guesses what a request draws by draw {fitting}, but "
+                f"rollout.sampling.draw is {draw}, which hardly ever gives the same token: set either to fit"
+            )
+        sharding = recipe.actor.sharding
+        if speculation.train is not None and max(sharding.context, sharding.tensor) > 1:
+            yield (
+                "rollout.speculation.train learns from hidden states that one process has as a whole, but "
+                f"actor.sharding cuts them (context {sharding.context}, tensor {sharding.tensor}): leave train out, or "
+                "shard by processes alone"
+            )
 
 
 def _losses(recipe: RLRecipe) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from quartet.config.addresses import HTTPAddress
-from quartet.config.common import Strict
+from quartet.config.common import SamplingConfig, Strict
 from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.config.units import Devices, Processes, Sequences, Steps, Tokens
 
@@ -170,6 +170,16 @@ EngineConfig = Annotated[
 def is_served(engine: EngineConfig) -> bool:
     """Whether it generates at its own pace, apart from the process that asks."""
     return not isinstance(engine, NativeEngineConfig) or engine.process
+
+
+def draw_misfit(key: str, sampling: SamplingConfig, engine: EngineConfig) -> str | None:
+    """Why the engine cannot draw as the section ``key`` asks; None where it can."""
+    if sampling.draw == "inverse" or isinstance(engine, NativeEngineConfig | VLLMEngineConfig):
+        return None
+    return (
+        f"{key}.draw gumbel needs this project's sampler, which native and vllm have; {engine.type} draws in its own "
+        "way: leave it out"
+    )
 
 
 def has_own_weights(engine: EngineConfig) -> bool:

@@ -15,7 +15,7 @@ from quartet.config.common import (
     ShardingConfig,
     Strict,
 )
-from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights
+from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
 from quartet.config.units import Prompts, Samples
 
@@ -173,6 +173,12 @@ class EvalRecipe(Recipe):
     precision: PrecisionChoice = Field(
         "auto", description="Of the model and of reward models; auto: bf16 on a GPU that has it, fp32 on the CPU."
     )
+
+    @model_validator(mode="after")
+    def _engine_draws_so(self) -> EvalRecipe:
+        if (reason := draw_misfit("sampling", self.sampling, self.engine)) is not None:
+            raise ValueError(reason)
+        return self
 
     @model_validator(mode="after")
     def _answers_by_two_models(self) -> EvalRecipe:

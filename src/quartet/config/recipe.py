@@ -26,11 +26,13 @@ from quartet.config.common import (
 )
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.cross_checks import misfits
-from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights
+from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
+from quartet.config.medusa import MedusaRecipe
 from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.rewards import RewardConfig
+from quartet.config.speculation import SpeculationConfig
 from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples
 
@@ -67,6 +69,9 @@ class RolloutConfig(Strict):
 
     engine: EngineConfig = Field(NativeEngineConfig(), description="What generates, with its own keys.")
     sampling: SamplingConfig = SamplingConfig()
+    speculation: SpeculationConfig | None = Field(
+        None, description="What drafts tokens that are verified several at a time, with the same answers; none."
+    )
 
 
 class ActorConfig(Strict):
@@ -186,6 +191,8 @@ class CollectConfig(Strict):
     def _sampling_fits(self) -> CollectConfig:
         if found := untrained(self.sampling):
             raise ValueError(found[0])
+        if (reason := draw_misfit("sampling", self.sampling, self.engine)) is not None:
+            raise ValueError(reason)
         return self
 
 
@@ -231,6 +238,7 @@ RECIPES: dict[str, type[Recipe]] = {
     "reward-model": RewardModelRecipe,
     "process-reward": ProcessRewardRecipe,
     "preference": PreferenceRecipe,
+    "medusa": MedusaRecipe,
     "rl": RLRecipe,
     "eval": EvalRecipe,
     "iterated-reward-model": IteratedRecipe,

@@ -15,11 +15,12 @@ _TOKENS = {
     "process": "process-reward",
     **dict.fromkeys(("reward", "rm"), "reward-model"),
     **dict.fromkeys(("preference", "dpo", "ipo", "hinge", "simpo", "orpo", "kto"), "preference"),
+    "medusa": "medusa",
     "sft": "sft",
     **dict.fromkeys(("eval", "evaluation"), "eval"),
 }
 """By a word in a run directory's name, the job that is probably meant; the first one wins."""
-_PARTS = ("model", "critic", "adapter", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
+_PARTS = ("model", "critic", "adapter", "medusa", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
 """What a run leaves in its directory for later ones."""
 
 

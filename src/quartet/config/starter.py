@@ -39,6 +39,7 @@ _DATA = {
     "reward-model": "pairs.jsonl",
     "preference": "pairs.jsonl",
     "process-reward": "steps.jsonl",
+    "medusa": "prompts.jsonl",
     "rl": "prompts.jsonl",
     "iterated-reward-model": "prompts.jsonl",
     "eval": "held_out.jsonl",
@@ -48,6 +49,7 @@ _COLUMNS = {
     "reward-model": ("prompt", "chosen", "rejected"),
     "preference": ("prompt", "chosen", "rejected"),
     "process-reward": ("prompt", "steps", "labels"),
+    "medusa": ("prompt",),
 }
 _ALIASES = {
     "prompt": ("question", "problem", "instruction", "query", "input"),
@@ -139,7 +141,12 @@ def _supervised(job: str, method: str | None, reward: str | None, data: str, row
         yield Line("centring", 0.01)
     if job == "process-reward":
         yield Line("separator", "\n\n")
-    yield from _training("train.", 1e-6 if job == "preference" else 1e-5)
+    if job == "medusa":
+        yield Line("heads.depth", 3)
+        yield Line("sampling.max_new_tokens", 256)
+        yield Line("train.optim.lr", 1e-3)
+    else:
+        yield from _training("train.", 1e-6 if job == "preference" else 1e-5)
     yield Line("train.optim.warmup_steps", 10)
     yield Line("train.optim.schedule", "cosine")
 

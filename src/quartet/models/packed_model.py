@@ -302,13 +302,17 @@ class PackedCausalLM(PackedModel):
         """
         rows = self._enough_rows(hidden)
         with self.autocast():
-            logits = self.head(rows)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+            logits = self.scaled(self.head(rows))
+        return logits if rows is hidden else logits[: hidden.shape[0]]
+
+    def scaled(self, raw: Tensor) -> Tensor:
+        """The logits of what a head's product is, ``[M, V]``: in fp32 (fp64 stays), with the model's scale and cap."""
+        logits = raw if raw.dtype == torch.float64 else raw.float()
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self._softcap is not None:
             logits = self._softcap * torch.tanh(logits / self._softcap)
-        return logits if rows is hidden else logits[: hidden.shape[0]]
+        return logits
 
     def token_logprobs(
         self,

@@ -95,8 +95,8 @@ class Pack:
         return ends[torch.tensor(self.leaves, dtype=torch.int64)].to(self.input_ids.device)
 
     def scatter(self, values: Tensor, targets: Tensor) -> Tensor:
-        """``[M]`` values of stored tokens → ``[T]``, 0 elsewhere."""
-        out = torch.zeros(self.num_stored, dtype=values.dtype, device=values.device)
+        """``[M, …]`` values of stored tokens → ``[T, …]``, 0 elsewhere."""
+        out = values.new_zeros(self.num_stored, *values.shape[1:])
         return out.index_put((targets,), values)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
+from quartet.rollout.speculation import Acceptance, Speculator
 from quartet.rollout.step_attention import Contexts
+from quartet.rollout.step_costs import measure
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.weights.in_process import sync_in_process
 from quartet.weights.sink import TensorSink
@@ -63,6 +66,8 @@ class NativeEngine:
         version: policy version of the weights as they are. None: 0 for a shared model; an engine with its own
             weights then has none to compute with until they were sent.
         contexts: how it attends. None: by the model's device and numerics.
+        speculator: has running requests' next tokens drafted, where ``step`` is given none. Completions are those
+            without, to rounding, and to the bit under exact numerics.
 
     Raises:
         UserError: the model cannot go on from stored keys and values.
@@ -79,6 +84,7 @@ class NativeEngine:
         decode: Decode | None = None,
         version: int | None = None,
         contexts: Contexts | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         if not packed.shares_prefixes:
             check_decoding(packed)
@@ -102,6 +108,8 @@ class NativeEngine:
         self._stats = EngineStats(policy_version=version or 0)
         self._finished: list[Completion] = []
         self._failed: list[Response] = []
+        self.speculator = speculator
+        self._keeps_hidden = speculator is not None and speculator.drafter.reads_hidden
         self._sink = self._make_sink(version) if owns_weights else None
         self._context = model_context_length(packed.model)
         self._vocab_size = packed.vocab_size
@@ -134,10 +142,16 @@ class NativeEngine:
         held = self._scheduler.held
         return {i: held[i].generated() for i in request_ids if i in held}
 
+    @property
+    def running(self) -> list[Response]:
+        return self._scheduler.running
+
     def _retire(self, responses: Sequence[Response]) -> None:
         self._scheduler.retire(responses)
         for response in responses:
             self._admission.release(response)
+            if self.speculator is not None:
+                self.speculator.drafter.forget(response)
         if responses:
             self._rows_current = False
 
@@ -166,6 +180,8 @@ class NativeEngine:
         if self._sink is not None:
             self._sink.require()
         if self._scheduler.held:
+            if self.speculator is not None and not proposed:
+                self._speculate(self.speculator)
             self._advance()
         if self._failed:
             failed, self._failed = self._failed, []
@@ -179,6 +195,16 @@ class NativeEngine:
             # The last token that it may still get is sampled behind the proposals.
             room = response.max_tokens - len(response.token_ids) - 1
             response.draft = tuple(proposed.get(response.request.request_id, ()))[:room]
+
+    def _speculate(self, speculator: Speculator) -> None:
+        if speculator.costs is None:
+            limit = self._scheduler.max_running
+            scratch = NativeEngine(self.packed, max_running=limit, contexts=self._runner.contexts)
+            scratch._weights, scratch._keeps_hidden = self._weights, self._keeps_hidden
+            speculator.costs = measure(scratch, limit, speculator.drafter if self._keeps_hidden else None)
+        if self._scheduler.num_running:
+            with self._weights.active() if self._keeps_hidden else nullcontext():
+                speculator.propose(self._scheduler.running)
 
     # ---- one step ----
 
@@ -195,18 +221,20 @@ class NativeEngine:
         with self._weights.active():
             wanted = [r.block for r in plan.admitted if r.block is not None]
             rows = self._rows if running else None
-            logits, first_logits = self._runner.step(self._cache, rows, plan.prefills, wanted, spans)
+            made = self._runner.step(self._cache, rows, plan.prefills, wanted, spans)
         plan.count(self._stats)
         if plan.prefills:
             self._note_peak()
+        self._stats.num_row_steps += len(running)
         if spans is not None:
-            self._record(running, *self._sample([r for r in running for _ in (0, *r.draft)], logits))
+            of_tokens = [r for r in running for _ in (0, *r.draft)]
+            self._record(running, *self._sample(of_tokens, made.logits), made.hidden)
         elif running:
-            tokens, logprobs = sample(logits, self._rows.sampling, self._rows.num_generated)
-            self._record(running, tokens, logprobs)
+            tokens, logprobs = sample(made.logits, self._rows.sampling, self._rows.num_generated)
+            self._record(running, tokens, logprobs, made.hidden)
             self._rows.advance(tokens)
         if plan.admitted:
-            self._begin(plan.admitted, first_logits)
+            self._begin(plan.admitted, made.first_logits, made.first_hidden)
         # After proposals rows advance by different numbers of tokens and are loaded anew.
         self._rows_valid = spans is None
 
@@ -271,13 +299,13 @@ class NativeEngine:
         self._stats.peak_cache_bytes = max(self._stats.peak_cache_bytes, self._cache_bytes())
         self._stats.peak_cached_tokens = max(self._stats.peak_cached_tokens, self._cached_tokens())
 
-    def _begin(self, admitted: Sequence[Response], logits: Tensor) -> None:
-        """Samples the next token of requests whose blocks are complete, from ``[A, V]`` logits."""
+    def _begin(self, admitted: Sequence[Response], logits: Tensor, hidden: Tensor) -> None:
+        """Samples the next token of requests whose blocks are complete, from ``logits [A, V]``, ``hidden [A, D]``."""
         self._scheduler.admit(admitted)
         for response in admitted:
             first = response.block and response.block.chain[0]
             response.prefix = first if first and first.shared else None
-        self._record(admitted, *self._sample(admitted, logits))
+        self._record(admitted, *self._sample(admitted, logits), hidden)
 
     def _sample(self, responses: Sequence[Response], logits: Tensor) -> tuple[Tensor, Tensor]:
         """A token and its log-probability for each row of ``logits [B, V]``; a response's rows stand together."""
@@ -285,30 +313,33 @@ class NativeEngine:
         places = [len(r.token_ids) + i for _, own in groupby(responses, key=id) for i, r in enumerate(own)]
         return sample(logits, sampling, np.array(places, dtype=np.uint64))
 
-    def _record(self, responses: Sequence[Response], tokens: Tensor, logprobs: Tensor) -> None:
+    def _record(self, responses: Sequence[Response], tokens: Tensor, logprobs: Tensor, hidden: Tensor) -> None:
         """Gives each response its token, or those that its proposals let stand; retires what ends or has none."""
-        version = self._stats.policy_version
         done: list[tuple[Response, FinishReason]] = []
         failed: list[Response] = []
-        sampled = iter(self._read(tokens, logprobs))
+        sampled, first = self._read(tokens, logprobs), 0
         for response in responses:
-            own = list(islice(sampled, 1 + len(response.draft)))
+            own, before = sampled[first : first + 1 + len(response.draft)], len(response.token_ids)
             end = response.num_stored + len(own)
-            for (token, logprob), proposed in zip(own, (*response.draft, None), strict=True):
-                if not math.isfinite(logprob):
-                    failed.append(response)
-                    break
-                reason = response.append(int(token), logprob, version)
-                self._stats.generated_tokens += 1
-                if reason is not None:
-                    done.append((response, reason))
-                    break
-                if token != proposed:
-                    break
+            reason, kept = response.extend(own, self._stats.policy_version)
+            num_new = len(response.token_ids) - before
+            self._stats.generated_tokens += num_new
+            if reason is not None:
+                done.append((response, reason))
+            elif not math.isfinite(own[kept][1]):
+                failed.append(response)
+            elif self._keeps_hidden:
+                response.hidden = hidden[first + num_new - 1]
             if response.draft:
+                if self.speculator is not None:
+                    self.speculator.acceptance.note(len(response.draft), kept)
                 response.draft = ()
                 self._cache.truncate(response.row, response.num_stored, end)
+            first += len(own)
         self._drop(failed)
+        if self.speculator is not None:
+            for response, _ in done:
+                self.speculator.drafter.finished(response)
         self._retire([response for response, _ in done])
         self._finished += [response.completion(reason) for response, reason in done]
 
@@ -344,7 +375,8 @@ class NativeEngine:
         self._weights.prepare()
         adapters, model = self.packed.adapters, self.packed.model
         named = model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
-        return TensorSink(named, on_commit=self._take_version, version=version)
+        drafting = self.speculator.drafter.weights() if self.speculator is not None else ()
+        return TensorSink(chain(named, drafting), on_commit=self._take_version, version=version)
 
     def _take_version(self, version: int) -> None:
         self._weights.refresh()
@@ -389,8 +421,11 @@ class NativeEngine:
         return self._cache.num_tokens + self._admission.prefixes.num_tokens
 
     def stats(self) -> EngineStats:
+        acceptance = self.speculator.acceptance if self.speculator is not None else Acceptance(0)
         return replace(
             self._stats,
+            drafted_by_depth=tuple(acceptance.drafted),
+            kept_by_depth=tuple(acceptance.kept),
             num_running=self._scheduler.num_running,
             num_waiting=len(self._scheduler.waiting),
             cached_tokens=self._cached_tokens(),

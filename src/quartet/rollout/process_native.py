@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter
 
 from quartet.config.common import LoRAConfig
+from quartet.config.speculation import SpeculationConfig
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
+from quartet.rollout.drafters import build_speculator
 from quartet.rollout.engine import NativeEngine
 from quartet.text.tokenizer import TextCodec
+
+_SPECULATION: TypeAdapter[SpeculationConfig] = TypeAdapter(SpeculationConfig)
 
 
 class NativeProcessEngine(NativeEngine):
@@ -41,6 +46,7 @@ def make(
     lora: Mapping[str, Any] | None = None,
     seed: int = 0,
     version: int | None = None,
+    speculation: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> NativeProcessEngine:
     """
@@ -48,11 +54,14 @@ def make(
         path: a model's directory with its tokenizer.
         lora, seed: of the trainer's adapters, which alone are sent then.
         version: None: it computes once weights were sent.
+        speculation: the section of a recipe.
         options: of ``NativeEngine``.
     """
     model = load_causal_lm(path).to(torch.device(device))
     adapters = None if lora is None else LoRAConfig(**lora)
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
+    speculator = None if speculation is None else build_speculator(_SPECULATION.validate_python(speculation), packed)
     decode = TextCodec.from_pretrained(path).decode
-    return NativeProcessEngine(packed, owns_weights=True, decode=decode, version=version, **options)
+    options |= {"decode": decode, "version": version, "speculator": speculator}
+    return NativeProcessEngine(packed, owns_weights=True, **options)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, Protocol
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quartet.config import UserError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quartet.weights.sink import TensorSink
 
 _SEED_LIMIT = 1 << 64
+Draw = Literal["inverse", "gumbel"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class SamplingParams:
         seed: every token is a function of (prompt, this seed, its position) and of nothing else.
         truncated_logprobs: log-probabilities are those of the tokens that ``top_p``, ``top_k`` and ``min_p`` keep, and
             of the sampled one.
+        draw: by inverting the distribution function at one number, or by Gumbel noise for every token, which two
+            distributions that are nearly alike share most tokens by; no server has it.
     """
 
     temperature: float = 1.0
@@ -50,6 +53,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     truncated_logprobs: bool = False
+    draw: Draw = "inverse"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -196,6 +200,9 @@ class EngineStats:
         num_retries: requests to a server that were sent once more.
         num_restarts: engines that were started anew.
         num_rerouted: requests that were begun anew because their engine failed or left.
+        num_row_steps: running requests, summed over the steps.
+        drafted_by_depth: drafted tokens whose forerunners in the draft were all kept, from the first of a draft on.
+        kept_by_depth: of these the ones that were kept, too.
     """
 
     policy_version: int = 0
@@ -214,6 +221,21 @@ class EngineStats:
     num_retries: int = 0
     num_restarts: int = 0
     num_rerouted: int = 0
+    num_row_steps: int = 0
+    drafted_by_depth: tuple[int, ...] = ()
+    kept_by_depth: tuple[int, ...] = ()
+
+    @classmethod
+    def total(cls, stats: Sequence[EngineStats]) -> EngineStats:
+        """The sums, by depth for what is counted by depth."""
+        columns = {each.name: [getattr(one, each.name) for one in stats] for each in fields(cls)}
+        return cls(**{name: _summed(values) for name, values in columns.items()})
+
+
+def _summed(values: Sequence[Any]) -> Any:
+    if any(isinstance(value, tuple) for value in values):
+        return tuple(map(sum, zip_longest(*values, fillvalue=0)))
+    return sum(values)
 
 
 class GenerationError(UserError):

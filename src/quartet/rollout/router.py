@@ -32,7 +32,7 @@ from quartet.rollout.protocol import (
     Request,
     RolloutEngine,
 )
-from quartet.rollout.router_member import Member, RestartBudget, State, cancelled_completion, size, total, units_of
+from quartet.rollout.router_member import Member, RestartBudget, State, cancelled_completion, size, units_of
 from quartet.rollout.routing import Policy, Routing
 
 if TYPE_CHECKING:
@@ -427,8 +427,12 @@ class Router:
         """Sums over all engines since they were first made; the oldest of their policy versions."""
         now = [member.engine.stats() for member in self._in_state("up")]
         version = min((stats.policy_version for stats in now), default=0)
-        summed = total([*now, *(member.past for member in self._members)])
-        counts = {"num_restarts": self.restarts, "num_rerouted": self.rerouted, "policy_version": version}
+        summed = EngineStats.total([*now, *(member.past for member in self._members)])
+        counts: dict[str, Any] = {
+            "num_restarts": self.restarts,
+            "num_rerouted": self.rerouted,
+            "policy_version": version,
+        }
         return replace(summed, num_waiting=summed.num_waiting + sum(map(len, self._queue)), **counts)
 
     def progress(self) -> Progress:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from quartet.rollout.ledger import RequestLedger
@@ -90,16 +89,12 @@ class Member:
         return EngineProgress(self.name, done, expected, self.state != "up")
 
     def begin_anew(self) -> None:
-        self.past, self._settled = total([self.past, self.engine.stats()]), 0
+        self.past, self._settled = EngineStats.total([self.past, self.engine.stats()]), 0
 
 
 def size(request: Request) -> int:
     """Tokens that it may come to."""
     return len(request.prompt_ids) + request.sampling.max_new_tokens
-
-
-def total(stats: Sequence[EngineStats]) -> EngineStats:
-    return EngineStats(*(sum(getattr(each, f.name) for each in stats) for f in fields(EngineStats)))
 
 
 def units_of(requests: Iterable[Request]) -> list[list[Request]]:

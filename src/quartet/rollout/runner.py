@@ -10,6 +10,7 @@ many, so prompts ride along with decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,20 @@ def choose_contexts(packed: PackedCausalLM) -> Contexts:
     return kind(shares_prefixes=packed.shares_prefixes)
 
 
+@dataclass(frozen=True)
+class StepOutputs:
+    """
+    Attributes:
+        logits, hidden: ``[B, V]`` and ``[B, D]`` at each new token of the rows.
+        first_logits, first_hidden: ``[W, V]`` and ``[W, D]`` at the end of each wanted block.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    first_logits: Tensor
+    first_hidden: Tensor
+
+
 class ModelRunner:
     def __init__(self, packed: PackedCausalLM, contexts: Contexts) -> None:
         self.packed = packed
@@ -47,16 +62,13 @@ class ModelRunner:
         prefills: Sequence[PrefillChunk],
         wanted: Sequence[Block],
         spans: DraftRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> StepOutputs:
         """Decodes new tokens of ``rows`` and fills blocks.
 
         Args:
             rows: None where nothing runs.
             spans: the rows' new tokens; None: the newest of each.
             wanted: blocks whose following logits are asked for, complete after this step; repeats cost nothing.
-
-        Returns:
-            ``[B, V]`` logits after each new token of the rows, and ``[W, V]`` after each wanted block.
         """
         prefills = sorted(prefills, key=lambda prefill: (not begins(prefill), prefill.end if begins(prefill) else 0))
         num_rows = 0 if rows is None else rows.num_rows if spans is None else len(spans.tokens)
@@ -79,10 +91,12 @@ class ModelRunner:
                 # A view would keep the whole step's hidden states alive.
                 prefill.block.finish(hidden[end - 1].clone())
         blocks = list(dict.fromkeys(wanted))
-        logits = self._logits(hidden, num_rows, blocks)
+        states = self._states(hidden, num_rows, blocks)
+        logits = self.packed.logits(states) if len(states) else states.new_zeros(0, self.packed.vocab_size)
         place = {block: num_rows + i for i, block in enumerate(blocks)}
         places = torch.tensor([place[block] for block in wanted], dtype=torch.int64)
-        return logits[:num_rows], logits[to_device(places, logits.device)]
+        places = to_device(places, logits.device)
+        return StepOutputs(logits[:num_rows], states[:num_rows], logits[places], states[places])
 
     def _inputs(
         self, new: DecodeRows | DraftRows | None, num_rows: int, prefills: Sequence[PrefillChunk], computed: int
@@ -99,15 +113,14 @@ class ModelRunner:
             return tokens, positions
         return torch.cat([new.tokens[:num_rows], tokens]), torch.cat([new.positions[:num_rows], positions])
 
-    def _logits(self, hidden: Tensor | None, num_rows: int, blocks: Sequence[Block]) -> Tensor:
-        """``[B + blocks, V]``, computed on enough rows."""
+    def _states(self, hidden: Tensor | None, num_rows: int, blocks: Sequence[Block]) -> Tensor:
+        """``[B + blocks, D]`` of which the logits are wanted, filled up to enough rows."""
         wanted = num_rows + len(blocks)
         computed = self.contexts.padded_rows(wanted)
         if hidden is not None and not blocks and hidden.shape[0] == computed:
-            return self.packed.logits(hidden)[:wanted]
+            return hidden
         if not wanted:
-            return torch.zeros(0, self.packed.vocab_size, device=self.packed.device)
+            return torch.zeros(0, 0, device=self.packed.device)
         picked = [] if hidden is None else [hidden[:num_rows]]
         picked += [block.last_hidden.unsqueeze(0) for block in blocks if block.last_hidden is not None]
-        states = F.pad(torch.cat(picked), (0, 0, 0, computed - wanted))
-        return self.packed.logits(states)[:wanted]
+        return F.pad(torch.cat(picked), (0, 0, 0, computed - wanted))

@@ -7,10 +7,13 @@ It is found by inverting the distribution function with one uniform number: weig
 summed by blocks in fp32, the block is picked from fp64 sums over the blocks, the token from fp64 sums inside
 that one block. Every block and every token keeps its share to fp32 rounding, as a softmax in fp32 would.
 
-The weights are those that the log-sum-exp needs anyway, so drawing adds one cheap pass. The alternatives need
-more over ``[B, V]``: Gumbel noise (and the exponential race of ``torch.multinomial``, which is the same draw)
-one random number per token, each with a hash and two logarithms; a plain cumulative sum one serial pass over
-fp64 numbers. ``benchmarks/sampler.py`` compares them.
+The weights are those that the log-sum-exp needs anyway, so drawing adds one cheap pass; a plain cumulative sum would
+be a serial one over fp64 numbers.
+
+Requests may ask for Gumbel noise instead (``draw: gumbel``), one number per token that depends on seed, position and
+token alone. The largest sum of logit and noise is found as the winner of an exponential race, the same draw with one
+logarithm less: the largest ``weight / -log(1 - v)`` with uniform ``v``. It costs about as much again as the rest
+(``benchmarks/sampler.py``), and two distributions that overlap mostly give the same token: drafts couple by it.
 
 Log-probabilities are those of the temperature-scaled, untruncated distribution in fp32, to the bit what
 ``scaled - scaled.logsumexp(-1)`` gives with ``scaled = logits / temperature``; top-k, top-p and min-p only
@@ -30,7 +33,7 @@ from torch import Tensor
 from quartet.models.memory import to_device
 from quartet.models.truncation import Truncation, left_out, truncate
 from quartet.rollout.protocol import SamplingParams
-from quartet.rollout.seeds import seed_keys, uniforms
+from quartet.rollout.seeds import race_keys, race_numbers, seed_keys, token_hashes, uniforms
 
 _BLOCK = 128
 # A vocabulary up to this size is not cut into blocks: one cumulative sum costs less than a dozen small operations.
@@ -48,6 +51,8 @@ class SamplingRows:
         temperature: ``[B, 1]`` fp32, 1 where greedy; None where all are 1.
         greedy: indices of the greedy rows.
         all_greedy: no row draws at random.
+        racing: ``[B, 1]`` rows that draw by Gumbel noise; None where none does.
+        all_racing: no row draws otherwise.
         keys: ``[B]`` hashed seeds.
         places: ``[128]`` numbers of the tokens in a block.
         truncation: of the rows that ask for it, or None.
@@ -57,6 +62,8 @@ class SamplingRows:
     temperature: Tensor | None
     greedy: Tensor
     all_greedy: bool
+    racing: Tensor | None
+    all_racing: bool
     keys: NDArray[np.uint64]
     places: Tensor
     truncation: Truncation | None
@@ -69,10 +76,13 @@ class SamplingRows:
         scales = any(t != 1 for t in temperature)
         truncating = {i: p for i, p in enumerate(params) if p.truncates}
         reported = {i: p for i, p in truncating.items() if p.truncated_logprobs}
+        racing = [p.draw == "gumbel" for p in params]
         return cls(
             temperature=to_device(torch.tensor(temperature), device).unsqueeze(1) if scales else None,
             greedy=to_device(torch.tensor(greedy, dtype=torch.int64), device),
             all_greedy=len(greedy) == len(params),
+            racing=to_device(torch.tensor(racing), device).unsqueeze(1) if any(racing) else None,
+            all_racing=all(p.greedy or races for p, races in zip(params, racing, strict=True)),
             keys=seed_keys(np.array([p.seed for p in params], dtype=np.uint64)),
             places=torch.arange(_BLOCK, device=device),
             truncation=Truncation.build(truncating, vocab_size, device),
@@ -92,13 +102,7 @@ def sample(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64]) ->
         are not usable (NaN or +inf among them, or all -inf).
     """
     sums = _sums(logits, rows.temperature)
-    if rows.all_greedy:
-        tokens = argmax(logits)
-    else:
-        draws = to_device(torch.from_numpy(uniforms(rows.keys, positions)), logits.device)
-        tokens = _draw(logits, rows, sums, draws.unsqueeze(1))
-        if len(rows.greedy):
-            tokens[rows.greedy] = argmax(logits[rows.greedy])
+    tokens = _pick(logits, rows, sums, positions)
     picked = logits.gather(1, tokens)
     if rows.temperature is not None:
         picked = picked / rows.temperature
@@ -111,6 +115,11 @@ def sample(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64]) ->
         found = kept.gather(1, tokens[which]) - kept.logsumexp(-1, keepdim=True)
         logprobs[which] = found + (logprobs[which] - logprobs[which])
     return tokens.squeeze(1), logprobs.squeeze(1)
+
+
+def sample_tokens(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64]) -> Tensor:
+    """The tokens of ``sample`` alone."""
+    return _pick(logits, rows, _sums(logits, rows.temperature), positions).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -179,13 +188,66 @@ def _block_sums(weights: Tensor) -> Tensor:
     return torch.cat([sums, weights[:, num_blocks * _BLOCK :].sum(-1, keepdim=True)], 1)
 
 
-def _draw(logits: Tensor, rows: SamplingRows, sums: _Sums, uniform: Tensor) -> Tensor:
-    """Inverts each row's distribution function: ``[B, 1]`` numbers in [0, 1) → ``[B, 1]`` tokens."""
-    blocks, truncation, vocab_size = sums.blocks, rows.truncation, logits.shape[1]
-    kept: Tensor | None = None
+def _pick(logits: Tensor, rows: SamplingRows, sums: _Sums, positions: NDArray[np.uint64]) -> Tensor:
+    """``[B, 1]`` tokens."""
+    if rows.all_greedy:
+        return argmax(logits)
+    truncation, kept = rows.truncation, None
     if truncation is not None:
         scale = None if rows.temperature is None else rows.temperature[truncation.rows]
         kept = truncate(_weights(logits[truncation.rows], scale, sums.shift[truncation.rows]), truncation)
+    if rows.racing is None:
+        tokens = _invert(logits, rows, sums, kept, positions)
+    elif rows.all_racing:
+        tokens = _race(logits, rows, sums, kept, positions)
+    else:
+        one, other = _race(logits, rows, sums, kept, positions), _invert(logits, rows, sums, kept, positions)
+        tokens = torch.where(rows.racing, one, other)
+    if len(rows.greedy):
+        tokens[rows.greedy] = argmax(logits[rows.greedy])
+    return tokens
+
+
+def _race(
+    logits: Tensor, rows: SamplingRows, sums: _Sums, kept: Tensor | None, positions: NDArray[np.uint64]
+) -> Tensor:
+    """The token of the largest sum of scaled logit and Gumbel noise, ``[B, 1]``, some rows at a time."""
+    num_rows, vocab_size = logits.shape
+    keys = to_device(torch.from_numpy(race_keys(rows.keys, positions)), logits.device)
+    hashes = token_hashes(vocab_size, logits.device)
+    whole: Tensor | None = None
+    if kept is not None and rows.truncation is not None:
+        whole = _weights(logits, rows.temperature, sums.shift).index_copy_(0, rows.truncation.rows, kept)
+    step = max(_CACHED_NUMEL // vocab_size, 1) if logits.device.type == "cpu" else num_rows
+    # Allocating would cost as much as computing.
+    scratch = hashes.new_empty(2, min(step, num_rows), vocab_size)
+    buffer = logits.new_empty(scratch.shape[1:]) if whole is None else None
+    tokens = []
+    for first in range(0, num_rows, step):
+        part = slice(first, first + step)
+        size = len(keys[part])
+        if buffer is not None:
+            scale = None if rows.temperature is None else rows.temperature[part]
+            weights = _weights(logits[part], scale, sums.shift[part], out=buffer[:size])
+        elif whole is not None:
+            weights = whole[part]
+        # A number that wins is small, and 1 less it would be rounded.
+        times = race_numbers(hashes, keys[part], scratch[:, :size]).neg_().log1p_().neg_()
+        tokens.append(argmax(torch.div(weights, times, out=times)))
+    return torch.cat(tokens)
+
+
+def _invert(
+    logits: Tensor, rows: SamplingRows, sums: _Sums, kept: Tensor | None, positions: NDArray[np.uint64]
+) -> Tensor:
+    """Inverts each row's distribution function at its uniform number: ``[B, 1]`` tokens.
+
+    Args:
+        kept: weights of the rows that truncate.
+    """
+    uniform = to_device(torch.from_numpy(uniforms(rows.keys, positions)), logits.device).unsqueeze(1)
+    blocks, truncation, vocab_size = sums.blocks, rows.truncation, logits.shape[1]
+    if truncation is not None and kept is not None:
         blocks = blocks.index_copy(0, truncation.rows, _block_sums(kept))
     cumulative = blocks.cumsum(-1, dtype=torch.float64)
     target = cumulative[:, -1:] * uniform

@@ -8,15 +8,19 @@ comings and goings disturb it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from quartet.config import UserError
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.protocol import Completion, FinishReason, Generated, PromptKey, Request
 from quartet.rollout.stop_strings import StopStringMatcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 R = TypeVar("R")
 
@@ -51,6 +55,7 @@ class Response:
         block: what holds its keys and values while it has no row: the prompt, or prompt and tokens after new weights.
         prefix: the shared block it reads beside its slot.
         draft: tokens proposed to follow its newest one, within one step.
+        hidden: ``[D]`` of the position that gave the newest token, where drafts are made from it.
     """
 
     request: Request
@@ -66,6 +71,7 @@ class Response:
     versions: list[int] = field(default_factory=list)
     text_end: int | None = None
     draft: tuple[int, ...] = ()
+    hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
@@ -92,6 +98,25 @@ class Response:
             if self.text_end is not None:
                 return FinishReason.STOP_STRING
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_tokens else None
+
+    def extend(self, sampled: Sequence[Sequence[float]], version: int) -> tuple[FinishReason | None, int]:
+        """Takes tokens as long as they are those that were proposed, and one more; none whose logits are not finite.
+
+        Args:
+            sampled: ``(token, logprob)`` behind the newest token and behind each of ``draft``.
+
+        Returns:
+            Why the response ends with its newest token, if it does, and how many proposals hold.
+        """
+        kept = 0
+        for (token, logprob), proposed in zip(sampled, (*self.draft, None), strict=True):
+            if not math.isfinite(logprob):
+                return None, kept
+            reason = self.append(int(token), logprob, version)
+            kept += token == proposed
+            if reason is not None or token != proposed:
+                return reason, kept
+        return None, kept
 
     def generated(self) -> Generated:
         return Generated(tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions))

@@ -1,19 +1,26 @@
 """Randomness as a function of what a token is, never of when or with whom it was computed.
 
 A run's seed and a response's place give the request's seed; the request's seed and a token's position give
-the uniform number that picks the token.
+the uniform number that picks the token, or with the token's id the number that it races with.
+
+Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_RACE = np.uint64(0xD1B54A32D192ED03)
+_MIX_32 = 0x297A2D39
 
 
 def sample_seed(run_seed: int, step: int, prompt_id: str | int, response_index: int, turn: int = 0) -> int:
@@ -33,6 +40,37 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     mixed = _splitmix(positions * _GOLDEN + keys)
     mixed >>= np.uint64(11)
     return mixed.astype(np.float64) * 2.0**-53
+
+
+def race_keys(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int32]:
+    """``[B, 2]`` of each (key, position): what is added to the hashes of tokens, and what they are multiplied by."""
+    mixed = _splitmix((positions * _GOLDEN + keys) ^ _RACE).view(np.int32).reshape(-1, 2)
+    mixed[:, 1] |= 1
+    return mixed
+
+
+@lru_cache(maxsize=4)
+def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
+    """``[V]`` int32."""
+    hashes = _splitmix(np.arange(vocab_size, dtype=np.uint64)) >> np.uint64(32)
+    return torch.from_numpy(hashes.astype(np.uint32).view(np.int32)).to(device)
+
+
+def race_numbers(hashes: Tensor, keys: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """One number in (0, 1] per row of ``keys [B, 2]`` and token: ``[B, V]`` fp32, precise where it is small.
+
+    Two rounds of multiplication and shift in 32 bits. A shift of signed numbers copies the sign, which the exclusive or
+    then takes out: 31 bits are left.
+
+    Args:
+        scratch: ``[2, B, V]`` int32 to compute in, the second of which becomes the result.
+    """
+    x, shifted = hashes.new_empty(2, len(keys), len(hashes)) if scratch is None else scratch
+    torch.add(hashes, keys[:, :1], out=x)
+    x.mul_(keys[:, 1:])
+    x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted)).mul_(_MIX_32)
+    x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted))
+    return shifted.view(torch.float32).copy_(x).add_(0.5).mul_(2.0**-31)
 
 
 def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

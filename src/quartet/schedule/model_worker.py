@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from quartet.cluster.layout import Layout
 from quartet.config.file_errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
+from quartet.models.medusa import PREFIX
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.work import Work
 from quartet.schedule.checkpointed import Checkpointed
@@ -29,6 +31,7 @@ from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.weight_sync import WeightSenderMixin
 from quartet.train.bit_flips import ModelPart
 from quartet.train.checkpoint_old_format import model_state, training_state
+from quartet.train.companion import Companion
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.offload import Offload, Store
@@ -36,7 +39,9 @@ from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget
 
-_SEEN = "seen_token_ids"
+HEADS = "medusa"
+"""Where heads that learned along are written, beside the model."""
+_SEEN, _COMPANION = "seen_token_ids", "companion"
 
 
 @dataclass(frozen=True)
@@ -197,24 +202,46 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
 
     Args:
         also: losses that this worker adds to its updates.
+        companion: heads that learn along. They stay on the device, are sent with the model's weights, and are written
+            beside it.
     """
 
-    def __init__(self, engine: TrainEngine[Any], also: AddedLosses | None = None) -> None:
+    def __init__(
+        self, engine: TrainEngine[Any], also: AddedLosses | None = None, companion: Companion | None = None
+    ) -> None:
         self.engine = engine
         self.packed = engine.packed
         self._also = also
+        self.companion = companion
 
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         return self.engine.forward(batch, needs)
 
     def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
-        """The updates in their order; of each what ``TrainEngine.train_step`` returns."""
-        results = []
+        """The updates in their order; of each what ``TrainEngine.train_step`` returns, and of the last one what its
+        companion says of the step.
+        """
+        results, companion = [], self.companion
         for update in updates:
-            batch = experience.select(update.sequences)
+            batch, objective = experience.select(update.sequences), update.objective
             also = self._also.terms(update.number) if self._also is not None else ()
-            results.append(self.engine.train_step(batch, update.objective, also, rehearsal=update.rehearsal))
+            if companion is None or update.rehearsal:
+                results.append(self.engine.train_step(batch, objective, also, rehearsal=update.rehearsal))
+            else:
+                watched = companion.watch(batch, objective, len(updates))
+                results.append(self.engine.train_step(batch, watched, also))
+                companion.learn(watched)
+        if companion is not None and results:
+            results[-1] |= companion.finish_step()
         return results
+
+    def note_drafts(self, drafted: int, kept: int) -> None:
+        """What became of the engines' drafted tokens in a step, by which the companion's next budget is set."""
+        if self.companion is not None:
+            self.companion.note_drafts(drafted, kept)
+
+    def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return chain(super().sent_weights(), self.companion.heads.weights() if self.companion is not None else ())
 
     def flip_bits(self, part: ModelPart) -> int:
         """As ``TrainEngine.flip_bits``; new weights, which the engines are to be given."""
@@ -233,14 +260,25 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         return Described(self.engine.warnings, self.packed.shares_prefixes)
 
     def sizes(self) -> dict[LeaseMode, int]:
-        size = model_bytes(self.packed)
+        size = model_bytes(self.packed) + (self.companion.num_bytes if self.companion is not None else 0)
         return {"forward": size, "train": size + train_bytes(self.packed)}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        return self.engine.state()
+        state = self.engine.state()
+        if self.companion is None:
+            return state
+        own = self.companion.state()
+        return {**state, **own, REST: {**state[REST], _COMPANION: own[REST]}}
 
-    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> AbstractContextManager[dict[str, Tensor]]:
-        return self.engine.loading(saved, rest)
+    @contextmanager
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        with ExitStack() as both:
+            theirs = dict[str, Tensor]()
+            if self.companion is not None:
+                of_heads = {name: shape for name, shape in saved.items() if name.startswith(PREFIX)}
+                saved = {name: shape for name, shape in saved.items() if name not in of_heads}
+                theirs = both.enter_context(self.companion.loading(of_heads, rest.get(_COMPANION, {})))
+            yield {**both.enter_context(self.engine.loading(saved, rest)), **theirs}
 
     def state_of_old(self, part: Any) -> dict[str, Any]:
         engine = self.engine
@@ -274,6 +312,8 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
     def _write(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Collection[int], eos_ids: Collection[int]
     ) -> str | None:
+        if self.companion is not None:
+            self.companion.heads.save(path.with_name(HEADS))
         return save_causal_lm(self.engine.packed, tokenizer, path)
 
     def _offload(self, store: Store) -> Offload:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar, cast
 
 from quartet.batch.ragged import RaggedBatch
@@ -109,10 +109,7 @@ class Rollout:
 
     def stats(self) -> EngineStats:
         """Sums over the engines, after their last calls."""
-        of = [client.stats for client in self._clients]
-        total = EngineStats(
-            **{count.name: sum(getattr(stats, count.name) for stats in of) for count in fields(EngineStats)}
-        )
+        total = EngineStats.total([client.stats for client in self._clients])
         total.policy_version = self.version
         return total
 

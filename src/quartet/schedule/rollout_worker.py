@@ -5,10 +5,13 @@ It is asked in text, and what it says of ended requests is plain data, so that a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
@@ -25,7 +28,9 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
+from quartet.rollout.speculation import Speculator
 from quartet.schedule.canary import CanaryProbe
+from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import model_bytes
 from quartet.schedule.offloadable import Offloadable
@@ -33,6 +38,7 @@ from quartet.schedule.request_store import AnyRequest, FinishedRequest, PromptRe
 from quartet.schedule.weight_sync import WeightReceiverMixin
 from quartet.text.tokenizer import TextCodec
 from quartet.train.offload import Moved, Offload, Store
+from quartet.train.state import REST, Shape
 
 CANARY = "canary"
 
@@ -248,8 +254,11 @@ class RolloutWorker(WeightReceiverMixin):
         return self._stats
 
 
-class NativeRolloutWorker(RolloutWorker, Offloadable):
-    """An engine under a placement: it takes weights of its own, and gives up cache and weights while others work."""
+class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
+    """An engine under a placement: it takes weights of its own, and gives up cache and weights while others work.
+
+    Its share of a checkpoint is what its drafts are made from; an engine that drafts nothing has none.
+    """
 
     def __init__(self, engine: NativeEngine, codec: TextCodec) -> None:
         super().__init__(engine, codec)
@@ -268,3 +277,34 @@ class NativeRolloutWorker(RolloutWorker, Offloadable):
 
     def _offload(self, store: Store) -> Offload:
         return Offload(self.engine.packed, store)
+
+    # Checkpoints -----------------------------------------------------------------------------------------
+
+    @property
+    def _speculator(self) -> Speculator:
+        assert self.engine.speculator is not None, "an engine that drafts"
+        return self.engine.speculator
+
+    def mark(self) -> dict[str, Any]:
+        """What is saved from now on is the state of this moment, which is returned."""
+        return self._speculator.mark()
+
+    def rewind(self, marked: Mapping[str, Any]) -> None:
+        """Drafts are made from the state of a ``mark`` again, which may be of an engine before this one."""
+        self._speculator.load(marked)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        state = self._speculator.state()
+        of_drafter = state["drafter"]
+        tensors = {name: value for name, value in of_drafter.items() if isinstance(value, Tensor)}
+        plain = {name: value for name, value in of_drafter.items() if name not in tensors}
+        return {**tensors, REST: {**state, "drafter": plain}}
+
+    @contextmanager
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[Mapping[str, Tensor]]:
+        tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved.items()}
+        yield tensors
+        self._speculator.load({**rest, "drafter": {**tensors, **rest["drafter"]}})
+
+    def state_of_old(self, part: Any) -> dict[str, Any]:
+        raise AssertionError("earlier versions drafted nothing")

@@ -13,9 +13,11 @@ machine, else a collective.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Concatenate, Literal, TypeVar
+
+from torch import Tensor
 
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.rollout.protocol import StepEngine
@@ -45,7 +47,11 @@ class WeightSenderMixin:
         everywhere = self.sends_everywhere
         packed = self.engine.packed
         device, rank = packed.device, 0 if everywhere or packed.gather.is_first else 1
-        return WeightSender(lambda: self.engine.weights(), device=device, rank=rank, everywhere=everywhere)
+        return WeightSender(self.sent_weights, device=device, rank=rank, everywhere=everywhere)
+
+    def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Named as engines take them."""
+        return self.engine.weights()
 
     @dispatch(ONE_COPY)
     def send_weights(self, request: str, *args: Any) -> Any:

@@ -191,6 +191,14 @@ class TrainEngine(Generic[Model]):
             first: T = self._exchange.gather(found)[0]
         return first
 
+    def of_all_ranks(self, value: T) -> list[T]:
+        """Every data rank's value, in their order. Collective.
+
+        Raises:
+            RankFailed: another rank failed.
+        """
+        return [value] if self._exchange is None else self._exchange.gather(value)
+
     # Updates ---------------------------------------------------------------------------------------------
 
     def train_step(

@@ -31,7 +31,8 @@ class Outputs:
     """What a forward pass computed, in the batch's stored layout (0 where nothing was asked for).
 
     ``logprobs [T]``, ``entropies [T]`` and ``values [T]`` belong to the token at the same index and are read from the
-    state before it; ``scores [S]`` are read at each sequence's last token, ``step_scores [T]`` at the token itself.
+    state before it, which is ``hidden [T, D]``, without gradients; ``scores [S]`` are read at each sequence's last
+    token, ``step_scores [T]`` at the token itself.
     """
 
     logprobs: Tensor | None = None
@@ -39,6 +40,7 @@ class Outputs:
     values: Tensor | None = None
     scores: Tensor | None = None
     step_scores: Tensor | None = None
+    hidden: Tensor | None = None
 
     def fields(self) -> dict[str, Tensor]:
         """What was computed, by name."""
@@ -55,7 +57,8 @@ class Needs:
 
     Args:
         entropy_gradient: entropies carry gradient where gradients are enabled.
-        mask: name of the boolean token field that selects tokens for log-probabilities, values or step scores.
+        mask: name of the boolean token field that selects tokens for log-probabilities, values, step scores or hidden
+            states.
         temperature: the sampling temperature by which logits are divided.
         limits: of sampling, where log-probabilities are those of what they keep.
     """
@@ -65,6 +68,7 @@ class Needs:
     values: bool = False
     scores: bool = False
     step_scores: bool = False
+    hidden: bool = False
     entropy_gradient: bool = False
     mask: str = "loss_mask"
     temperature: float = 1.0
@@ -145,7 +149,7 @@ def _columns(
     def idle() -> None:
         for name, values in idle_pass(packed, needs, logprob_chunk).fields().items():
             fields, size = (found[1], len(batch)) if name == "scores" else (found[0], batch.num_tokens)
-            fields.setdefault(name, values.new_zeros(size))
+            fields.setdefault(name, values.new_zeros(size, *values.shape[1:]))
 
     if exchange is not None:
         passes += [None] * (exchange.most_passes(batch, parts) - len(passes))
@@ -172,15 +176,15 @@ def _add_part(
     """A function of its own, so that nothing of one micro-batch lives on in the next."""
     part = batch.select(indices)
     outputs = compute(packed, part, needs, logprob_chunk, share=share)
-    home = sent(_leaf_rows(batch, indices), packed.device)
-    here = sent(_leaf_rows(part, range(len(part))), packed.device)
+    home = sent(leaf_rows(batch, indices), packed.device)
+    here = sent(leaf_rows(part, range(len(part))), packed.device)
     token, sequence = found
     for name, values in outputs.fields().items():
         if name == "scores":
             target = sequence.setdefault(name, values.new_zeros(len(batch)))
             target[sent(torch.tensor(indices), packed.device)] = values
         else:
-            token.setdefault(name, values.new_zeros(batch.num_tokens))[home] = values[here]
+            token.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[home] = values[here]
 
 
 def idle_pass(packed: PackedModel, needs: Needs, logprob_chunk: int) -> Outputs:
@@ -207,7 +211,7 @@ def compute(
     packed_batch = pack(batch, share=shares(packed, share)).filled(parallel.num_ranks)
     # Where something is read is known before the pass: within a sharded model's, nothing may fail on one rank alone.
     predicted = own = last = None
-    if needs.logprobs or needs.values:
+    if needs.logprobs or needs.values or needs.hidden:
         predicted = packed_batch.predicted(batch.token[needs.mask])
     if needs.scores:
         last = packed_batch.last_rows()
@@ -227,7 +231,7 @@ def compute(
 
     def run() -> Outputs:
         hidden = packed.hidden(ids, positions, attention)
-        logprobs = entropies = values = scores = step_scores = None
+        logprobs = entropies = values = scores = step_scores = states = None
         if predicted_there is not None:
             read, labels, targets = predicted_there
             if needs.logprobs:
@@ -236,13 +240,15 @@ def compute(
                 entropies = packed_batch.scatter(entropy, targets) if entropy is not None else None
             if needs.values:
                 values = packed_batch.scatter(_scalars(packed, hidden, read), targets)
+            if needs.hidden:
+                states = packed_batch.scatter(read.join(read.own(hidden.detach()), by_tensor=True), targets)
         if last_there is not None:
             # No view: FSDP marks what a root returns.
             scores = _scalars(packed, hidden, last_there).clone()
         if own_there is not None:
             read, targets = own_there
             step_scores = packed_batch.scatter(_scalars(packed, hidden, read), targets)
-        return Outputs(logprobs, entropies, values, scores, step_scores)
+        return Outputs(logprobs, entropies, values, scores, step_scores, states)
 
     outputs: Outputs = packed.one_call(run)
     return outputs
@@ -280,7 +286,8 @@ def _scalar(packed: PackedModel) -> PackedScalarModel:
     return packed
 
 
-def _leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:
+def leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:
+    """Tokens of the sequences' own segments, one after the other."""
     offsets = batch.segment_offsets
     spans = [(offsets[k], offsets[k + 1]) for k in (batch.leaves[s] for s in indices)]
     return torch.cat([torch.arange(a, b, device=batch.device) for a, b in spans])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.engines import is_served
 from quartet.config.placement import AsynchronousPlacement
+from quartet.config.speculation import head_training
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
+from quartet.rollout.protocol import EngineStats
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Group, chunk_of, staleness_metrics, without_texts
@@ -27,6 +30,7 @@ from quartet.schedule.iteration import StepLearner as AnyLearner
 from quartet.schedule.journal import Journal
 from quartet.schedule.learners import ModelLearner, UpdatePlan
 from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.placement import placed_arbiter
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.score_prefetch import ScorePrefetcher
@@ -131,6 +135,9 @@ class RunAttempt:
         done, minibatches = step + 1, self.recipe.minibatches * self.recipe.epochs
         seconds, spans = watch.seconds, self._recorder.of_step(step)
         trained, of_role = done - self.roles.warmup_steps, await self.roles.stats()
+        if head_training(self.recipe.rollout.speculation) is not None:
+            drafted, kept = map(sum, _drafts(before, after))
+            await self.roles.train_group("actor").call(TrainWorker.note_drafts, drafted, kept)
         stats = of_role.values()
         return {
             **timing(spans, seconds, generated),
@@ -148,6 +155,7 @@ class RunAttempt:
             **(self.roles.ptx.metrics(trained * minibatches) if self.roles.ptx is not None and trained > 0 else {}),
             **await self.roles.refresh_reference(done),
             **self._engine_metrics(),
+            **(draft_metrics(before, after) if self.recipe.rollout.speculation is not None else {}),
             "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
             "memory/rss_bytes": resident_bytes(),
             "optim/skipped_steps": float(sum(of.num_skipped for of in stats)),
@@ -323,6 +331,25 @@ def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, fl
         compared.append(Span("generation", min(s.start_s for s in bursts), max(s.end_s for s in bursts)))
     found["overlap/score_generate_s"] = overlap_seconds(compared, "generation", "scoring")
     return found
+
+
+def draft_metrics(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """What became of drafted tokens between two states of the engines; nothing where none decoded."""
+    rows = after.num_row_steps - before.num_row_steps
+    if not rows:
+        return {}
+    drafted, kept = _drafts(before, after)
+    counts = enumerate(zip(drafted, kept, strict=True), 1)
+    by_depth = {f"rollout/accepted_by_depth_{depth}": k / d for depth, (d, k) in counts if d}
+    acceptance = {"rollout/draft_acceptance": sum(kept) / sum(drafted)} if any(drafted) else {}
+    return {"rollout/tokens_per_forward": 1 + sum(kept) / rows, **acceptance, **by_depth}
+
+
+def _drafts(before: EngineStats, after: EngineStats) -> tuple[list[int], list[int]]:
+    """Tokens drafted and kept between two states of the engines, by depth."""
+    drafted = zip_longest(before.drafted_by_depth, after.drafted_by_depth, fillvalue=0)
+    kept = zip_longest(before.kept_by_depth, after.kept_by_depth, fillvalue=0)
+    return [late - early for early, late in drafted], [late - early for early, late in kept]
 
 
 def batch_metrics(batch: RaggedBatch) -> dict[str, float]:

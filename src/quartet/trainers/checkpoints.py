@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,8 @@ from quartet.trainers.run_files import writing
 T = TypeVar("T")
 BUFFERED = "ahead"
 """Name of the writer's share; there is none where nothing is ahead."""
+DRAFTS = "drafts_"
+"""And a number: the share of an engine that drafts."""
 Workers = Mapping[str, RoleGroup[Checkpointed]]
 _POLL_S, _LONGEST_POLL_S = 0.005, 0.25
 
@@ -108,6 +110,16 @@ async def load(workers: Workers, checkpoint: Checkpoint) -> None:
     """
     path = checkpoint.path.absolute()
     await _all({role: worker.call(Checkpointed.load_checkpoint, path / role) for role, worker in workers.items()})
+
+
+async def load_drafts(engines: Sequence[RoleGroup[Checkpointed]], checkpoint: Checkpoint) -> None:
+    """As ``load``; as many engines as there are now share what there was, as drafts change no answer."""
+    path = checkpoint.path.absolute()
+    num_saved = len(list(path.glob(f"{DRAFTS}*")))
+    if num_saved:
+        shares = [path / f"{DRAFTS}{i % num_saved}" for i in range(len(engines))]
+        calls = [engine.call(Checkpointed.load_checkpoint, of) for engine, of in zip(engines, shares, strict=True)]
+        await _all({str(i): call for i, call in enumerate(calls)})
 
 
 async def bring(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:

@@ -23,8 +23,11 @@ from quartet.config.engines import (
     has_own_weights,
     is_served,
 )
+from quartet.config.speculation import SpeculationConfig
+from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.rollout import process_native
+from quartet.rollout.drafters import build_speculator
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.http.openai import OpenAIEngine
 from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
@@ -46,13 +49,28 @@ _DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "
 
 
 def native_engine(
-    packed: PackedCausalLM, config: EngineConfig, decode: Decode, *, owns_weights: bool = False
+    packed: PackedCausalLM,
+    config: EngineConfig,
+    decode: Decode,
+    *,
+    owns_weights: bool = False,
+    speculation: SpeculationConfig | None = None,
+    heads: MedusaHeads | None = None,
 ) -> NativeEngine:
     """The native engine in this process, which computes with ``packed``; where it owns the weights they are yet to
     come.
+
+    Args:
+        heads: those of the trainer, for drafts of an engine that shares its model.
+
+    Raises:
+        UserError: what speculation reads is not there, or does not belong to the model.
     """
     assert isinstance(config, NativeEngineConfig)
-    return NativeEngine(packed, owns_weights=owns_weights, decode=decode, **_native_options(config))
+    # Before the engine turns the weights around: heads are compared with the trunk's.
+    speculator = None if speculation is None else build_speculator(speculation, packed, heads)
+    options = _native_options(config)
+    return NativeEngine(packed, owns_weights=owns_weights, decode=decode, speculator=speculator, **options)
 
 
 def _native_options(config: NativeEngineConfig) -> dict[str, Any]:
@@ -70,6 +88,7 @@ class Policy:
         device: of a native engine.
         staging: where new weights come from; None: the model stays as it is at ``path``.
         sleeps: its memory is others' at times.
+        speculation: of a native engine.
     """
 
     path: str
@@ -82,6 +101,7 @@ class Policy:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     staging: StagedWeights | None = None
     sleeps: bool = False
+    speculation: SpeculationConfig | None = None
 
     @property
     def version(self) -> int | None:
@@ -142,6 +162,7 @@ def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, A
         "lora": None if policy.lora is None else policy.lora.model_dump(),
         "seed": policy.seed,
         "version": policy.version,
+        "speculation": None if policy.speculation is None else policy.speculation.model_dump(),
         **_native_options(config),
     }
 

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from quartet.config.algorithms import reads_reference
 from quartet.config.common import TrainConfig
 from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
+from quartet.config.speculation import MedusaSpeculation, head_training
 from quartet.envs.protocol import Environment
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
@@ -26,9 +28,11 @@ from quartet.models.loading import (
     packed_scalar_model,
     scalar_model_from,
 )
+from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ScoreWorker, TrainWorker
 from quartet.text.tokenizer import TextCodec
+from quartet.train.companion import Companion
 from quartet.train.engine import TrainEngine
 from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
@@ -146,6 +150,21 @@ class ModelLoader:
         return self._engine(self.actor, "actor", max(1, recipe.steps - resting))
 
     @cached_property
+    def heads(self) -> MedusaHeads | None:
+        """Those that learn along with the actor."""
+        speculation = self.recipe.rollout.speculation
+        if not isinstance(speculation, MedusaSpeculation) or speculation.train is None:
+            return None
+        return MedusaHeads.load(Path(speculation.path), self.actor, speculation.depth)
+
+    @cached_property
+    def companion(self) -> Companion | None:
+        config, heads = head_training(self.recipe.rollout.speculation), self.heads
+        if config is None or heads is None:
+            return None
+        return Companion(self.actor_engine, heads, config, seed=self.recipe.seed)
+
+    @cached_property
     def reference(self) -> PackedCausalLM | None:
         """Only where it is read: by a KL term, or as the teacher. The default is the actor as it starts: a copy, or the
         actor itself where it is that without its adapters."""
@@ -261,7 +280,7 @@ class ModelLoader:
     def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
         """What computes with the model of a role, in this process; ``ptx`` adds to the actor's losses."""
         if role == "actor":
-            return TrainWorker(self.actor_engine, ptx)
+            return TrainWorker(self.actor_engine, ptx, self.companion)
         if role == "critic" and self.critic_engine is not None:
             return CriticWorker(self.critic_engine)
         if role == "reference" and self.reference is not None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.recipe import RLRecipe
+from quartet.config.speculation import head_training
 from quartet.envs.protocol import Environment
 from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
 from quartet.models.packed_model import PackedCausalLM, PackedModel
@@ -24,11 +25,12 @@ from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.iteration import run_iteration
-from quartet.schedule.model_worker import CriticWorker, TrainWorker
+from quartet.schedule.model_worker import HEADS, CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
-from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
+from quartet.trainers.checkpoints import BUFFERED, DRAFTS, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.doctor.quick import quick_warnings
 from quartet.trainers.engine_memory import check_engine_fits
 from quartet.trainers.event_loop import run_async
@@ -57,11 +59,14 @@ EXPORTED = {"actor": "model", "critic": "critic"}
 
 @dataclass(frozen=True)
 class _ResumePoint:
-    """Where an attempt begins: complete steps, where the stream stood, and what it had beyond that."""
+    """Where an attempt begins: complete steps, where the stream stood, what it had beyond that, and what each engine
+    that drafts had learned.
+    """
 
     step: int
     stream: Mapping[str, Any] | None = None
     buffered: BufferedGroups[Any] | None = None
+    drafts: Sequence[Mapping[str, Any]] = ()
 
 
 class RLTrainer:
@@ -192,12 +197,12 @@ class RLTrainer:
             if self.roles.ptx is not None:
                 first = max(step, self.roles.warmup_steps) * self.recipe.minibatches * self.recipe.epochs
                 await self.roles.train_group("actor").call(TrainWorker.expect_update, first)
+            self._at = await self._point(step, attempt)
             if step == 0:
                 self.evaluation.restore(None)
                 self.run.tracker.log(0, await self.evaluation.evaluate(attempt.leases, attempt.rollout, 0))
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps:
-                self._at = _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered())
                 step = await self._step(step, attempt)
 
     async def _after_death(self, error: ClusterError | WeightSyncError) -> _ResumePoint:
@@ -213,7 +218,7 @@ class RLTrainer:
             try:
                 happened, is_lost = await asyncio.to_thread(self.workers.replace_dead, error, is_learning)
                 self.run.drain()
-                beginning = await self._restore() if is_lost else self._at
+                beginning = await self._restore() if is_lost else await self._rewound()
                 self._deaths.append(f"{happened}; the run went on after step {beginning.step}")
                 self.progress.print(self._deaths[-1])
             except (ClusterError, WeightSyncError) as another:
@@ -240,8 +245,9 @@ class RLTrainer:
         self.run.tracker.log(done, metrics)
         self.run.recorder.drop_through(step)  # those of the next one may have begun
         self._show(metrics)
+        self._at = await self._point(done, attempt)
         if self.run.due(done, self.recipe.steps):
-            await self._save(_ResumePoint(done, attempt.stream.state(), attempt.stream.buffered()))
+            await self._save(self._at)
         self.run.check_stop(done)
         return done
 
@@ -284,7 +290,9 @@ class RLTrainer:
             path = path.absolute()
         tokenizer, eos_ids = roles.codec.tokenizer, roles.codec.eos_ids
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
-        await checkpoints.bring(self.run, roles.train_group(role), path)
+        learned = role == "actor" and head_training(self.recipe.rollout.speculation) is not None
+        written = [path, path.with_name(HEADS)] if learned else [path]
+        await checkpoints.bring(self.run, roles.train_group(role), *written)
         return [f"{path.name}: {warning}"] if warning else []
 
     def _warnings(self) -> list[str]:
@@ -299,25 +307,44 @@ class RLTrainer:
     # Checkpoints -----------------------------------------------------------------------------------------
 
     @property
-    def _saved(self) -> dict[str, RoleGroup[Checkpointed]]:
-        """The workers whose state changes in a run, by role."""
+    def _models(self) -> dict[str, RoleGroup[Checkpointed]]:
+        """The workers whose models change in a run, by role."""
         roles = [*self.roles.engines(), *(["reference"] if self.roles.refresh_steps is not None else [])]
         return {role: self.roles.groups[role] for role in roles}
+
+    @property
+    def _saved(self) -> dict[str, RoleGroup[Checkpointed]]:
+        return {**self._models, **{f"{DRAFTS}{i}": engine for i, engine in enumerate(self.workers.drafting())}}
 
     async def _restore(self) -> _ResumePoint:
         """From the newest checkpoint; without one the models are as the run began."""
         await checkpoints.check_storage(self.run, self._saved)
-        found = self.run.latest(list(self._saved), counters=("kl_coef", "stream"))
+        found = self.run.latest(list(self._models), counters=("kl_coef", "stream"))
         self.kl.value = self.kl.term.coef if found is None else found.info["kl_coef"]
         self.evaluation.restore(None if found is None else found.info.get("alarm"))
         if found is None:
-            return _ResumePoint(0)
-        await checkpoints.load(self._saved, found)
+            return _ResumePoint(0, drafts=await self._mark_drafts())
+        await checkpoints.load(self._models, found)
+        await checkpoints.load_drafts(self.workers.drafting(), found)
         if self.roles.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
             critic = cast(RoleGroup[CriticWorker], self.roles.groups["critic"])
             await critic.call(CriticWorker.note_seen, found.parts["emitted"])
         buffered = await restored_buffered(self.workers.writer, found, self.roles.item)
-        return _ResumePoint(found.step, found.info["stream"], buffered)
+        return _ResumePoint(found.step, found.info["stream"], buffered, await self._mark_drafts())
+
+    async def _point(self, step: int, attempt: RunAttempt) -> _ResumePoint:
+        """The present state, after ``step`` complete steps."""
+        drafts = await self._mark_drafts()
+        return _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered(), drafts)
+
+    async def _mark_drafts(self) -> Sequence[Mapping[str, Any]]:
+        return [await engine.call(NativeRolloutWorker.mark) for engine in self.workers.drafting()]
+
+    async def _rewound(self) -> _ResumePoint:
+        """The beginning of the step under way: no model has changed since."""
+        for engine, drafts in zip(self.workers.drafting(), self._at.drafts, strict=True):
+            await engine.call(NativeRolloutWorker.rewind, drafts)
+        return self._at
 
     async def _save(self, at: _ResumePoint) -> None:
         """Saves the state of ``at``, which is the present one."""

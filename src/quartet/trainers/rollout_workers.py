@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import chain
 
 import torch
 
@@ -10,6 +11,7 @@ from quartet.config import UserError
 from quartet.config.engines import SGLangEngineConfig, VLLMEngineConfig, is_served
 from quartet.config.placement import AsynchronousPlacement, ResolvedPlacement
 from quartet.config.recipe import RLRecipe
+from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import own_copy
 from quartet.rollout.staging import StagedWeights
@@ -31,26 +33,43 @@ def shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
 
 
 def native_rollout_worker(
-    recipe: RLRecipe, actor: PackedCausalLM, codec: TextCodec, *, shares_actor: bool, is_own: bool
+    recipe: RLRecipe,
+    actor: PackedCausalLM,
+    codec: TextCodec,
+    *,
+    shares_actor: bool,
+    is_own: bool,
+    heads: MedusaHeads | None,
 ) -> NativeRolloutWorker:
     """Around an engine in this process.
 
     Args:
         actor: the actor's model, or (``is_own``) one that is the engine's alone.
         shares_actor: the engine computes with ``actor`` as it is; otherwise with a copy where it is not its own.
+        heads: that learn along with ``actor``, of an engine that shares it.
     """
     packed = actor if shares_actor or is_own else own_copy(actor)
-    engine = native_engine(packed, recipe.rollout.engine, codec.decode, owns_weights=not shares_actor)
+    config, speculation = recipe.rollout.engine, recipe.rollout.speculation
+    engine = native_engine(
+        packed, config, codec.decode, owns_weights=not shares_actor, speculation=speculation, heads=heads
+    )
     return NativeRolloutWorker(engine, codec)
 
 
 def served_rollout_worker(
-    recipe: RLRecipe, placement: ResolvedPlacement, actor: PackedCausalLM, codec: TextCodec, device: torch.device
+    recipe: RLRecipe,
+    placement: ResolvedPlacement,
+    actor: PackedCausalLM,
+    codec: TextCodec,
+    device: torch.device,
+    *,
+    heads: MedusaHeads | None,
 ) -> ServedRolloutWorker:
     """Around engines in processes or on servers of their own, which are started now and wait for weights.
 
     Args:
         actor: its names and shapes count; contents only where the recipe names no directory with it.
+        heads: that learn along with it; their names and shapes count.
         device: of this process.
 
     Raises:
@@ -69,7 +88,7 @@ def served_rollout_worker(
     named = actor.model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
     with ExitStack() as made:
         folder = made.enter_context(model_folder(recipe.actor.model, actor, codec))
-        staging = StagedWeights(named, dtype)
+        staging = StagedWeights(chain(named, heads.weights() if heads is not None else ()), dtype)
         made.callback(staging.close)
         policy = Policy(
             folder,
@@ -82,6 +101,7 @@ def served_rollout_worker(
             device,
             staging,
             pool.budget_bytes is not None,
+            recipe.rollout.speculation,
         )
         router = open_engine(config, policy)
         made.callback(router.close)

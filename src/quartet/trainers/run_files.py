@@ -197,14 +197,14 @@ def completed(path: Path, tell: Callable[[str], object]) -> dict[str, Any] | Non
 
 
 def write_models(path: Path) -> None:
-    """``models.json``: the digests of the files in ``model/`` and ``critic/``, sealed.
+    """``models.json``: the digests of the files in ``model/``, ``critic/`` and ``medusa/``, sealed.
 
     Raises:
         OSError: a file cannot be read, or this one not written.
     """
     digests = {
         f"{name}/{file}": asdict(digest)
-        for name in ("model", "critic")
+        for name in ("model", "critic", "medusa")
         for file, digest in digest_files(path / name).items()
     }
     if digests:

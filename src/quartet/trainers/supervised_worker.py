@@ -3,7 +3,8 @@
 ::
 
     SupervisedWorker ─┬─ CausalWorker ─┬─ SFTWorker
-                      │                └─ PreferenceWorker
+                      │                ├─ PreferenceWorker
+                      │                └─ MedusaWorker
                       └─ ScalarWorker ─┬─ RewardModelWorker
                                        └─ ProcessRewardWorker
 """
@@ -225,7 +226,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
         engine = self.engine
         with engine.reporting_failures():
             batch = self._batch(step)
-        found = engine.train_step(batch, self.objective)
+        found = self._update(batch)
         figures = {name: value for name, value in found.items() if name not in ("lr", "grad_norm", "skipped")}
         return {
             **figures,
@@ -236,6 +237,9 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
             "train/num_oom": float(engine.num_oom),
             "tokens/useful": float(batch.num_tokens),
         }
+
+    def _update(self, batch: RaggedBatch) -> dict[str, float]:
+        return self.engine.train_step(batch, self.objective)
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the held-out rows, as they are logged.

@@ -29,7 +29,6 @@ from quartet.config.placement import (
 )
 from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
-from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import LeaseMode
@@ -151,11 +150,15 @@ class PoolWorker(RolesWorker):
             worker: ModelWorker | AnyRolloutWorker
             if role == "rollout" and is_served(recipe.rollout.engine):
                 names_only = self._names_only(recipe, objects, device)
-                worker = served_rollout_worker(recipe, placement, names_only, loader.codec, device)
+                actor, heads = names_only.actor, names_only.heads
+                worker = served_rollout_worker(recipe, placement, actor, loader.codec, device, heads=heads)
             elif role == "rollout":
                 is_own = "actor" not in names or "actor" in cut_roles
                 shared = shares_actor(recipe, placement) and not is_own
-                worker = native_rollout_worker(recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own)
+                heads = loader.heads if shared else None
+                worker = native_rollout_worker(
+                    recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own, heads=heads
+                )
             else:
                 worker = (cut if role in cut_roles else loader).worker(role, ptx)
             if isinstance(worker, TrainWorker) and "rollout" in names:
@@ -168,12 +171,12 @@ class PoolWorker(RolesWorker):
             self.roles[WRITER_ROLE] = Writer(loader.codec)
 
     @staticmethod
-    def _names_only(recipe: RLRecipe, objects: UserObjects, device: torch.device) -> PackedCausalLM:
-        """The actor without contents, where a directory has them for the engines."""
+    def _names_only(recipe: RLRecipe, objects: UserObjects, device: torch.device) -> ModelLoader:
+        """Of the actor without contents, where a directory has them for the engines."""
         if not has_folder(recipe.actor.model):
             # A model from Python may be the actor's, too, which is taken over for itself.
-            return ModelLoader(recipe, replace(objects, model=copy.deepcopy(objects.model))).actor
-        return ModelLoader(recipe, objects, device=META, computes=device).actor
+            return ModelLoader(recipe, replace(objects, model=copy.deepcopy(objects.model)))
+        return ModelLoader(recipe, objects, device=META, computes=device)
 
 
 class RunWorkers:
@@ -193,6 +196,12 @@ class RunWorkers:
         self.models: dict[str, RoleGroup[ModelWorker]] = {}
         self.engines: list[RoleGroup[AnyRolloutWorker]] = []
         self.writer: RoleGroup[Writer]
+
+    def drafting(self) -> Sequence[RoleGroup[NativeRolloutWorker]]:
+        """The engines that later drafts depend on; one in a process of its own keeps nothing."""
+        if self.recipe.rollout.speculation is None or is_served(self.recipe.rollout.engine):
+            return []
+        return cast(list[RoleGroup[NativeRolloutWorker]], self.engines)
 
     def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[AnyRolloutWorker]]]]:
         """Whose weights come to which engines."""
@@ -272,16 +281,22 @@ class LocalRunWorkers(RunWorkers):
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, roles: RLRoles) -> None:
         super().__init__(recipe, placement)
         actor, engine_thread = roles.actor.packed, self.compute
+        companion = cast(TrainWorker, roles.workers["actor"]).companion
+        heads = companion.heads if companion is not None else None
         engine: AnyRolloutWorker
         with ExitStack() as made:
             if is_served(recipe.rollout.engine):
-                engine = served_rollout_worker(recipe, placement, actor, roles.codec, actor.device)
+                engine = served_rollout_worker(recipe, placement, actor, roles.codec, actor.device, heads=heads)
                 made.callback(engine.close)
                 # It waits for engines while others compute.
                 engine_thread = ComputeThread(1, is_exclusive=False)
                 made.callback(engine_thread.close)
             else:
-                engine = native_rollout_worker(recipe, actor, roles.codec, shares_actor=self.shares_actor, is_own=False)
+                shares = self.shares_actor
+                heads = heads if shares else None
+                engine = native_rollout_worker(
+                    recipe, actor, roles.codec, shares_actor=shares, is_own=False, heads=heads
+                )
             workers: dict[str, Offloadable] = {**roles.workers, "rollout": engine}
             for role in self.offloaded_roles():
                 workers[role].make_offloadable(recipe.offload)

@@ -20,7 +20,7 @@ from quartet.config.yamls import parse_yaml
 WITHOUT_UNIT = {
     *("seed", "threads", "rank", "top_k", "digits", "tensor", "context"),
     *("keep", "slots", "nodes", "attempts", "failures", "max_restarts", "concurrency", "max_staleness"),
-    *("epochs", "rounds", "minibatches", "responses_per_prompt"),
+    *("epochs", "rounds", "minibatches", "layers", "responses_per_prompt"),
     *("max", "target", "max_turns", "max_environments"),
 }
 """Integers that count nothing, or what their own name says."""

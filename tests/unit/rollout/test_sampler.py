@@ -15,12 +15,14 @@ from torch import Tensor
 from quartet.models import truncation as truncation_module
 from quartet.models.truncation import Truncation, truncate
 from quartet.rollout import sampler
-from quartet.rollout.protocol import SamplingParams
-from quartet.rollout.sampler import SamplingRows, argmax, sample
+from quartet.rollout.protocol import Draw, SamplingParams
+from quartet.rollout.sampler import SamplingRows, argmax, sample, sample_tokens
+from quartet.rollout.seeds import race_keys, race_numbers, seed_keys, token_hashes
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
 V = len(LOGITS)
 CPU = torch.device("cpu")
+DRAWS: tuple[Draw, ...] = ("inverse", "gumbel")
 BELOW_ONE = 1 - 2**-53
 # Cut into blocks or not, with a shorter last block or without.
 WIDTHS = (50, 512, 1500, 2048)
@@ -68,13 +70,14 @@ def keep_by_hand(probabilities: Sequence[float], top_k: int, top_p: float, min_p
     ],
     ids=str,
 )
+@pytest.mark.parametrize("draw", DRAWS)
 def test_frequencies_match_the_distribution(
-    options: dict[str, float], tolerances: dict[torch.dtype, tuple[float, float]]
+    options: dict[str, float], draw: Draw, tolerances: dict[torch.dtype, tuple[float, float]]
 ) -> None:
     """Chi-square of 20,000 draws; 7 degrees of freedom at most, whose 1e-5 quantile is 34."""
     n = 20_000
     atol, rtol = tolerances[torch.float32]
-    tokens, logprobs = run([SamplingParams(seed=i, **options) for i in range(n)])
+    tokens, logprobs = run([SamplingParams(seed=i, draw=draw, **options) for i in range(n)])
     scaled = (LOGITS / options.get("temperature", 1.0)).double()
     full = scaled.softmax(-1)
     limits = int(options.get("top_k", 0)), options.get("top_p", 1.0), options.get("min_p", 0.0)
@@ -89,21 +92,23 @@ def test_frequencies_match_the_distribution(
     torch.testing.assert_close(logprobs.double(), scaled.log_softmax(-1)[tokens], atol=atol, rtol=rtol)
 
 
-def test_the_frequency_check_can_fail() -> None:
+@pytest.mark.parametrize("draw", DRAWS)
+def test_the_frequency_check_can_fail(draw: Draw) -> None:
     """The same statistic against a slightly wrong temperature is far beyond the bound."""
     n = 20_000
-    tokens, _ = run([SamplingParams(seed=i, temperature=1.1) for i in range(n)])
+    tokens, _ = run([SamplingParams(seed=i, temperature=1.1, draw=draw) for i in range(n)])
     expected = LOGITS.double().softmax(-1) * n
     assert float(((torch.bincount(tokens, minlength=V) - expected) ** 2 / expected).sum()) > 34
 
 
+@pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.4}, {"top_p": 0.6}, {"min_p": 0.02}], ids=str)
-def test_frequencies_over_several_blocks(options: dict[str, float]) -> None:
+def test_frequencies_over_several_blocks(options: dict[str, float], draw: Draw) -> None:
     """Chi-square over 1500 tokens, of which those expected less than 10 times count as one."""
-    num_rows, repeats = 1000, 20
+    num_rows, repeats = 1000, 10
     logits = torch.randn(1500, generator=torch.Generator().manual_seed(3)) * 2
     observed = torch.zeros(1500, dtype=torch.float64)
-    params = [SamplingParams(seed=i, **options) for i in range(num_rows)]
+    params = [SamplingParams(seed=i, draw=draw, **options) for i in range(num_rows)]
     for position in range(repeats):
         observed += torch.bincount(run(params, logits, position)[0], minlength=1500)
     full = (logits / options.get("temperature", 1.0)).double().softmax(-1)
@@ -162,7 +167,10 @@ def test_rows_do_not_see_each_other(width: int) -> None:
         SamplingParams(seed=5, min_p=0.1),
         SamplingParams(seed=2**64 - 1, temperature=0.3),
         SamplingParams(seed=6, top_k=40, min_p=0.01, temperature=1.1),
-    ] * 12
+        SamplingParams(seed=7, draw="gumbel"),
+        SamplingParams(seed=8, top_p=0.7, temperature=0.9, draw="gumbel"),
+        SamplingParams(temperature=0.0, draw="gumbel"),
+    ] * 9
     logits = torch.randn(len(params), width, generator=torch.Generator().manual_seed(0)) * 3
     before = logits.clone()
     positions = np.arange(len(params), dtype=np.uint64)
@@ -216,10 +224,11 @@ def test_tokens_too_unlikely_for_a_number_are_never_drawn(
     assert tokens[:5].tolist() == [20, 30, 30, 20, 20]
 
 
-def test_masked_logits_are_never_sampled() -> None:
+@pytest.mark.parametrize("draw", DRAWS)
+def test_masked_logits_are_never_sampled(draw: Draw) -> None:
     logits = LOGITS.clone()
     logits[[0, 3, 7]] = float("-inf")
-    tokens, logprobs = run([SamplingParams(seed=i) for i in range(3000)], logits)
+    tokens, logprobs = run([SamplingParams(seed=i, draw=draw) for i in range(3000)], logits)
     assert set(tokens.tolist()) == {1, 2, 4, 5, 6}
     assert bool(logprobs.isfinite().all())
 
@@ -272,15 +281,16 @@ def test_equal_weights_rank_by_token() -> None:
 
 @pytest.mark.parametrize("width", [V, 1500])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("bad", ["nan", "inf", "all_masked"])
-def test_unusable_logits_give_no_log_probability(bad: str, options: dict[str, float], width: int) -> None:
+def test_unusable_logits_give_no_log_probability(bad: str, draw: Draw, options: dict[str, float], width: int) -> None:
     """Each such row has a token and NaN; the rows beside it are as they would be without."""
     logits = LOGITS.repeat(-(-width // V))[:width].repeat(20, 1)
     if bad == "all_masked":
         logits[::2] = float("-inf")
     else:
         logits[::2, 4] = float(bad)
-    params = [SamplingParams(seed=i, **options) for i in range(20)]
+    params = [SamplingParams(seed=i, draw=draw, **options) for i in range(20)]
     positions = np.zeros(20, dtype=np.uint64)
     tokens, logprobs = sample(logits, SamplingRows.build(params, width, CPU), positions)
     assert bool(logprobs[::2].isnan().all())
@@ -288,3 +298,88 @@ def test_unusable_logits_give_no_log_probability(bad: str, options: dict[str, fl
     rest = sample(logits[1::2], SamplingRows.build(params[1::2], width, CPU), positions[1::2])
     assert torch.equal(tokens[1::2], rest[0])
     assert torch.equal(logprobs[1::2], rest[1])
+
+
+# Gumbel noise --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 9, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_token_has_the_largest_sum_of_logit_and_noise(options: dict[str, float], width: int) -> None:
+    """In fp64 by the formula, token for token."""
+    logits = torch.randn(300, width, generator=torch.Generator().manual_seed(5)) * 3
+    params, positions = [SamplingParams(seed=i, draw="gumbel", **options) for i in range(300)], np.arange(300)
+    tokens = sample_tokens(logits, SamplingRows.build(params, width, CPU), positions.astype(np.uint64))
+    keys = race_keys(seed_keys(np.arange(300, dtype=np.uint64)), positions.astype(np.uint64))
+    numbers = race_numbers(token_hashes(width, CPU), torch.from_numpy(keys)).double()
+    noise = -(-(-numbers).log1p()).log()
+    scaled = (logits / options.get("temperature", 1.0)).double()
+    if options.get("top_k"):
+        best = scaled.topk(9, -1)
+        kept = best.values.softmax(-1)
+        left_out = kept.cumsum(-1) - kept >= options["top_p"]
+        scaled = torch.full_like(scaled, -torch.inf).scatter(
+            1, best.indices, best.values.masked_fill(left_out, -torch.inf)
+        )
+    assert torch.equal(tokens, (scaled + noise).argmax(-1))
+
+
+def test_noise_depends_on_seed_position_and_token_alone() -> None:
+    """Recorded once: a change of these numbers changes every run that draws so."""
+    keys = race_keys(seed_keys(np.array([0, 1, 2**64 - 1], dtype=np.uint64)), np.array([0, 5, 7], dtype=np.uint64))
+    found = race_numbers(token_hashes(5, CPU), torch.from_numpy(keys))
+    assert torch.equal(race_numbers(token_hashes(3000, CPU), torch.from_numpy(keys))[:, :5], found)
+    assert torch.equal(race_numbers(token_hashes(5, CPU), torch.from_numpy(keys[1:2])), found[1:2])
+    assert (found * 2**31).round().long().tolist() == [
+        [537885952, 824951872, 1864712576, 1345091200, 895614656],
+        [2101281408, 1737847680, 1041111744, 1559651712, 1247751936],
+        [2112799744, 153853200, 903712896, 255728192, 344364672],
+    ]
+
+
+@pytest.mark.parametrize("neighbours", ["tokens", "tokens far apart", "positions", "seeds"])
+def test_neighbouring_numbers_fill_the_square_evenly(neighbours: str) -> None:
+    """Chi-square over a 16 × 16 grid, of the numbers and of their lowest bits; its 1e-6 quantile is about 373."""
+    seeds, positions = np.arange(40, dtype=np.uint64), np.arange(40, dtype=np.uint64)
+    fixed = np.zeros(40, dtype=np.uint64)
+    keys = seed_keys(seeds), fixed
+    if neighbours == "positions":
+        keys = seed_keys(fixed), positions
+    numbers = race_numbers(token_hashes(20_000, CPU), torch.from_numpy(race_keys(*keys))).double().numpy()
+    pairs = numbers[:, :-1], numbers[:, 1:]
+    if neighbours == "tokens far apart":
+        pairs = numbers[:, :-4096], numbers[:, 4096:]
+    elif neighbours in ("positions", "seeds"):
+        pairs = numbers[:-1], numbers[1:]
+    for stretch in (1, 2**8):
+        x, y = (((part * stretch) % 1 * 16).astype(int).clip(0, 15).ravel() for part in pairs)
+        cells = np.bincount(x * 16 + y, minlength=256)
+        assert ((cells - len(x) / 256) ** 2 / (len(x) / 256)).sum() < 373
+
+
+def test_small_numbers_are_as_frequent_as_they_should_be() -> None:
+    """Winners have small numbers: below 2^-8 to 2^-20, Poisson within five standard deviations."""
+    keys = race_keys(seed_keys(np.arange(200, dtype=np.uint64)), np.zeros(200, dtype=np.uint64))
+    numbers = race_numbers(token_hashes(100_000, CPU), torch.from_numpy(keys))
+    for power in (8, 12, 16, 20):
+        expected = numbers.numel() * 2.0**-power
+        assert abs(int((numbers < 2.0**-power).sum()) - expected) < 5 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("width", [50, 1500])
+def test_near_distributions_give_mostly_the_same_token(draw: Draw, width: int) -> None:
+    """Gumbel noise: at least (1 - d) / (1 + d) of the tokens, with d the total variation; one number couples worse."""
+    n = 20_000 if width == 50 else 4000
+    generator = torch.Generator().manual_seed(6)
+    one = torch.randn(width, generator=generator) * 2
+    other = one + torch.randn(width, generator=generator) * 0.3
+    found = [run([SamplingParams(seed=i, draw=draw) for i in range(n)], logits)[0] for logits in (one, other)]
+    same = float((found[0] == found[1]).double().mean())
+    distance = float((one.double().softmax(-1) - other.double().softmax(-1)).abs().sum() / 2)
+    bound, error = (1 - distance) / (1 + distance), 5 * math.sqrt(0.25 / n)
+    assert 0.05 < distance < 0.2
+    if draw == "gumbel":
+        assert bound - error < same <= 1 - distance + error
+    else:
+        assert same < bound - error

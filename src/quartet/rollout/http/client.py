@@ -197,6 +197,12 @@ class HTTPEngine(abc.ABC):
         self._raise_failure()
         for request in requests:
             check_request(request, context=self._context, vocab_size=self._vocab_size, decodes=self._decode is not None)
+            if request.sampling.draw != "inverse":
+                raise UserError(
+                    "a server draws tokens in its own way",
+                    found=f"draw {request.sampling.draw!r} of request {request.request_id!r}",
+                    remedy="leave it out, or use the native engine",
+                )
             if request.content_digests:
                 raise UserError(
                     "a server takes text alone",

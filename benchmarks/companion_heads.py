@@ -1,0 +1,141 @@
+"""Drafts of Medusa heads while PPO moves their trunk: heads that stay, and heads that learn along, by token budget.
+
+    quartet quickstart --out runs/quickstart
+    python benchmarks/companion_heads.py --quickstart runs/quickstart --out runs/companion [--budgets 0 128 512 2048]
+
+Trains heads for the quickstart's SFT model on its own answers, then runs the quickstart's PPO once per budget (0: the
+heads stay), drafting at every step, whether it pays or not. Prints one Markdown table: acceptance in quarters of the
+run, positions learned from, and the heads' seconds as a share of those of the steps. Runs that are done are only read,
+those that broke off go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quartet.config.common import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.medusa import HeadsConfig, MedusaRecipe
+from quartet.config.speculation import HeadTraining, MedusaSpeculation, StepCosts
+from quartet.observe.trackers import read_metrics
+from quartet.quickstart.recipes import FULL, MAX_NEW_TOKENS, rl_recipe
+from quartet.train.companion import Companion
+from quartet.trainers.medusa import MedusaTrainer
+from quartet.trainers.rl import RLTrainer
+
+ALWAYS = StepCosts(plain=(1.0,), drafted=(0.1,))
+"""By which it always pays to draft."""
+HEAD = "| tokens_per_step | drafts kept, by quarters | tokens per forward, last quarter | positions a step | seconds |"
+
+
+def trained_heads(quickstart: Path, out: Path, layers: int) -> Path:
+    """Of the SFT model, on its answers to the prompts of PPO."""
+    path = out / "heads"
+    if not (path / "medusa").is_dir():
+        recipe = MedusaRecipe(
+            output_dir=str(path),
+            model=ModelConfig(path=str(quickstart / "sft" / "model")),
+            data=DataConfig(path=str(quickstart / "data" / "prompts.jsonl")),
+            sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS),
+            samples_per_prompt=8,
+            heads=HeadsConfig(layers=layers),
+            train=TrainConfig(optim=OptimConfig(lr=1e-3)),
+            epochs=2,
+        )
+        MedusaTrainer(recipe).train()
+    return path / "medusa"
+
+
+def run(
+    quickstart: Path, path: Path, heads: Path, budget: int, lr: float, actor_lr: float
+) -> list[Mapping[str, float]]:
+    """The steps' metrics of one PPO run, with ``heads_s`` of the whole run in the first."""
+    took = path.with_name(f"{path.name}.seconds")
+    if not (path / "summary.json").is_file():
+        learning = HeadTraining(tokens_per_step=budget, optim=OptimConfig(lr=lr)) if budget else None
+        speculation = MedusaSpeculation(path=str(heads), costs=ALWAYS, train=learning)
+        data = quickstart / "data"
+        recipe = rl_recipe(FULL, 0, quickstart, data / "prompts.jsonl", data / "prompts_held_out.jsonl")
+        rollout = recipe.rollout.model_copy(update={"speculation": speculation})
+        once = CheckpointConfig(every_steps=10**6, keep=1)
+        recipe = recipe.model_copy(
+            update={
+                "output_dir": str(path),
+                "actor": recipe.actor.model_copy(update={"train": TrainConfig(optim=OptimConfig(lr=actor_lr))}),
+                "rollout": rollout,
+                "evaluation": None,
+                "checkpoint": once,
+            }
+        )
+        seconds = [json.loads(took.read_text(encoding="utf-8"))] if took.is_file() else [0.0]
+        for name in ("watch", "learn"):
+            setattr(Companion, name, timed(getattr(Companion, name), seconds))
+        try:
+            RLTrainer(recipe, resume="auto").train()
+        finally:
+            took.write_text(json.dumps(seconds[0]), encoding="utf-8")
+    rows = [row for row in read_metrics(path / "metrics.jsonl") if "time/step_s" in row]
+    return [{**rows[0], "heads_s": json.loads(took.read_text(encoding="utf-8"))}, *rows[1:]]
+
+
+def timed(method: Any, seconds: list[float]) -> Any:
+    def measured(self: Companion, *arguments: Any) -> Any:
+        start = time.perf_counter()
+        found = method(self, *arguments)
+        seconds[0] += time.perf_counter() - start
+        return found
+
+    return measured
+
+
+def row(budget: int, steps: Sequence[Mapping[str, float]]) -> str:
+    size = -(-len(steps) // 4)
+    quarters = [steps[start : start + size] for start in range(0, len(steps), size)]
+    mean = partial(of_steps, "rollout/draft_acceptance")
+    tokens = of_steps("heads/tokens", steps)
+    share = steps[0]["heads_s"] / sum(step["time/step_s"] for step in steps)
+    cells = [
+        str(budget) if budget else "heads stay",
+        " · ".join(f"{mean(quarter):.3f}" for quarter in quarters),
+        f"{of_steps('rollout/tokens_per_forward', quarters[-1]):.2f}",
+        f"{tokens:.0f}",
+        f"{100 * share:.1f} %",
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def of_steps(name: str, steps: Sequence[Mapping[str, float]]) -> float:
+    """Mean over the steps that have it; 0 of none."""
+    found = [step[name] for step in steps if name in step]
+    return sum(found) / max(1, len(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quickstart", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[0, 128, 512, 2048])
+    parser.add_argument("--layers", type=int, default=2, help="of each head's residual block")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of heads that learn along")
+    parser.add_argument("--actor-lr", type=float, default=3e-4, help="3e-4 is the quickstart's; more moves it further")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    heads = trained_heads(arguments.quickstart, arguments.out, arguments.layers)
+    sys.stdout.write(f"{HEAD}\n|---|---|---|---|---|\n")
+    for budget in arguments.budgets:
+        path = arguments.out / f"budget_{budget}"
+        sys.stdout.write(row(budget, run(arguments.quickstart, path, heads, budget, arguments.lr, arguments.actor_lr)))
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Medusa heads: guesses of the tokens that follow the next one, from the trunk's hidden state (Cai et al. 2024).
+
+Shapes: B rows, M rows that are trained on, D hidden, V vocabulary, K depth.
+
+Head ``k``, from 0, guesses the token ``2 + k`` places behind the hidden state's own, since the trunk's head has the
+next one::
+
+    logits_k(h) = head_k(h + silu(W_k h)),    W_k = 0 at first, so that every head begins as the trunk's
+
+with several layers ``h + silu(W h)`` as often, each with a ``W`` of its own.
+
+``head_k`` is the trunk's LM head, or a copy of it that learns. The trunk gets no gradient: its hidden states and its
+head are detached here.
+
+A directory of heads is one of vLLM's Medusa, ``config.json`` and ``model.safetensors`` with its names, and says besides
+which trunk they were trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from quartet.config import UserError
+from quartet.config.file_errors import read_file
+from quartet.config.nearest import missing_file
+from quartet.models.lora import digest_of
+from quartet.models.packed_model import PackedCausalLM
+from quartet.models.saving import WHOLE, save_tensors
+from quartet.weights.gather import gather
+
+PREFIX = "medusa."
+"""Of the heads' weights among those of their trunk."""
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_SIZES = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+
+
+class ResidualBlock(nn.Module):
+    """``x + silu(W x)``, layer after layer, as the published heads have it; names as in vLLM."""
+
+    def __init__(self, hidden_size: int, layers: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        shape = hidden_size, hidden_size
+        self.layers = nn.ModuleList(nn.Linear(*shape, bias=False, device=device, dtype=dtype) for _ in range(layers))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[…, D] → […, D]``."""
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class MedusaHeads(nn.Module):
+    """Heads of a trunk, which is not among their parameters.
+
+    Args:
+        trunk: whose hidden states they read, in its precision; with ``shared_head`` its LM head as it is at the time.
+        depth: number of heads.
+        layers: of each head's residual block.
+        shared_head: all heads end in the trunk's LM head; else each has a copy of its own, which learns too.
+
+    Raises:
+        UserError: the trunk's head is not a plain linear layer.
+    """
+
+    def __init__(self, trunk: PackedCausalLM, depth: int, *, layers: int = 1, shared_head: bool = True) -> None:
+        super().__init__()
+        head = trunk.head
+        if type(head) is not nn.Linear:
+            raise UserError(
+                f"Medusa heads need a trunk with a linear LM head, which {type(trunk.model).__name__} has not",
+                found=f"its head is a {type(head).__name__}",
+                remedy="draft from history: rollout.speculation.type: history",
+            )
+        self.trunk = trunk
+        self.depth, self.layers = depth, layers
+        self.hidden_size, self.vocab_size = head.in_features, head.out_features
+        dtype = torch.float64 if head.weight.dtype == torch.float64 else torch.float32
+        block = partial(ResidualBlock, self.hidden_size, layers, trunk.device, dtype)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.lm_heads: nn.ModuleList | None = None
+        self._whole_head: tuple[Tensor, Tensor | None] | None = None
+        if not shared_head:
+            shape = self.hidden_size, self.vocab_size, head.bias is not None
+            self.lm_heads = nn.ModuleList([nn.Linear(*shape, trunk.device, dtype) for _ in range(depth)])
+            whole = {name: gather(tensor, everywhere=True) for name, tensor in head.state_dict().items()}
+            for own in self.lm_heads:
+                own.load_state_dict(whole)
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[B, D] → [B, K, V]`` logits in fp32 (fp64 stays), without gradients."""
+        with self.trunk.autocast():
+            states = torch.stack([block(hidden) for block in self.blocks])
+            if self.lm_heads is None:
+                # One product for all heads: the weight is read once.
+                logits = F.linear(states.flatten(0, 1), *self._head(0)).unflatten(0, states.shape[:2])
+            else:
+                logits = torch.stack([F.linear(x, *self._head(k)) for k, x in enumerate(states)])
+        return self.trunk.scaled(logits).transpose(0, 1)
+
+    def logits_of(self, k: int, hidden: Tensor) -> Tensor:
+        """``[M, D] → [M, V]`` logits of head ``k``, with gradients for the heads alone."""
+        with self.trunk.autocast():
+            return self.trunk.scaled(F.linear(self.blocks[k](hidden.detach()), *self._head(k)))
+
+    @contextmanager
+    def with_whole_head(self) -> Iterator[None]:
+        """Within, the LM head of a sharded trunk is here as a whole, where the heads share it. Collective."""
+        if self.lm_heads is None:
+            weight, bias = (None if t is None else gather(t, everywhere=True) for t in self._head(0))
+            assert weight is not None, "every rank gets it"
+            self._whole_head = weight, bias
+        try:
+            yield
+        finally:
+            self._whole_head = None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Named as they travel beside the trunk's."""
+        return ((PREFIX + name, parameter.detach()) for name, parameter in self.named_parameters())
+
+    def _head(self, k: int) -> tuple[Tensor, Tensor | None]:
+        """Weight ``[V, D]`` and bias of head ``k``."""
+        if self._whole_head is not None:
+            return self._whole_head
+        head = self.trunk.head if self.lm_heads is None else self.lm_heads[k]
+        assert isinstance(head, nn.Linear), "looked at when the heads were made"
+        if self.lm_heads is not None:
+            return head.weight, head.bias
+        return head.weight.detach(), None if head.bias is None else head.bias.detach()
+
+    def save(self, path: Path, *, with_trunk_head: bool = False) -> None:
+        """Writes a directory that ``load`` reads, and vLLM where the heads have LM heads of their own. Collective where
+        the trunk is sharded: its first rank writes.
+
+        Args:
+            with_trunk_head: the trunk's LM head too, without which vLLM cannot load heads that share it.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        named = self.state_dict()
+        if with_trunk_head and self.lm_heads is None:
+            named["lm_head.weight"] = self._head(0)[0]
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "dtype": "float32",
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_heads": self.depth,
+            "num_hidden_layers": self.layers,
+            "medusa_fc_bias": False,
+            "original_lm_head": self.lm_heads is None,
+            "logit_scale": self.trunk.logit_scale,
+            "trunk": {"path": str(self.trunk.model.name_or_path), "sha256": trunk_digest(self.trunk)},
+        }
+        if not self.trunk.gather.is_first:
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        save_tensors(path / _WEIGHTS, named, WHOLE)
+        (path / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path, trunk: PackedCausalLM, depth: int | None = None) -> MedusaHeads:
+        """The first ``depth`` heads of those saved at ``path``; all of them where it is None.
+
+        On the meta device they have no contents.
+
+        Raises:
+            UserError: there are none, they cannot be read, are fewer, or of another trunk.
+        """
+        saved = SavedHeads.read(path)
+        saved.check_depth(depth or saved.depth)
+        saved.check_trunk(trunk)
+        heads = cls(trunk, depth or saved.depth, layers=saved.layers, shared_head=saved.shared_head)
+        if trunk.device.type == "meta":
+            return heads
+        try:
+            with safe_open(str(path / _WEIGHTS), "pt") as file:
+                heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise _unreadable(path / _WEIGHTS, str(error).partition("\n")[0]) from error
+        return heads
+
+
+@dataclass(frozen=True)
+class SavedHeads:
+    """What a directory of heads says of them.
+
+    Attributes:
+        trunk: ``path`` and ``sha256`` of the model that they were trained on.
+    """
+
+    path: Path
+    depth: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    shared_head: bool
+    trunk: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> SavedHeads:
+        """
+        Raises:
+            UserError: there are none, or none that ``MedusaHeads.save`` has written.
+        """
+        file = path / _CONFIG
+        if not file.is_file():
+            raise missing_file("there are no Medusa heads", file if path.is_dir() else path)
+        try:
+            config: dict[str, Any] = json.loads(read_file(file))
+            depth, layers, width, vocab_size = (int(config[key]) for key in _SIZES)
+            trunk = {key: str(config["trunk"][key]) for key in ("path", "sha256")}
+            return cls(path, depth, layers, width, vocab_size, bool(config["original_lm_head"]), trunk)
+        except (ValueError, KeyError, TypeError) as error:
+            raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+    def check_depth(self, depth: int) -> None:
+        """
+        Raises:
+            UserError: there are fewer heads.
+        """
+        if depth > self.depth:
+            raise UserError(
+                "more Medusa heads are asked for than there are",
+                found=f"depth {depth}; {self.depth} heads in {self.path}",
+                remedy=f"set depth to {self.depth} or less, or train more by quartet medusa with heads.depth={depth}",
+            )
+
+    def check_trunk(self, trunk: PackedCausalLM) -> None:
+        """By its weights where they are here as a whole, else by its sizes alone.
+
+        Raises:
+            UserError: the heads were trained on another model.
+        """
+        own: dict[str, Any] = {"hidden_size": trunk.head.in_features, "vocab_size": trunk.head.out_features}
+        there: dict[str, Any] = {name: getattr(self, name) for name in own}
+        if own == there and trunk.gather is WHOLE and trunk.device.type != "meta":
+            own, there = {"SHA-256": trunk_digest(trunk)}, {"SHA-256": self.trunk["sha256"]}
+        if own == there:
+            return
+        found = "; ".join(f"{name} {there[name]} there, {own[name]} here" for name in own if own[name] != there[name])
+        raise UserError(
+            "the Medusa heads were trained on another model",
+            found=f"heads {self.path} of {self.trunk['path']!r}, model {trunk.model.name_or_path!r}: {found}",
+            remedy="name the heads of this model, or train some by quartet medusa",
+        )
+
+
+def _unreadable(path: Path, found: str) -> UserError:
+    return UserError(
+        f"the Medusa heads cannot be read: {path}",
+        found=found,
+        remedy="name a directory that quartet medusa has written (what its run calls medusa/), or write it again",
+    )
+
+
+def trunk_digest(trunk: PackedCausalLM) -> str:
+    """SHA-256 of every weight under its name, as without adapters; tied ones count once. Of a sharded trunk the first
+    rank gets it, and all call.
+    """
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        seen = set[int]()
+        for name, tensor in sorted(trunk.model.state_dict(keep_vars=True).items()):
+            if id(tensor) not in seen and (whole := trunk.gather.whole(tensor)) is not None:
+                yield name, whole
+            seen.add(id(tensor))
+
+    with trunk.without_adapters():
+        return digest_of(named())

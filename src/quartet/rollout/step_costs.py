@@ -1,0 +1,73 @@
+"""What engine steps cost by the number of their tokens: measured once, then numbers like any other state of a run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quartet.config.speculation import StepCosts
+from quartet.rollout.protocol import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from quartet.rollout.engine import NativeEngine
+    from quartet.rollout.speculation import Drafter
+
+_DRAFT = 3
+"""Tokens drafted per row where the cost of drafted steps is measured."""
+_REPEATS = 5
+
+
+def cost(table: Sequence[float], num: int) -> float:
+    """Of ``num`` at least 1, between the powers of two in a straight line; behind the last as between the last two."""
+    if not table:
+        return 0.0
+    if len(table) == 1:
+        return table[0]
+    at = min(num.bit_length() - 1, len(table) - 2)
+    return table[at] + (table[at + 1] - table[at]) * (num / (1 << at) - 1)
+
+
+def measure(engine: NativeEngine, max_running: int, drafter: Drafter | None) -> StepCosts:
+    """Runs steps of an engine that holds nothing; its counts and cache are of no use afterwards.
+
+    Args:
+        max_running: rows up to which plain steps are measured; drafted ones up to twice as many tokens.
+        drafter: None where drafting costs next to nothing.
+    """
+    plain, drafted, drafting = [], [], []
+    for power in range(max_running.bit_length()):
+        _begin(engine, 1 << power)
+        plain.append(_seconds(engine.step))
+        if drafter is not None:
+            drafting.append(_seconds(partial(drafter.draft, engine.running, drafter.longest)))
+    for power in range(max_running.bit_length() + 1):
+        num_rows = max(1, (1 << power) // (1 + _DRAFT))
+        length = (1 << power) // num_rows - 1
+        ids = _begin(engine, num_rows)
+        proposed = {request_id: [0] * length for request_id in ids}
+        drafted.append(_seconds(partial(engine.step, proposed)))
+    engine.cancel([response.request.request_id for response in engine.running])
+    return StepCosts(plain=tuple(plain), drafted=tuple(drafted), drafting=tuple(drafting))
+
+
+def _begin(engine: NativeEngine, num_rows: int) -> list[str]:
+    """Has so many requests run, and no others."""
+    engine.cancel([response.request.request_id for response in engine.running])
+    ids = [str(row) for row in range(num_rows)]
+    most = (1 + _REPEATS) * (1 + _DRAFT) + 2
+    engine.submit([Request(i, "costs", (0,), SamplingParams(max_new_tokens=most, seed=int(i))) for i in ids])
+    engine.step()
+    return ids
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    work()
+    found = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)

@@ -1,0 +1,217 @@
+"""Companion training: Medusa heads learn beside their trunk, from hidden states that its own updates leave behind.
+
+::
+
+    watched = companion.watch(batch, objective, …)   which positions, by budget and seed
+    engine.train_step(batch, watched)                its passes leave the states of these positions
+    companion.learn(watched)                         one update of the heads
+
+The trunk makes no further pass and gets no gradient: its updates are those without heads, to the bit. Ranks that train
+a model together give each other the states and then make the same update, so that their heads stay equal.
+
+Shapes: T stored tokens, M positions that are learned from, D hidden, K depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quartet.batch.ragged import RaggedBatch, sent
+from quartet.config.speculation import HeadTraining
+from quartet.models.medusa import PREFIX, MedusaHeads
+from quartet.models.packed_model import PackedCausalLM
+from quartet.train.engine import Objective, TrainEngine
+from quartet.train.forward import Needs, Outputs, leaf_rows
+from quartet.train.medusa import HeadTrainer, future_labels
+from quartet.train.metrics import MetricSums
+from quartet.train.state import REST, Shape, tensors_of
+
+LOW = 0.5
+"""Acceptance below which the whole budget is used."""
+FALLING = 0.98
+"""Acceptance of late, over its best so far, below which it has fallen."""
+LEAST = 0.25
+"""The budget's smallest share: an update from few positions does more harm than good."""
+MEMORY = 4.0
+"""Steps after which what was counted in one weighs about a third."""
+
+
+def next_share(share: float, recent: float, best: float) -> float:
+    """Share of the token budget for the next step: all while acceptance is low or has fallen, else half as much.
+
+    Args:
+        share: of the step before.
+        recent, best: acceptance of late and its highest so far, from 0 to 1.
+    """
+    return 1.0 if recent < LOW or recent < FALLING * best else max(share / 2, LEAST)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Drafted tokens, and those of them that were kept; older steps count less."""
+
+    drafted: float = 0.0
+    kept: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        return self.kept / self.drafted if self.drafted else 0.0
+
+    def after(self, drafted: float, kept: float) -> Counts:
+        """With those of one more step."""
+        fade = 1 - 1 / MEMORY
+        return Counts(fade * self.drafted + drafted, fade * self.kept + kept)
+
+
+class Watched(Objective):
+    """An objective whose passes leave hidden states behind, and which is the same in everything else.
+
+    Args:
+        batch: that is trained on.
+        rows: ``[M]`` its tokens, in their order; the states before them are kept.
+        labels: ``[M, K]`` what followed each.
+
+    Attributes:
+        states: ``[M, D]`` those that were in this process's passes; None before any.
+        is_here: ``[M]`` which they are.
+    """
+
+    def __init__(self, objective: Objective, batch: RaggedBatch, rows: Tensor, labels: Tensor) -> None:
+        self._objective = objective
+        self.batch = batch
+        self.rows = rows
+        self.labels = labels
+        self._place = torch.full((batch.num_tokens,), -1).index_put((rows,), torch.arange(len(rows)))
+        self._number = {name: s for s, name in enumerate(batch.ids)}
+        self.states: Tensor | None = None
+        self.is_here = torch.zeros(len(rows), dtype=torch.bool)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(self._objective.needs, hidden=True)
+
+    def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
+        return self._objective.atoms(batch)
+
+    def denominators(self, batch: RaggedBatch) -> Any:
+        return self._objective.denominators(batch)
+
+    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: Any, sums: MetricSums) -> Tensor:
+        assert outputs.hidden is not None, "asked for"
+        # A pass that ran out of memory is made again, in other parts: each leaves what it has where it belongs.
+        home = leaf_rows(self.batch, [self._number[name] for name in batch.ids])
+        places = self._place[home]
+        wanted = places >= 0
+        hidden, device = outputs.hidden, outputs.hidden.device
+        if self.states is None:
+            self.states = hidden.new_zeros(len(self.rows), hidden.shape[1])
+        here = leaf_rows(batch, range(len(batch)))[sent(wanted, batch.device)]
+        self.states[sent(places[wanted], device)] = hidden[here]
+        self.is_here[places[wanted]] = True
+        return self._objective.loss(outputs, batch, denominators, sums)
+
+
+class Companion:
+    """Trains Medusa heads beside the updates of their trunk.
+
+    Args:
+        engine: the trunk's.
+        seed: of the run; decides with the number of the update which positions are drawn.
+    """
+
+    def __init__(
+        self, engine: TrainEngine[PackedCausalLM], heads: MedusaHeads, config: HeadTraining, *, seed: int
+    ) -> None:
+        self.heads = heads
+        self._engine = engine
+        self._config = config
+        self._trainer = HeadTrainer(heads, config, config.optim, total_steps=engine.total_steps, seed=seed)
+        self._counts, self._best, self._share = Counts(), 0.0, 1.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sums, self._num_updates, self._num_tokens = MetricSums(), 0, 0
+
+    def watch(self, batch: RaggedBatch, objective: Objective, num_updates: int) -> Watched:
+        """``objective`` with the positions of ``batch`` to learn from, in a step of ``num_updates`` updates."""
+        most = max(1, round(self._share * self._config.tokens_per_step / num_updates))
+        labels = future_labels(batch, self.heads.depth)
+        rows = self._trainer.drawn(labels, most)
+        return Watched(objective, batch, rows, labels[rows])
+
+    def learn(self, watched: Watched) -> None:
+        """One update, from what the trunk's passes left behind; none without a position. Collective where the trunk is
+        trained by several ranks.
+        """
+        num_rows = len(watched.rows)
+        if not num_rows:
+            return
+        with self._engine.reporting_failures():
+            states = watched.states if self._engine.num_ranks == 1 else self._joined(watched)
+            assert states is not None, "every position is in a pass"
+            with self.heads.with_whole_head():
+                self._trainer.learn(states, watched.labels, torch.arange(num_rows), self._sums)
+        self._num_updates += 1
+        self._num_tokens += num_rows
+
+    def _joined(self, watched: Watched) -> Tensor:
+        """``[M, D]`` from the passes of all ranks."""
+        own = None if watched.states is None else watched.states[watched.is_here].cpu()
+        found = self._engine.of_all_ranks((watched.is_here.cpu(), own))
+        parts = [(is_here, theirs) for is_here, theirs in found if theirs is not None]
+        states = parts[0][1].new_zeros(len(watched.rows), self.heads.hidden_size)
+        for is_here, theirs in parts:
+            states[is_here] = theirs
+        return states
+
+    def note_drafts(self, drafted: int, kept: int) -> None:
+        """Sets the budget of the next step by what became of the drafts in this one; without any it stays.
+
+        An engine that was started anew counts from 0, so the difference may be below that: as if there were none.
+        """
+        if drafted <= 0:
+            return
+        self._counts = self._counts.after(drafted, kept)
+        recent = self._counts.acceptance
+        self._best = max(self._best, recent)
+        self._share = next_share(self._share, recent, self._best)
+
+    def finish_step(self) -> dict[str, float]:
+        """``heads/…`` of all updates since the last call; none where there were none."""
+        figures, num_updates, num_tokens = self._sums.results(), self._num_updates, self._num_tokens
+        self._begin()
+        if not num_updates:
+            return {}
+        return {
+            **{f"heads/{name}": value for name, value in figures.items() if name.startswith("accuracy")},
+            "heads/loss": figures["loss"] / num_updates,
+            "heads/tokens": float(num_tokens),
+            "heads/skipped_steps": float(self._trainer.num_skipped),
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the heads, their gradients and their moments."""
+        return 4 * sum(p.nbytes for p in self.heads.parameters())
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """As ``HeadTrainer.state``, tensors named as beside a trunk's."""
+        state = self._trainer.state()
+        tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
+        own = {"share": self._share, "best": self._best, "counts": (self._counts.drafted, self._counts.kept)}
+        return {**tensors, REST: {**state[REST], **own}}
+
+    @contextmanager
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        """As ``TrainEngine.loading``, by the names of ``state``."""
+        with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
+            yield {PREFIX + name: tensor for name, tensor in live.items()}
+        self._share, self._best, self._counts = rest["share"], rest["best"], Counts(*rest["counts"])

@@ -1,0 +1,129 @@
+"""Medusa heads: what they compute, what learns, and how they are saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from quartet.config import UserError
+from quartet.models.medusa import MedusaHeads
+from quartet.models.packed_model import PackedCausalLM
+
+Make = Callable[..., PreTrainedModel]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_fresh_heads_say_what_the_trunk_says(make_model: Make, family: str, shared: bool) -> None:
+    """With its soft caps: W is 0, and the heads are the trunk's."""
+    trunk = PackedCausalLM(make_model(family))
+    heads = MedusaHeads(trunk, 3, shared_head=shared)
+    hidden = 3 * torch.randn(5, heads.hidden_size)
+    logits = heads(hidden)
+    assert logits.shape == (5, 3, heads.vocab_size)
+    assert logits.dtype == torch.float32
+    for k in range(3):
+        torch.testing.assert_close(logits[:, k], trunk.logits(hidden).detach())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_head_is_the_published_one(make_model: Make, shared: bool) -> None:
+    trunk = PackedCausalLM(make_model("llama"))
+    heads = _trained(trunk, 2, shared=shared)
+    hidden, weights = torch.randn(4, heads.hidden_size), dict(heads.named_parameters())
+    for k in range(2):
+        x = hidden + F.silu(hidden @ weights[f"blocks.{k}.layers.0.weight"].T)
+        x = x + F.silu(x @ weights[f"blocks.{k}.layers.1.weight"].T)
+        head = trunk.head if shared else heads.get_submodule(f"lm_heads.{k}")
+        torch.testing.assert_close(heads(hidden)[:, k], head(x).detach())
+        torch.testing.assert_close(heads.logits_of(k, hidden), head(x))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_no_gradient_reaches_the_trunk(make_model: Make, shared: bool) -> None:
+    trunk = PackedCausalLM(make_model("llama"))
+    heads = MedusaHeads(trunk, 2, shared_head=shared)
+    hidden = torch.randn(4, heads.hidden_size, requires_grad=True)
+    torch.stack([heads.logits_of(k, hidden).square().sum() for k in range(2)]).sum().backward()
+    assert hidden.grad is None
+    assert all(parameter.grad is None for parameter in trunk.model.parameters())
+    assert all(parameter.grad is not None and parameter.grad.norm() > 0 for parameter in heads.parameters())
+    assert not heads(hidden).requires_grad
+
+
+def _trained(trunk: PackedCausalLM, depth: int = 3, *, shared: bool = True) -> MedusaHeads:
+    heads = MedusaHeads(trunk, depth, layers=2, shared_head=shared)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return heads
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_saved_heads_are_the_same_heads(make_model: Make, shared: bool, tmp_path: Path) -> None:
+    trunk = PackedCausalLM(make_model("llama"))
+    heads = _trained(trunk, shared=shared)
+    heads.save(tmp_path)
+    hidden = torch.randn(4, heads.hidden_size)
+    assert torch.equal(MedusaHeads.load(tmp_path, trunk)(hidden), heads(hidden))
+    assert torch.equal(MedusaHeads.load(tmp_path, trunk, 2)(hidden), heads(hidden)[:, :2]), "the first two"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_files_have_the_names_and_shapes_of_vllms_medusa(make_model: Make, shared: bool, tmp_path: Path) -> None:
+    """As ``vllm.model_executor.models.medusa`` and ``vllm.transformers_utils.configs.medusa`` read them."""
+    trunk = PackedCausalLM(make_model("llama"))
+    heads = _trained(trunk, 2, shared=shared)
+    heads.save(tmp_path, with_trunk_head=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    D, V = heads.hidden_size, heads.vocab_size
+    asked = {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 2, "num_hidden_layers": 2}
+    asked |= {"hidden_size": D, "vocab_size": V, "medusa_fc_bias": False, "original_lm_head": shared}
+    assert config.items() >= asked.items()
+    assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"], "any such key is the depth"
+    tensors = load_file(tmp_path / "model.safetensors")
+    blocks = {f"blocks.{k}.layers.{layer}.weight": (D, D) for k in range(2) for layer in range(2)}
+    own = {"lm_head.weight": (V, D)} if shared else {f"lm_heads.{k}.weight": (V, D) for k in range(2)}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {**blocks, **own}
+    if shared:
+        assert torch.equal(tensors["lm_head.weight"], trunk.model.state_dict()["lm_head.weight"])
+
+
+def test_heads_of_another_trunk_are_refused(make_model: Make, tmp_path: Path) -> None:
+    trunk = PackedCausalLM(make_model("llama"))
+    _trained(trunk).save(tmp_path)
+    for options, named in (({"hidden_size": 48}, "hidden_size 32 there, 48 here"), ({"vocab_size": 67}, "67 here")):
+        with pytest.raises(UserError, match=named):
+            MedusaHeads.load(tmp_path, PackedCausalLM(make_model("llama", **options)))
+    with pytest.raises(UserError, match="more Medusa heads"):
+        MedusaHeads.load(tmp_path, trunk, 4)
+    with torch.no_grad():
+        next(iter(trunk.body.parameters())).flatten()[0] += 1e-3
+    with pytest.raises(UserError, match="SHA-256"):
+        MedusaHeads.load(tmp_path, trunk)
+
+
+@pytest.mark.parametrize("damage", ["none", "json", "key", "cut", "tensor"])
+def test_what_are_no_heads_is_refused(make_model: Make, damage: str, tmp_path: Path) -> None:
+    trunk = PackedCausalLM(make_model("llama"))
+    _trained(trunk).save(tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    values = json.loads(config.read_text())
+    if damage == "none":
+        config.unlink()
+    elif damage == "json":
+        config.write_text("{")
+    elif damage == "key":
+        config.write_text(json.dumps({name: value for name, value in values.items() if name != "trunk"}))
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-8])
+    else:
+        config.write_text(json.dumps({**values, "original_lm_head": False}))
+    with pytest.raises(UserError, match="Medusa heads"):
+        MedusaHeads.load(tmp_path, trunk)

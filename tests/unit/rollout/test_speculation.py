@@ -1,0 +1,339 @@
+"""Speculation in the engine: the tokens of plain decoding, whatever is drafted; when it drafts; what it remembers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quartet.config.speculation import StepCosts
+from quartet.models.packed_model import PackedCausalLM
+from quartet.rollout import admission
+from quartet.rollout.drafters import Choice, HeadDrafter
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.history import HistoryDrafter
+from quartet.rollout.protocol import Completion, Draw, FinishReason, Request
+from quartet.rollout.speculation import PROBE_EVERY, Acceptance, Drafter, Speculator
+from quartet.rollout.step_costs import cost
+
+Make = Callable[..., Request]
+CHEAP = StepCosts(plain=(1.0, 1.0), drafted=(1.0, 1.0))
+"""Drafted tokens cost nothing, so that as many are drafted as there are."""
+
+
+def heads_of(packed: PackedCausalLM, depth: int, noise: float) -> Callable[[Tensor], Tensor]:
+    """Heads whose distributions overlap with the trunk's next token: right for some tokens, wrong for others."""
+    generator = torch.Generator().manual_seed(0)
+    shift = torch.randn(depth, packed.vocab_size, generator=generator) * noise
+
+    def heads(hidden: Tensor) -> Tensor:
+        return packed.logits(hidden).unsqueeze(1) + shift
+
+    return heads
+
+
+def mixed_requests(make_request: Make, num: int) -> list[Request]:
+    """Groups of four, short and long, of every way to sample, of which some stop early."""
+    draw, asked = random.Random(3), []
+    for i in range(num):
+        group = i // 4
+        asked.append(
+            make_request(
+                f"r{i}", group=f"g{group}", length=2 + group % 11, seed=i,
+                max_new_tokens=draw.choice((3, 9, 20, 33)),
+                temperature=draw.choice((0.0, 0.4, 0.7, 1.0, 1.6)), top_p=draw.choice((1.0, 1.0, 0.8)),
+                top_k=draw.choice((0, 0, 12)), min_p=draw.choice((0.0, 0.0, 0.05)),
+                draw=draw.choice(("inverse", "gumbel")),
+                stop_token_ids=tuple(range(0, 97, 31)) if i % 3 == 0 else (),
+                stop_strings=("7 7", "3 1") if i % 5 == 0 else (),
+            )
+        )  # fmt: skip
+    return asked
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """Digits of the tokens; stop strings stand across two of them."""
+    return "".join(f"{token % 10} " for token in token_ids)
+
+
+def history() -> HistoryDrafter:
+    return HistoryDrafter(min_match=1, max_draft=4, max_tokens=100_000)
+
+
+def run(
+    engine: NativeEngine, asked: Sequence[Request], *, cancel: Sequence[str] = (), update_at: int | None = None
+) -> dict[str, Completion]:
+    """Submits in three parts; cancels some that run as they have a few tokens; new weights come under way."""
+    done: dict[str, Completion] = {}
+    parts, step = [list(asked[i::3]) for i in range(3)], 0
+    while engine.has_work or parts:
+        if parts and step % 5 == 0:
+            engine.submit(parts.pop())
+        if step == update_at:
+            engine.update_weights(None, 7)
+        done |= {c.request_id: c for c in engine.step()}
+        ready = [i for i, made in engine.generated(cancel).items() if len(made.token_ids) >= 2]
+        engine.cancel(ready)
+        step += 1
+    return done
+
+
+def drafters(packed: PackedCausalLM) -> dict[str, Drafter]:
+    heads = heads_of(packed, 3, 0.5)
+    return {
+        "history": history(),
+        "top": HeadDrafter(heads, 3, "top"),
+        "uniform": HeadDrafter(heads, 3, "uniform"),
+        "gumbel": HeadDrafter(heads, 3, "gumbel"),
+    }
+
+
+def same(found: Completion, expected: Completion, exact: bool, tolerance: tuple[float, float]) -> None:
+    if exact:
+        assert found == expected
+        return
+    assert (found.token_ids, found.finish_reason, found.text_end) == (
+        expected.token_ids, expected.finish_reason, expected.text_end,
+    )  # fmt: skip
+    atol, rtol = tolerance
+    torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected.logprobs), atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numerics"),
+    [
+        *((kind, "exact") for kind in ("history", "top", "uniform", "gumbel")),
+        *((kind, "fast") for kind in ("history", "gumbel")),
+        ("gumbel", "fast, prompts read in place"),
+    ],
+)
+def test_completions_are_those_of_plain_decoding(
+    kind: str,
+    numerics: str,
+    tiny: Any,
+    make_request: Make,
+    tolerances: dict[torch.dtype, tuple[float, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hundreds of mixed requests; bit for bit under exact numerics. Asked for once more, history knows the answers."""
+    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 12 if "place" in numerics else 10**9)
+    exact = numerics == "exact"
+    packed = PackedCausalLM(tiny.packed.release(), numerics="exact") if exact else tiny.packed
+    asked = mixed_requests(make_request, 90 if exact else 110)
+    expected = run(NativeEngine(packed, max_running=24, decode=decode), asked)
+    assert {c.finish_reason for c in expected.values()} == {*FinishReason} - {FinishReason.CANCELLED}
+    speculator = Speculator(drafters(packed)[kind], CHEAP)
+    engine = NativeEngine(packed, max_running=24, decode=decode, speculator=speculator)
+    times = 2 if kind == "history" else 1
+    for _ in range(times):
+        found = run(engine, asked)
+        assert found.keys() == expected.keys()
+        for name, theirs in expected.items():
+            same(found[name], theirs, exact, tolerances[torch.float32])
+    stats = engine.stats()
+    assert sum(stats.kept_by_depth) > (0.2 if kind == "history" else 0.01) * stats.generated_tokens
+    assert sum(stats.drafted_by_depth) > sum(stats.kept_by_depth)
+    # Every request has one token from its prompt, and one from every step beside those that were kept.
+    assert 0 <= stats.num_row_steps + sum(stats.kept_by_depth) + times * len(asked) - stats.generated_tokens < 60
+
+
+@pytest.mark.parametrize("kind", ["history", "gumbel"])
+def test_cancellations_and_new_weights_under_way(kind: str, tiny: Any, make_request: Make) -> None:
+    """What was cancelled has tokens of plain decoding; the others go on over an update to the same tokens."""
+    packed = PackedCausalLM(tiny.packed.release(), numerics="exact")
+    asked = mixed_requests(make_request, 60)
+    cancelled = [request.request_id for request in asked[::7]]
+    expected = run(NativeEngine(packed, max_running=24, decode=decode), asked)
+    speculator = Speculator(drafters(packed)[kind], CHEAP)
+    engine = NativeEngine(packed, max_running=24, decode=decode, speculator=speculator)
+    found = run(engine, asked, cancel=cancelled, update_at=4)
+    assert found.keys() == expected.keys()
+    gone = 0
+    for name, theirs in expected.items():
+        ours = found[name]
+        assert theirs.token_ids[: len(ours.token_ids)] == ours.token_ids
+        if ours.finish_reason is FinishReason.CANCELLED:
+            gone += 1
+        else:
+            assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+    assert gone > 3
+    assert {version for c in found.values() for version in c.versions} == {0, 7}
+
+
+class Knowing:
+    """A head that knows the trunk's next distribution, and gives one that overlaps with it.
+
+    Attributes:
+        engine: whose running requests are asked about.
+        distances: total variation of each pair.
+    """
+
+    engine: NativeEngine
+
+    def __init__(self, tiny: Any) -> None:
+        self.tiny, self.distances = tiny, list[float]()
+        self._shift = torch.randn(97, generator=torch.Generator().manual_seed(1)) * 0.8
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        sequences = [[*r.request.prompt_ids, *r.token_ids] for r in self.engine.running]
+        longest = max(map(len, sequences))
+        padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in sequences])
+        last = torch.tensor([len(ids) - 1 for ids in sequences])
+        logits = self.tiny.twin(input_ids=padded, use_cache=False).logits[torch.arange(len(last)), last]
+        guess = logits + self._shift
+        self.distances += ((logits.softmax(-1) - guess.softmax(-1)).abs().sum(-1) / 2).tolist()
+        return guess.unsqueeze(1)
+
+
+def test_more_drafts_are_kept_by_the_requests_own_noise(tiny: Any, make_request: Make) -> None:
+    """Gumbel noise keeps at least the mean of (1 - d) / (1 + d), d the total variation; the likeliest token, and one
+    common number, keep less.
+    """
+    kept = {}
+    ways: list[tuple[Choice, Draw]] = [("top", "gumbel"), ("uniform", "inverse"), ("gumbel", "gumbel")]
+    for choose, draw in ways:
+        heads = Knowing(tiny)
+        asked = [make_request(f"r{i}", length=5, seed=i, max_new_tokens=24, draw=draw) for i in range(40)]
+        heads.engine = NativeEngine(
+            tiny.packed, max_running=80, speculator=Speculator(HeadDrafter(heads, 1, choose), CHEAP)
+        )
+        run(heads.engine, asked)
+        stats = heads.engine.stats()
+        kept[choose] = stats.kept_by_depth[0] / stats.drafted_by_depth[0]
+    least = sum((1 - d) / (1 + d) for d in heads.distances) / len(heads.distances)
+    most = 1 - sum(heads.distances) / len(heads.distances)
+    error = 4 * (0.25 / stats.drafted_by_depth[0]) ** 0.5
+    assert least - error < kept["gumbel"] < most + error
+    assert kept["uniform"] < kept["gumbel"] - error
+    assert kept["top"] < kept["gumbel"] - error
+
+
+# When it drafts ------------------------------------------------------------------------------------------
+
+
+def test_costs_are_a_line_between_powers_of_two() -> None:
+    table = (1.0, 3.0, 4.0)
+    assert [cost(table, n) for n in (1, 2, 3, 4, 6)] == [1.0, 3.0, 3.5, 4.0, 5.0]
+    assert cost((2.0,), 5) == 2.0
+    assert cost((), 5) == 0.0
+
+
+def test_as_many_tokens_are_drafted_as_give_the_most_per_second() -> None:
+    """By trying all depths with the same formula."""
+    draw = random.Random(0)
+    chosen = set()
+    for _ in range(200):
+        costs = StepCosts(
+            plain=tuple(draw.uniform(1, 2) * (1 + i) for i in range(4)),
+            drafted=tuple(draw.uniform(1, 2) * (1 + i) for i in range(6)),
+            drafting=(draw.uniform(0, 0.3),),
+        )
+        speculator = Speculator(HistoryDrafter(1, 4, 100), costs)
+        rates = [draw.random() for _ in range(4)]
+        for depth, rate in enumerate(rates):
+            speculator.acceptance._recent[depth] = [10_000, round(10_000 * rate)]
+        lengths = [draw.randrange(5) for _ in range(draw.randrange(1, 8))]
+        rows = len(lengths)
+        best = {0: rows * 1.02 / cost(costs.plain, rows)}
+        for depth in range(1, max(lengths) + 1):
+            cut = [min(n, depth) for n in lengths]
+            gained, through = 0.0, 1.0
+            for i in range(depth):
+                through *= speculator.acceptance.rate(i + 1)
+                gained += through * sum(n > i for n in cut)
+            best[depth] = (rows + gained) / (cost(costs.drafted, rows + sum(cut)) + cost(costs.drafting, rows))
+        chosen.add(speculator.depth(lengths))
+        assert best[speculator.depth(lengths)] == pytest.approx(max(best.values()))
+    assert chosen == {0, 1, 2, 3, 4}
+
+
+def test_acceptance_counts_what_was_reached_and_forgets() -> None:
+    acceptance = Acceptance(3)
+    assert acceptance.rate(1) == 0.5
+    acceptance.note(3, 1)
+    acceptance.note(2, 2)
+    acceptance.note(1, 0)
+    assert (acceptance.drafted, acceptance.kept) == ([3, 2, 0], [2, 1, 0])
+    for _ in range(10_000):
+        acceptance.note(1, 1)
+    assert acceptance.rate(1) > 0.99
+    for _ in range(10_000):
+        acceptance.note(1, 0)
+    assert acceptance.rate(1) < 0.2
+
+
+def test_where_drafts_do_not_pay_one_row_is_tried_now_and_then(tiny: Any, make_request: Make) -> None:
+    dear = StepCosts(plain=(1.0, 1.0), drafted=(9.0, 90.0))
+    speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 3, 0.1), 3), dear)
+    engine = NativeEngine(tiny.packed, speculator=speculator)
+    engine.submit([make_request(f"r{i}", length=4, seed=i, max_new_tokens=140) for i in range(6)])
+    drafted = []
+    while engine.has_work:
+        before = sum(engine.stats().drafted_by_depth)
+        engine.step()
+        drafted.append(sum(engine.stats().drafted_by_depth) - before)
+    assert sum(map(bool, drafted)) == 2
+    assert all(n <= 3 for n in drafted)
+    assert drafted.index(max(drafted)) >= PROBE_EVERY
+
+
+def test_costs_are_measured_once_and_leave_the_engine_as_it_was(tiny: Any, make_request: Make) -> None:
+    asked = [make_request(f"r{i}", length=5, seed=i, max_new_tokens=8) for i in range(5)]
+    plain = NativeEngine(tiny.packed, max_running=8)
+    expected = run(plain, asked)
+    for drafter in (history(), HeadDrafter(heads_of(tiny.packed, 2, 0.1), 2)):
+        speculator = Speculator(drafter)
+        engine = NativeEngine(tiny.packed, max_running=8, speculator=speculator)
+        found = run(engine, asked)
+        assert {i: c.token_ids for i, c in found.items()} == {i: c.token_ids for i, c in expected.items()}
+        assert engine.stats().generated_tokens == plain.stats().generated_tokens
+        costs = speculator.costs
+        assert costs is not None
+        assert (len(costs.plain), len(costs.drafted)) == (4, 5)
+        assert len(costs.drafting) == (4 if drafter.reads_hidden else 0)
+        run(engine, asked)
+        assert speculator.costs is costs
+
+
+# What it remembers ---------------------------------------------------------------------------------------
+
+
+def test_an_engine_goes_on_from_the_state_of_another(tiny: Any, make_request: Make) -> None:
+    """The same drafts, by history, acceptance and costs: the answers are known when they are asked for once more."""
+    asked = [make_request(f"r{i}", length=5, group=f"g{i % 4}", seed=i, max_new_tokens=30) for i in range(12)]
+    costs = StepCosts(plain=(1.0, 1.1, 1.2), drafted=(1.0, 1.0, 1.05, 1.1, 1.15, 1.4))
+    first = NativeEngine(tiny.packed, speculator=Speculator(history(), costs))
+    assert first.speculator is not None
+    run(first, asked)
+    first.speculator.mark()
+    state = first.speculator.state()
+    other = NativeEngine(tiny.packed, speculator=Speculator(history()))
+    assert other.speculator is not None
+    traces = []
+    for engine in (first, other):
+        before = engine.stats()
+        if engine is other:
+            other.speculator.load(state)
+            assert other.speculator.costs == costs
+        run(engine, asked)
+        after = engine.stats()
+        columns = zip(
+            before.drafted_by_depth + before.kept_by_depth, after.drafted_by_depth + after.kept_by_depth, strict=True
+        )
+        traces.append([b - a for a, b in columns] + [after.num_row_steps - before.num_row_steps])
+    assert traces[0] == traces[1]
+    assert traces[0][0] > 10
+    assert first.speculator.state() is state, "the state of the mark, whatever came since"
+
+
+def test_responses_end_without_a_trace_in_the_drafter(tiny: Any, make_request: Make) -> None:
+    drafter = history()
+    engine = NativeEngine(tiny.packed, speculator=Speculator(drafter, CHEAP))
+    run(engine, [make_request(f"r{i}", seed=i, max_new_tokens=9) for i in range(4)], cancel=["r1"])
+    assert not drafter._places
+    assert not drafter._automata
+    assert drafter.answers.num_tokens == 3 * (6 + 9)

@@ -1,0 +1,182 @@
+"""Companion training: heads learn from the hidden states of their trunk's own updates, which stay as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.algorithms import PPO
+from quartet.config.common import OptimConfig
+from quartet.config.speculation import HeadTraining
+from quartet.models.medusa import MedusaHeads
+from quartet.schedule.model_worker import TrainWorker, Update
+from quartet.train.companion import LEAST, Companion, Counts, Watched, next_share
+from quartet.train.engine import LossTerm, TrainEngine
+from quartet.train.medusa import HIDDEN, HeadTrainer, future_labels
+from quartet.train.metrics import MetricSums
+from quartet.train.objectives import PolicyObjective, SFTObjective
+
+Make = Callable[..., TrainEngine[Any]]
+OPTIM = OptimConfig(lr=1e-2)
+
+
+def _policy() -> PolicyObjective:
+    return PolicyObjective(PPO(), 6, 1.0, kl_coef=0.0, is_first=True, max_new_tokens=8)
+
+
+def _companion(engine: TrainEngine[Any], *, shared: bool = True, **values: Any) -> Companion:
+    heads = MedusaHeads(engine.packed, 2, shared_head=shared)
+    for n, parameter in enumerate(heads.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(n))
+    return Companion(engine, heads, HeadTraining(optim=OPTIM, **values), seed=3)
+
+
+def _updates(batch: RaggedBatch, first: int = 0) -> list[Update]:
+    return [Update((0, 1, 2, 3, 4), _policy(), first), Update((5, 6, 3), _policy(), first + 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("token_budget", [10_000, 14])
+def test_the_trunk_learns_as_without_heads_to_the_bit(
+    make_engine: Make, batch: RaggedBatch, token_budget: int, dtype: torch.dtype
+) -> None:
+    plain, beside = (make_engine(token_budget=token_budget, dtype=dtype) for _ in range(2))
+    worker = TrainWorker(beside, companion=_companion(beside, shared=False))
+    heads = copy.deepcopy(list(worker.companion.heads.parameters()))
+    for step in range(2):
+        without = TrainWorker(plain).update(batch, _updates(batch, 2 * step))
+        found = worker.update(batch, _updates(batch, 2 * step))
+        assert [{k: v for k, v in row.items() if not k.startswith("heads/")} for row in found] == without
+        assert [any(k.startswith("heads/") for k in row) for row in found] == [False, True]
+    for ours, theirs in zip(plain.packed.model.parameters(), beside.packed.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs) and theirs.grad is None
+    assert not any(torch.equal(a, b) for a, b in zip(heads, worker.companion.heads.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("token_budget", [10_000, 14])
+def test_the_states_are_those_of_the_pass_at_the_drawn_positions(
+    make_engine: Make, batch: RaggedBatch, token_budget: int
+) -> None:
+    engine = make_engine(token_budget=token_budget)
+    before = engine.forward(batch, HIDDEN).token["hidden"]
+    watched = _companion(engine, tokens_per_step=6).watch(batch, _policy(), 1)
+    other = RaggedBatch.from_sequences([[1, 2, 3]], ["other"], token={"loss_mask": torch.tensor([False, True, True])})
+    engine.train_step(batch, watched, [LossTerm(other, SFTObjective("loss/ptx"), 0.1)])
+    assert len(watched.rows) == 6 and bool(watched.is_here.all()) and not watched.states.requires_grad
+    torch.testing.assert_close(watched.states, before[watched.rows], rtol=1e-10, atol=1e-12)
+    labels = future_labels(batch, 2)
+    assert bool((labels[watched.rows, 0] >= 0).all())
+
+
+def test_what_a_pass_left_before_it_ran_out_of_memory_does_no_harm(
+    make_engine: Make, batch: RaggedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(token_budget=14)
+    before = engine.forward(batch, HIDDEN).token["hidden"]
+    watched, loss, calls = _companion(engine).watch(batch, _policy(), 1), Watched.loss, 0
+
+    def failing(self: Watched, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        found = loss(self, *args)
+        if calls == 2:
+            raise torch.OutOfMemoryError
+        return found
+
+    monkeypatch.setattr(Watched, "loss", failing)
+    engine.train_step(batch, watched)
+    assert engine.num_oom == 1 and bool(watched.is_here.all())
+    torch.testing.assert_close(watched.states, before[watched.rows], rtol=1e-10, atol=1e-12)
+
+
+def test_an_update_is_that_of_a_trainer_of_heads_alone(make_engine: Make, batch: RaggedBatch) -> None:
+    engine = make_engine()
+    companion = _companion(engine)
+    alone = copy.deepcopy(companion.heads.state_dict())
+    hidden = engine.forward(batch, HIDDEN).token["hidden"]
+    watched = companion.watch(batch, _policy(), 1)
+    engine.train_step(batch, watched)
+    companion.learn(watched)
+    heads = MedusaHeads(engine.packed, 2)  # with the LM head as it is after the trunk's update
+    heads.load_state_dict(alone)
+    slow, sums = HeadTrainer(heads, HeadTraining(), OPTIM, total_steps=10, seed=0), MetricSums()
+    slow.learn(hidden, future_labels(batch, 2), watched.rows, sums)
+    figures = companion.finish_step()
+    assert figures["heads/loss"] == pytest.approx(sums.results()["loss"], rel=1e-10)
+    assert figures["heads/tokens"] == len(watched.rows) == int((future_labels(batch, 2)[:, 0] >= 0).sum())
+    for name, values in heads.state_dict().items():
+        torch.testing.assert_close(companion.heads.state_dict()[name], values, rtol=1e-8, atol=1e-10)
+    assert companion.finish_step() == {}, "of a step without updates"
+
+
+def test_the_budget_is_shared_by_the_updates_of_a_step(make_engine: Make, batch: RaggedBatch) -> None:
+    worker = TrainWorker(engine := make_engine(), companion=_companion(engine, tokens_per_step=6))
+    assert worker.update(batch, _updates(batch))[-1]["heads/tokens"] == 6
+    rehearsed = [Update(tuple(range(7)), _policy(), 2, rehearsal=True)]
+    before = copy.deepcopy(worker.companion.heads.state_dict())
+    (row,) = worker.update(batch, rehearsed)
+    assert not any(name.startswith("heads/") for name in row)
+    assert all(torch.equal(values, before[name]) for name, values in worker.companion.heads.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("recent", "best", "share", "following"),
+    [
+        (0.3, 0.3, 0.25, 1.0),  # low
+        (0.7, 0.8, 0.25, 1.0),  # has fallen
+        (0.8, 0.8, 1.0, 0.5),
+        (0.8, 0.81, 0.5, 0.25),  # within what counts vary by
+        (0.8, 0.8, LEAST, LEAST),
+    ],
+)
+def test_the_budget_follows_acceptance(recent: float, best: float, share: float, following: float) -> None:
+    assert next_share(share, recent, best) == following
+
+
+def test_counts_forget() -> None:
+    counts = Counts()
+    for _ in range(100):
+        counts = counts.after(10, 9)
+    assert counts.acceptance == pytest.approx(0.9) and counts.drafted == pytest.approx(40)
+    for _ in range(4):
+        counts = counts.after(10, 1)
+    assert counts.acceptance < 0.4
+    assert Counts().acceptance == 0.0
+
+
+def test_kept_drafts_need_fewer_tokens_until_they_are_kept_less(make_engine: Make, batch: RaggedBatch) -> None:
+    companion, tokens = _companion(make_engine(), tokens_per_step=8), []
+    for kept in (8, 8, 9, 0, 9, 7, 9, 9):
+        tokens.append(len(companion.watch(batch, _policy(), 1).rows))
+        companion.note_drafts(10 if kept else 0, kept)
+    assert tokens == [8, 4, 2, 2, 2, 2, 8, 8]
+
+
+def test_a_worker_goes_on_from_its_checkpoint(make_engine: Make, batch: RaggedBatch, tmp_path: Any) -> None:
+    def worker() -> TrainWorker:
+        engine = make_engine(dtype=torch.float32)
+        return TrainWorker(engine, companion=_companion(engine, tokens_per_step=5))
+
+    whole, first, second = worker(), worker(), worker()
+    for step in range(4):
+        whole.update(batch, _updates(batch, 2 * step))
+        whole.note_drafts(10, 9 - step)
+    for step in range(2):
+        first.update(batch, _updates(batch, 2 * step))
+        first.note_drafts(10, 9 - step)
+    first.save_checkpoint(tmp_path / "actor", background=False)
+    second.load_checkpoint(tmp_path / "actor")
+    for step in (2, 3):
+        second.update(batch, _updates(batch, 2 * step))
+        second.note_drafts(10, 9 - step)
+    ours, theirs = dict(whole.sent_weights()), dict(second.sent_weights())
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert {name for name in ours if name.startswith("medusa.")} == {
+        f"medusa.blocks.{k}.layers.0.weight" for k in (0, 1)
+    }
+    assert second.companion.state()["rest"] == whole.companion.state()["rest"]

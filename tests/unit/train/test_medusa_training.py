@@ -1,0 +1,194 @@
+"""Training of Medusa heads: which token each guesses, what the loss is, and that the trunk stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.common import OptimConfig
+from quartet.config.medusa import HeadsConfig
+from quartet.models.medusa import MedusaHeads
+from quartet.models.packed_model import PackedCausalLM
+from quartet.train import medusa
+from quartet.train.forward import forward_only
+from quartet.train.medusa import HIDDEN, HeadTrainer, future_labels
+
+Make = Callable[..., Any]
+OPTIM = OptimConfig(lr=1e-2, max_grad_norm=1e6)
+
+
+def _batch() -> RaggedBatch:
+    """A prompt with two answers, one answer with a foreign token within, and one that is a sequence by itself."""
+    responses = [[[11, 12, 13, 14], [21, 22]], [[31, 3, 32, 33, 34]], [[1]]]
+    batch = RaggedBatch.from_groups([[5, 6, 7], [8, 9], [2, 4]], responses, ["a", "b", "c", "d"])
+    mask = batch.sequence_index() >= 0
+    mask[(batch.input_ids == 3).nonzero()] = False
+    return batch.with_token(loss_mask=mask)
+
+
+def test_labels_are_the_tokens_that_follow_within_an_answer() -> None:
+    batch = _batch()
+    labels = dict(zip(batch.input_ids.tolist(), future_labels(batch, 3).tolist(), strict=True))
+    none = [-1, -1, -1]
+    assert labels == {
+        **{prompt: none for prompt in (5, 6, 7, 8, 9, 2, 4)},
+        **{11: [12, 13, 14], 12: [13, 14, -1], 13: [14, -1, -1], 14: none, 21: [22, -1, -1], 22: none},
+        **{31: none, 3: none, 32: [33, 34, -1], 33: [34, -1, -1], 34: none, 1: none},
+    }
+
+
+def test_labels_of_a_batch_shorter_than_the_depth() -> None:
+    batch = RaggedBatch.from_sequences([[7, 8]]).with_token(loss_mask=torch.tensor([True, True]))
+    assert future_labels(batch, 5).tolist() == [[8, -1, -1, -1, -1], [-1] * 5]
+
+
+@pytest.fixture
+def trunk(make_model: Make) -> PackedCausalLM:
+    return PackedCausalLM(make_model("causal", torch.float64))
+
+
+@pytest.fixture
+def batch() -> RaggedBatch:
+    draw = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(31, (length,), generator=draw).tolist() for length in (9, 3, 12, 5)]
+    groups = [[s[2:], [*s[3:], 4]] for s in sequences]
+    found = RaggedBatch.from_groups([s[:2] for s in sequences], groups, [str(n) for n in range(8)])
+    return found.with_token(loss_mask=found.sequence_index() >= 0)
+
+
+def _trainer(trunk: PackedCausalLM, *, shared: bool = True, optim: OptimConfig = OPTIM, **values: Any) -> HeadTrainer:
+    config = HeadsConfig(shared_head=shared, **values)
+    heads = MedusaHeads(trunk, config.depth, shared_head=shared)
+    return HeadTrainer(heads, config, optim, total_steps=10, seed=3)
+
+
+def _hidden(trunk: PackedCausalLM, batch: RaggedBatch, budget: int = 1000) -> torch.Tensor:
+    return forward_only(trunk, batch, HIDDEN, budget).token["hidden"]
+
+
+def _plain_loss(trunk: PackedCausalLM, heads: MedusaHeads, batch: RaggedBatch) -> tuple[torch.Tensor, list[float]]:
+    """Sequence by sequence and head by head, with transformers' own hidden states; and the accuracies."""
+    weights, body = dict(heads.named_parameters()), trunk.release()
+    losses: dict[int, list[torch.Tensor]] = {k: [] for k in range(heads.depth)}
+    right: dict[int, list[bool]] = {k: [] for k in range(heads.depth)}
+    for s in range(len(batch)):
+        ids, num_prompt = batch.token_ids(s), 2
+        with torch.no_grad():
+            states = body.model(torch.tensor([ids])).last_hidden_state[0]
+        for at in range(num_prompt - 1, len(ids)):
+            for k in range(heads.depth):
+                if at + 2 + k < len(ids):
+                    x = states[at] + F.silu(weights[f"blocks.{k}.layers.0.weight"] @ states[at])
+                    own = weights.get(f"lm_heads.{k}.weight")
+                    logits = (body.lm_head.weight.detach() if own is None else own) @ x
+                    losses[k].append(F.cross_entropy(logits, torch.tensor(ids[at + 2 + k])))
+                    right[k].append(int(logits.argmax()) == ids[at + 2 + k])
+    total = torch.stack([0.8**k * torch.stack(one).mean() for k, one in losses.items()]).sum()
+    return total, [sum(one) / len(one) for one in right.values()]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_step_is_that_of_the_slow_loss(
+    trunk: PackedCausalLM, batch: RaggedBatch, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However prompts are shared, passes are cut and logits are portioned: same loss, same weights afterwards."""
+    monkeypatch.setattr(medusa, "_LOGIT_BYTES", 4 * 3 * 31 * 5)
+    fast, before = _trainer(trunk, shared=shared), copy.deepcopy(trunk.model.state_dict())
+    for parameter in fast.heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(1))
+    slow = _trainer(trunk, shared=shared)
+    slow.heads.load_state_dict(fast.heads.state_dict())
+    found = fast.step(_hidden(trunk, batch, budget=20), batch)
+    loss, accuracies = _plain_loss(trunk, slow.heads, batch)
+    loss.backward()
+    slow.optimizer.step()
+    assert found["loss/medusa"] == pytest.approx(loss.item(), rel=1e-10)
+    assert [found[f"medusa/accuracy_depth_{k}"] for k in (1, 2, 3)] == pytest.approx(accuracies)
+    for name, parameter in fast.heads.state_dict().items():
+        torch.testing.assert_close(parameter, slow.heads.state_dict()[name], rtol=1e-8, atol=1e-10)
+    assert all(torch.equal(values, before[name]) for name, values in trunk.model.state_dict().items())
+
+
+def test_what_is_measured_is_counted_by_hand(trunk: PackedCausalLM, batch: RaggedBatch) -> None:
+    trainer = _trainer(trunk)
+    torch.nn.init.normal_(trainer.heads.get_parameter("blocks.0.layers.0.weight"))
+    hidden, labels = _hidden(trunk, batch), future_labels(batch, 3)
+    found = trainer.measure([(hidden, batch)])
+    parts = [batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])]
+    in_parts = trainer.measure([(_hidden(trunk, part), part) for part in parts])
+    assert found == pytest.approx(in_parts, rel=1e-6), "however the data is cut"
+    rows = (labels[:, 0] >= 0).nonzero().squeeze(1)
+    order = trainer.heads(hidden[rows]).argsort(-1, descending=True)
+    expected = 1.0
+    for k in range(3):
+        chains = [
+            all(order[n, j, 0] == labels[row, j] for j in range(k + 1))
+            for n, row in enumerate(rows.tolist())
+            if labels[row, k] >= 0
+        ]
+        tops = [labels[row, k] in order[n, k, :5] for n, row in enumerate(rows.tolist()) if labels[row, k] >= 0]
+        assert found[f"medusa/accepted_depth_{k + 1}"] == pytest.approx(sum(chains) / len(chains))
+        assert found[f"medusa/top_5_depth_{k + 1}"] == pytest.approx(sum(tops) / len(tops))
+        expected += sum(chains) / len(chains)
+    assert found["medusa/tokens_per_forward"] == pytest.approx(expected)
+
+
+def test_positions_are_drawn_by_the_seed_and_the_update(trunk: PackedCausalLM, batch: RaggedBatch) -> None:
+    labels = future_labels(batch, 3)
+    trainer = _trainer(trunk, tokens_per_step=7)
+    first = trainer.drawn(labels, 7)
+    assert len(first) == 7 and torch.equal(first, _trainer(trunk).drawn(labels, 7))
+    assert first.tolist() == sorted(set(first.tolist())) and bool((labels[first, 0] >= 0).all())
+    assert trainer.step(_hidden(trunk, batch), batch)["medusa/positions"] == 7
+    assert not torch.equal(trainer.drawn(labels, 7), first), "the next update has others"
+    assert len(trainer.drawn(labels, 10_000)) == int((labels[:, 0] >= 0).sum())
+
+
+def test_a_trainer_goes_on_from_its_state(trunk: PackedCausalLM, batch: RaggedBatch) -> None:
+    hidden = _hidden(trunk, batch)
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, schedule="cosine")
+    whole, first, second = (_trainer(trunk, optim=optim, tokens_per_step=9) for _ in range(3))
+    for _ in range(4):
+        whole.step(hidden, batch)
+    for _ in range(2):
+        first.step(hidden, batch)
+    state = copy.deepcopy(first.state())
+    rest = state.pop("rest")
+    with second.loading({n: (tuple(t.shape), t.dtype) for n, t in state.items()}, rest) as live, torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(state[name])
+    for _ in range(2):
+        second.step(hidden, batch)
+    assert second.num_updates == 4
+    assert all(torch.equal(a, b) for a, b in zip(whole.heads.parameters(), second.heads.parameters(), strict=True))
+
+
+def test_a_step_without_finite_gradient_is_skipped(trunk: PackedCausalLM, batch: RaggedBatch) -> None:
+    trainer = _trainer(trunk)
+    before = copy.deepcopy(trainer.heads.state_dict())
+    trainer.step(torch.full_like(_hidden(trunk, batch), float("nan")), batch)
+    assert (trainer.num_skipped, trainer.num_updates) == (1, 0)
+    assert all(torch.equal(values, before[name]) for name, values in trainer.heads.state_dict().items())
+
+
+def test_heads_learn_what_follows(trunk: PackedCausalLM) -> None:
+    """A repeated cycle of tokens: after some updates the chain is accepted to its end."""
+    cycle = [3, 1, 4, 1, 5, 9, 2, 6, 8, 7]
+    batch = RaggedBatch.from_sequences([cycle[n:] + cycle * 2 for n in range(10)])
+    mask = torch.ones(batch.num_tokens, dtype=torch.bool)
+    mask[[batch.leaf_span(s)[0] for s in range(len(batch))]] = False  # nothing stands before them
+    batch = batch.with_token(loss_mask=mask)
+    hidden = _hidden(trunk, batch)
+    trainer = _trainer(trunk, shared=False, optim=OptimConfig(lr=3e-2))
+    before = trainer.measure([(hidden, batch)])
+    for _ in range(60):
+        trainer.step(hidden, batch)
+    after = trainer.measure([(hidden, batch)])
+    assert after["eval/loss"] < 0.3 * before["eval/loss"]
+    assert after["medusa/tokens_per_forward"] > 3.5 > before["medusa/tokens_per_forward"]

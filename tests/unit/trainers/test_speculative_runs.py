@@ -1,0 +1,236 @@
+"""RL runs whose engine drafts: the same training, resumed to the same drafts; what cannot be is refused."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from breaking import same_weights, untimed_rows
+from quartet.config import UserError
+from quartet.config.common import CheckpointConfig, SamplingConfig
+from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, VLLMEngineConfig
+from quartet.config.evaluation import EvalRecipe
+from quartet.config.placement import AsynchronousPlacement
+from quartet.config.recipe import RLRecipe, RolloutConfig
+from quartet.config.speculation import HistorySpeculation, MedusaSpeculation, SpeculationConfig, StepCosts
+from quartet.models.medusa import MedusaHeads
+from quartet.models.packed_model import PackedCausalLM
+from quartet.observe.trackers import read_metrics
+from quartet.rollout import process_native
+from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.train.checkpoint_shares import Share
+from quartet.train.state import REST
+from quartet.trainers.engines import Policy, _native_arguments, open_engine
+
+COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))
+HISTORY = HistorySpeculation(min_match=1, max_draft=3, costs=COSTS)
+SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",))
+GUMBEL = SamplingConfig(max_new_tokens=8, draw="gumbel")
+DRAFTS = ("rollout/accepted_by_depth", "rollout/draft_acceptance", "rollout/tokens_per_forward")
+
+
+def rollout(speculation: SpeculationConfig | None, **engine: Any) -> RolloutConfig:
+    config = NativeEngineConfig(**{"max_running": 4, "steps_per_lease": 2, **engine})
+    return RolloutConfig(engine=config, sampling=GUMBEL, speculation=speculation)
+
+
+@pytest.fixture
+def heads(causal_lm: Any, tmp_path: Path) -> Path:
+    """Of the tiny model, not trained: each guesses that the next token comes again."""
+    packed = PackedCausalLM(causal_lm())
+    MedusaHeads(packed, 2).save(tmp_path / "heads")
+    packed.release()
+    return tmp_path / "heads"
+
+
+@pytest.fixture
+def train(tiny_rl: Any, digits: Any, tmp_path: Path) -> Callable[..., Any]:
+    def run(name: str, speculation: SpeculationConfig | None, reward: Any = digits, **changes: Any) -> Any:
+        values: dict[str, Any] = {
+            "rollout": rollout(speculation),
+            "steps": 3,
+            "prompts_per_step": 6,
+            "responses_per_prompt": 4,
+            "checkpoint": CheckpointConfig(every_steps=1, keep=10),
+        }
+        return tiny_rl(tmp_path / name, reward, **{**values, **changes})
+
+    return run
+
+
+def without_drafts(path: Path) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if not k.startswith(DRAFTS)} for row in untimed_rows(path)]
+
+
+@pytest.mark.parametrize("kind", ["history", "medusa"])
+def test_a_run_that_drafts_trains_on_the_same_bits(kind: str, train: Any, heads: Path) -> None:
+    medusa = MedusaSpeculation(path=str(heads), choose="gumbel", costs=COSTS)
+    plain = train("plain", None, numerics="exact").train()
+    drafting = train("drafting", HISTORY if kind == "history" else medusa, numerics="exact").train()
+    assert same_weights(plain.model, drafting.model)
+    assert without_drafts(plain.path) == without_drafts(drafting.path)
+    rows = read_metrics(drafting.path / "metrics.jsonl")[1:]
+    assert any(row["rollout/tokens_per_forward"] > 1 for row in rows)
+    assert any(0 < row["rollout/draft_acceptance"] < 1 for row in rows)
+    assert any("rollout/accepted_by_depth_2" in row for row in rows)
+    assert not any(name.startswith(DRAFTS) for row in read_metrics(plain.path / "metrics.jsonl") for name in row)
+
+
+@pytest.mark.parametrize("kind", ["history", "medusa"])
+def test_a_resumed_run_drafts_the_same(kind: str, train: Any, heads: Path) -> None:
+    """With fast numerics, whose bits tell how many tokens a forward had: figures of drafts and weights."""
+    drafts = HISTORY if kind == "history" else MedusaSpeculation(path=str(heads), choose="gumbel", costs=COSTS)
+    whole = train("whole", drafts).train()
+    train("resumed", drafts).train()
+    path = whole.path.with_name("resumed")
+    shutil.rmtree(path / "checkpoints" / "step_00000003")
+    resumed = train("resumed", drafts, resume=True).train()
+    assert same_weights(whole.model, resumed.model)
+    assert untimed_rows(whole.path) == untimed_rows(path)
+    assert read_metrics(path / "metrics.jsonl")[-1]["rollout/draft_acceptance"] > 0
+
+
+def test_a_run_that_broke_off_within_a_step_resumes_from_the_history_before_it(train: Any, digits: Any) -> None:
+    """What the step had sampled before the reward failed is not in the checkpoint that is written then."""
+    calls = 0
+
+    def failing(completions: list[str], **named: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise ValueError("broken on purpose")
+        return digits(completions, **named)
+
+    failing.__name__ = digits.__name__
+    changes = {"checkpoint": CheckpointConfig(every_steps=100), "chunk_size": 2, "steps": 3}
+    whole = train("whole", HISTORY, **changes).train()
+    with pytest.raises(UserError, match="broken on purpose"):
+        train("broken", HISTORY, failing, **changes).train()
+    path = whole.path.with_name("broken")
+    assert [folder.name for folder in (path / "checkpoints").iterdir()] == ["step_00000001"]
+    resumed = train("broken", HISTORY, resume=True, **changes).train()
+    assert same_weights(whole.model, resumed.model)
+    assert untimed_rows(whole.path) == untimed_rows(path)
+
+
+def test_measured_costs_and_the_answers_are_in_the_checkpoint(train: Any) -> None:
+    made = train("measured", HistorySpeculation(max_tokens=200), steps=2)
+    path = made.train().path
+    state = Share(path / "checkpoints" / "step_00000002" / "drafts_0").state()
+    assert len(state[REST]["costs"]["plain"]) == 3
+    assert 0 < len(state["tokens"]) <= 200
+    assert int(state["lengths"].sum()) == len(state["tokens"])
+    assert int(state["num_answers"].sum()) + len(state["num_answers"]) == len(state["lengths"])
+
+
+def test_an_engine_in_a_process_of_its_own_drafts_too(
+    causal_lm: Any, tokenizer: Any, heads: Path, tmp_path: Path
+) -> None:
+    """What its child makes of the section, as it is sent there."""
+    path = tmp_path / "model"
+    causal_lm().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    for speculation in (HISTORY, MedusaSpeculation(path=str(heads), depth=1)):
+        policy = Policy(str(path), 16, str, speculation=speculation)
+        engine = process_native.make(**pickle.loads(pickle.dumps(_native_arguments(NativeEngineConfig(), policy))))
+        assert engine.speculator is not None
+        assert engine.speculator.drafter.longest == (3 if speculation is HISTORY else 1)
+        assert engine.speculator.costs == speculation.costs
+    router = open_engine(NativeEngineConfig(), replace(policy, speculation=HISTORY))
+    router.submit([Request(f"{i}", "g", (3, 4, 5), SamplingParams(max_new_tokens=20, seed=i)) for i in range(6)])
+    done = list[Completion]()
+    while len(done) < 6:
+        done += router.completed(1.0)
+    stats = router.stats()
+    assert sum(stats.kept_by_depth) > 0
+    assert stats.num_row_steps + sum(stats.kept_by_depth) + 6 == stats.generated_tokens
+    router.close()
+
+
+def test_heads_of_another_trunk_are_refused_before_anything_is_written(
+    train: Any, heads: Path, causal_lm: Any, tmp_path: Path
+) -> None:
+    for changes, problem in (
+        ({"model": causal_lm(seed=5)}, "trained on another model"),
+        ({"model": causal_lm(hidden_size=48)}, "trained on another model"),
+        ({"rollout": rollout(MedusaSpeculation(path=str(heads), depth=3))}, "more Medusa heads are asked for"),
+        ({"rollout": rollout(MedusaSpeculation(path=str(tmp_path / "none")))}, "there are no Medusa heads"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            train("refused", MedusaSpeculation(path=str(heads)), **changes)
+    assert not list((tmp_path / "refused").glob("**/*.json*"))
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        (
+            {"engine": VLLMEngineConfig(), "speculation": HISTORY},
+            "rollout.speculation is verified by the native engine alone; found rollout.engine vllm",
+        ),
+        (
+            {"engine": SGLANG, "sampling": GUMBEL},
+            "rollout.sampling.draw gumbel needs this project's",
+        ),
+        (
+            {"speculation": MedusaSpeculation(path="heads", choose="gumbel")},
+            "rollout.sampling.draw is inverse, which hardly ever gives the same token",
+        ),
+        (
+            {"speculation": MedusaSpeculation(path="heads", choose="uniform"), "sampling": GUMBEL},
+            "guesses what a request draws by draw inverse",
+        ),
+    ],
+    ids=["vllm drafts", "sglang draws", "gumbel from inverse", "uniform from gumbel"],
+)
+def test_what_does_not_fit_together_is_refused(section: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        RLRecipe(rollout=RolloutConfig(**section))
+
+
+def test_a_run_that_follows_another_has_its_costs_given() -> None:
+    engine = {"engine": {"roles": ["rollout"]}, "models": {"roles": ["actor", "critic", "reference", "reward"]}}
+    follows = AsynchronousPlacement(pools=engine, max_staleness=0, follow="journal.jsonl")
+    measured = HistorySpeculation()
+    with pytest.raises(UserError, match="set the same costs for both"):
+        RLRecipe(placement=follows, rollout=RolloutConfig(speculation=measured))
+    RLRecipe(placement=follows, rollout=RolloutConfig(speculation=HISTORY))
+
+
+def test_other_jobs_refuse_the_draw_of_an_engine_that_has_none() -> None:
+    server = ServerEngineConfig(urls=("http://127.0.0.1:1",), model="m")
+    with pytest.raises(UserError, match=r"sampling.draw gumbel needs .* server draws in its own way"):
+        EvalRecipe(engine=server, sampling=GUMBEL)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"type": "history", "path": "x"},
+        {"type": "history", "max_draft": 0},
+        {"type": "medusa"},
+        {"type": "medusa", "path": "x", "min_match": 2},
+        {"type": "history", "costs": {"plain": [], "drafted": [1.0]}},
+        {"type": "eagle"},
+    ],
+    ids=str,
+)
+def test_each_type_has_its_own_keys(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        RolloutConfig(speculation=values)
+
+
+def test_the_heads_stay_those_of_the_trunk_that_moves(train: Any, heads: Path) -> None:
+    """Engine and actor share one model: the heads read the newest LM head, and take no gradient."""
+    made = train("moving", MedusaSpeculation(path=str(heads), costs=COSTS), steps=2)
+    drafter = made.workers.engines[0].worker.engine.speculator.drafter
+    before = [p.clone() for p in drafter._heads.parameters()]
+    made.train()
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, drafter._heads.parameters(), strict=True))
