@@ -36,10 +36,10 @@ class HistorySpeculation(_Speculation):
     type: Literal["history"] = "history"
     min_match: Tokens = Field(3, ge=1, description="Newest tokens that must stand elsewhere, in this order.")
     max_draft: Tokens = Field(6, ge=1, le=32, description="Tokens of a draft.")
-    max_tokens: Tokens = Field(
+    kept_tokens: Tokens = Field(
         1_000_000,
         ge=1,
-        description="Tokens of prompts and answers that are kept; of the prompt least lately used less.",
+        description="Tokens of prompts and answers that are kept; those of the prompt least lately answered go first.",
     )
 
     @property

@@ -18,6 +18,8 @@ CHOICES: dict[str, str] = {
     "gkd": "distillation",
     "accuracy": "math",
     "reward_model": "model",
+    "ngram": "history",
+    "suffix": "history",
 }
 """By another system's name of a method or reward, ours."""
 _THEIRS: dict[str, str] = {
@@ -59,6 +61,10 @@ _THEIRS: dict[str, str] = {
     "engine.tensor_parallel_size": "tensor_model_parallel_size vllm_tensor_parallel_size",
     "engine.engines": "vllm_num_engines",
     "engine.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "rollout.speculation": "speculative_config speculative_decoding",
+    "speculation.max_draft": "num_speculative_tokens prompt_lookup_max prompt_lookup_num_tokens",
+    "speculation.depth": "num_speculative_tokens",
+    "speculation.min_match": "prompt_lookup_min max_matching_ngram_size",
     # Methods
     "algorithm.name": "adv_estimator advantage_estimator",
     "loss.name": "loss_type",

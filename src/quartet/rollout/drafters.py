@@ -93,7 +93,7 @@ def build_speculator(config: SpeculationConfig, packed: PackedCausalLM, heads: M
         UserError: heads that are not there, or are another trunk's.
     """
     if isinstance(config, HistorySpeculation):
-        return Speculator(HistoryDrafter(config.min_match, config.max_draft, config.max_tokens), config.costs)
+        return Speculator(HistoryDrafter(config.min_match, config.max_draft, config.kept_tokens), config.costs)
     if heads is not None:
         return Speculator(HeadDrafter(heads, heads.depth, config.choose), config.costs)
     heads = MedusaHeads.load(Path(config.path), packed, config.depth)

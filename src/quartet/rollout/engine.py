@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, groupby
 
 import numpy as np
@@ -29,7 +30,7 @@ from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
-from quartet.rollout.speculation import Acceptance, Speculator
+from quartet.rollout.speculation import Acceptance, Drafter, Speculator
 from quartet.rollout.step_attention import Contexts
 from quartet.rollout.step_costs import measure
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
@@ -201,10 +202,14 @@ class NativeEngine:
             limit = self._scheduler.max_running
             scratch = NativeEngine(self.packed, max_running=limit, contexts=self._runner.contexts)
             scratch._weights, scratch._keeps_hidden = self._weights, self._keeps_hidden
-            speculator.costs = measure(scratch, limit, speculator.drafter if self._keeps_hidden else None)
+            drafts = partial(self._drafting, speculator.drafter, scratch) if self._keeps_hidden else None
+            speculator.costs = measure(scratch, limit, speculator.drafter.longest, drafts)
         if self._scheduler.num_running:
-            with self._weights.active() if self._keeps_hidden else nullcontext():
-                speculator.propose(self._scheduler.running)
+            speculator.propose(self._scheduler.running, self._weights.active if self._keeps_hidden else nullcontext)
+
+    def _drafting(self, drafter: Drafter, scratch: NativeEngine) -> None:
+        with self._weights.active():
+            drafter.draft(scratch.running, drafter.longest)
 
     # ---- one step ----
 
@@ -332,7 +337,9 @@ class NativeEngine:
                 response.hidden = hidden[first + num_new - 1]
             if response.draft:
                 if self.speculator is not None:
-                    self.speculator.acceptance.note(len(response.draft), kept)
+                    # Behind a kept token that ends the response nothing was tried.
+                    tried = kept if num_new == kept else len(response.draft)
+                    self.speculator.acceptance.note(tried, kept)
                 response.draft = ()
                 self._cache.truncate(response.row, response.num_stored, end)
             first += len(own)

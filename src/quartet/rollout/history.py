@@ -19,7 +19,7 @@ from quartet.rollout.protocol import PromptKey
 from quartet.rollout.scheduler import Response
 
 MAX_AUTOMATON_TOKENS = 8192
-"""Of a prompt and its answers, the newest first; an automaton takes some 500 bytes per token."""
+"""Of an automaton, some 500 bytes each: half of them the prompt's at most, the last quarter for answers of this step."""
 _JOINT = 8
 """Tokens of the prompt that an answer is added with, so that the answer's beginning is found, too."""
 _MOST_LINKS = 32
@@ -116,50 +116,54 @@ class SuffixAutomaton:
 
 
 class Answers:
-    """Finished answers by prompt, of ``max_tokens`` together with their prompts: the oldest of the prompt that was
-    answered least lately go first.
+    """Finished answers by prompt, of ``kept_tokens`` together with their prompts: the oldest of the prompt that was
+    answered least lately go first, and of one prompt those that its automaton would have no room for.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, kept_tokens: int) -> None:
+        self.kept_tokens = kept_tokens
         self.num_tokens = 0
-        self._of: OrderedDict[PromptKey, list[tuple[int, ...]]] = OrderedDict()
+        self._of: OrderedDict[PromptKey, list[Tensor]] = OrderedDict()  # int32: of the prompt, then of its answers
 
-    def of(self, prompt: PromptKey) -> Sequence[tuple[int, ...]]:
+    def of(self, prompt: PromptKey) -> list[list[int]]:
         """The oldest first."""
-        return self._of.get(prompt, ())
+        return [answer.tolist() for answer in self._of.get(prompt, [])[1:]]
 
-    def add(self, prompt: PromptKey, answer: tuple[int, ...]) -> None:
+    def add(self, prompt: PromptKey, answer: Tensor) -> None:
+        """``[n]`` int32."""
         if prompt not in self._of:
-            self._of[prompt] = []
+            self._of[prompt] = [torch.tensor(prompt[0], dtype=torch.int32)]
             self.num_tokens += len(prompt[0])
-        self._of[prompt].append(answer)
+        texts = self._of[prompt]
+        texts.append(answer)
         self._of.move_to_end(prompt)
         self.num_tokens += len(answer)
-        while self.num_tokens > self.max_tokens:
-            first, answers = next(iter(self._of.items()))
-            self.num_tokens -= len(answers.pop(0))
-            if not answers:
+        while len(texts) > 2 and sum(map(len, texts[1:])) > MAX_AUTOMATON_TOKENS:
+            self.num_tokens -= len(texts.pop(1))
+        while self.num_tokens > self.kept_tokens:
+            first, texts = next(iter(self._of.items()))
+            self.num_tokens -= len(texts.pop(1))
+            if len(texts) == 1:
                 del self._of[first]
                 self.num_tokens -= len(first[0])
 
     def state(self) -> dict[str, Any]:
         """Tokens and lengths of all texts as tensors: of each prompt, then of its answers."""
-        texts = [text for prompt, answers in self._of.items() for text in (prompt[0], *answers)]
+        texts = [text for of_prompt in self._of.values() for text in of_prompt]
         return {
-            "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
+            "tokens": torch.cat([torch.empty(0, dtype=torch.int32), *texts]),
             "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64),
-            "num_answers": torch.tensor([len(answers) for answers in self._of.values()], dtype=torch.int64),
+            "num_answers": torch.tensor([len(of_prompt) - 1 for of_prompt in self._of.values()], dtype=torch.int64),
             "digests": [list(prompt[1]) for prompt in self._of],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         tokens: Tensor = state["tokens"]
-        texts = iter([tuple(text.tolist()) for text in tokens.split(state["lengths"].tolist())])
+        texts = iter([text.clone() for text in tokens.split(state["lengths"].tolist())])
         self._of.clear()
         self.num_tokens = 0
         for num, digests in zip(state["num_answers"].tolist(), state["digests"], strict=True):
-            prompt = next(texts), tuple((position, digest) for position, digest in digests)
+            prompt = tuple(next(texts).tolist()), tuple((position, digest) for position, digest in digests)
             for _ in range(num):
                 self.add(prompt, next(texts))
 
@@ -180,14 +184,14 @@ class HistoryDrafter:
     Args:
         min_match: newest tokens that must stand in the texts.
         max_draft: tokens of a draft.
-        max_tokens: of prompts and answers that are kept.
+        kept_tokens: of prompts and answers together.
     """
 
     reads_hidden = False
 
-    def __init__(self, min_match: int, max_draft: int, max_tokens: int) -> None:
+    def __init__(self, min_match: int, max_draft: int, kept_tokens: int) -> None:
         self.longest = max_draft
-        self.answers = Answers(max_tokens)
+        self.answers = Answers(kept_tokens)
         self._min_match = min_match
         self._automata: dict[PromptKey, SuffixAutomaton] = {}
         self._places: dict[Response, _Place] = {}
@@ -218,19 +222,19 @@ class HistoryDrafter:
         automaton = self._automata.get(prompt)
         if automaton is None:
             automaton = self._automata[prompt] = SuffixAutomaton()
-            automaton.add(prompt[0])
+            automaton.add(prompt[0][-MAX_AUTOMATON_TOKENS // 2 :])
             for answer in reversed(self.answers.of(prompt)):
-                _add(automaton, prompt, answer)
+                _add(automaton, prompt, answer, MAX_AUTOMATON_TOKENS * 3 // 4)
         state = matched = 0
-        for token in prompt[0][-MAX_AUTOMATON_TOKENS:]:
+        for token in prompt[0][-MAX_AUTOMATON_TOKENS // 2 :]:
             state, matched = automaton.follow(state, matched, token)
         return _Place(automaton, state, matched)
 
     def finished(self, response: Response) -> None:
-        prompt, tokens = response.request.prompt_key, tuple(response.token_ids)
-        self.answers.add(prompt, tokens)
+        prompt, tokens = response.request.prompt_key, response.token_ids
+        self.answers.add(prompt, torch.tensor(tokens, dtype=torch.int32))
         if prompt in self._automata:
-            _add(self._automata[prompt], prompt, tokens)
+            _add(self._automata[prompt], prompt, tokens, MAX_AUTOMATON_TOKENS)
 
     def weights(self) -> tuple[()]:
         return ()
@@ -249,7 +253,8 @@ class HistoryDrafter:
         self.answers.load(state)
 
 
-def _add(automaton: SuffixAutomaton, prompt: PromptKey, answer: Sequence[int]) -> None:
-    """What follows the prompt's last tokens, too; not more than an automaton may have."""
-    if automaton.num_tokens + len(answer) <= MAX_AUTOMATON_TOKENS:
-        automaton.add((*prompt[0][-_JOINT:], *answer))
+def _add(automaton: SuffixAutomaton, prompt: PromptKey, answer: Sequence[int], limit: int) -> None:
+    """What follows the prompt's last tokens, too; of a long answer as much as there is room for below ``limit``."""
+    room = limit - automaton.num_tokens
+    if room > _JOINT:
+        automaton.add((*prompt[0][-_JOINT:], *answer)[:room])

@@ -51,9 +51,16 @@ def race_keys(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArra
 
 @lru_cache(maxsize=4)
 def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
-    """``[V]`` int32."""
-    hashes = _splitmix(np.arange(vocab_size, dtype=np.uint64)) >> np.uint64(32)
-    return torch.from_numpy(hashes.astype(np.uint32).view(np.int32)).to(device)
+    """``[V]`` int32, each another: tokens with one hash would have the same noise everywhere.
+
+    The last steps of MurmurHash3 (Appleby), every one of which can be undone.
+    """
+    x = np.arange(vocab_size, dtype=np.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x ^= x >> np.uint32(shift)
+        x *= np.uint32(factor)
+    x ^= x >> np.uint32(16)
+    return torch.from_numpy(x.view(np.int32)).to(device)
 
 
 def race_numbers(hashes: Tensor, keys: Tensor, scratch: Tensor | None = None) -> Tensor:

@@ -10,7 +10,8 @@ Depth 1 is the first drafted token of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -109,8 +110,14 @@ class Speculator:
         self._num_shortened = 0
         self._marked: dict[str, Any] | None = None
 
-    def propose(self, running: Sequence[Response]) -> None:
-        """Sets ``draft`` of each."""
+    def propose(
+        self, running: Sequence[Response], computing: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """Sets ``draft`` of each.
+
+        Args:
+            computing: in which the drafter is asked for drafts.
+        """
         room = [min(self.drafter.longest, r.max_tokens - len(r.token_ids) - 1) for r in running]
         if not any(n > 0 for n in room):
             return
@@ -121,11 +128,13 @@ class Speculator:
             room = [min(n, m) for n, m in zip(room, self.drafter.lengths(running), strict=True)]
             depth = self.depth(room)
         if depth:
-            drafts = self.drafter.draft(running, depth)
+            with computing():
+                drafts = self.drafter.draft(running, depth)
             for response, draft, n in zip(running, drafts, room, strict=True):
                 response.draft = tuple(draft[: max(n, 0)])
         if probes:
-            self._probe(max(running, key=lambda r: r.max_tokens - len(r.token_ids)))
+            with computing():
+                self._probe(max(running, key=lambda r: r.max_tokens - len(r.token_ids)))
         self._num_shortened = 0 if probes else self._num_shortened + (depth < self.drafter.longest)
 
     def _probe(self, response: Response) -> None:

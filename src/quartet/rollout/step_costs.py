@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from quartet.config.speculation import StepCosts
@@ -13,7 +14,6 @@ from quartet.rollout.protocol import Request, SamplingParams
 
 if TYPE_CHECKING:
     from quartet.rollout.engine import NativeEngine
-    from quartet.rollout.speculation import Drafter
 
 _DRAFT = 3
 """Tokens drafted per row where the cost of drafted steps is measured."""
@@ -30,34 +30,37 @@ def cost(table: Sequence[float], num: int) -> float:
     return table[at] + (table[at + 1] - table[at]) * (num / (1 << at) - 1)
 
 
-def measure(engine: NativeEngine, max_running: int, drafter: Drafter | None) -> StepCosts:
+def measure(engine: NativeEngine, max_running: int, longest: int, drafts: Callable[[], None] | None) -> StepCosts:
     """Runs steps of an engine that holds nothing; its counts and cache are of no use afterwards.
 
+    More rows or tokens never cost less: what was measured so is noise, from which larger sizes would be judged.
+
     Args:
-        max_running: rows up to which plain steps are measured; drafted ones up to twice as many tokens.
-        drafter: None where drafting costs next to nothing.
+        max_running: rows up to which plain steps are measured; drafted ones up to as many with ``longest`` tokens.
+        drafts: drafts for what runs; None where that costs next to nothing.
     """
     plain, drafted, drafting = [], [], []
     for power in range(max_running.bit_length()):
-        _begin(engine, 1 << power)
+        _begin(engine, 1 << power, longest)
         plain.append(_seconds(engine.step))
-        if drafter is not None:
-            drafting.append(_seconds(partial(drafter.draft, engine.running, drafter.longest)))
-    for power in range(max_running.bit_length() + 1):
-        num_rows = max(1, (1 << power) // (1 + _DRAFT))
+        if drafts is not None:
+            drafting.append(_seconds(drafts))
+    for power in range((max_running * (1 + longest)).bit_length()):
+        num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)
         length = (1 << power) // num_rows - 1
-        ids = _begin(engine, num_rows)
+        ids = _begin(engine, num_rows, longest)
         proposed = {request_id: [0] * length for request_id in ids}
         drafted.append(_seconds(partial(engine.step, proposed)))
     engine.cancel([response.request.request_id for response in engine.running])
-    return StepCosts(plain=tuple(plain), drafted=tuple(drafted), drafting=tuple(drafting))
+    growing = [tuple(accumulate(found, max)) for found in (plain, drafted, drafting)]
+    return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
 
 
-def _begin(engine: NativeEngine, num_rows: int) -> list[str]:
+def _begin(engine: NativeEngine, num_rows: int, longest: int) -> list[str]:
     """Has so many requests run, and no others."""
     engine.cancel([response.request.request_id for response in engine.running])
     ids = [str(row) for row in range(num_rows)]
-    most = (1 + _REPEATS) * (1 + _DRAFT) + 2
+    most = (1 + _REPEATS) * (1 + max(longest, _DRAFT)) + 2
     engine.submit([Request(i, "costs", (0,), SamplingParams(max_new_tokens=most, seed=int(i))) for i in ids])
     engine.step()
     return ids

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
-from quartet.rollout.history import Answers, HistoryDrafter, SuffixAutomaton
+from quartet.rollout.history import MAX_AUTOMATON_TOKENS, Answers, HistoryDrafter, SuffixAutomaton
 from quartet.rollout.protocol import Request
 from quartet.rollout.scheduler import RequestGroup, Response
 
@@ -77,22 +78,34 @@ def test_a_suffix_that_ends_a_text_gives_way_to_a_shorter_one() -> None:
     assert automaton.likeliest(state, 4, 5) == []
 
 
+def text(token: int, length: int) -> torch.Tensor:
+    return torch.full((length,), token, dtype=torch.int32)
+
+
+def test_of_one_prompt_no_more_is_kept_than_its_automaton_has_room_for() -> None:
+    answers = Answers(1 << 20)
+    for round_ in range(12):
+        answers.add(((1, 2), ()), text(round_, 1000))
+    assert [answer[0] for answer in answers.of(((1, 2), ()))] == list(range(4, 12))
+    assert answers.num_tokens == 2 + 8 * 1000
+
+
 def test_answers_keep_to_their_bound_and_come_back_as_they_were() -> None:
     answers = Answers(30)
     prompts = [((1, 2, i), ((0, b"x"),) if i else ()) for i in range(3)]
     for round_ in range(4):
         for prompt in prompts:
-            answers.add(prompt, (round_,) * 4)
+            answers.add(prompt, text(round_, 4))
             assert answers.num_tokens <= 30
     assert [len(answers.of(prompt)) for prompt in prompts] == [1, 2, 2]
-    assert answers.of(prompts[2]) == [(2,) * 4, (3,) * 4]
+    assert answers.of(prompts[2]) == [[2] * 4, [3] * 4]
     again = Answers(30)
     again.load(answers.state())
     assert again.num_tokens == answers.num_tokens
     for new in (answers, again):
-        new.add(prompts[1], (8,) * 9)
+        new.add(prompts[1], text(8, 9))
     assert [again.of(prompt) for prompt in prompts] == [answers.of(prompt) for prompt in prompts]
-    answers.add(((5,), ()), (1,) * 100)
+    answers.add(((5,), ()), text(1, 100))
     assert answers.num_tokens == 0
 
 
@@ -108,7 +121,7 @@ def of_prompt(make_request: Callable[..., Request]) -> Callable[[str], Response]
 def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
     of_prompt: Callable[[str], Response],
 ) -> None:
-    drafter = HistoryDrafter(min_match=2, max_draft=3, max_tokens=1000)
+    drafter = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1000)
     first, second = of_prompt("a"), of_prompt("b")
     first.token_ids = [1, 2]
     assert drafter.draft([first], 3) == [[3, 4]], "the prompt"
@@ -125,15 +138,30 @@ def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
     third = of_prompt("c")
     third.token_ids = [1]
     assert drafter.draft([third], 3) == [[2, 5, 6]], "from the prompt's end on"
-    other = HistoryDrafter(min_match=2, max_draft=3, max_tokens=1000)
+    other = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1000)
     other.load(drafter.state())
     fourth = of_prompt("d")
     fourth.token_ids = [1]
     assert other.draft([fourth], 3) == [[2, 5, 6]], "from the saved state"
 
 
+def test_answers_of_before_leave_room_for_those_of_now(of_prompt: Callable[[str], Response]) -> None:
+    drafter = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1 << 20)
+    for number in range(3):
+        drafter.answers.add(of_prompt("old").request.prompt_key, text(50 + number, 4000))
+    first, second = of_prompt("a"), of_prompt("b")
+    first.token_ids = [1, 2]
+    drafter.lengths([first])
+    first.token_ids = [20, *range(100, 2000)]
+    second.token_ids = [700, 701]
+    drafter.finished(first)
+    assert drafter.draft([second], 3) == [[702, 703, 704]]
+    (automaton,) = drafter._automata.values()
+    assert automaton.num_tokens <= MAX_AUTOMATON_TOKENS
+
+
 def test_cancelled_answers_are_not_kept(of_prompt: Callable[[str], Response]) -> None:
-    drafter = HistoryDrafter(min_match=2, max_draft=3, max_tokens=1000)
+    drafter = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1000)
     response = of_prompt("a")
     response.token_ids = [9, 8, 7]
     drafter.lengths([response])

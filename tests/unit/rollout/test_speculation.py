@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 def history() -> HistoryDrafter:
-    return HistoryDrafter(min_match=1, max_draft=4, max_tokens=100_000)
+    return HistoryDrafter(min_match=1, max_draft=4, kept_tokens=100_000)
 
 
 def run(
@@ -251,6 +252,22 @@ def test_as_many_tokens_are_drafted_as_give_the_most_per_second() -> None:
     assert chosen == {0, 1, 2, 3, 4}
 
 
+def test_behind_a_kept_token_that_ends_a_response_nothing_was_tried(tiny: Any, make_request: Make) -> None:
+    asked = make_request("r", seed=4, max_new_tokens=12)
+    (plain,) = run(NativeEngine(tiny.packed), [asked]).values()
+    stops = dataclasses.replace(
+        asked, sampling=dataclasses.replace(asked.sampling, stop_token_ids=(plain.token_ids[3],))
+    )
+    assert plain.token_ids[3] not in plain.token_ids[:3]
+    engine = NativeEngine(tiny.packed, speculator=Speculator(history(), CHEAP))
+    assert engine.speculator is not None
+    engine.submit([stops])
+    engine.step()
+    done = engine.step({"r": [*plain.token_ids[1:4], 1, 1]})
+    assert done[0].token_ids == plain.token_ids[:4]
+    assert (engine.speculator.acceptance.drafted, engine.speculator.acceptance.kept) == ([1, 1, 1, 0], [1, 1, 1, 0])
+
+
 def test_acceptance_counts_what_was_reached_and_forgets() -> None:
     acceptance = Acceptance(3)
     assert acceptance.rate(1) == 0.5
@@ -293,7 +310,8 @@ def test_costs_are_measured_once_and_leave_the_engine_as_it_was(tiny: Any, make_
         assert engine.stats().generated_tokens == plain.stats().generated_tokens
         costs = speculator.costs
         assert costs is not None
-        assert (len(costs.plain), len(costs.drafted)) == (4, 5)
+        assert (len(costs.plain), len(costs.drafted)) == (4, (8 * (1 + drafter.longest)).bit_length())
+        assert all(list(table) == sorted(table) for table in (costs.plain, costs.drafted, costs.drafting))
         assert len(costs.drafting) == (4 if drafter.reads_hidden else 0)
         run(engine, asked)
         assert speculator.costs is costs

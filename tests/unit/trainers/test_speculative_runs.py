@@ -121,7 +121,7 @@ def test_a_run_that_broke_off_within_a_step_resumes_from_the_history_before_it(t
 
 
 def test_measured_costs_and_the_answers_are_in_the_checkpoint(train: Any) -> None:
-    made = train("measured", HistorySpeculation(max_tokens=200), steps=2)
+    made = train("measured", HistorySpeculation(kept_tokens=200), steps=2)
     path = made.train().path
     state = Share(path / "checkpoints" / "step_00000002" / "drafts_0").state()
     assert len(state[REST]["costs"]["plain"]) == 3
