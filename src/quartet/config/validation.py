@@ -146,11 +146,16 @@ def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel
 
 
 def _likeliest(path: str, names: list[str]) -> list[str]:
-    """Those of ``names`` that have most words of ``path``; keys of rewards last, of which any may be meant."""
+    """Those of ``names`` that have most words of ``path`` and then fewest others; keys of rewards last, of which any may
+    be meant.
+    """
 
     def words(name: str) -> set[str]:
         return set(re.split(r"[._]", name))
 
-    most = max((len(words(path) & words(name)) for name in names), default=0)
-    found = [name for name in names if len(words(path) & words(name)) == most]
+    def shared(name: str) -> tuple[int, int]:
+        return len(words(path) & words(name)), -len(words(name) - words(path))
+
+    most = max(map(shared, names), default=(0, 0))
+    found = [name for name in names if shared(name) == most]
     return sorted(found, key=lambda name: ("rewards" in name, name.count(".")))

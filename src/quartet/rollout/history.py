@@ -19,7 +19,7 @@ from quartet.rollout.protocol import PromptKey
 from quartet.rollout.scheduler import Response
 
 MAX_AUTOMATON_TOKENS = 8192
-"""Of an automaton, some 500 bytes each: half of them the prompt's at most, the last quarter for answers of this step."""
+"""Of an automaton, some 500 bytes each: half of them the prompt's at most, the last quarter for this step's answers."""
 _JOINT = 8
 """Tokens of the prompt that an answer is added with, so that the answer's beginning is found, too."""
 _MOST_LINKS = 32

@@ -32,7 +32,7 @@ from quartet.trainers.engines import Policy, _native_arguments, open_engine
 COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))
 HISTORY = HistorySpeculation(min_match=1, max_draft=3, costs=COSTS)
 SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",))
-GUMBEL = SamplingConfig(max_new_tokens=8, draw="gumbel")
+GUMBEL = SamplingConfig(max_new_tokens=8, temperature=0.3, draw="gumbel")
 DRAFTS = ("rollout/accepted_by_depth", "rollout/draft_acceptance", "rollout/tokens_per_forward")
 
 
