@@ -146,8 +146,8 @@ def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel
 
 
 def _likeliest(path: str, names: list[str]) -> list[str]:
-    """Those of ``names`` that have most words of ``path`` and then fewest others; keys of rewards last, of which any may
-    be meant.
+    """Those of ``names`` that have most words of ``path``, and of these those with the fewest others; keys of rewards
+    last, of which any may be meant.
     """
 
     def words(name: str) -> set[str]:
