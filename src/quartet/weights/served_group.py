@@ -105,12 +105,13 @@ class ServedGroup:
 
     def close(self) -> None:
         """Gives up what is under way; gloo cannot, and its end waits for that in a thread."""
-        group, self._group = self._group, None
-        if group is not None:
-            threading.Thread(target=_end, args=(group,), name=f"end of {self.name}", daemon=True).start()
+        held, self._group = [self._group], None  # whoever drops the last reference waits: the thread, not this frame
+        if held[0] is not None:
+            threading.Thread(target=_end, args=(held,), name=f"end of {self.name}", daemon=True).start()
 
 
-def _end(group: Any) -> None:
+def _end(held: list[Any]) -> None:
+    group = held.pop()
     group.abort()
     c10d._world.pg_group_ranks[group] = {}  # which only torch's own callers of the function enter
     dist.destroy_process_group(group)
