@@ -119,10 +119,13 @@ def test_completions_are_those_of_plain_decoding(
     make_request: Make,
     tolerances: dict[torch.dtype, tuple[float, float]],
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Hundreds of mixed requests; bit for bit under exact numerics. Asked for once more, history knows the answers."""
     monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 12 if "place" in numerics else 10**9)
     exact = numerics == "exact"
+    if exact:
+        request.getfixturevalue("exact_processor")
     packed = PackedCausalLM(tiny.packed.release(), numerics="exact") if exact else tiny.packed
     asked = mixed_requests(make_request, 90 if exact else 110)
     expected = run(NativeEngine(packed, max_running=24, decode=decode), asked)
@@ -143,7 +146,9 @@ def test_completions_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("kind", ["history", "gumbel"])
-def test_cancellations_and_new_weights_under_way(kind: str, tiny: Any, make_request: Make) -> None:
+def test_cancellations_and_new_weights_under_way(
+    kind: str, exact_processor: None, tiny: Any, make_request: Make
+) -> None:
     """What was cancelled has tokens of plain decoding; the others go on over an update to the same tokens."""
     packed = PackedCausalLM(tiny.packed.release(), numerics="exact")
     asked = mixed_requests(make_request, 60)

@@ -65,7 +65,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_policy_learns_on_the_same_bits(run: Any) -> None:
+def test_the_policy_learns_on_the_same_bits(run: Any, exact_processor: None) -> None:
     """With exact numerics; and what the engine drafts with is what the trainer has."""
     plain = run("plain", None, numerics="exact", steps=2).train()
     for name, placement in {"shared": None, "separated": SEPARATED, "budget": TIGHT}.items():

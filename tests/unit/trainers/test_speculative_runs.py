@@ -70,7 +70,7 @@ def without_drafts(path: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", ["history", "medusa"])
-def test_a_run_that_drafts_trains_on_the_same_bits(kind: str, train: Any, heads: Path) -> None:
+def test_a_run_that_drafts_trains_on_the_same_bits(kind: str, train: Any, heads: Path, exact_processor: None) -> None:
     medusa = MedusaSpeculation(path=str(heads), choose="gumbel", costs=COSTS)
     plain = train("plain", None, numerics="exact").train()
     drafting = train("drafting", HISTORY if kind == "history" else medusa, numerics="exact").train()
