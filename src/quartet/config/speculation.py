@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import OptimConfig, Strict
 from quartet.config.units import Tokens
 
+MAX_NODES = 64
+"""Of a tree of drafts."""
 _Seconds = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
 
 
@@ -42,10 +44,6 @@ class HistorySpeculation(_Speculation):
         description="Tokens of prompts and answers that are kept; those of the prompt least lately answered go first.",
     )
 
-    @property
-    def longest(self) -> int:
-        return self.max_draft
-
 
 class HeadTraining(Strict):
     """Medusa heads learn along with the actor, from the hidden states of its own updates."""
@@ -65,12 +63,46 @@ class MedusaSpeculation(_Speculation):
     type: Literal["medusa"] = "medusa"
     path: str = Field(description="Directory of the heads.")
     depth: Tokens | None = Field(None, ge=1, description="Heads that draft, a token each; all when left out.")
+    tree: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] | None = Field(
+        None,
+        description="In place of depth, a tree: a path per drafted token, of ranks among the heads' tokens. [0, 2] is "
+        "the second head's third token behind the first head's first. Every path continues another by one rank.",
+    )
     choose: Literal["top", "uniform", "gumbel"] = Field(
         "top",
         description="Which of a head's tokens: the likeliest; what the request would draw from the head's distribution "
         "by its own number (uniform, with rollout.sampling.draw inverse), or its own noise (gumbel, with draw gumbel).",
     )
     train: HeadTraining | None = Field(None, description="The heads learn along with the actor; else they stay.")
+
+    @property
+    def num_heads(self) -> int | None:
+        """Heads that draft; None: all there are."""
+        return self.depth if self.tree is None else len(self.tree[-1])
+
+    @field_validator("tree")
+    @classmethod
+    def _sorted(cls, tree: tuple[tuple[int, ...], ...] | None) -> tuple[tuple[int, ...], ...] | None:
+        """Shorter paths first."""
+        if tree is None:
+            return None
+        paths = set(tree)
+        if not 0 < len(tree) <= MAX_NODES or len(paths) < len(tree):
+            raise ValueError(f"a tree has 1 to {MAX_NODES} paths, each once; found {len(tree)}, {len(paths)} different")
+        for path in tree:
+            if not path:
+                raise ValueError("a path of the tree is empty; leave it out")
+            if len(path) > 1 and path[:-1] not in paths:
+                raise ValueError(f"{list(path)} continues no other path of the tree; add {list(path[:-1])}")
+        return tuple(sorted(tree, key=lambda path: (len(path), path)))
+
+    @model_validator(mode="after")
+    def _agree(self) -> MedusaSpeculation:
+        if self.tree is not None and self.depth is not None:
+            raise ValueError("depth and tree both say what is drafted; leave one out")
+        if self.choose == "uniform" and any(map(any, self.tree or ())):
+            raise ValueError("choose: uniform gives one token per head, so a tree has rank 0 alone; use top or gumbel")
+        return self
 
 
 SpeculationConfig = Annotated[HistorySpeculation | MedusaSpeculation, Field(discriminator="type")]

@@ -327,12 +327,21 @@ class SpanAttention:
         return by_token[self.spans.back].transpose(0, 1).unsqueeze(0).to(v.dtype)
 
     def _slot_mask(self, window: int | None, share: int) -> Tensor:
-        """Additive ``[B, 1, n k, K]``: causal by places of the slot, and inside the window."""
+        """Additive ``[B, 1, n k, K]``: what stands before a row's new tokens, those that each follows, and inside the
+        window.
+        """
         mask = self._masks.get((window, share))
         if mask is None:
-            places = self.spans.places[self.spans.grid].unsqueeze(-1)
-            distance = places - torch.arange(self._num_keys, device=places.device)
-            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            sees, positions = self.spans.sees, self.spans.positions[self.spans.grid]
+            most = sees.shape[1]
+            newest = self.spans.places[self.spans.grid[:, :1]]
+            # Places from that of the row's newest token on, which is 0.
+            behind = torch.arange(self._num_keys, device=newest.device) - newest
+            own = behind.clamp(0, most - 1)
+            hidden = ~sees.gather(2, own.unsqueeze(1).expand(-1, most, -1)) | (behind >= most).unsqueeze(1)
+            if window is not None:
+                keys = torch.where(behind > 0, positions.gather(1, own), positions[:, :1] + behind)
+                hidden |= positions.unsqueeze(-1) - keys.unsqueeze(1) >= window
             mask = self._masks[window, share] = _additive(hidden).repeat(1, share, 1).unsqueeze(1)
         return mask
 

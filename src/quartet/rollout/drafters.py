@@ -1,6 +1,6 @@
 """Drafts by Medusa heads, and the drafter that a recipe names.
 
-Shapes: B rows, D hidden, K depth, V vocabulary.
+Shapes: B rows, D hidden, K depth, V vocabulary, R ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor
 from quartet.config.speculation import HistorySpeculation, SpeculationConfig
 from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
+from quartet.rollout.draft_tree import branching
 from quartet.rollout.history import HistoryDrafter
 from quartet.rollout.protocol import Draw
-from quartet.rollout.sampler import SamplingRows, argmax, sample_tokens
+from quartet.rollout.sampler import SamplingRows, largest, sample_tokens
 from quartet.rollout.scheduler import Response
 from quartet.rollout.speculation import Speculator
 
@@ -28,11 +29,11 @@ _DRAWS: dict[Choice, Draw] = {"uniform": "inverse", "gumbel": "gumbel"}
 
 
 class HeadDrafter:
-    """A token from each head's distribution, as the request itself would draw at that position, or the likeliest.
+    """Tokens from each head's distribution: the likeliest, or those that the request itself would draw there first.
 
     Args:
         heads: hidden states ``[B, D]`` to logits ``[B, K, V]``; that of depth 1 are of the token after the newest.
-        longest: heads that are used.
+        paths: a draft's nodes by ranks among the heads' tokens (``draft_tree.branching``).
         learned: weights of the heads that a trainer sends, named.
     """
 
@@ -41,31 +42,33 @@ class HeadDrafter:
     def __init__(
         self,
         heads: Callable[[Tensor], Tensor],
-        longest: int,
+        paths: Sequence[Sequence[int]],
         choose: Choice = "top",
         learned: Sequence[tuple[str, Tensor]] = (),
     ) -> None:
-        self.longest = longest
+        self.tree = branching(paths)
+        self._ranks = [path[-1] for path in paths]
         self._learned = learned
         self._heads = heads
         self._choose: Choice = choose
 
     def lengths(self, running: Sequence[Response]) -> list[int]:
-        return [self.longest] * len(running)
+        return [self.tree.depth] * len(running)
 
     @torch.no_grad()
-    def draft(self, running: Sequence[Response], depth: int) -> list[list[int]]:
-        logits = self._heads(torch.stack([r.hidden for r in running if r.hidden is not None]))[:, :depth]
-        flat = logits.flatten(0, 1)
+    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> list[list[int]]:
+        depths, ranks = [self.tree.depths[node] - 1 for node in nodes], [self._ranks[node] for node in nodes]
+        depth, num = 1 + max(depths), 1 + max(ranks)
+        flat = self._heads(torch.stack([r.hidden for r in running if r.hidden is not None]))[:, :depth].flatten(0, 1)
         if self._choose == "top":
-            tokens = argmax(flat)
+            tokens = largest(flat, num)
         else:
             draw = _DRAWS[self._choose]
             sampling = [replace(r.request.sampling, draw=draw) for r in running]
             rows = SamplingRows.build([params for params in sampling for _ in range(depth)], flat.shape[1], flat.device)
             places = np.array([len(r.token_ids) + i for r in running for i in range(depth)], dtype=np.uint64)
-            tokens = sample_tokens(flat, rows, places)
-        found: list[list[int]] = tokens.view(len(running), depth).tolist()
+            tokens = sample_tokens(flat, rows, places, num)
+        found: list[list[int]] = tokens.view(len(running), depth, num)[:, depths, ranks].tolist()
         return found
 
     def finished(self, response: Response) -> None:
@@ -94,8 +97,9 @@ def build_speculator(config: SpeculationConfig, packed: PackedCausalLM, heads: M
     """
     if isinstance(config, HistorySpeculation):
         return Speculator(HistoryDrafter(config.min_match, config.max_draft, config.kept_tokens), config.costs)
-    if heads is not None:
-        return Speculator(HeadDrafter(heads, heads.depth, config.choose), config.costs)
-    heads = MedusaHeads.load(Path(config.path), packed, config.depth)
-    learned = () if config.train is None else tuple(heads.weights())
-    return Speculator(HeadDrafter(heads, heads.depth, config.choose, learned), config.costs)
+    learned: Sequence[tuple[str, Tensor]] = ()
+    if heads is None:
+        heads = MedusaHeads.load(Path(config.path), packed, config.num_heads)
+        learned = () if config.train is None else tuple(heads.weights())
+    paths = config.tree or [(0,) * depth for depth in range(1, heads.depth + 1)]
+    return Speculator(HeadDrafter(heads, paths, config.choose, learned), config.costs)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.models.packing_probe import check_decoding, model_context_length
 from quartet.rollout.admission import Admission
 from quartet.rollout.compute_dtype_weights import ComputeWeights
+from quartet.rollout.draft_tree import NO_DRAFT
 from quartet.rollout.kv_cache import KVCache, slot_shape
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Generated, GenerationError, Request
 from quartet.rollout.rows import DecodeRows, DraftRows
@@ -195,7 +196,7 @@ class NativeEngine:
         for response in self._scheduler.running:
             # The last token that it may still get is sampled behind the proposals.
             room = response.max_tokens - len(response.token_ids) - 1
-            response.draft = tuple(proposed.get(response.request.request_id, ()))[:room]
+            response.propose(tuple(proposed.get(response.request.request_id, ()))[:room])
 
     def _speculate(self, speculator: Speculator) -> None:
         if speculator.costs is None:
@@ -203,13 +204,13 @@ class NativeEngine:
             scratch = NativeEngine(self.packed, max_running=limit, contexts=self._runner.contexts)
             scratch._weights, scratch._keeps_hidden = self._weights, self._keeps_hidden
             drafts = partial(self._drafting, speculator.drafter, scratch) if self._keeps_hidden else None
-            speculator.costs = measure(scratch, limit, speculator.drafter.longest, drafts)
+            speculator.costs = measure(scratch, limit, len(speculator.drafter.tree), drafts)
         if self._scheduler.num_running:
             speculator.propose(self._scheduler.running, self._weights.active if self._keeps_hidden else nullcontext)
 
     def _drafting(self, drafter: Drafter, scratch: NativeEngine) -> None:
         with self._weights.active():
-            drafter.draft(scratch.running, drafter.longest)
+            drafter.draft(scratch.running, range(len(drafter.tree)))
 
     # ---- one step ----
 
@@ -220,7 +221,7 @@ class NativeEngine:
         if plan.prefills:
             self._fit_slots(running)
         drafts = [response.draft for response in running]
-        spans = DraftRows.of(self._rows, drafts) if any(drafts) else None
+        spans = DraftRows.of(self._rows, drafts, [r.tree for r in running]) if any(drafts) else None
         # True again once the step is complete, so an interrupted one leaves no half-updated rows.
         self._rows_valid = False
         with self._weights.active():
@@ -315,7 +316,8 @@ class NativeEngine:
     def _sample(self, responses: Sequence[Response], logits: Tensor) -> tuple[Tensor, Tensor]:
         """A token and its log-probability for each row of ``logits [B, V]``; a response's rows stand together."""
         sampling = SamplingRows.build([r.request.sampling for r in responses], self._vocab_size, self.packed.device)
-        places = [len(r.token_ids) + i for _, own in groupby(responses, key=id) for i, r in enumerate(own)]
+        owners = [next(own) for _, own in groupby(responses, key=id)]
+        places = [len(r.token_ids) + depth for r in owners for depth in (0, *r.tree.depths)]
         return sample(logits, sampling, np.array(places, dtype=np.uint64))
 
     def _record(self, responses: Sequence[Response], tokens: Tensor, logprobs: Tensor, hidden: Tensor) -> None:
@@ -325,23 +327,21 @@ class NativeEngine:
         sampled, first = self._read(tokens, logprobs), 0
         for response in responses:
             own, before = sampled[first : first + 1 + len(response.draft)], len(response.token_ids)
-            end = response.num_stored + len(own)
+            behind = response.num_stored + 1
             reason, kept = response.extend(own, self._stats.policy_version)
-            num_new = len(response.token_ids) - before
+            num_new, newest = len(response.token_ids) - before, kept[-1] + 1 if kept else 0
             self._stats.generated_tokens += num_new
             if reason is not None:
                 done.append((response, reason))
-            elif not math.isfinite(own[kept][1]):
+            elif not math.isfinite(own[newest][1]):
                 failed.append(response)
             elif self._keeps_hidden:
-                response.hidden = hidden[first + num_new - 1]
+                response.hidden = hidden[first + newest]
             if response.draft:
                 if self.speculator is not None:
-                    # Behind a kept token that ends the response nothing was tried.
-                    tried = kept if num_new == kept else len(response.draft)
-                    self.speculator.acceptance.note(tried, kept)
-                response.draft = ()
-                self._cache.truncate(response.row, response.num_stored, end)
+                    self.speculator.acceptance.note(response.tree, kept, ended=num_new == len(kept))
+                response.propose(())
+                self._cache.keep(response.row, [behind + i for i in kept], behind, behind + len(own) - 1)
             first += len(own)
         self._drop(failed)
         if self.speculator is not None:
@@ -383,7 +383,7 @@ class NativeEngine:
         adapters, model = self.packed.adapters, self.packed.model
         named = model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
         drafting = self.speculator.drafter.weights() if self.speculator is not None else ()
-        return TensorSink(chain(named, drafting), on_commit=self._take_version, version=version)
+        return TensorSink([*named, *drafting], on_commit=self._take_version, version=version)
 
     def _take_version(self, version: int) -> None:
         self._weights.refresh()
@@ -428,7 +428,7 @@ class NativeEngine:
         return self._cache.num_tokens + self._admission.prefixes.num_tokens
 
     def stats(self) -> EngineStats:
-        acceptance = self.speculator.acceptance if self.speculator is not None else Acceptance(0)
+        acceptance = self.speculator.acceptance if self.speculator is not None else Acceptance(NO_DRAFT)
         return replace(
             self._stats,
             drafted_by_depth=tuple(acceptance.drafted),

@@ -27,6 +27,7 @@ from quartet.models.exact import (
 )
 from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.decode_attention import DecodeAttention
+from quartet.rollout.draft_tree import DraftTree
 from quartet.rollout.kv_cache import KVCache
 from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.step_attention import Contexts, PrefillAttention
@@ -98,9 +99,9 @@ class ExactSpanAttention:
         self.spans.store(keys, k)
         self.spans.store(values, v)
         parts = []
-        queries = q.split([1 + len(draft) for draft in self.spans.drafts], 2)
-        for row, (own, start) in enumerate(zip(queries, self.spans.starts, strict=True)):
-            parts.append(_following(own, keys[row], values[row], start, rule))
+        queries = q.split([1 + len(tree) for tree in self.spans.trees], 2)
+        for row, (own, start, tree) in enumerate(zip(queries, self.spans.starts, self.spans.trees, strict=True)):
+            parts.append(_branching(own, keys[row], values[row], start, tree, rule))
         return torch.cat(parts, 2)
 
 
@@ -112,6 +113,17 @@ class ExactPrefillAttention(PrefillAttention):
 
     def _continue(self, layer: int, prefill: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
         return _following(q, prefill.block.keys[layer], prefill.block.values[layer], prefill.start, rule)
+
+
+def _branching(q: Tensor, keys: Tensor, values: Tensor, start: int, tree: DraftTree, rule: LayerRule) -> Tensor:
+    """As ``_following``, each way through the tree as a sequence of its own."""
+    if len(tree.paths) == 1:
+        return _following(q, keys, values, start, rule)
+    out = q.new_empty(*q.shape[:3], values.shape[2])
+    for path in tree.paths:
+        places = [*range(start), *(start + i for i in path)]
+        out[:, :, path] = _following(q[:, :, path], keys[:, places], values[:, places], start, rule)
+    return out
 
 
 def _following(q: Tensor, keys: Tensor, values: Tensor, start: int, rule: LayerRule) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quartet.rollout.draft_tree import chain
 from quartet.rollout.protocol import PromptKey
 from quartet.rollout.scheduler import Response
 
@@ -190,7 +191,7 @@ class HistoryDrafter:
     reads_hidden = False
 
     def __init__(self, min_match: int, max_draft: int, kept_tokens: int) -> None:
-        self.longest = max_draft
+        self.tree = chain(max_draft)
         self.answers = Answers(kept_tokens)
         self._min_match = min_match
         self._automata: dict[PromptKey, SuffixAutomaton] = {}
@@ -199,8 +200,8 @@ class HistoryDrafter:
     def lengths(self, running: Sequence[Response]) -> list[int]:
         return [len(self._read(response).draft) for response in running]
 
-    def draft(self, running: Sequence[Response], depth: int) -> list[Sequence[int]]:
-        return [self._read(response).draft[:depth] for response in running]
+    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> list[Sequence[int]]:
+        return [self._read(response).draft[: len(nodes)] for response in running]
 
     def _read(self, response: Response) -> _Place:
         """Goes on to the newest token."""
@@ -214,7 +215,7 @@ class HistoryDrafter:
             place.num_read = num_tokens
             place.draft = ()
             if place.matched >= self._min_match:
-                place.draft = automaton.likeliest(place.state, self._min_match, self.longest)
+                place.draft = automaton.likeliest(place.state, self._min_match, len(self.tree))
         return place
 
     def _begin(self, prompt: PromptKey) -> _Place:

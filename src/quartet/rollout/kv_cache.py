@@ -81,10 +81,14 @@ class KVCache:
         for stored in (*self.keys.values(), *self.values.values()):
             stored[target, :, :length] = stored[source, :, :length]
 
-    def truncate(self, slot: int, start: int, end: int) -> None:
-        """Takes the tokens from place ``start`` up to ``end`` out of a slot."""
+    def keep(self, slot: int, places: Sequence[int], start: int, end: int) -> None:
+        """Of the tokens from place ``start`` up to ``end`` of a slot those at ``places`` alone, moved together."""
+        behind = start + len(places)
+        moves = list(places) != list(range(start, behind))
         for stored in (*self.keys.values(), *self.values.values()):
-            stored[slot, :, start:end] = 0
+            if moves:
+                stored[slot, :, start:behind] = stored[slot, :, places]
+            stored[slot, :, behind:end] = 0
 
     def clear(self, slot: int) -> None:
         """Zeroes a slot whose content is not finite."""

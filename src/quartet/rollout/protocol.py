@@ -201,8 +201,9 @@ class EngineStats:
         num_restarts: engines that were started anew.
         num_rerouted: requests that were begun anew because their engine failed or left.
         num_row_steps: running requests, summed over the steps.
-        drafted_by_depth: drafted tokens whose forerunners in the draft were all kept, from the first of a draft on.
-        kept_by_depth: of these the ones that were kept, too.
+        drafted_by_depth: places with drafted tokens (several where a draft branches) whose forerunners in the draft
+            were all kept, from the first of a draft on.
+        kept_by_depth: of these the ones of which a token was kept, too.
     """
 
     policy_version: int = 0

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quartet.models.memory import to_device
+from quartet.rollout.draft_tree import NO_DRAFT, DraftTree
 from quartet.rollout.kv_cache import round_up
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.sampler import SamplingRows
@@ -192,15 +193,16 @@ class DraftRows:
     Shapes: T tokens, row after row; k tokens of a row at most.
 
     Attributes:
-        drafts: each row's proposed tokens.
+        trees: which of each row's proposed tokens follows which.
         starts: each row's number of tokens in its slot, which is the place of its newest.
         tokens, positions: ``[T]`` int64.
         rows, places: ``[T]`` int64, slot and place that keys and values go to.
         grid: ``[B, k]`` each row's tokens as indices of T; shorter rows repeat their last.
         back: ``[T]`` each token's index in the flat grid.
+        sees: ``[B, k, k]`` bool: which tokens of its row each one follows, itself included.
     """
 
-    drafts: Sequence[Sequence[int]]
+    trees: Sequence[DraftTree]
     starts: Sequence[int]
     tokens: Tensor
     positions: Tensor
@@ -208,30 +210,42 @@ class DraftRows:
     places: Tensor
     grid: Tensor
     back: Tensor
+    sees: Tensor
 
     @classmethod
-    def of(cls, rows: DecodeRows, drafts: Sequence[Sequence[int]]) -> DraftRows:
-        """``drafts`` in row order."""
+    def of(cls, rows: DecodeRows, drafts: Sequence[Sequence[int]], trees: Sequence[DraftTree]) -> DraftRows:
+        """``drafts`` and ``trees`` in row order."""
         sizes = torch.tensor([1 + len(draft) for draft in drafts])
         most = int(sizes.max())
         first = sizes.cumsum(0) - sizes
         owner = torch.arange(len(drafts)).repeat_interleave(sizes)
         offset = torch.arange(len(owner)) - first[owner]
         proposed = torch.tensor([token for draft in drafts for token in (0, *draft)])
+        depth = torch.tensor([depth for tree in trees for depth in (0, *tree.depths)])
         grid = first.unsqueeze(1) + torch.minimum(torch.arange(most), sizes.unsqueeze(1) - 1)
+        sees = torch.zeros(len(drafts), most, most, dtype=torch.bool)
+        sees[:, :, 0] = True
+        for row, tree in enumerate(trees):
+            sees[row, : 1 + len(tree), : 1 + len(tree)] = tree.sees
         device = rows.tokens.device
-        columns = to_device(torch.stack([owner, offset, proposed, owner * most + offset]), device)
-        owner, offset, proposed, back = columns.unbind(0)
+        columns = to_device(torch.stack([owner, offset, depth, proposed, owner * most + offset]), device)
+        owner, offset, depth, proposed, back = columns.unbind(0)
         return cls(
-            drafts=drafts,
+            trees=trees,
             starts=rows.num_stored.tolist(),
             tokens=torch.where(offset == 0, rows.tokens[owner], proposed),
-            positions=rows.positions[owner] + offset,
+            positions=rows.positions[owner] + depth,
             rows=owner,
             places=rows.places[owner] + offset,
             grid=to_device(grid, device),
             back=back,
+            sees=to_device(sees, device),
         )
+
+    @classmethod
+    def newest(cls, rows: DecodeRows) -> DraftRows:
+        """Nothing is proposed."""
+        return cls.of(rows, [()] * rows.num_rows, [NO_DRAFT] * rows.num_rows)
 
     def store(self, stored: Tensor, new: Tensor) -> None:
         """``new [1, Hk, T, D]`` into its places of ``stored [S, Hk, C, D]``."""

@@ -117,9 +117,12 @@ def sample(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64]) ->
     return tokens.squeeze(1), logprobs.squeeze(1)
 
 
-def sample_tokens(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64]) -> Tensor:
-    """The tokens of ``sample`` alone."""
-    return _pick(logits, rows, _sums(logits, rows.temperature), positions).squeeze(1)
+def sample_tokens(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64], num: int = 1) -> Tensor:
+    """``[B, num]`` tokens: that of ``sample``, and those that would come next were it left out.
+
+    Rows that invert their distribution function give one token.
+    """
+    return _pick(logits, rows, _sums(logits, rows.temperature), positions, num)
 
 
 @dataclass(frozen=True)
@@ -188,10 +191,10 @@ def _block_sums(weights: Tensor) -> Tensor:
     return torch.cat([sums, weights[:, num_blocks * _BLOCK :].sum(-1, keepdim=True)], 1)
 
 
-def _pick(logits: Tensor, rows: SamplingRows, sums: _Sums, positions: NDArray[np.uint64]) -> Tensor:
-    """``[B, 1]`` tokens."""
+def _pick(logits: Tensor, rows: SamplingRows, sums: _Sums, positions: NDArray[np.uint64], num: int = 1) -> Tensor:
+    """``[B, num]`` tokens."""
     if rows.all_greedy:
-        return argmax(logits)
+        return largest(logits, num)
     truncation, kept = rows.truncation, None
     if truncation is not None:
         scale = None if rows.temperature is None else rows.temperature[truncation.rows]
@@ -199,19 +202,19 @@ def _pick(logits: Tensor, rows: SamplingRows, sums: _Sums, positions: NDArray[np
     if rows.racing is None:
         tokens = _invert(logits, rows, sums, kept, positions)
     elif rows.all_racing:
-        tokens = _race(logits, rows, sums, kept, positions)
+        tokens = _race(logits, rows, sums, kept, positions, num)
     else:
         one, other = _race(logits, rows, sums, kept, positions), _invert(logits, rows, sums, kept, positions)
         tokens = torch.where(rows.racing, one, other)
     if len(rows.greedy):
-        tokens[rows.greedy] = argmax(logits[rows.greedy])
+        tokens[rows.greedy] = largest(logits[rows.greedy], num)
     return tokens
 
 
 def _race(
-    logits: Tensor, rows: SamplingRows, sums: _Sums, kept: Tensor | None, positions: NDArray[np.uint64]
+    logits: Tensor, rows: SamplingRows, sums: _Sums, kept: Tensor | None, positions: NDArray[np.uint64], num: int = 1
 ) -> Tensor:
-    """The token of the largest sum of scaled logit and Gumbel noise, ``[B, 1]``, some rows at a time."""
+    """The tokens of the largest sums of scaled logit and Gumbel noise, ``[B, num]``, some rows at a time."""
     num_rows, vocab_size = logits.shape
     keys = to_device(torch.from_numpy(race_keys(rows.keys, positions)), logits.device)
     hashes = token_hashes(vocab_size, logits.device)
@@ -233,7 +236,7 @@ def _race(
             weights = whole[part]
         # A number that wins is small, and 1 less it would be rounded.
         times = race_numbers(hashes, keys[part], scratch[:, :size]).neg_().log1p_().neg_()
-        tokens.append(argmax(torch.div(weights, times, out=times)))
+        tokens.append(largest(torch.div(weights, times, out=times), num))
     return torch.cat(tokens)
 
 
@@ -276,6 +279,11 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     fp64; where the row is NaN or without any weight the place is the last.
     """
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
+
+
+def largest(logits: Tensor, num: int) -> Tensor:
+    """``[B, V] → [B, num]`` places of the largest, falling."""
+    return argmax(logits) if num == 1 else logits.topk(min(num, logits.shape[1])).indices
 
 
 def argmax(logits: Tensor) -> Tensor:

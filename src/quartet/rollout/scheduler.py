@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from quartet.config import UserError
+from quartet.rollout.draft_tree import NO_DRAFT, DraftTree, chain
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.protocol import Completion, FinishReason, Generated, PromptKey, Request
 from quartet.rollout.stop_strings import StopStringMatcher
@@ -55,6 +56,7 @@ class Response:
         block: what holds its keys and values while it has no row: the prompt, or prompt and tokens after new weights.
         prefix: the shared block it reads beside its slot.
         draft: tokens proposed to follow its newest one, within one step.
+        tree: which of them follows which.
         hidden: ``[D]`` of the position that gave the newest token, where drafts are made from it.
     """
 
@@ -71,6 +73,7 @@ class Response:
     versions: list[int] = field(default_factory=list)
     text_end: int | None = None
     draft: tuple[int, ...] = ()
+    tree: DraftTree = NO_DRAFT
     hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -99,24 +102,32 @@ class Response:
                 return FinishReason.STOP_STRING
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_tokens else None
 
-    def extend(self, sampled: Sequence[Sequence[float]], version: int) -> tuple[FinishReason | None, int]:
-        """Takes tokens as long as they are those that were proposed, and one more; none whose logits are not finite.
+    def propose(self, tokens: Sequence[int], tree: DraftTree | None = None) -> None:
+        """Tokens that might follow the newest one: one behind the other, or as ``tree`` has it."""
+        self.draft, self.tree = tuple(tokens), chain(len(tokens)) if tree is None else tree
+
+    def extend(self, sampled: Sequence[Sequence[float]], version: int) -> tuple[FinishReason | None, list[int]]:
+        """Takes tokens as long as they are among those that were proposed, and one more; none whose logits are not
+        finite.
 
         Args:
             sampled: ``(token, logprob)`` behind the newest token and behind each of ``draft``.
 
         Returns:
-            Why the response ends with its newest token, if it does, and how many proposals hold.
+            Why the response ends with its newest token, if it does, and the nodes of the tree that hold.
         """
-        kept = 0
-        for (token, logprob), proposed in zip(sampled, (*self.draft, None), strict=True):
+        kept: list[int] = []
+        while True:
+            at = kept[-1] + 1 if kept else 0
+            token, logprob = sampled[at]
             if not math.isfinite(logprob):
                 return None, kept
             reason = self.append(int(token), logprob, version)
-            kept += token == proposed
-            if reason is not None or token != proposed:
+            held = next((node for node in self.tree.children[at] if self.draft[node] == token), None)
+            if held is not None:
+                kept.append(held)
+            if reason is not None or held is None:
                 return reason, kept
-        return None, kept
 
     def generated(self) -> Generated:
         return Generated(tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions))

@@ -2,8 +2,8 @@
 
 A drafter proposes tokens to follow each running request's newest one; the engine verifies all of them in one forward
 (``NativeEngine.step``) and keeps those that it would have drawn anyway. How many are drafted is decided by counts
-alone: running rows, tokens on offer, the share of drafted tokens kept so far by depth, and what steps cost, which was
-measured once. No clock runs, so a run that goes on from a checkpoint decides as it would have.
+alone: running rows, tokens on offer, the share of drafted tokens kept so far by their place in the tree, and what steps
+cost, which was measured once. No clock runs, so a run that goes on from a checkpoint decides as it would have.
 
 Depth 1 is the first drafted token of a row.
 """
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from quartet.config.speculation import StepCosts
+from quartet.rollout.draft_tree import DraftTree
 from quartet.rollout.scheduler import Response
 from quartet.rollout.step_costs import cost
 
@@ -26,24 +27,24 @@ changed."""
 _MARGIN = 1.02
 """By so much drafting must promise to be quicker."""
 _WINDOW = 4096
-"""Tokens drafted at a depth from which on older ones count half."""
+"""Tokens drafted at a node from which on older ones count half."""
 
 
 class Drafter(Protocol):
     """
     Attributes:
-        longest: tokens of a draft.
+        tree: a whole draft.
         reads_hidden: drafts are made from ``Response.hidden``.
     """
 
-    longest: int
+    tree: DraftTree
     reads_hidden: bool
 
     def lengths(self, running: Sequence[Response]) -> list[int]:
-        """Tokens that it could draft for each, ``longest`` at most; costs little."""
+        """Depth down to which it could draft for each, that of ``tree`` at most; costs little."""
 
-    def draft(self, running: Sequence[Response], depth: int) -> Sequence[Sequence[int]]:
-        """Tokens for each, ``depth`` at most."""
+    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Tokens for each: of these nodes of ``tree``, as far as it can."""
 
     def finished(self, response: Response) -> None:
         """It ended by itself, and has all its tokens."""
@@ -61,31 +62,45 @@ class Drafter(Protocol):
 
 
 class Acceptance:
-    """How many of the drafted tokens were kept, by depth; a token behind one that was not kept does not count.
+    """How many of the drafted tokens were kept; a token behind one that was not kept does not count.
+
+    Args:
+        tree: of whole drafts.
 
     Attributes:
-        drafted, kept: since the engine was made, for metrics.
+        drafted, kept: places at each depth with a token or several, and those of which one was kept; since the engine
+            was made, for metrics.
     """
 
-    def __init__(self, longest: int) -> None:
-        self.drafted = [0] * longest
-        self.kept = [0] * longest
-        self._recent = [[0, 0] for _ in range(longest)]
+    def __init__(self, tree: DraftTree) -> None:
+        self.drafted = [0] * tree.depth
+        self.kept = [0] * tree.depth
+        self._recent = [[0, 0] for _ in range(len(tree))]
 
-    def note(self, drafted: int, kept: int) -> None:
-        """Of one row, ``drafted`` tokens."""
-        for i in range(min(drafted, kept + 1)):
-            self.drafted[i] += 1
-            self.kept[i] += i < kept
-            recent = self._recent[i]
-            recent[0] += 1
-            recent[1] += i < kept
-            if recent[0] >= _WINDOW:
-                recent[:] = recent[0] // 2, recent[1] // 2
+    def note(self, tree: DraftTree, kept: Sequence[int], *, ended: bool = False) -> None:
+        """Of one row.
 
-    def rate(self, depth: int) -> float:
-        """Of tokens at ``depth`` whose forerunners are kept; a half where nothing is known."""
-        drafted, kept = self._recent[depth - 1]
+        Args:
+            tree: part of the whole.
+            kept: its nodes that hold, one behind the other.
+            ended: the response ends with the last of them, so nothing was tried behind it.
+        """
+        for depth, (parent, held) in enumerate(zip((-1, *kept), (*kept, None), strict=True)):
+            tried = tree.children[1 + parent]
+            if not tried or (ended and held is None):
+                return
+            self.drafted[depth] += 1
+            self.kept[depth] += held is not None
+            for node in tried:
+                recent = self._recent[tree.nodes[node]]
+                recent[0] += 1
+                recent[1] += node == held
+                if recent[0] >= _WINDOW:
+                    recent[:] = recent[0] // 2, recent[1] // 2
+
+    def rate(self, node: int) -> float:
+        """Of tokens at ``node`` of the whole whose forerunners are kept; a half where nothing is known."""
+        drafted, kept = self._recent[node]
         return (kept + 1) / (drafted + 2)
 
     def state(self) -> list[list[int]]:
@@ -106,7 +121,7 @@ class Speculator:
     def __init__(self, drafter: Drafter, costs: StepCosts | None = None) -> None:
         self.drafter = drafter
         self.costs = costs
-        self.acceptance = Acceptance(drafter.longest)
+        self.acceptance = Acceptance(drafter.tree)
         self._num_shortened = 0
         self._marked: dict[str, Any] | None = None
 
@@ -118,52 +133,64 @@ class Speculator:
         Args:
             computing: in which the drafter is asked for drafts.
         """
-        room = [min(self.drafter.longest, r.max_tokens - len(r.token_ids) - 1) for r in running]
+        room = self._room(running)
         if not any(n > 0 for n in room):
             return
         # What is on offer need not be looked at where even whole drafts of all would not pay.
-        depth = self.depth(room)
-        probes = depth < self.drafter.longest and self._num_shortened >= PROBE_EVERY
-        if depth:
+        nodes = self.nodes(room)
+        whole = len(self.drafter.tree)
+        probes = len(nodes) < whole and self._num_shortened >= PROBE_EVERY
+        if nodes:
             room = [min(n, m) for n, m in zip(room, self.drafter.lengths(running), strict=True)]
-            depth = self.depth(room)
-        if depth:
-            with computing():
-                drafts = self.drafter.draft(running, depth)
-            for response, draft, n in zip(running, drafts, room, strict=True):
-                response.draft = tuple(draft[: max(n, 0)])
-        if probes:
-            with computing():
-                self._probe(max(running, key=lambda r: r.max_tokens - len(r.token_ids)))
-        self._num_shortened = 0 if probes else self._num_shortened + (depth < self.drafter.longest)
+            nodes = self.nodes(room)
+        with computing() if nodes or probes else nullcontext():
+            if nodes:
+                self._draft(running, nodes, room)
+            if probes:
+                longest = [max(running, key=lambda r: r.max_tokens - len(r.token_ids))]
+                lengths = self.drafter.lengths(longest)
+                self._draft(
+                    longest, range(whole), [min(*both) for both in zip(self._room(longest), lengths, strict=True)]
+                )
+        self._num_shortened = 0 if probes else self._num_shortened + (len(nodes) < whole)
 
-    def _probe(self, response: Response) -> None:
-        (n,) = self.drafter.lengths([response])
-        n = min(n, response.max_tokens - len(response.token_ids) - 1)
-        if n > len(response.draft):
-            (draft,) = self.drafter.draft([response], n)
-            response.draft = tuple(draft[:n])
+    def _room(self, running: Sequence[Response]) -> list[int]:
+        """Depth down to which drafts may go: behind them one token more is sampled."""
+        return [min(self.drafter.tree.depth, r.max_tokens - len(r.token_ids) - 1) for r in running]
 
-    def depth(self, lengths: Sequence[int]) -> int:
-        """Tokens to draft per row at most, for the most tokens per second; 0 where plain decoding has that.
+    def _draft(self, running: Sequence[Response], nodes: Sequence[int], room: Sequence[int]) -> None:
+        """These nodes for each, down to the depth that it has room for."""
+        tree = self.drafter.tree.only(nodes)
+        for response, draft, n in zip(running, self.drafter.draft(running, nodes), room, strict=True):
+            fitting = [i for i, depth in enumerate(tree.depths) if depth <= n]
+            response.propose([draft[i] for i in fitting], tree.only(fitting))
+
+    def nodes(self, lengths: Sequence[int]) -> list[int]:
+        """What to draft of the drafter's tree, for the most tokens per second; nothing where plain decoding has that.
+
+        Nodes are taken by their chance of being kept, as many as pay: parents come before their children by themselves.
 
         Args:
-            lengths: tokens on offer for each running request.
+            lengths: depth on offer for each running request.
         """
         assert self.costs is not None, "measured before the first step"
-        num_rows = len(lengths)
+        tree, num_rows = self.drafter.tree, len(lengths)
+        reaching = [sum(n >= depth for n in lengths) for depth in range(1 + tree.depth)]
+        chances: list[float] = []
+        for node, parent in enumerate(tree.parents):
+            chances.append(self.acceptance.rate(node) * (chances[parent] if parent >= 0 else 1.0))
+        order = [node for node in range(len(tree)) if reaching[tree.depths[node]]]
+        order.sort(key=lambda node: -chances[node])
         best, least = 0, cost(self.costs.plain, num_rows) / num_rows / _MARGIN
-        gained, share, num_tokens = float(num_rows), 1.0, num_rows
+        gained, num_tokens = float(num_rows), num_rows
         making = cost(self.costs.drafting, num_rows)
-        for depth in range(1, max(lengths, default=0) + 1):
-            reaching = sum(n >= depth for n in lengths)
-            share *= self.acceptance.rate(depth)
-            gained += reaching * share
-            num_tokens += reaching
+        for i, node in enumerate(order):
+            gained += reaching[tree.depths[node]] * chances[node]
+            num_tokens += reaching[tree.depths[node]]
             seconds = (cost(self.costs.drafted, num_tokens) + making) / gained
             if seconds < least:
-                best, least = depth, seconds
-        return best
+                best, least = i + 1, seconds
+        return sorted(order[:best])
 
     # ---- checkpoints ----
 

@@ -67,7 +67,7 @@ class PlainContexts(Contexts):
     """Operations that every device has: right there, not fast."""
 
     def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
-        return SpanAttention(cache, rows, spans or DraftRows.of(rows, [()] * rows.num_rows))
+        return SpanAttention(cache, rows, spans or DraftRows.newest(rows))
 
 
 class StepAttention:

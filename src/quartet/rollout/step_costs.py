@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _DRAFT = 3
 """Tokens drafted per row where the cost of drafted steps is measured."""
+_MOST = 7
+"""Tokens drafted per row up to which costs are measured where many rows run; those of more go on in a straight line."""
 _REPEATS = 5
 
 
@@ -36,7 +38,8 @@ def measure(engine: NativeEngine, max_running: int, longest: int, drafts: Callab
     More rows or tokens never cost less: what was measured so is noise, from which larger sizes would be judged.
 
     Args:
-        max_running: rows up to which plain steps are measured; drafted ones up to as many with ``longest`` tokens.
+        max_running: rows up to which plain steps are measured.
+        longest: tokens of a draft.
         drafts: drafts for what runs; None where that costs next to nothing.
     """
     plain, drafted, drafting = [], [], []
@@ -45,7 +48,8 @@ def measure(engine: NativeEngine, max_running: int, longest: int, drafts: Callab
         plain.append(_seconds(engine.step))
         if drafts is not None:
             drafting.append(_seconds(drafts))
-    for power in range((max_running * (1 + longest)).bit_length()):
+    most = max(1 + longest, max_running * (1 + min(longest, _MOST)))
+    for power in range(most.bit_length()):
         num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)
         length = (1 << power) // num_rows - 1
         ids = _begin(engine, num_rows, longest)

@@ -155,7 +155,7 @@ class ModelLoader:
         speculation = self.recipe.rollout.speculation
         if not isinstance(speculation, MedusaSpeculation) or speculation.train is None:
             return None
-        return MedusaHeads.load(Path(speculation.path), self.actor, speculation.depth)
+        return MedusaHeads.load(Path(speculation.path), self.actor, speculation.num_heads)
 
     @cached_property
     def companion(self) -> Companion | None:

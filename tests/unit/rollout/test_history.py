@@ -124,25 +124,25 @@ def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
     drafter = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1000)
     first, second = of_prompt("a"), of_prompt("b")
     first.token_ids = [1, 2]
-    assert drafter.draft([first], 3) == [[3, 4]], "the prompt"
+    assert drafter.draft([first], range(3)) == [[3, 4]], "the prompt"
     first.token_ids += [5, 6, 7, 8]
     drafter.finished(first)
     drafter.forget(first)
     second.token_ids = [5, 6]
-    assert drafter.draft([second], 3) == [[7, 8]], "a sibling that finished first"
+    assert drafter.draft([second], range(3)) == [[7, 8]], "a sibling that finished first"
     assert drafter.lengths([second]) == [2]
-    assert drafter.draft([second], 1) == [[7]]
+    assert drafter.draft([second], range(1)) == [[7]]
     drafter.finished(second)
     drafter.forget(second)
     assert not drafter._automata
     third = of_prompt("c")
     third.token_ids = [1]
-    assert drafter.draft([third], 3) == [[2, 5, 6]], "from the prompt's end on"
+    assert drafter.draft([third], range(3)) == [[2, 5, 6]], "from the prompt's end on"
     other = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1000)
     other.load(drafter.state())
     fourth = of_prompt("d")
     fourth.token_ids = [1]
-    assert other.draft([fourth], 3) == [[2, 5, 6]], "from the saved state"
+    assert other.draft([fourth], range(3)) == [[2, 5, 6]], "from the saved state"
 
 
 def test_answers_of_before_leave_room_for_those_of_now(of_prompt: Callable[[str], Response]) -> None:
@@ -155,7 +155,7 @@ def test_answers_of_before_leave_room_for_those_of_now(of_prompt: Callable[[str]
     first.token_ids = [20, *range(100, 2000)]
     second.token_ids = [700, 701]
     drafter.finished(first)
-    assert drafter.draft([second], 3) == [[702, 703, 704]]
+    assert drafter.draft([second], range(3)) == [[702, 703, 704]]
     (automaton,) = drafter._automata.values()
     assert automaton.num_tokens <= MAX_AUTOMATON_TOKENS
 

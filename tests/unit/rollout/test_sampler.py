@@ -309,7 +309,7 @@ def test_the_token_has_the_largest_sum_of_logit_and_noise(options: dict[str, flo
     """In fp64 by the formula, token for token."""
     logits = torch.randn(300, width, generator=torch.Generator().manual_seed(5)) * 3
     params, positions = [SamplingParams(seed=i, draw="gumbel", **options) for i in range(300)], np.arange(300)
-    tokens = sample_tokens(logits, SamplingRows.build(params, width, CPU), positions.astype(np.uint64))
+    tokens = sample_tokens(logits, SamplingRows.build(params, width, CPU), positions.astype(np.uint64)).squeeze(1)
     keys = race_keys(seed_keys(np.arange(300, dtype=np.uint64)), positions.astype(np.uint64))
     numbers = race_numbers(token_hashes(width, CPU), torch.from_numpy(keys)).double()
     noise = -(-(-numbers).log1p()).log()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from quartet.config.speculation import StepCosts
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import admission
+from quartet.rollout.draft_tree import branching, chain
 from quartet.rollout.drafters import Choice, HeadDrafter
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.history import HistoryDrafter
@@ -24,6 +26,8 @@ from quartet.rollout.step_costs import cost
 Make = Callable[..., Request]
 CHEAP = StepCosts(plain=(1.0, 1.0), drafted=(1.0, 1.0))
 """Drafted tokens cost nothing, so that as many are drafted as there are."""
+CHAIN = [(0,), (0, 0), (0, 0, 0)]
+TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1)]
 
 
 def heads_of(packed: PackedCausalLM, depth: int, noise: float) -> Callable[[Tensor], Tensor]:
@@ -87,9 +91,11 @@ def drafters(packed: PackedCausalLM) -> dict[str, Drafter]:
     heads = heads_of(packed, 3, 0.5)
     return {
         "history": history(),
-        "top": HeadDrafter(heads, 3, "top"),
-        "uniform": HeadDrafter(heads, 3, "uniform"),
-        "gumbel": HeadDrafter(heads, 3, "gumbel"),
+        "top": HeadDrafter(heads, CHAIN, "top"),
+        "uniform": HeadDrafter(heads, CHAIN, "uniform"),
+        "gumbel": HeadDrafter(heads, CHAIN, "gumbel"),
+        "top, tree": HeadDrafter(heads, TREE, "top"),
+        "gumbel, tree": HeadDrafter(heads, TREE, "gumbel"),
     }
 
 
@@ -107,9 +113,9 @@ def same(found: Completion, expected: Completion, exact: bool, tolerance: tuple[
 @pytest.mark.parametrize(
     ("kind", "numerics"),
     [
-        *((kind, "exact") for kind in ("history", "top", "uniform", "gumbel")),
-        *((kind, "fast") for kind in ("history", "gumbel")),
-        ("gumbel", "fast, prompts read in place"),
+        *((kind, "exact") for kind in ("history", "top", "uniform", "gumbel", "gumbel, tree")),
+        *((kind, "fast") for kind in ("history", "gumbel", "top, tree")),
+        *((kind, "fast, prompts read in place") for kind in ("gumbel", "gumbel, tree")),
     ],
 )
 def test_completions_are_those_of_plain_decoding(
@@ -145,7 +151,7 @@ def test_completions_are_those_of_plain_decoding(
     assert 0 <= stats.num_row_steps + sum(stats.kept_by_depth) + times * len(asked) - stats.generated_tokens < 60
 
 
-@pytest.mark.parametrize("kind", ["history", "gumbel"])
+@pytest.mark.parametrize("kind", ["history", "gumbel, tree"])
 def test_cancellations_and_new_weights_under_way(
     kind: str, exact_processor: None, tiny: Any, make_request: Make
 ) -> None:
@@ -205,7 +211,7 @@ def test_more_drafts_are_kept_by_the_requests_own_noise(tiny: Any, make_request:
         heads = Knowing(tiny)
         asked = [make_request(f"r{i}", length=5, seed=i, max_new_tokens=24, draw=draw) for i in range(40)]
         heads.engine = NativeEngine(
-            tiny.packed, max_running=80, speculator=Speculator(HeadDrafter(heads, 1, choose), CHEAP)
+            tiny.packed, max_running=80, speculator=Speculator(HeadDrafter(heads, CHAIN[:1], choose), CHEAP)
         )
         run(heads.engine, asked)
         stats = heads.engine.stats()
@@ -228,33 +234,57 @@ def test_costs_are_a_line_between_powers_of_two() -> None:
     assert cost((), 5) == 0.0
 
 
-def test_as_many_tokens_are_drafted_as_give_the_most_per_second() -> None:
-    """By trying all depths with the same formula."""
+@pytest.mark.parametrize("paths", [[(0,) * depth for depth in range(1, 5)], TREE], ids=["chain", "tree"])
+def test_as_many_tokens_are_drafted_as_give_the_most_per_second(tiny: Any, paths: list[tuple[int, ...]]) -> None:
+    """By trying every part of the tree that has all its nodes' parents, with the same formula."""
     draw = random.Random(0)
+    tree = branching(paths)
+    parts = [
+        nodes
+        for num in range(1 + len(tree))
+        for nodes in itertools.combinations(range(len(tree)), num)
+        if all(tree.parents[node] in (-1, *nodes) for node in nodes)
+    ]
     chosen = set()
     for _ in range(200):
+        # Of one slope, so that the best nodes of each number are the best of all.
+        step = draw.uniform(0, 0.3)
         costs = StepCosts(
-            plain=tuple(draw.uniform(1, 2) * (1 + i) for i in range(4)),
-            drafted=tuple(draw.uniform(1, 2) * (1 + i) for i in range(6)),
+            plain=(draw.uniform(1, 3), 3.0 + step),
+            drafted=(draw.uniform(1, 3), 3.0 + step),
             drafting=(draw.uniform(0, 0.3),),
         )
-        speculator = Speculator(HistoryDrafter(1, 4, 100), costs)
-        rates = [draw.random() for _ in range(4)]
-        for depth, rate in enumerate(rates):
-            speculator.acceptance._recent[depth] = [10_000, round(10_000 * rate)]
-        lengths = [draw.randrange(5) for _ in range(draw.randrange(1, 8))]
-        rows = len(lengths)
-        best = {0: rows * 1.02 / cost(costs.plain, rows)}
-        for depth in range(1, max(lengths) + 1):
-            cut = [min(n, depth) for n in lengths]
-            gained, through = 0.0, 1.0
-            for i in range(depth):
-                through *= speculator.acceptance.rate(i + 1)
-                gained += through * sum(n > i for n in cut)
-            best[depth] = (rows + gained) / (cost(costs.drafted, rows + sum(cut)) + cost(costs.drafting, rows))
-        chosen.add(speculator.depth(lengths))
-        assert best[speculator.depth(lengths)] == pytest.approx(max(best.values()))
-    assert chosen == {0, 1, 2, 3, 4}
+        speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 4, 0.1), paths), costs)
+        left = [1.0] * (1 + len(tree))
+        for node, parent in enumerate(tree.parents):
+            rate = left[1 + parent] * draw.random() ** 0.5
+            left[1 + parent] -= rate
+            speculator.acceptance._recent[node] = [10_000, round(10_000 * rate)]
+        rows, found = draw.randrange(1, 8), []
+        for nodes in parts:
+            gained = 0.0
+            for node in nodes:
+                chance, at = 1.0, node
+                while at >= 0:
+                    chance, at = chance * speculator.acceptance.rate(at), tree.parents[at]
+                gained += chance
+            seconds = cost(costs.drafted, rows * (1 + len(nodes))) + cost(costs.drafting, rows)
+            found.append((rows * (1 + gained) / seconds if nodes else rows * 1.02 / cost(costs.plain, rows), nodes))
+        nodes = tuple(speculator.nodes([tree.depth] * rows))
+        chosen.add(nodes)
+        assert dict((nodes, rate) for rate, nodes in found)[nodes] == pytest.approx(max(found)[0])
+    assert {len(nodes) for nodes in chosen} >= {0, 1, 2, min(len(tree), 7)}
+
+
+@pytest.mark.parametrize(("of_16", "nodes"), [(10.0, [0]), (7.0, [0, 1])])
+def test_of_rows_that_have_fewer_tokens_only_these_count(of_16: float, nodes: list[int]) -> None:
+    """Four rows go to depth 1, two of them to depth 2: 8 tokens cost 4, 10 tokens 5.5 or 4.75."""
+    costs = StepCosts(plain=(4.0, 4.0, 4.0), drafted=(4.0, 4.0, 4.0, 4.0, of_16))
+    speculator = Speculator(HistoryDrafter(1, 2, 100), costs)
+    for recent in speculator.acceptance._recent:
+        recent[:] = 10_000, 9_999
+    assert speculator.nodes([2, 2, 1, 1]) == nodes
+    assert speculator.nodes([0, 0, 0, 0]) == []
 
 
 def test_behind_a_kept_token_that_ends_a_response_nothing_was_tried(tiny: Any, make_request: Make) -> None:
@@ -274,23 +304,36 @@ def test_behind_a_kept_token_that_ends_a_response_nothing_was_tried(tiny: Any, m
 
 
 def test_acceptance_counts_what_was_reached_and_forgets() -> None:
-    acceptance = Acceptance(3)
-    assert acceptance.rate(1) == 0.5
-    acceptance.note(3, 1)
-    acceptance.note(2, 2)
-    acceptance.note(1, 0)
-    assert (acceptance.drafted, acceptance.kept) == ([3, 2, 0], [2, 1, 0])
+    acceptance = Acceptance(chain(3))
+    assert acceptance.rate(0) == 0.5
+    acceptance.note(chain(3), [0])
+    acceptance.note(chain(2), [0, 1])
+    acceptance.note(chain(1), [])
+    acceptance.note(chain(3), [0], ended=True)
+    assert (acceptance.drafted, acceptance.kept) == ([4, 2, 0], [3, 1, 0])
     for _ in range(10_000):
-        acceptance.note(1, 1)
-    assert acceptance.rate(1) > 0.99
+        acceptance.note(chain(1), [0])
+    assert acceptance.rate(0) > 0.99
     for _ in range(10_000):
-        acceptance.note(1, 0)
-    assert acceptance.rate(1) < 0.2
+        acceptance.note(chain(1), [])
+    assert acceptance.rate(0) < 0.2
+
+
+def test_acceptance_of_a_tree_is_by_node_and_its_metrics_by_depth() -> None:
+    tree = branching(TREE)
+    acceptance = Acceptance(tree)
+    acceptance.note(tree, [0, 4])  # [0], then [0, 1], and nothing of what follows that
+    part = tree.only([0, 1, 3])
+    acceptance.note(part, [1])  # [1], behind which the part has nothing
+    assert (acceptance.drafted, acceptance.kept) == ([2, 1, 1], [2, 1, 0])
+    tried = {(0,): (2, 1), (1,): (2, 1), (2,): (1, 0), (0, 0): (1, 0), (0, 1): (1, 1), (0, 1, 0): (1, 0)}
+    tried[0, 1, 1] = 1, 0
+    assert {TREE[i]: tuple(recent) for i, recent in enumerate(acceptance._recent) if recent[0]} == tried
 
 
 def test_where_drafts_do_not_pay_one_row_is_tried_now_and_then(tiny: Any, make_request: Make) -> None:
     dear = StepCosts(plain=(1.0, 1.0), drafted=(9.0, 90.0))
-    speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 3, 0.1), 3), dear)
+    speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 3, 0.1), CHAIN), dear)
     engine = NativeEngine(tiny.packed, speculator=speculator)
     engine.submit([make_request(f"r{i}", length=4, seed=i, max_new_tokens=140) for i in range(6)])
     drafted = []
@@ -307,7 +350,7 @@ def test_costs_are_measured_once_and_leave_the_engine_as_it_was(tiny: Any, make_
     asked = [make_request(f"r{i}", length=5, seed=i, max_new_tokens=8) for i in range(5)]
     plain = NativeEngine(tiny.packed, max_running=8)
     expected = run(plain, asked)
-    for drafter in (history(), HeadDrafter(heads_of(tiny.packed, 2, 0.1), 2)):
+    for drafter in (history(), HeadDrafter(heads_of(tiny.packed, 2, 0.1), CHAIN[:2])):
         speculator = Speculator(drafter)
         engine = NativeEngine(tiny.packed, max_running=8, speculator=speculator)
         found = run(engine, asked)
@@ -315,7 +358,7 @@ def test_costs_are_measured_once_and_leave_the_engine_as_it_was(tiny: Any, make_
         assert engine.stats().generated_tokens == plain.stats().generated_tokens
         costs = speculator.costs
         assert costs is not None
-        assert (len(costs.plain), len(costs.drafted)) == (4, (8 * (1 + drafter.longest)).bit_length())
+        assert (len(costs.plain), len(costs.drafted)) == (4, (8 * (1 + len(drafter.tree))).bit_length())
         assert all(list(table) == sorted(table) for table in (costs.plain, costs.drafted, costs.drafting))
         assert len(costs.drafting) == (4 if drafter.reads_hidden else 0)
         run(engine, asked)

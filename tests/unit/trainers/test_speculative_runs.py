@@ -24,6 +24,7 @@ from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout import process_native
+from quartet.rollout.drafters import build_speculator
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.train.checkpoint_shares import Share
 from quartet.train.state import REST
@@ -71,7 +72,7 @@ def without_drafts(path: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("kind", ["history", "medusa"])
 def test_a_run_that_drafts_trains_on_the_same_bits(kind: str, train: Any, heads: Path, exact_processor: None) -> None:
-    medusa = MedusaSpeculation(path=str(heads), choose="gumbel", costs=COSTS)
+    medusa = MedusaSpeculation(path=str(heads), choose="gumbel", tree=((0,), (1,), (0, 0)), costs=COSTS)
     plain = train("plain", None, numerics="exact").train()
     drafting = train("drafting", HISTORY if kind == "history" else medusa, numerics="exact").train()
     assert same_weights(plain.model, drafting.model)
@@ -141,7 +142,7 @@ def test_an_engine_in_a_process_of_its_own_drafts_too(
         policy = Policy(str(path), 16, str, speculation=speculation)
         engine = process_native.make(**pickle.loads(pickle.dumps(_native_arguments(NativeEngineConfig(), policy))))
         assert engine.speculator is not None
-        assert engine.speculator.drafter.longest == (3 if speculation is HISTORY else 1)
+        assert engine.speculator.drafter.tree.depth == (3 if speculation is HISTORY else 1)
         assert engine.speculator.costs == speculation.costs
     router = open_engine(NativeEngineConfig(), replace(policy, speculation=HISTORY))
     router.submit([Request(f"{i}", "g", (3, 4, 5), SamplingParams(max_new_tokens=20, seed=i)) for i in range(6)])
@@ -225,6 +226,35 @@ def test_other_jobs_refuse_the_draw_of_an_engine_that_has_none() -> None:
 def test_each_type_has_its_own_keys(values: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         RolloutConfig(speculation=values)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"tree": [[0], [1, 0]]}, r"\[1, 0\] continues no other path of the tree; add \[1\]"),
+        ({"tree": [[0], [1], [0]]}, "each once; found 3, 2 different"),
+        ({"tree": []}, "a tree has 1 to 64 paths"),
+        ({"tree": [[rank] for rank in range(65)]}, "a tree has 1 to 64 paths, each once; found 65"),
+        ({"tree": [[0], []]}, "a path of the tree is empty"),
+        ({"tree": [[0], [-1]]}, "greater than or equal to 0"),
+        ({"tree": [[0]], "depth": 1}, "depth and tree both say what is drafted"),
+        ({"tree": [[0], [1]], "choose": "uniform"}, "choose: uniform gives one token per head"),
+    ],
+    ids=str,
+)
+def test_trees_that_are_none_are_refused(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        RolloutConfig(speculation={"type": "medusa", "path": "x", **values})
+
+
+def test_a_tree_is_drafted_from_as_many_heads_as_it_is_deep(heads: Path, causal_lm: Any) -> None:
+    tree = MedusaSpeculation(path=str(heads), tree=((0, 1), (1,), (0,), (0, 0)))
+    assert (tree.num_heads, tree.tree) == (2, ((0,), (1,), (0, 0), (0, 1)))
+    drafter = build_speculator(tree, PackedCausalLM(causal_lm())).drafter
+    assert (drafter.tree.parents, drafter.tree.depth) == ((-1, -1, 0, 0), 2)
+    deeper = MedusaSpeculation(path=str(heads), tree=((0,), (0, 0), (0, 0, 0)))
+    with pytest.raises(UserError, match=r"more Medusa heads are asked for than there are.*depth 3; 2 heads"):
+        build_speculator(deeper, PackedCausalLM(causal_lm()))
 
 
 def test_the_heads_stay_those_of_the_trunk_that_moves(train: Any, heads: Path) -> None:
