@@ -4,10 +4,10 @@
     python benchmarks/speculation.py --model runs/trained --data gsm8k_train.jsonl --out runs/speculation
 
 Trains Medusa heads for the model on its own answers (once; they stay in ``--out``), then lets the sides take turns over
-the same held-out questions, with other seeds each time: a table by rows that run together, and one rollout whose lengths span two orders of
-magnitude. Costs of steps are measured before the first turn, as a run does. Beside them the floor: what a step takes,
-what reading the weights once would take at the bandwidth that this machine has, and tokens per forward, which no side
-can beat by speed. ``forced`` sides draft at every step, whether it pays or not.
+the same held-out questions, with other seeds each time: a table by rows that run together, and one rollout whose
+lengths span two orders of magnitude. Costs of steps are measured before the first turn, as a run does. Beside them the
+floor: what a step takes, what reading the weights once takes at the bandwidth that this machine has, and tokens per
+forward. ``forced`` sides draft at every step, whether it pays or not.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ _THEIRS: dict[str, str] = {
     "rollout.speculation": "speculative_config speculative_decoding",
     "speculation.max_draft": "num_speculative_tokens prompt_lookup_max prompt_lookup_num_tokens",
     "speculation.depth": "num_speculative_tokens",
+    "speculation.tree": "medusa_choices speculative_token_tree",
     "speculation.min_match": "prompt_lookup_min max_matching_ngram_size",
     # Methods
     "algorithm.name": "adv_estimator advantage_estimator",
