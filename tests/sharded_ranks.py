@@ -247,7 +247,7 @@ def heads_beside(case: Case, shared: bool, mesh: Mesh | None = None) -> dict[str
         [Update((0, 1, 2, 3, 4, 5), objective, 2 * step), Update((6, 7, 8, 9), objective, 2 * step + 1)]
         for step in range(2)
     ]
-    figures = [worker.update(batch, of_step)[-1] for of_step in updates]
+    figures = [worker.update(batch, of_step)[-1] | worker.train_heads() for of_step in updates]
     return {
         "weights": dict(heads.weights()),
         "metrics": figures,

@@ -18,6 +18,9 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from quartet.cli import main as cli_module
+from quartet.models.loading import load_causal_lm
+from quartet.models.medusa import MedusaHeads
+from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.rollouts import list_steps, rollouts_path
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
@@ -207,6 +210,19 @@ def read_by_workers(world_of_session: World) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def world_of_session(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="session")
+def learning_heads(world_of_session: World) -> dict[str, Any]:
+    """``rollout.speculation`` with heads of ``model/``, not trained before, which learn along."""
+    packed = PackedCausalLM(load_causal_lm(str(world_of_session.path / "model")))
+    MedusaHeads(packed, 2, shared_head=False).save(world_of_session.path / "heads")
+    return {
+        "type": "medusa",
+        "path": "heads",
+        "costs": {"plain": [1.0, 1.01, 1.02], "drafted": [1.0, 1.0, 1.01, 1.05, 1.15]},
+        "train": {"tokens_per_step": 40, "optim": {"lr": 1e-2}},
+    }
 
 
 @pytest.fixture

@@ -27,7 +27,9 @@ from quartet.cli.main import main
 from quartet.observe.trackers import JsonlTracker
 from quartet.rollout.engine import NativeEngine
 from quartet.train import checkpoint_shares
+from quartet.train.companion import Companion
 from quartet.train.engine import TrainEngine
+from quartet.train.medusa import HeadTrainer
 from quartet.trainers import run as run_module
 
 EVENTS: dict[str, tuple[Any, str]] = {
@@ -35,6 +37,8 @@ EVENTS: dict[str, tuple[Any, str]] = {
     "replace": (os, "replace"),
     "log": (JsonlTracker, "log"),
     "update": (TrainEngine, "train_step"),
+    "heads": (Companion, "learn"),
+    "head": (HeadTrainer, "learn"),
     "decode": (NativeEngine, "step"),
     "snapshot": (checkpoint_shares, "snapshot"),
     "finish": (run_module.RunDirectory, "finish"),

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from quartet.observe.spans import read_spans
+
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 ROLES = ["actor", "critic", "reference", "reward", "rollout"]
 RAY = {"type": "ray", "cpus_per_process": 0.1}
@@ -50,6 +52,30 @@ def test_workers_train_the_same_model(
     assert "rl: 3/3" in found.out or "rl: 3/3" in found.err
     last = metrics_of(Path(f"ray-{name}"))[-1]
     assert last["loss/ptx"] > 0 and last["reward/foreign"] != last["reward/reward_model"]
+
+
+def test_heads_learn_along_in_the_actors_process(
+    ray_cluster: Any,
+    world: Any,
+    recipes: Any,
+    quartet: Callable[..., Any],
+    same_run: Any,
+    learning_heads: dict[str, Any],
+) -> None:
+    """While the critic trains in another; drafts are among the figures that are the same."""
+    content = recipes["rl"](steps=3)
+    content["rollout"] = {**content["rollout"], "speculation": learning_heads}
+    assert quartet("rl", world.recipe("heads-serial", {**content, "output_dir": "heads-serial"})).status == 0
+    placed = {**content, "output_dir": "heads-ray", "placement": PLACEMENTS["pipelined"], "cluster": RAY}
+    found = quartet("rl", world.recipe("heads-ray", placed))
+    assert found.status == 0, found.err
+    assert "policy (1 × actor, rollout, heads)" in found.out + found.err
+    same_run(Path("heads-serial"), Path("heads-ray"))
+    for step in range(3):
+        spans = {span.name: span for span in read_spans(Path("heads-ray/spans.jsonl")) if span.step == step}
+        actor, heads, publish = (spans[name] for name in ("train_actor", "train_heads", "publish"))
+        assert actor.end_s <= heads.start_s < heads.end_s <= publish.start_s
+        assert spans["train_critic"].start_s < heads.start_s and heads.role == "heads"
 
 
 def test_adapters_come_home(

@@ -15,7 +15,7 @@ import pytest
 
 from quartet.train.checkpoint import list_checkpoints
 
-RECIPES = ("rl", "sft", "reward-model", "drafting")
+RECIPES = ("rl", "sft", "reward-model", "drafting", "heads")
 
 HISTORY = {
     "type": "history",
@@ -26,13 +26,15 @@ HISTORY = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(world_of_session: Any, processes: Any, recipes: Any) -> dict[str, Path]:
+def uninterrupted(
+    world_of_session: Any, processes: Any, recipes: Any, learning_heads: dict[str, Any]
+) -> dict[str, Path]:
     """One whole run per job."""
-    found = {}
+    found, speculation = {}, {"drafting": HISTORY, "heads": learning_heads}
     for name in RECIPES:
         content = recipes[command_of(name)](output_dir=f"runs/whole-{name}")
-        if name == "drafting":
-            content["rollout"] = {**content["rollout"], "speculation": HISTORY}
+        if name in speculation:
+            content["rollout"] = {**content["rollout"], "speculation": speculation[name]}
         recipe = world_of_session.recipe(f"whole-{name}", content)
         log = world_of_session.path / f"whole-{name}.log"
         assert processes.run(command_of(name), recipe, cwd=world_of_session.path, output=log) == 0, log.read_text()
@@ -41,7 +43,7 @@ def uninterrupted(world_of_session: Any, processes: Any, recipes: Any) -> dict[s
 
 
 def command_of(name: str) -> str:
-    return "rl" if name == "drafting" else name
+    return "rl" if name in ("drafting", "heads") else name
 
 
 @pytest.fixture
@@ -82,6 +84,14 @@ def test_a_run_that_drafts_survives_sigkill(killed_and_resumed: Any, metrics_of:
     """The resumed one drafts the same, so that its forwards have the same tokens; in fast numerics bits tell."""
     path = killed_and_resumed("drafting", "drafting-killed", ("decode", 40), ("log", 5))
     assert sum(row.get("rollout/draft_acceptance", 0.0) for row in metrics_of(path)) > 0
+
+
+def test_a_run_whose_heads_learn_along_survives_sigkill(killed_and_resumed: Any, metrics_of: Any) -> None:
+    """In a rollout, right before the heads' updates of a step, and between two of them."""
+    path = killed_and_resumed("heads", "heads-killed", ("decode", 40), ("heads", 1), ("head", 3))
+    rows = metrics_of(path)
+    assert sum(row.get("heads/tokens", 0.0) for row in rows) > 0
+    assert sum(row.get("rollout/draft_acceptance", 0.0) for row in rows) > 0
 
 
 def test_an_rl_run_survives_one_kill_after_another(killed_and_resumed: Any) -> None:

@@ -29,11 +29,15 @@ from quartet.config.common import Strict
 from quartet.config.errors import UserError
 from quartet.config.units import Processes
 
-Role = Literal["actor", "critic", "reference", "reward", "rollout"]
-Stage = Literal["generate", "reward", "ref_logprobs", "old_logprobs", "values", "train_actor", "train_critic"]
+Role = Literal["actor", "critic", "reference", "reward", "rollout", "heads"]
+Stage = Literal[
+    "generate", "reward", "ref_logprobs", "old_logprobs", "values", "train_actor", "train_critic", "train_heads"
+]
 InFlight = Literal["pick_up", "finish_old", "start_over"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
+HEADS: Role = "heads"
+"""Draft heads that learn along with the actor, in its processes: what they learn from is there."""
 ROLE_OF: dict[Stage, Role] = {
     "generate": "rollout",
     "reward": "reward",
@@ -42,9 +46,10 @@ ROLE_OF: dict[Stage, Role] = {
     "values": "critic",
     "train_actor": "actor",
     "train_critic": "critic",
+    "train_heads": "heads",
 }
 SCORING: tuple[Stage, ...] = ("reward", "ref_logprobs", "old_logprobs", "values")
-LEARNING: tuple[Stage, ...] = ("train_actor", "train_critic")
+LEARNING: tuple[Stage, ...] = ("train_actor", "train_critic", "train_heads")
 Edges = dict[Stage, tuple[Stage, ...]]
 
 
@@ -141,7 +146,7 @@ class _Pools(Strict):
                         f"{stage} cannot come after {other}: {other} needs what {stage} gives, or its update"
                     )
         try:
-            TopologicalSorter(after).prepare()
+            TopologicalSorter({**after, "train_heads": (*after.get("train_heads", ()), "train_actor")}).prepare()
         except CycleError as error:
             circle = ", ".join(sorted(set(error.args[1])))
             raise ValueError(f"{circle} wait for each other: leave out one of these edges") from None
@@ -231,14 +236,21 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
     """The placement of a run whose roles are ``roles`` (name → kind: there may be several reward models).
 
     Raises:
-        UserError: a role without a pool, a pool without a role, or an edge of a stage that the run does not have.
+        UserError: a role without a pool, a pool without a role, heads apart from the actor, or an edge of a stage that
+            the run does not have.
     """
     pools = _pools_of(config)
     home = {kind: name for name, (_, on_it) in pools.items() for kind in on_it}
     kinds = set(roles.values())
     for name, kind in roles.items():
-        if kind not in home:
+        if kind not in home and kind != HEADS:
             raise _homeless(config, name, kind, home)
+    if HEADS in kinds and home.setdefault(HEADS, home["actor"]) != home["actor"]:
+        raise UserError(
+            "heads that learn along work in the actor's processes",
+            found=f"heads on pool {home[HEADS]!r}, actor on {home['actor']!r}",
+            remedy=f"put heads beside the actor, or leave them out of placement.pools.{home[HEADS]}.roles",
+        )
     for name, (pool, on_it) in pools.items():
         if not kinds.intersection(on_it):
             raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from quartet.config.placement import HEADS
 from quartet.schedule.leases import LeaseMode
 
 
@@ -28,6 +29,8 @@ class Cost:
 @dataclass(frozen=True)
 class StageCost:
     """A scoring pass (one call per chunk) or all updates of a role (one call per step, ``train_<role>``).
+
+    Of the role ``heads``, which learns from as many positions in every step, only ``fixed_s`` counts.
 
     ``reads_own`` marks a scoring pass of a trained role: it needs the weights of its own step.
     """
@@ -87,7 +90,7 @@ class CostModel:
             ("actor", "forward"),
         ]
         modes += [(stage.role, "forward") for stage in self.scoring]
-        modes += [(stage.role, "train") for stage in self.learning]
+        modes += [(stage.role, "train") for stage in self.learning if stage.role != HEADS]  # works with the actor's
         found: dict[str, dict[LeaseMode, int]] = {}
         for role, mode in modes:
             found.setdefault(role, {})[mode] = self.resident_bytes.get(role, {}).get(mode, 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quartet.config.placement import ResolvedPlacement
+from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.observe.spans import Span
 from quartet.schedule.cost_model import CostModel
 
@@ -68,7 +68,7 @@ def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iter
     """
     scoring = {stage.stage for stage in costs.scoring}
     learning = {stage.stage for stage in costs.learning}
-    publishers = {stage.stage for stage in costs.learning if stage.role == "actor"}
+    publishers = {stage.stage for stage in costs.learning if stage.role in ("actor", HEADS)}
     ends_step = learning | {"publish", "canary"}
     movers = _purposes(list(spans), placement)
 

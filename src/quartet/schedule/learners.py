@@ -1,5 +1,7 @@
 """Learners: all updates of one step on the step's experience, in one lease.
 
+Heads that learn along have a learner of their own, which follows the actor's while the critic may still train.
+
 Mini-batches are unions of whole groups. The first epoch takes the groups in prompt order, later ones in an order drawn
 from (seed, step, epoch).
 """
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.config.placement import HEADS
 from quartet.schedule.groups import group_members
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import TrainWorker, Update
@@ -104,3 +107,23 @@ class ModelLearner:
         if lr is not None and self.prefix == "policy":
             merged["optim/lr"] = rows[-1]["lr"]
         return merged
+
+
+@dataclass(frozen=True)
+class HeadsLearner:
+    """Trains the heads that learn along with the actor, from what the actor's updates of the step left behind.
+
+    They work in the actor's processes, beside its LM head, and therefore under its leases, in mode ``forward``.
+    """
+
+    leases: LeaseContext
+    model: RoleGroup[TrainWorker]
+
+    async def train(self, experience: Any, step: int) -> Mapping[str, float]:
+        await self.leases.arbiter.until("actor", step + 1)
+        # Whatever version is current: to name it would use up what is reserved for the canary.
+        turn = self.leases.turn(
+            "actor", "forward", "train_heads", step=step, reads={"actor": None}, writes=HEADS, works_for=HEADS
+        )
+        async with turn:
+            return await self.model.call(TrainWorker.train_heads)

@@ -29,8 +29,15 @@ class LeaseContext:
         tokens: int = 0,
         reads: Mapping[str, int | None] | None = None,
         writes: str | None = None,
+        works_for: str | None = None,
     ) -> AsyncIterator[tuple[Lease, Span]]:
-        """Waits for the lease; the span covers the block alone. Inputs are awaited before, never inside."""
+        """Waits for the lease; the span covers the block alone. Inputs are awaited before, never inside.
+
+        Args:
+            works_for: the span's role, where it is one that works with another's parts and so under its leases.
+        """
         async with self.arbiter.lease(role, mode, reads=dict(reads or {}), writes=writes) as lease:
-            with self.recorder.span(name, step=step, role=role, mode=mode, chunk=chunk, tokens=tokens) as span:
+            with self.recorder.span(
+                name, step=step, role=works_for or role, mode=mode, chunk=chunk, tokens=tokens
+            ) as span:
                 yield lease, span

@@ -218,9 +218,7 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         return self.engine.forward(batch, needs)
 
     def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
-        """The updates in their order; of each what ``TrainEngine.train_step`` returns, and of the last one what its
-        companion says of the step.
-        """
+        """The updates in their order; of each what ``TrainEngine.train_step`` returns."""
         results, companion = [], self.companion
         for update in updates:
             batch, objective = experience.select(update.sequences), update.objective
@@ -230,10 +228,12 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
             else:
                 watched = companion.watch(batch, objective, len(updates))
                 results.append(self.engine.train_step(batch, watched, also))
-                companion.learn(watched)
-        if companion is not None and results:
-            results[-1] |= companion.finish_step()
+                companion.keep(watched)
         return results
+
+    def train_heads(self) -> dict[str, float]:
+        """Updates of the heads that learn along, from what ``update`` left behind; as ``Companion.learn``."""
+        return self.companion.learn() if self.companion is not None else {}
 
     def note_drafts(self, drafted: int, kept: int) -> None:
         """What became of the engines' drafted tokens in a step, by which the companion's next budget is set."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from quartet.config.placement import ResolvedPlacement, ResolvedPool
+from quartet.config.placement import HEADS, ResolvedPlacement, ResolvedPool
 from quartet.schedule.leases import Arbiter, LeaseMode, Offloader, PoolSpec, RoleSpec
 
 LOCAL_POOL = "local"
@@ -40,7 +40,8 @@ def placed_arbiter(
     """
     pools = [PoolSpec(pool.name, pool.slots, pool.budget_bytes) for pool in placement.pools]
     roles = [RoleSpec(name, placement.pool_of[name], sizes) for name, sizes in resident_bytes.items()]
-    versions = dict.fromkeys(states_of(roles), version)
+    states = [*states_of(roles), *({HEADS} & placement.pool_of.keys())]  # the heads' parts are the actor's
+    versions = dict.fromkeys(states, version)
     arbiter = Arbiter(pools, roles, versions=versions, offloader=offloader, patience=patience)
     # The largest first: what it asks for is enough for the others.
     needs = [(size, role.name, mode) for role in roles for mode, size in role.resident_bytes.items()]

@@ -46,6 +46,7 @@ class Rollout:
         trainer: the actor, which the canary is compared with.
         update_engine_weights: brings the actor's weights of a version into all engines; returns the bytes moved. Called
             inside the lease that writes the engines' weights and reads the actor's.
+        sends: the states that it brings, of which a version is awaited: the actor's, and that of heads that learn along.
         shares_actor: the engines compute with the actor's own tensors.
         in_flight: new weights come between two leases (``pick_up``), or once what runs has ended, with nothing new
             begun meanwhile (``finish_old``), or what runs is given up and begins anew (``start_over``); with these two
@@ -76,6 +77,7 @@ class Rollout:
     trainer: RoleGroup[ModelWorker]
     update_engine_weights: Callable[[int], Awaitable[int]]
     shares_actor: bool
+    sends: Sequence[str] = ("actor",)
     in_flight: InFlight = "pick_up"
     max_running: int | None = None
     balances: bool = False
@@ -207,7 +209,8 @@ class Rollout:
         try:
             # The actor trains on no sooner than its weights were handed over and compared.
             with arbiter.reserve("actor", version, "rollout"), arbiter.reserve("actor", version, "actor"):
-                await arbiter.until("actor", version)
+                for state in self.sends:
+                    await arbiter.until(state, version)
                 pause: AbstractAsyncContextManager[None] = nullcontext()
                 if self.in_flight == "finish_old":
                     pause = self._paused(version)
@@ -224,9 +227,8 @@ class Rollout:
         journal = self.journal
         if journal is not None:
             await journal.turn("swap", version)
-        turn = self.leases.turn(
-            "rollout", "generate", "publish", step=version - 1, reads={"actor": version}, writes="rollout"
-        )
+        reads: dict[str, int | None] = dict.fromkeys(self.sends, version)
+        turn = self.leases.turn("rollout", "generate", "publish", step=version - 1, reads=reads, writes="rollout")
         async with turn as (_, span):
             if self.in_flight == "start_over":
                 self.num_started_over += sum(await _each([client.stop_running() for client in self._clients]))

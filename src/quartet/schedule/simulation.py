@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
-from quartet.config.placement import ResolvedPlacement
+from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import SamplingParams, StepEngine
 from quartet.schedule.barriers import Barriers
@@ -27,9 +27,9 @@ from quartet.schedule.clock import drained, now
 from quartet.schedule.cost_model import CostModel, StageCost
 from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Group, chunk_of
-from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
+from quartet.schedule.iteration import Chunk, IterationStages, StepLearner, run_iteration
 from quartet.schedule.journal import Consumed, Event, Journal
-from quartet.schedule.learners import ModelLearner, UpdatePlan
+from quartet.schedule.learners import HeadsLearner, ModelLearner, UpdatePlan
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.leases import Offloader
 from quartet.schedule.placement import placed_arbiter
@@ -159,6 +159,7 @@ class Simulation:
             trainer=self._timed("actor", "canary", self._models["actor"], lambda *args: 0.0),
             update_engine_weights=self._update_engine_weights,
             shares_actor=False,
+            sends=("actor", HEADS) if HEADS in self.placement.pool_of else ("actor",),
             in_flight=self.placement.in_flight,
             max_running=max_running if runs_ahead else None,
             journal=self.journal,
@@ -207,7 +208,11 @@ class Simulation:
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
         return ModelScorer(self.leases, stage.role, model, _LOGPROBS, stage.stage, trains=stage.reads_own)
 
-    def _learner(self, stage: StageCost) -> ModelLearner:
+    def _learner(self, stage: StageCost) -> StepLearner:
+        if stage.role == HEADS:
+            return HeadsLearner(
+                self.leases, self._timed(HEADS, stage.stage, self._models[HEADS], lambda: stage.cost.fixed_s)
+            )
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
         return ModelLearner(self.leases, stage.role, model, UpdatePlan(1, 1, seed=0), _no_objective, stage.role)
 

@@ -42,6 +42,10 @@ class TimedModel:
         self.num_updates += 1
         return [{} for _ in updates]
 
+    def train_heads(self) -> dict[str, float]:
+        """Heads change no log-probability."""
+        return {}
+
 
 @dataclass
 class _Held:

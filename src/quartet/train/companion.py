@@ -4,7 +4,9 @@
 
     watched = companion.watch(batch, objective, …)   which positions, by budget and seed
     engine.train_step(batch, watched)                its passes leave the states of these positions
-    companion.learn(watched)                         one update of the heads
+    companion.keep(watched)                          for later
+    …                                                further updates of the step
+    companion.learn()                                one update of the heads for each of the trunk's, while others work
 
 The trunk makes no further pass and gets no gradient: its updates are those without heads, to the bit. Ranks that train
 a model together give each other the states and then make the same update, so that their heads stay equal.
@@ -117,6 +119,15 @@ class Watched(Objective):
         return self._objective.loss(outputs, batch, denominators, sums)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What the passes of one update left: as of ``Watched``, without its batch."""
+
+    states: Tensor | None
+    is_here: Tensor
+    labels: Tensor
+
+
 class Companion:
     """Trains Medusa heads beside the updates of their trunk.
 
@@ -133,39 +144,51 @@ class Companion:
         self._config = config
         self._trainer = HeadTrainer(heads, config, config.optim, total_steps=engine.total_steps, seed=seed)
         self._counts, self._best, self._share = Counts(), 0.0, 1.0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._sums, self._num_updates, self._num_tokens = MetricSums(), 0, 0
+        self._kept: list[_Kept] = []
 
     def watch(self, batch: RaggedBatch, objective: Objective, num_updates: int) -> Watched:
         """``objective`` with the positions of ``batch`` to learn from, in a step of ``num_updates`` updates."""
         most = max(1, round(self._share * self._config.tokens_per_step / num_updates))
         labels = future_labels(batch, self.heads.depth)
-        rows = self._trainer.drawn(labels, most)
+        rows = self._trainer.drawn(labels, most, ahead=len(self._kept))
         return Watched(objective, batch, rows, labels[rows])
 
-    def learn(self, watched: Watched) -> None:
-        """One update, from what the trunk's passes left behind; none without a position. Collective where the trunk is
-        trained by several ranks.
-        """
-        num_rows = len(watched.rows)
-        if not num_rows:
-            return
-        with self._engine.reporting_failures():
-            states = watched.states if self._engine.num_ranks == 1 else self._joined(watched)
-            assert states is not None, "every position is in a pass"
-            with self.heads.with_whole_head():
-                self._trainer.learn(states, watched.labels, torch.arange(num_rows), self._sums)
-        self._num_updates += 1
-        self._num_tokens += num_rows
+    def keep(self, watched: Watched) -> None:
+        """Keeps what the trunk's passes left behind for ``learn``; nothing without a position."""
+        if len(watched.rows):
+            self._kept.append(_Kept(watched.states, watched.is_here, watched.labels))
 
-    def _joined(self, watched: Watched) -> Tensor:
+    def learn(self) -> dict[str, float]:
+        """An update from each of those kept, in their order; with the LM head that the trunk has now.
+
+        Collective where the trunk is trained by several ranks.
+
+        Returns:
+            ``heads/…`` of these updates; nothing where there were none.
+        """
+        kept, sums = self._kept, MetricSums()
+        self._kept = []
+        if not kept:
+            return {}
+        with self._engine.reporting_failures(), self.heads.with_whole_head():
+            for left in kept:
+                states = left.states if self._engine.num_ranks == 1 else self._joined(left)
+                assert states is not None, "every position is in a pass"
+                self._trainer.learn(states, left.labels, torch.arange(len(left.labels)), sums)
+        figures = sums.results()
+        return {
+            **{f"heads/{name}": value for name, value in figures.items() if name.startswith("accuracy")},
+            "heads/loss": figures["loss"] / len(kept),
+            "heads/tokens": float(sum(len(left.labels) for left in kept)),
+            "heads/skipped_steps": float(self._trainer.num_skipped),
+        }
+
+    def _joined(self, left: _Kept) -> Tensor:
         """``[M, D]`` from the passes of all ranks."""
-        own = None if watched.states is None else watched.states[watched.is_here].cpu()
-        found = self._engine.of_all_ranks((watched.is_here.cpu(), own))
+        own = None if left.states is None else left.states[left.is_here].cpu()
+        found = self._engine.of_all_ranks((left.is_here.cpu(), own))
         parts = [(is_here, theirs) for is_here, theirs in found if theirs is not None]
-        states = parts[0][1].new_zeros(len(watched.rows), self.heads.hidden_size)
+        states = parts[0][1].new_zeros(len(left.labels), self.heads.hidden_size)
         for is_here, theirs in parts:
             states[is_here] = theirs
         return states
@@ -181,19 +204,6 @@ class Companion:
         recent = self._counts.acceptance
         self._best = max(self._best, recent)
         self._share = next_share(self._share, recent, self._best)
-
-    def finish_step(self) -> dict[str, float]:
-        """``heads/…`` of all updates since the last call; none where there were none."""
-        figures, num_updates, num_tokens = self._sums.results(), self._num_updates, self._num_tokens
-        self._begin()
-        if not num_updates:
-            return {}
-        return {
-            **{f"heads/{name}": value for name, value in figures.items() if name.startswith("accuracy")},
-            "heads/loss": figures["loss"] / num_updates,
-            "heads/tokens": float(num_tokens),
-            "heads/skipped_steps": float(self._trainer.num_skipped),
-        }
 
     @property
     def num_bytes(self) -> int:

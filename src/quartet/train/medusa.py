@@ -162,12 +162,16 @@ class HeadTrainer:
     def _decays(self) -> list[float]:
         return [self.config.depth_decay**k for k in range(self.heads.depth)]
 
-    def drawn(self, labels: Tensor, most: int | None) -> Tensor:
-        """``[M]`` positions with a label for the first head: all, or as many as an update may have, in their order."""
+    def drawn(self, labels: Tensor, most: int | None, *, ahead: int = 0) -> Tensor:
+        """``[M]`` positions with a label for the first head: all, or as many as an update may have, in their order.
+
+        Args:
+            ahead: updates that are still to come before the one that these are for.
+        """
         rows = (labels[:, 0] >= 0).nonzero().squeeze(1)
         if most is None or len(rows) <= most:
             return rows
-        draw = np.random.default_rng([self.seed, self.num_updates + self.num_skipped])
+        draw = np.random.default_rng([self.seed, self.num_updates + self.num_skipped + ahead])
         picked = np.sort(draw.choice(len(rows), most, replace=False))
         return rows[sent(torch.from_numpy(picked), rows.device)]
 

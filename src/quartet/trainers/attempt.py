@@ -18,8 +18,7 @@ from quartet.batch.trajectory import CUT_OFF, Trajectories, num_emitted
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.engines import is_served
-from quartet.config.placement import AsynchronousPlacement
-from quartet.config.speculation import head_training
+from quartet.config.placement import HEADS, AsynchronousPlacement
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.rollout.protocol import EngineStats
 from quartet.schedule.barriers import Barriers
@@ -28,7 +27,7 @@ from quartet.schedule.groups import Group, chunk_of, staleness_metrics, without_
 from quartet.schedule.iteration import Chunk, IterationStages, Scorer
 from quartet.schedule.iteration import StepLearner as AnyLearner
 from quartet.schedule.journal import Journal
-from quartet.schedule.learners import ModelLearner, UpdatePlan
+from quartet.schedule.learners import HeadsLearner, ModelLearner, UpdatePlan
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.placement import placed_arbiter
@@ -82,6 +81,7 @@ class RunAttempt:
         self._run, self._recorder, self._kl = context.run, context.run.recorder, context.kl
         placement = self._workers.placement
         self._runs_ahead = placement.max_staleness is not None
+        self._trains_heads = HEADS in placement.pool_of
         self._offloader = RoleOffloader(self._workers, self._recorder)
         self.leases = LeaseContext(
             placed_arbiter(placement, sizes, version=step, offloader=self._offloader), self._recorder
@@ -135,7 +135,7 @@ class RunAttempt:
         done, minibatches = step + 1, self.recipe.minibatches * self.recipe.epochs
         seconds, spans = watch.seconds, self._recorder.of_step(step)
         trained, of_role = done - self.roles.warmup_steps, await self.roles.stats()
-        if head_training(self.recipe.rollout.speculation) is not None:
+        if self._trains_heads:
             drafted, kept = map(sum, _drafts(before, after))
             await self.roles.train_group("actor").call(TrainWorker.note_drafts, drafted, kept)
         stats = of_role.values()
@@ -186,6 +186,7 @@ class RunAttempt:
             trainer=roles.train_group("actor"),
             update_engine_weights=workers.update_engine_weights,
             shares_actor=workers.shares_actor,
+            sends=("actor", HEADS) if self._trains_heads else ("actor",),
             in_flight=workers.placement.in_flight,
             max_running=config.engine.capacity if self._runs_ahead else None,
             balances=is_served(config.engine),
@@ -279,7 +280,9 @@ class RunAttempt:
             return ModelLearner(self.leases, role, group, plan, objective, prefix, rests, self.learned)
 
         critic = [("critic", learner("critic", self._value, "critic", 0))] if roles.critic is not None else []
-        return [*critic, ("actor", learner("actor", self.policy_objective, "policy", roles.warmup_steps))]
+        actor = ("actor", learner("actor", self.policy_objective, "policy", roles.warmup_steps))
+        heads = [(HEADS, HeadsLearner(self.leases, roles.train_group("actor")))] if self._trains_heads else []
+        return [*critic, actor, *heads]
 
     def learned(self, experience: Experience) -> RaggedBatch:
         """What the actor learns from."""

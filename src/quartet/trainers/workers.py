@@ -21,6 +21,7 @@ from quartet.config.algorithms import reads_reference
 from quartet.config.cluster import RayCluster
 from quartet.config.engines import is_served
 from quartet.config.placement import (
+    HEADS,
     ResolvedPlacement,
     ResolvedPool,
     Role,
@@ -29,6 +30,7 @@ from quartet.config.placement import (
 )
 from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.config.speculation import head_training
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import LeaseMode
@@ -74,6 +76,8 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
         kinds["critic"] = "critic"
     if reads_reference(recipe.algorithm):
         kinds["reference"] = "reference"
+    if head_training(recipe.rollout.speculation) is not None:
+        kinds[HEADS] = HEADS
     only = (recipe.evaluation or EvaluationConfig()).rewards
     for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
         named = [config.name for config in configs if isinstance(config, ModelReward | ProcessModelReward)]
@@ -95,7 +99,7 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
 
 
 def roles_in(placement: ResolvedPlacement, pool: str) -> list[str]:
-    """Names of the roles that are placed in a pool, ``rollout`` among them."""
+    """Names of the roles that are placed in a pool, ``rollout`` and ``heads`` among them."""
     return [role for role, home in placement.pool_of.items() if home == pool]
 
 
@@ -146,7 +150,8 @@ class PoolWorker(RolesWorker):
         # Each leaves before the next one comes; those that others start from come last: a critic may start as a copy
         # of a reward model, everything else as one of the actor.
         order = {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}  # reward models are in the middle
-        for role in sorted(names, key=lambda name: order.get(name, 2)):
+        own = (name for name in names if name != HEADS)  # heads are the actor's worker's
+        for role in sorted(own, key=lambda name: order.get(name, 2)):
             worker: ModelWorker | AnyRolloutWorker
             if role == "rollout" and is_served(recipe.rollout.engine):
                 names_only = self._names_only(recipe, objects, device)
@@ -272,7 +277,7 @@ class RunWorkers:
     def offloaded_roles(self) -> set[str]:
         """Roles whose parts leave their devices for others."""
         limited = {pool.name for pool in self.placement.pools if pool.budget_bytes is not None}
-        return {role for role, pool in self.placement.pool_of.items() if pool in limited}
+        return {role for role, pool in self.placement.pool_of.items() if pool in limited and role != HEADS}
 
 
 class LocalRunWorkers(RunWorkers):
@@ -415,7 +420,7 @@ class RayRunWorkers(RunWorkers):
         home = self.placement.pool_of
         of_role = shardings(self.recipe, shares_reference=shares_reference(self.placement))
         for role in home:
-            if role != "rollout":
+            if role not in ("rollout", HEADS):
                 kind: type[ModelWorker] = TrainWorker if role in TRAINED_ROLES else ScoreWorker
                 self.models[role] = RemoteGroup(self._groups[home[role]], role, kind, sharding=of_role.get(role))
         self.writer = RemoteGroup(self._groups[home["actor"]], WRITER_ROLE, Writer, 0)

@@ -84,6 +84,17 @@ def test_scoring_waits_for_generation_unless_chunks_are_pipelined() -> None:
     assert fewer.after == {"reward": ("generate",), "old_logprobs": ("generate",)}
 
 
+@pytest.mark.parametrize("kind", EVERY_TYPE)
+def test_heads_that_learn_along_are_with_the_actor(kind: str) -> None:
+    """Named among a pool's roles or not."""
+    homes = resolved({**PPO, "heads": "heads"}, type=kind, **EVERY_TYPE[kind]).pool_of
+    assert homes["heads"] == homes["actor"]
+    if "pools" in EVERY_TYPE[kind]:
+        named = pools(a=["rollout"], b=["actor", "heads", "critic", "reference", "reward"])
+        assert resolved({**PPO, "heads": "heads"}, type=kind, pools=named).pool_of["heads"] == "b"
+        assert "heads" not in resolved(type=kind, pools=named).pool_of
+
+
 def test_several_reward_models_share_the_place_of_the_reward() -> None:
     roles: dict[str, Role] = {**GRPO, "helpful": "reward", "harmless": "reward"}
     placement = resolved(roles, type="pipelined", pools=pools(a=["rollout", "actor"], b=["reward"]))
@@ -117,6 +128,10 @@ def test_sizes() -> None:
         (
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_actor": ("train_actor",)}},
             "train_actor wait for each other",
+        ),
+        (
+            {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_actor": ("train_heads",)}},
+            "train_actor, train_heads wait for each other",
         ),
         (
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"generate": ("reward",)}},
@@ -158,6 +173,18 @@ def test_what_cannot_be_written(fragment: dict[str, Any], says: str) -> None:
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"values": ("reward",)}},
             "values (of the critic)",
             "leave these edges out",
+        ),
+        (
+            GRPO,
+            {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_heads": ("train_actor",)}},
+            "train_heads (of the heads)",
+            "leave these edges out",
+        ),
+        (
+            {**GRPO, "heads": "heads"},
+            {"type": "pipelined", "pools": pools(a=["rollout", "actor"], b=["reward", "heads"])},
+            "heads on pool 'b', actor on 'a'",
+            "put heads beside the actor, or leave them out of placement.pools.b.roles",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quartet.config.placement import (
+    HEADS,
     FullOffloadPlacement,
     NamedPoolConfig,
     PipelinedPlacement,
@@ -51,11 +52,16 @@ def test_spans_of_no_length_do_not_go_in_circles() -> None:
     assert sum(link.span.seconds for link in path) == 1 and len(path) == 3
 
 
+def kinds_of(costs: CostModel) -> dict[str, Role]:
+    learns_along = any(stage.role == HEADS for stage in costs.learning)
+    return {**KINDS, HEADS: HEADS} if learns_along else KINDS
+
+
 def simulate(
     costs: CostModel, placement: PipelinedPlacement | FullOffloadPlacement, steps: int = 1
 ) -> SimulationResult:
     async def main() -> SimulationResult:
-        simulation = Simulation(costs, resolve(placement, KINDS), prompts_per_step=4, chunk_size=2)
+        simulation = Simulation(costs, resolve(placement, kinds_of(costs)), prompts_per_step=4, chunk_size=2)
         return await simulation.run(steps)
 
     return run_virtual(main())
@@ -63,7 +69,7 @@ def simulate(
 
 def on_path(costs: CostModel, placement: PipelinedPlacement | FullOffloadPlacement, steps: int = 1) -> dict[str, float]:
     outcome = simulate(costs, placement, steps)
-    path = critical_path(outcome.spans, iteration_causes(costs, resolve(placement, KINDS), outcome.spans))
+    path = critical_path(outcome.spans, iteration_causes(costs, resolve(placement, kinds_of(costs)), outcome.spans))
     assert sum(link.span.seconds + link.wait_s for link in path) == pytest.approx(outcome.ended_s[-1])
     return seconds_on_path(path)
 
@@ -104,3 +110,17 @@ def test_moving_parts_is_on_the_path() -> None:
     )
     found = on_path(sized, FullOffloadPlacement(pool=PoolConfig(budget_bytes=10)))
     assert found["onload"] == pytest.approx(1.5) and found["offload"] == pytest.approx(0.5)
+
+
+def test_heads_cost_nothing_while_the_critic_trains_longer() -> None:
+    """Actor 2 s, heads 0.5 and weights 1.5 on one pool; on the other the critic, 3 s or 5. On one pool all is added."""
+    beside = replace(COSTS, learning=(*COSTS.learning, StageCost("train_heads", HEADS, Cost(0.5))))
+    without, found = simulate(COSTS, TWO, steps=2).ended_s[-1], on_path(beside, TWO, steps=2)
+    assert found["train_heads"] == pytest.approx(1.0) and sum(found.values()) == pytest.approx(without + 1.0)
+
+    def slow(costs: CostModel) -> CostModel:
+        return replace(costs, learning=(StageCost("train_critic", "critic", Cost(5.0)), *costs.learning[1:]))
+
+    assert on_path(slow(beside), TWO, steps=2) == on_path(slow(COSTS), TWO, steps=2)
+    one = FullOffloadPlacement(pool=PoolConfig())
+    assert on_path(beside, one) == pytest.approx({**on_path(COSTS, one), "train_heads": 0.5})

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.config.placement import SCORING, PlacementConfig, ResolvedPlacement, Role, Stage, resolve
+from quartet.config.placement import HEADS, SCORING, PlacementConfig, ResolvedPlacement, Role, Stage, resolve
 from quartet.observe.spans import Span
 from quartet.schedule.clock import run_virtual
 from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
@@ -150,13 +150,16 @@ def random_setup(seed: int, kind: str | None = None) -> Setup:
         forward = draw.randint(0, 6)
         sizes[role] = {"generate": forward, "forward": forward, "train": forward + draw.randint(0, 5)}
     fragment = {"type": kind, **_random_fields(kind, roles, draw)}
-    placement = resolve(PLACEMENT.validate_python(fragment), {role: role for role in roles})
     tokens = [draw.randint(1, 4) for _ in range(7)]
     scoring = [StageCost(KINDS[role], role, _cost(draw), reads_own=role == "critic") for role in scorers]
     if draw.random() < 0.8:
         scoring.append(StageCost("old_logprobs", "actor", _cost(draw), reads_own=True))
     draw.shuffle(scoring)
     learning = [StageCost(f"train_{role}", role, _cost(draw)) for role in roles if role in ("critic", "actor")]
+    if seed % 2:
+        roles.append(HEADS)
+        learning.append(StageCost("train_heads", HEADS, Cost(seed % 5)))
+    placement = resolve(PLACEMENT.validate_python(fragment), {role: role for role in roles})
     costs = CostModel(
         generation=GenerationCost(
             _cost(draw),
@@ -297,7 +300,8 @@ def check_edges(setup: Setup, outcome: SimulationResult) -> None:
             assert _first(spans, [stage]) >= _last(spans, known), (step, stage, earlier)
         scoring, learning = ([s.stage for s in stages] for stages in (setup.costs.scoring, setup.costs.learning))
         assert _first(spans, learning) >= _last(spans, scoring)
-        assert _first(spans, ["publish"]) >= _last(spans, ["train_actor"])
+        assert _first(spans, ["publish"]) >= _last(spans, ["train_actor", "train_heads"])
+        assert _first(spans, ["train_heads"]) >= _last(spans, ["train_actor"])
 
 
 def _first(spans: Sequence[Span], names: Sequence[str]) -> float:

@@ -50,9 +50,8 @@ def test_the_trunk_learns_as_without_heads_to_the_bit(
     heads = copy.deepcopy(list(worker.companion.heads.parameters()))
     for step in range(2):
         without = TrainWorker(plain).update(batch, _updates(batch, 2 * step))
-        found = worker.update(batch, _updates(batch, 2 * step))
-        assert [{k: v for k, v in row.items() if not k.startswith("heads/")} for row in found] == without
-        assert [any(k.startswith("heads/") for k in row) for row in found] == [False, True]
+        assert worker.update(batch, _updates(batch, 2 * step)) == without
+        assert worker.train_heads()["heads/loss"] > 0
     for ours, theirs in zip(plain.packed.model.parameters(), beside.packed.model.parameters(), strict=True):
         assert torch.equal(ours, theirs) and theirs.grad is None
     assert not any(torch.equal(a, b) for a, b in zip(heads, worker.companion.heads.parameters(), strict=True))
@@ -101,26 +100,27 @@ def test_an_update_is_that_of_a_trainer_of_heads_alone(make_engine: Make, batch:
     hidden = engine.forward(batch, HIDDEN).token["hidden"]
     watched = companion.watch(batch, _policy(), 1)
     engine.train_step(batch, watched)
-    companion.learn(watched)
+    companion.keep(watched)
+    figures = companion.learn()
     heads = MedusaHeads(engine.packed, 2)  # with the LM head as it is after the trunk's update
     heads.load_state_dict(alone)
     slow, sums = HeadTrainer(heads, HeadTraining(), OPTIM, total_steps=10, seed=0), MetricSums()
     slow.learn(hidden, future_labels(batch, 2), watched.rows, sums)
-    figures = companion.finish_step()
     assert figures["heads/loss"] == pytest.approx(sums.results()["loss"], rel=1e-10)
     assert figures["heads/tokens"] == len(watched.rows) == int((future_labels(batch, 2)[:, 0] >= 0).sum())
     for name, values in heads.state_dict().items():
         torch.testing.assert_close(companion.heads.state_dict()[name], values, rtol=1e-8, atol=1e-10)
-    assert companion.finish_step() == {}, "of a step without updates"
+    assert companion.learn() == {}, "of a step without updates"
 
 
 def test_the_budget_is_shared_by_the_updates_of_a_step(make_engine: Make, batch: RaggedBatch) -> None:
     worker = TrainWorker(engine := make_engine(), companion=_companion(engine, tokens_per_step=6))
-    assert worker.update(batch, _updates(batch))[-1]["heads/tokens"] == 6
+    worker.update(batch, _updates(batch))
+    assert worker.train_heads()["heads/tokens"] == 6
     rehearsed = [Update(tuple(range(7)), _policy(), 2, rehearsal=True)]
     before = copy.deepcopy(worker.companion.heads.state_dict())
-    (row,) = worker.update(batch, rehearsed)
-    assert not any(name.startswith("heads/") for name in row)
+    worker.update(batch, rehearsed)
+    assert worker.train_heads() == {}
     assert all(torch.equal(values, before[name]) for name, values in worker.companion.heads.state_dict().items())
 
 
@@ -165,14 +165,17 @@ def test_a_worker_goes_on_from_its_checkpoint(make_engine: Make, batch: RaggedBa
     whole, first, second = worker(), worker(), worker()
     for step in range(4):
         whole.update(batch, _updates(batch, 2 * step))
+        whole.train_heads()
         whole.note_drafts(10, 9 - step)
     for step in range(2):
         first.update(batch, _updates(batch, 2 * step))
+        first.train_heads()
         first.note_drafts(10, 9 - step)
     first.save_checkpoint(tmp_path / "actor", background=False)
     second.load_checkpoint(tmp_path / "actor")
     for step in (2, 3):
         second.update(batch, _updates(batch, 2 * step))
+        second.train_heads()
         second.note_drafts(10, 9 - step)
     ours, theirs = dict(whole.sent_weights()), dict(second.sent_weights())
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

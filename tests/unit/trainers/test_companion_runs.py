@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,46 @@ from safetensors.torch import load_file
 
 from breaking import break_at, same_weights, untimed_rows
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO
+from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, ShardingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.config.speculation import HeadTraining, MedusaSpeculation, StepCosts
 from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
+from quartet.observe.spans import Span, read_spans
 from quartet.observe.trackers import read_metrics
+from quartet.schedule.clock import run_virtual
+from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
+from quartet.schedule.role_group import LocalGroup
+from quartet.schedule.simulation import Simulation, SimulationResult
 
 COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))
 LEARNING = HeadTraining(tokens_per_step=200, optim=OptimConfig(lr=3e-2))
 SEPARATED = {"type": "separated", "actor": {}, "rollout": {}}
 TIGHT = {"type": "full_offload", "pool": {"budget_bytes": 400_000}}
+TWO_POOLS = {
+    "type": "pipelined",
+    "pools": {"policy": {"roles": ["rollout", "actor", "heads"]}, "scores": {"roles": ["critic", "reference"]}},
+}
+PLACEMENTS: dict[str, Any] = {
+    "separated": {"type": "separated", **{role: {} for role in ("actor", "rollout", "critic", "reference")}},
+    "forward_offload": {
+        "type": "forward_offload",
+        "rollout": {},
+        "actor_reference": {"budget_bytes": 400_000},
+        "critic_reward": {},
+    },
+    "homogeneous": {"type": "homogeneous", "rollout": {}, "models": {"budget_bytes": 400_000}},
+    "full_offload": TIGHT,
+    "pipelined": TWO_POOLS,
+    "pipelined, two slots": {
+        "type": "pipelined",
+        "pools": {"all": {"roles": ["rollout", "actor", "critic", "reference"], "slots": 2}},
+    },
+}
+PPO_RUN: dict[str, Any] = {"algorithm": PPO(kl=KLConfig(coef=0.05)), "steps": 2, "epochs": 2, "chunk_size": 3}
+LEARNING_STAGES = ("train_critic", "train_actor", "train_heads", "publish", "canary")
 
 
 @pytest.fixture
@@ -142,3 +170,90 @@ def test_states_in_parts_are_refused(axis: str) -> None:
     speculation = MedusaSpeculation(path="heads", train=HeadTraining())
     with pytest.raises(UserError, match=r"rollout.speculation.train learns from hidden states .* actor.sharding"):
         RLRecipe(actor=ActorConfig(sharding=sharding), rollout=RolloutConfig(speculation=speculation))
+
+
+# A stage of its own ----------------------------------------------------------------------------------------
+
+
+def order_of(spans: Sequence[Span], step: int, stages: Sequence[str] = LEARNING_STAGES) -> list[str]:
+    """The stages in the order in which they began in a step."""
+    found = [span for span in spans if span.step == step and span.name in stages]
+    return [span.name for span in sorted(found, key=lambda span: span.start_s)]
+
+
+def test_heads_and_policy_are_the_same_under_every_placement(run: Any) -> None:
+    """PPO with a critic: bits and every figure, drafts among them."""
+    plain = run("none", **PPO_RUN)
+    expected, rows = plain.train(), {}
+    for name, placement in PLACEMENTS.items():
+        made = run(name, placement=placement, **PPO_RUN)
+        assert made.workers.placement.pool_of["heads"] == made.workers.placement.pool_of["actor"]
+        done = made.train()
+        assert same_weights(expected.model, done.model), name
+        assert same(of_trainer(plain), of_trainer(made)), name
+        rows[name] = [
+            {key: value for key, value in row.items() if not key.startswith("handover/")}
+            for row in untimed_rows(done.path)
+        ]
+        for step in range(2):
+            order = order_of(read_spans(done.path / "spans.jsonl"), step)
+            assert sorted(order) == sorted(LEARNING_STAGES)
+            assert order.index("train_actor") < order.index("train_heads") < order.index("publish"), (name, order)
+        assert all(row["time/train_heads_s"] > 0 for row in read_metrics(done.path / "metrics.jsonl")[1:])
+    assert all(of_run == untimed_rows(expected.path) for of_run in rows.values())
+
+
+def test_heads_train_while_the_critic_does(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The critic's updates begin, and end only when the heads have been trained and the new weights have left: a
+    schedule in which either waited for the critic would not come to an end.
+    """
+    plain, made = run("plain", **PPO_RUN), run("held", placement=TWO_POOLS, **PPO_RUN)
+    expected, call, events, step = plain.train(), LocalGroup.call, [], 0
+
+    async def held(self: LocalGroup[Any], method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        nonlocal step
+        is_critic = self.worker is made.roles.workers["critic"] and method.__name__ == "update"
+        if is_critic:
+            step += 1
+            events.append("critic begins")
+            async with asyncio.timeout(60):
+                engine = made.workers.engines[0].worker.engine
+                while events.count("heads") < step or engine.stats().policy_version < step:
+                    await asyncio.sleep(0.001)
+        found = await call(self, method, *args, **named)
+        if is_critic or method.__name__ == "train_heads":
+            events.append("critic ends" if is_critic else "heads")
+        return found
+
+    monkeypatch.setattr(LocalGroup, "call", held)
+    done = made.train()
+    assert events == ["critic begins", "heads", "critic ends"] * 2
+    assert same_weights(expected.model, done.model) and same(of_trainer(plain), of_trainer(made))
+
+
+@pytest.mark.parametrize("placement", [None, TWO_POOLS], ids=["one process", "two pools"])
+def test_a_run_has_the_order_that_the_simulation_says(placement: Any, run: Any) -> None:
+    made = run("run", placement=placement, **PPO_RUN)
+    costs = CostModel(
+        generation=GenerationCost(Cost(1.0), lambda index, response: 8, responses=4, max_running=4),
+        scoring=(StageCost("values", "critic", Cost(1.0), reads_own=True),),
+        learning=(
+            StageCost("train_critic", "critic", Cost(9.0)),
+            StageCost("train_actor", "actor", Cost(5.0)),
+            StageCost("train_heads", "heads", Cost(0.5)),
+        ),
+        publish_s=1.0,
+    )
+
+    async def main() -> SimulationResult:
+        return await Simulation(costs, made.workers.placement, prompts_per_step=6, chunk_size=3).run(2)
+
+    simulated = run_virtual(main())
+    executed = read_spans(made.train().path / "spans.jsonl")
+    compared = LEARNING_STAGES if placement is None else LEARNING_STAGES[1:]  # actor and critic begin together
+    for step in range(2):
+        assert order_of(executed, step, compared) == order_of(simulated.spans, step, compared) == list(compared)
+    critic, heads = (
+        next(span for span in simulated.spans if span.name == name) for name in ("train_critic", "train_heads")
+    )
+    assert critic.start_s < heads.start_s and (heads.start_s < critic.end_s) == (placement is not None)
