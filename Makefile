@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One thread: equal sums on every run, and no waiting at barriers on a machine that others use, too.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# Each of hundreds of processes would compile all modules anew where an environment forbids to keep what was compiled.
+export PYTHONDONTWRITEBYTECODE :=
 # Processes that share the files of a long run, the longest first (tests/longest.py); the tests of a file stay together,
 # as what they set up does.
 WORKERS ?= 2

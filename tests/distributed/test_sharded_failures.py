@@ -152,12 +152,13 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "context and tensor": (4, {"context": 2, "tensor": 2}),
     "shard and tensor": (4, {"shard": 2, "tensor": 2}),
 }
+EVERY_KIND = ("two copies", "context and tensor")
 
 
 @pytest.fixture(
     scope="module",
-    # Tensor ranks alone do nothing that those of the last two meshes do not.
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "tensor")) for name in MESHES],
+    # These two have every kind of ranks.
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in EVERY_KIND)) for name in MESHES],
 )
 def within_passes(request: pytest.FixtureRequest) -> Results:
     """Of each rank of a mesh, what happened where memory ran out and where it failed."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,13 +84,9 @@ def test_a_finished_quickstart_resumes_to_itself(short: tuple[Path, dict[str, li
 
 
 def test_the_command_refuses_a_directory_that_holds_a_run(
-    short: tuple[Path, dict[str, list[dict[str, Any]]]],
+    short: tuple[Path, dict[str, list[dict[str, Any]]]], quartet: Any
 ) -> None:
-    path, _ = short
-    command = [sys.executable, "-m", "quartet.cli.main", "quickstart", "--out", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "already holds a run" in done.stderr and "--resume" in done.stderr and "Traceback" not in done.stderr
+    quartet("quickstart", "--out", short[0]).expect_user_error("already holds a run", "--resume")
 
 
 @pytest.mark.slow

@@ -44,14 +44,18 @@ def uninterrupted(world_of_session: Any, processes: Any, recipes: Any) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+# Each algorithm and each moment once; the others are slow.
 @pytest.mark.parametrize(
-    "kill",
+    ("name", "kill"),
     [
-        pytest.param(("decode", 25), id="in a rollout"),
-        pytest.param(("update", 6), id="between two updates of a step"),
-        pytest.param(("log", 4), id="after a step, before its row"),
+        ("dapo", ("decode", 25)),
+        ("remax", ("update", 6)),
+        ("dapo", ("log", 4)),
+        pytest.param("remax", ("decode", 25), marks=pytest.mark.slow),
+        pytest.param("dapo", ("update", 6), marks=pytest.mark.slow),
+        pytest.param("remax", ("log", 4), marks=pytest.mark.slow),
     ],
+    ids=str,
 )
 def test_a_killed_run_goes_on_with_the_same_choices(
     name: str,

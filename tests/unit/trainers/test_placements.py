@@ -37,7 +37,7 @@ from quartet.trainers.run import TrainResult
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
 BIG = 10**9
 KEPT = LogConfig(tensorboard=False, rollouts_every=1)
-AT_THE_END = CheckpointConfig(every_steps=100)
+EACH_STEP = CheckpointConfig(every_steps=1)
 ROLES = ["actor", "critic", "reference", "reward", "rollout"]
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "separated": {"type": "separated", **{role: {} for role in ROLES}},
@@ -78,7 +78,7 @@ def recipe(path: Path, **changes: Any) -> RLRecipe:
         "threads": 1,
         "output_dir": str(path),
         "log": LogConfig(tensorboard=False),
-        "checkpoint": CheckpointConfig(every_steps=1),
+        "checkpoint": CheckpointConfig(every_steps=100),
     }
     return RLRecipe(**{**values, **changes})
 
@@ -225,25 +225,25 @@ def test_adapters_and_an_interrupted_run_under_a_budget(name: str, run: Any, sha
     changes = {"actor": ActorConfig(train=TrainConfig(token_budget=512, lora=LoRAConfig(rank=2, alpha=4.0)))}
     serial, _ = shared_run("adapters", **changes)
     placement = budgeted(PLACEMENTS[name], tight())
-    _, path = run(name, placement, **changes)
+    _, path = run(name, placement, checkpoint=EACH_STEP, **changes)
     shutil.rmtree(path / "checkpoints" / "step_00000003")
-    resumed, _ = run(name, placement, resume=True, **changes)
+    resumed, _ = run(name, placement, resume=True, checkpoint=EACH_STEP, **changes)
     assert same(serial, weights(resumed))
 
 
 def test_a_run_is_resumed_under_another_placement(run: Any, tight: Any) -> None:
-    uninterrupted, path = run("moved")
+    uninterrupted, path = run("moved", checkpoint=EACH_STEP)
     shutil.rmtree(path / "checkpoints" / "step_00000003")
-    resumed, _ = run("moved", budgeted(PLACEMENTS["full_offload"], tight()), resume=True)
+    resumed, _ = run("moved", budgeted(PLACEMENTS["full_offload"], tight()), resume=True, checkpoint=EACH_STEP)
     assert same(weights(uninterrupted), weights(resumed))
 
 
 def test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache(run: Any) -> None:
     """The canary asks for the first prompt alone; the next step reads it, and a resumed one computes it with others."""
     prompts = ["3=", "4=", "12+34=", "5="]
-    uninterrupted, path = run("killed", prompts=prompts)
+    uninterrupted, path = run("killed", prompts=prompts, checkpoint=EACH_STEP)
     shutil.rmtree(path / "checkpoints" / "step_00000003")
-    resumed, _ = run("killed", resume=True, prompts=prompts)
+    resumed, _ = run("killed", resume=True, prompts=prompts, checkpoint=EACH_STEP)
     assert same(weights(uninterrupted), weights(resumed))
 
 
@@ -256,7 +256,11 @@ def test_an_asynchronous_run_is_not_resumed_as_another(run: Any) -> None:
 
 
 def test_a_journal_is_followed_from_the_first_step_only(run: Any) -> None:
-    changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.0)), "steps": 2}
+    changes = {
+        "algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.0)),
+        "steps": 2,
+        "checkpoint": EACH_STEP,
+    }
     placement = {
         "type": "asynchronous",
         "pools": {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reward"]}},
@@ -275,7 +279,7 @@ def test_a_reward_model_is_not_called_as_a_role(tmp_path: Path) -> None:
 
 
 def test_a_method_without_critic_and_reference(run: Any) -> None:
-    changes = {"algorithm": GRPO(kl=KLConfig(coef=0.0)), "checkpoint": AT_THE_END}
+    changes = {"algorithm": GRPO(kl=KLConfig(coef=0.0))}
     serial, _ = run("serial", **changes)
     apart = {role: PLACEMENTS["separated"][role] for role in ("actor", "rollout", "reward")}
     placed, _ = run("separated", {"type": "separated", **apart}, **changes)
@@ -285,7 +289,7 @@ def test_a_method_without_critic_and_reference(run: Any) -> None:
 @pytest.mark.parametrize("in_flight", ["pick_up", "finish_old", "start_over"])
 def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, run: Any) -> None:
     method = GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.05))
-    changes = {"algorithm": method, "steps": 4, "checkpoint": AT_THE_END}
+    changes = {"algorithm": method, "steps": 4}
     placement = {
         "type": "asynchronous",
         "max_staleness": 1,
@@ -308,6 +312,7 @@ def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, ru
 def test_a_resumed_run_trains_on_the_groups_that_were_ahead(run: Any) -> None:
     """Killed after a step whose checkpoint holds the next step's groups, some of which were being scored."""
     changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.05)), "log": KEPT}
+    changes["checkpoint"] = EACH_STEP
     pools = {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reference", "reward"]}}
     placement = {"type": "asynchronous", "max_staleness": 1, "pools": pools}
     _, path = run("run", placement, **changes)
@@ -340,7 +345,7 @@ def test_what_else_a_run_may_have(
     name: str, feature: str, run: Any, shared_run: Any, tight: Any, demonstrations: Any
 ) -> None:
     """An engine with weights of its own, and parts that move, change nothing about it."""
-    changes = {"checkpoint": AT_THE_END, **FEATURES[feature]}
+    changes = FEATURES[feature]
     rows = demonstrations if feature == "demonstrations" else None
     placement = budgeted(PLACEMENTS[name], tight())
     if "algorithm" in changes:
@@ -375,7 +380,7 @@ def test_stale_answers_need_a_correction(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_the_same_under_every_placement(run: Any) -> None:
-    changes = {"evaluation": EvaluationConfig(every_steps=1), "checkpoint": AT_THE_END}
+    changes = {"evaluation": EvaluationConfig(every_steps=1)}
     _, serial = run("serial", **changes)
     _, placed = run("separated", PLACEMENTS["separated"], **changes)
     kept = [{k: v for k, v in row.items() if k.startswith("eval/")} for row in numbers(serial)]
