@@ -38,9 +38,8 @@ from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
 from quartet.models.saving import WHOLE, save_tensors
 from quartet.weights.gather import gather
+from quartet.weights.manifest import HEADS
 
-PREFIX = "medusa."
-"""Of the heads' weights among those of their trunk."""
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _SIZES = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
 
@@ -130,7 +129,7 @@ class MedusaHeads(nn.Module):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Named as they travel beside the trunk's."""
-        return ((PREFIX + name, parameter.detach()) for name, parameter in self.named_parameters())
+        return ((HEADS + name, parameter.detach()) for name, parameter in self.named_parameters())
 
     def _head(self, k: int) -> tuple[Tensor, Tensor | None]:
         """Weight ``[V, D]`` and bias of head ``k``."""
