@@ -37,7 +37,7 @@ from quartet.train.offload import Offload, Store
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget
-from quartet.weights.manifest import HEADS
+from quartet.weights.manifest import HEADS_PREFIX
 
 HEADS = "medusa"
 """Where heads that learned along are written, beside the model."""
@@ -275,7 +275,7 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         with ExitStack() as both:
             theirs = dict[str, Tensor]()
             if self.companion is not None:
-                of_heads = {name: shape for name, shape in saved.items() if name.startswith(HEADS)}
+                of_heads = {name: shape for name, shape in saved.items() if name.startswith(HEADS_PREFIX)}
                 saved = {name: shape for name, shape in saved.items() if name not in of_heads}
                 theirs = both.enter_context(self.companion.loading(of_heads, rest.get(_COMPANION, {})))
             yield {**both.enter_context(self.engine.loading(saved, rest)), **theirs}

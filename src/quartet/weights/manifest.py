@@ -25,7 +25,7 @@ from quartet.weights.errors import WeightSyncError
 
 WIRE_FORMAT = 1
 """Counts changes of the manifest or of the digest's definition."""
-HEADS = "medusa."
+HEADS_PREFIX = "medusa."
 """First part of the names of Medusa heads' tensors, which travel beside their trunk's."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

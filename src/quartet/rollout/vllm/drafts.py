@@ -1,7 +1,7 @@
 """What vLLM drafts with: its n-grams for ``history``, its Medusa for heads of ours.
 
-vLLM's Medusa wants an LM head in the heads' files and keeps it as it was. Heads that share the trunk's are given that of
-the model that serves instead (``WorkerMethods.quartet_replace_sampler``): the file has zeros of a byte each for it.
+vLLM's Medusa wants an LM head in the heads' files and keeps it as it was. Heads that share the trunk's are given that
+of the model that serves instead (``WorkerMethods.quartet_replace_sampler``): the file has zeros of a byte each for it.
 """
 
 from __future__ import annotations

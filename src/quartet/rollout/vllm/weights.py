@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from quartet.rollout.vllm.head_padding import HeadPadding
 from quartet.rollout.vllm.sampling import SeededSampler, SeededVerifier
 from quartet.weights.errors import WeightsRefused
-from quartet.weights.manifest import HEADS
+from quartet.weights.manifest import HEADS_PREFIX
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -52,7 +52,7 @@ class WorkerMethods:
             WeightsRefused: names, shapes or dtypes are not the checkpoint's; nothing has changed.
         """
         tensors = dict(source if padding is None else padding(source))
-        of_heads = {n.removeprefix(HEADS): tensors.pop(n) for n in list(tensors) if n.startswith(HEADS)}
+        of_heads = {n.removeprefix(HEADS_PREFIX): tensors.pop(n) for n in list(tensors) if n.startswith(HEADS_PREFIX)}
         named = _checked(tensors, dict(getattr(source, "ties", ())), shapes, self.model_config.dtype)
         of_heads = _checked(of_heads, {}, heads, self.model_config.dtype)
         load(self.model_runner.get_model(), named, self.model_config)
