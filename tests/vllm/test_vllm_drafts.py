@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,13 +152,11 @@ def test_heads_that_learn_are_those_of_the_weights(
     compare(drafting, plain)
     for _ in range(2):
         before = drafting.router.stats()
-        requests = [request for each in OPTIONS for request in drafting.requests(4, **{"max_new_tokens": 60, **each})]
+        requests = [request for each in OPTIONS for request in drafting.requests(4, **{**each, "max_new_tokens": 60})]
         completions = drafting.generate(requests)
         assert drafting.error(completions, requests) < TOLERANCE
-        found = counted(before, drafting.router.stats())
-        assert found == expected(drafting, requests, completions)
-        assert found[0][1] > 0
-        old = expected(drafting, requests, completions)
+        found, old = counted(before, drafting.router.stats()), expected(drafting, requests, completions)
+        assert found == old and found[0][1] > 0
         drafting.change(0.05)
         assert expected(drafting, requests, completions) != old, "the change moves what heads guess"
 
@@ -191,7 +190,7 @@ def test_running_answers_go_on_with_new_heads(start: Callable[..., Any], stopped
     requests = drafting.requests(6, max_new_tokens=400, temperature=0.3)
     drafting.router.submit(requests)
     while not any(len(g.token_ids) > 2 for g in drafting.router.generated([r.request_id for r in requests]).values()):
-        pass
+        time.sleep(0.01)
     before = drafting.version
     drafting.change()
     found: dict[str, Completion] = {}

@@ -63,16 +63,7 @@ def make(
         UserError: vLLM is missing, or has not the version; it cannot serve the model, or not so.
     """
     _check_version()
-    # Registered first, so called last: what bindings report of their own leaks would bury why an engine ended.
-    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # One process computes where one device is enough: vLLM would else start another on CPUs, and wait for it busily.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Workers that are killed as they end leave shared memory: on a busy machine vLLM's 5 s are too few.
-    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
-    if "OMP_NUM_THREADS" in os.environ:
-        # Else every engine of a machine binds its threads to the same cores.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    _set_environment()
 
     from quartet.rollout.vllm.engine import VLLMEngine
 
@@ -114,6 +105,20 @@ def make(
             found=f"{path}: {' '.join(str(error).split())}",
             remedy="change the engine's section as it says, or use another model or engine",
         ) from error
+
+
+def _set_environment() -> None:
+    """What vLLM reads as it is imported."""
+    # Registered first, so called last: what bindings report of their own leaks would bury why an engine ended.
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # One process computes where one device is enough: vLLM would else start another on CPUs, and wait for it busily.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Workers that are killed as they end leave shared memory: on a busy machine vLLM's 5 s are too few.
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
+    if "OMP_NUM_THREADS" in os.environ:
+        # Else every engine of a machine binds its threads to the same cores.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 _CHOSEN: dict[str, Any] = {
