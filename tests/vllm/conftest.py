@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from quartet.models.medusa import MedusaHeads
 from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from quartet.rollout.router import Router
@@ -66,6 +67,7 @@ class Sides:
     router: Router
     sent: dict[str, torch.Tensor]
     changed: Callable[[], object] = lambda: None
+    heads: MedusaHeads | None = None
     version: int = 0
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -152,15 +154,21 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Si
         path: Path | None = None,
         tied: bool = True,
         sent: dict[str, torch.Tensor] | None = None,
+        heads: Callable[[Any], MedusaHeads] | None = None,
         **kwargs: Any,
     ) -> Sides:
         path = path or saved_model(tmp_path_factory.mktemp("model"), tied=tied)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+        drafting = None if heads is None else heads(model)
+        if drafting is not None:
+            drafting.save(folder := tmp_path_factory.mktemp("heads"))
+            kwargs["speculation"] = {"type": "medusa", "path": str(folder), "depth": None, "train": {}}
+            sent = {**dict(model.named_parameters()), **dict(drafting.weights())}
         staging = StagedWeights((sent or dict(model.named_parameters(remove_duplicate=False))).items())
         made = [spec(path, f"vllm-{i}", version=None, max_num_seqs=8, **kwargs) for i in range(number)]
         engines = [EngineProcess(each, staging) for each in made]
         named = sent or dict(model.named_parameters())
-        started.append(Sides(path, model, staging, engines, Router(engines), named))
+        started.append(Sides(path, model, staging, engines, Router(engines), named, heads=drafting))
         started[-1].send()
         return started[-1]
 

@@ -106,6 +106,7 @@ LONG = 430
         ({"engine_args": {"async_scheduling": True}}, "async_scheduling"),
         ({"engine_args": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
         ({"engine_args": {"data_parallel_size": 2}}, "data_parallel_size"),
+        ({"engine_args": {"speculative_config": {"method": "ngram"}}}, "speculative_config"),
         ({"engine_args": {"no_such_argument": 1}}, "no_such_argument"),
         ({"lora": {"rank": 1024, "alpha": 1.0}}, "rank"),
     ],

@@ -25,6 +25,10 @@ from quartet.config.common import (
 from quartet.config.common import TrainConfig as Train
 from quartet.config.engines import VLLMEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
+from quartet.config.speculation import HeadTraining, MedusaSpeculation
+from quartet.models.loading import load_causal_lm
+from quartet.models.medusa import MedusaHeads
+from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Request
@@ -53,13 +57,16 @@ def trainer(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
     def make(name: str, *, resume: bool = False, **changes: Any) -> RLTrainer:
         sampling, own = changes.pop("sampling", {}), changes.pop("engine", {})
+        speculation = changes.pop("speculation", None)
         engine = VLLMEngineConfig(
             python=str(PYTHON), enforce_eager=True, cache_bytes=1 << 26, max_num_seqs=16, max_model_len=128, **own
         )
         values: dict[str, Any] = {
             "algorithm": GRPO(kl=KLConfig(coef=0.01), off_policy=OffPolicyConfig()),
             "actor": ActorConfig(model=ModelConfig(path=str(stories)), train=Train(optim=OptimConfig(lr=1e-3))),
-            "rollout": RolloutConfig(engine=engine, sampling=SamplingConfig(max_new_tokens=24, **sampling)),
+            "rollout": RolloutConfig(
+                engine=engine, sampling=SamplingConfig(max_new_tokens=24, **sampling), speculation=speculation
+            ),
             "steps": STEPS,
             "prompts_per_step": 4,
             "responses_per_prompt": 4,
@@ -105,6 +112,28 @@ def test_adapters_and_truncated_sampling(trainer: Callable[..., RLTrainer], stor
     truncated = {"top_p": 0.8, "top_k": 20, "truncated_logprobs": True}
     made = trainer("pipelined", actor=actor, sampling=truncated)
     checked(made)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_heads_learn_along_and_draft(
+    trainer: Callable[..., RLTrainer], stories: Path, tmp_path: Path, shared: bool
+) -> None:
+    """They come beside the weights of every version, and start worthless: what is kept is what they learned."""
+    path = tmp_path / "heads"
+    MedusaHeads(PackedCausalLM(load_causal_lm(str(stories))), 2, layers=2, shared_head=shared).save(path)
+    learn = HeadTraining(optim=OptimConfig(lr=1e-2))
+    made = trainer("separated", speculation=MedusaSpeculation(path=str(path), train=learn))
+    rows = checked(made)
+    assert all(0 <= row["rollout/draft_acceptance"] <= 1 for row in rows)
+    assert all("heads/loss" in row for row in rows)
+    early, late = (sum(row["rollout/draft_acceptance"] for row in part) / len(part) for part in (rows[:3], rows[-3:]))
+    assert late > early + 0.05, (early, late)
+    assert rows[-1]["rollout/tokens_per_forward"] > rows[0]["rollout/tokens_per_forward"]
+
+
+def test_heads_of_another_model_are_refused(trainer: Callable[..., RLTrainer], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there are no Medusa heads"):
+        trainer("separated", speculation=MedusaSpeculation(path=str(tmp_path / "none"))).train()
 
 
 def test_a_killed_engine_and_a_resumed_run(trainer: Callable[..., RLTrainer], monkeypatch: pytest.MonkeyPatch) -> None:

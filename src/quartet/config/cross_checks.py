@@ -25,10 +25,16 @@ from quartet.config.algorithms import (
 )
 from quartet.config.cluster import device_misfit
 from quartet.config.common import ShardingConfig
-from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, draw_misfit
+from quartet.config.engines import (
+    NativeEngineConfig,
+    ServerEngineConfig,
+    SGLangEngineConfig,
+    VLLMEngineConfig,
+    draw_misfit,
+)
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
 from quartet.config.rewards import ModelReward, ProcessModelReward
-from quartet.config.speculation import MedusaSpeculation
+from quartet.config.speculation import MedusaSpeculation, SpeculationConfig, head_training
 
 if TYPE_CHECKING:
     from quartet.config.recipe import RLRecipe
@@ -135,13 +141,16 @@ def _speculation(recipe: RLRecipe) -> Iterator[str]:
             yield reason
     if speculation is None:
         return
-    if not isinstance(rollout.engine, NativeEngineConfig):
+    placement, is_native = recipe.placement, isinstance(rollout.engine, NativeEngineConfig)
+    if isinstance(rollout.engine, VLLMEngineConfig):
+        yield from _vllm_speculation(recipe, speculation)
+    elif not is_native:
         yield (
-            f"rollout.speculation is verified by the native engine alone; found rollout.engine {rollout.engine.type}: "
-            "leave it out, or use the native engine"
+            f"rollout.speculation needs an engine that verifies drafts by this project's sampler, which native and "
+            f"vllm do; found rollout.engine {rollout.engine.type}: leave it out, or use one of these"
         )
-    placement = recipe.placement
-    if isinstance(placement, AsynchronousPlacement) and placement.follow is not None and speculation.costs is None:
+    follows = isinstance(placement, AsynchronousPlacement) and placement.follow is not None
+    if follows and is_native and speculation.costs is None:
         yield (
             "placement.follow repeats a run step by step, but without rollout.speculation.costs each run measures what "
             "steps cost, and drafts by that: set the same costs for both"
@@ -160,6 +169,24 @@ def _speculation(recipe: RLRecipe) -> Iterator[str]:
                 f"actor.sharding cuts them (context {sharding.context}, tensor {sharding.tensor}): leave train out, or "
                 "shard by processes alone"
             )
+
+
+_VLLM_READS = {"type", "min_match", "max_draft", "path", "depth", "train"}
+
+
+def _vllm_speculation(recipe: RLRecipe, speculation: SpeculationConfig) -> Iterator[str]:
+    for name, key in type(speculation).model_fields.items():
+        if name not in _VLLM_READS and (found := getattr(speculation, name)) != key.default:
+            yield (
+                f"rollout.speculation.{name} is the native engine's; vLLM drafts in every step, from each answer's own "
+                f"text or by the likeliest token of each head; found {name} {found!r}: leave it out, or use the native "
+                "engine"
+            )
+    if head_training(speculation) is not None and recipe.actor.train.lora is not None:
+        yield (
+            "rollout.speculation.train sends heads beside the weights, but vLLM is sent adapters alone "
+            "(actor.train.lora): leave train out, or use the native engine"
+        )
 
 
 def _losses(recipe: RLRecipe) -> Iterator[str]:

@@ -38,9 +38,8 @@ from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
 from quartet.models.saving import WHOLE, save_tensors
 from quartet.weights.gather import gather
+from quartet.weights.manifest import HEADS_PREFIX
 
-PREFIX = "medusa."
-"""Of the heads' weights among those of their trunk."""
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _SIZES = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
 
@@ -130,7 +129,7 @@ class MedusaHeads(nn.Module):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Named as they travel beside the trunk's."""
-        return ((PREFIX + name, parameter.detach()) for name, parameter in self.named_parameters())
+        return ((HEADS_PREFIX + name, parameter.detach()) for name, parameter in self.named_parameters())
 
     def _head(self, k: int) -> tuple[Tensor, Tensor | None]:
         """Weight ``[V, D]`` and bias of head ``k``."""
@@ -183,9 +182,7 @@ class MedusaHeads(nn.Module):
         Raises:
             UserError: there are none, they cannot be read, are fewer, or of another trunk.
         """
-        saved = SavedHeads.read(path)
-        saved.check_depth(depth or saved.depth)
-        saved.check_trunk(trunk)
+        saved = SavedHeads.checked(path, trunk, depth)
         heads = cls(trunk, depth or saved.depth, layers=saved.layers, shared_head=saved.shared_head)
         if trunk.device.type == "meta":
             return heads
@@ -229,6 +226,18 @@ class SavedHeads:
             return cls(path, depth, layers, width, vocab_size, bool(config["original_lm_head"]), trunk)
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+    @classmethod
+    def checked(cls, path: Path, trunk: PackedCausalLM, depth: int | None = None) -> SavedHeads:
+        """Those at ``path``, of which the trunk can have the first ``depth``, or all.
+
+        Raises:
+            UserError: there are none, or fewer, or they are of another trunk.
+        """
+        saved = cls.read(path)
+        saved.check_depth(depth or saved.depth)
+        saved.check_trunk(trunk)
+        return saved
 
     def check_depth(self, depth: int) -> None:
         """

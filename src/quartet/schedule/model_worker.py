@@ -22,7 +22,6 @@ from quartet.cluster.layout import Layout
 from quartet.config.file_errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
-from quartet.models.medusa import PREFIX
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.work import Work
 from quartet.schedule.checkpointed import Checkpointed
@@ -38,6 +37,7 @@ from quartet.train.offload import Offload, Store
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget
+from quartet.weights.manifest import HEADS_PREFIX
 
 HEADS = "medusa"
 """Where heads that learned along are written, beside the model."""
@@ -275,7 +275,7 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         with ExitStack() as both:
             theirs = dict[str, Tensor]()
             if self.companion is not None:
-                of_heads = {name: shape for name, shape in saved.items() if name.startswith(PREFIX)}
+                of_heads = {name: shape for name, shape in saved.items() if name.startswith(HEADS_PREFIX)}
                 saved = {name: shape for name, shape in saved.items() if name not in of_heads}
                 theirs = both.enter_context(self.companion.loading(of_heads, rest.get(_COMPANION, {})))
             yield {**both.enter_context(self.engine.loading(saved, rest)), **theirs}

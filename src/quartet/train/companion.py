@@ -26,13 +26,14 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config.speculation import HeadTraining
-from quartet.models.medusa import PREFIX, MedusaHeads
+from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.engine import Objective, TrainEngine
 from quartet.train.forward import Needs, Outputs, leaf_rows
 from quartet.train.medusa import HeadTrainer, future_labels
 from quartet.train.metrics import MetricSums
 from quartet.train.state import REST, Shape, tensors_of
+from quartet.weights.manifest import HEADS_PREFIX
 
 LOW = 0.5
 """Acceptance below which the whole budget is used."""
@@ -215,13 +216,13 @@ class Companion:
     def state(self) -> dict[str, Any]:
         """As ``HeadTrainer.state``, tensors named as beside a trunk's."""
         state = self._trainer.state()
-        tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
+        tensors = {HEADS_PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
         own = {"share": self._share, "best": self._best, "counts": (self._counts.drafted, self._counts.kept)}
         return {**tensors, REST: {**state[REST], **own}}
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         """As ``TrainEngine.loading``, by the names of ``state``."""
-        with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
-            yield {PREFIX + name: tensor for name, tensor in live.items()}
+        with self._trainer.loading({n.removeprefix(HEADS_PREFIX): shape for n, shape in saved.items()}, rest) as live:
+            yield {HEADS_PREFIX + name: tensor for name, tensor in live.items()}
         self._share, self._best, self._counts = rest["share"], rest["best"], Counts(*rest["counts"])

@@ -88,7 +88,7 @@ class Policy:
         device: of a native engine.
         staging: where new weights come from; None: the model stays as it is at ``path``.
         sleeps: its memory is others' at times.
-        speculation: of a native engine.
+        speculation: of an engine of this project, or vLLM.
     """
 
     path: str
@@ -162,9 +162,13 @@ def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, A
         "lora": None if policy.lora is None else policy.lora.model_dump(),
         "seed": policy.seed,
         "version": policy.version,
-        "speculation": None if policy.speculation is None else policy.speculation.model_dump(),
+        "speculation": _speculation(policy),
         **_native_options(config),
     }
+
+
+def _speculation(policy: Policy) -> dict[str, Any] | None:
+    return None if policy.speculation is None else policy.speculation.model_dump()
 
 
 def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec]:
@@ -177,6 +181,7 @@ def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec
         "lora": None if policy.lora is None else policy.lora.model_dump(),
         "sleep": policy.sleeps,
         "seed": policy.seed,
+        "speculation": _speculation(policy),
     }
     visible = visible_devices()
     for number in range(config.engines):

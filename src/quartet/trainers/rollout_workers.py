@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from itertools import chain
+from pathlib import Path
 
 import torch
 
@@ -11,7 +12,8 @@ from quartet.config import UserError
 from quartet.config.engines import SGLangEngineConfig, VLLMEngineConfig, is_served
 from quartet.config.placement import AsynchronousPlacement, ResolvedPlacement
 from quartet.config.recipe import RLRecipe
-from quartet.models.medusa import MedusaHeads
+from quartet.config.speculation import MedusaSpeculation
+from quartet.models.medusa import MedusaHeads, SavedHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import own_copy
 from quartet.rollout.staging import StagedWeights
@@ -76,6 +78,9 @@ def served_rollout_worker(
         UserError, EngineFailed: they cannot be had, or do not fit the recipe.
     """
     config, pool = recipe.rollout.engine, placement.pool(placement.pool_of["rollout"])
+    speculation = recipe.rollout.speculation
+    if isinstance(config, VLLMEngineConfig) and isinstance(speculation, MedusaSpeculation):
+        SavedHeads.checked(Path(speculation.path), actor, speculation.depth)
     precision = precision_on(device, recipe.actor.train.precision)
     dtype = getattr(torch, vllm_dtype(config, precision)) if isinstance(config, VLLMEngineConfig) else None
     adapters, num_engines = actor.adapters, config.engines if isinstance(config, VLLMEngineConfig) else 1
@@ -101,7 +106,7 @@ def served_rollout_worker(
             device,
             staging,
             pool.budget_bytes is not None,
-            recipe.rollout.speculation,
+            speculation,
         )
         router = open_engine(config, policy)
         made.callback(router.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -11,24 +12,32 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from breaking import same_weights, untimed_rows
 from quartet.config import UserError
-from quartet.config.common import CheckpointConfig, SamplingConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, VLLMEngineConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.placement import AsynchronousPlacement
-from quartet.config.recipe import RLRecipe, RolloutConfig
-from quartet.config.speculation import HistorySpeculation, MedusaSpeculation, SpeculationConfig, StepCosts
+from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
+from quartet.config.speculation import (
+    HeadTraining,
+    HistorySpeculation,
+    MedusaSpeculation,
+    SpeculationConfig,
+    StepCosts,
+)
 from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout import process_native
 from quartet.rollout.drafters import build_speculator
 from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.rollout.vllm.drafts import Drafts
 from quartet.train.checkpoint_shares import Share
 from quartet.train.state import REST
-from quartet.trainers.engines import Policy, _native_arguments, open_engine
+from quartet.trainers.engines import Policy, _native_arguments, _vllm_specs, open_engine
 
 COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))
 HISTORY = HistorySpeculation(min_match=1, max_draft=3, costs=COSTS)
@@ -173,8 +182,24 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
     ("section", "reason"),
     [
         (
+            {"engine": SGLANG, "speculation": HISTORY},
+            "which native and vllm do; found rollout.engine sglang",
+        ),
+        (
             {"engine": VLLMEngineConfig(), "speculation": HISTORY},
-            "rollout.speculation is verified by the native engine alone; found rollout.engine vllm",
+            r"rollout.speculation.costs is the native engine's; vLLM drafts in every step, .* found costs StepCosts",
+        ),
+        (
+            {"engine": VLLMEngineConfig(), "speculation": HistorySpeculation(kept_tokens=1000)},
+            "rollout.speculation.kept_tokens is the native engine's; .* found kept_tokens 1000: leave it out",
+        ),
+        (
+            {
+                "engine": VLLMEngineConfig(),
+                "speculation": MedusaSpeculation(path="heads", choose="gumbel"),
+                "sampling": GUMBEL,
+            },
+            "rollout.speculation.choose is the native engine's; .* found choose 'gumbel'",
         ),
         (
             {"engine": SGLANG, "sampling": GUMBEL},
@@ -189,11 +214,58 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
             "guesses what a request draws by draw inverse",
         ),
     ],
-    ids=["vllm drafts", "sglang draws", "gumbel from inverse", "uniform from gumbel"],
+    ids=[
+        "sglang drafts",
+        "costs of vllm",
+        "answers kept by vllm",
+        "vllm's heads choose",
+        "sglang draws",
+        "gumbel from inverse",
+        "uniform from gumbel",
+    ],
 )
 def test_what_does_not_fit_together_is_refused(section: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         RLRecipe(rollout=RolloutConfig(**section))
+
+
+def test_vllm_drafts_from_history_and_by_heads() -> None:
+    learning = MedusaSpeculation(path="heads", train=HeadTraining())
+    for speculation in (HistorySpeculation(min_match=2, max_draft=4), learning):
+        RLRecipe(rollout=RolloutConfig(engine=VLLMEngineConfig(), speculation=speculation))
+    adapted = ActorConfig(train=TrainConfig(lora=LoRAConfig(rank=4)))
+    with pytest.raises(UserError, match="vLLM is sent adapters alone"):
+        RLRecipe(actor=adapted, rollout=RolloutConfig(engine=VLLMEngineConfig(), speculation=learning))
+
+
+def test_what_vllm_is_told_of_history(tmp_path: Path) -> None:
+    policy = Policy("model", 16, str, speculation=HistorySpeculation(min_match=2, max_draft=4))
+    (spec,) = _vllm_specs(VLLMEngineConfig(), policy)
+    drafts = Drafts.of(spec.kwargs["speculation"], tmp_path)
+    lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}
+    assert drafts == Drafts({"method": "ngram", "num_speculative_tokens": 4, **lookup})
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("train", [None, HeadTraining()])
+def test_heads_are_written_for_vllm(shared: bool, train: Any, causal_lm: Any, tmp_path: Path) -> None:
+    """The first ``depth`` of them, beside a place for an LM head that all share; what is sent has these shapes."""
+    packed = PackedCausalLM(causal_lm())
+    heads = MedusaHeads(packed, 3, layers=2, shared_head=shared)
+    for parameter in heads.blocks.parameters():
+        torch.nn.init.normal_(parameter)
+    heads.save(tmp_path / "heads")
+    section = MedusaSpeculation(path=str(tmp_path / "heads"), depth=2, train=train).model_dump()
+    (folder := tmp_path / "vllm").mkdir()
+    drafts = Drafts.of(section, folder)
+    assert drafts.config == {"method": "medusa", "model": str(folder), "num_speculative_tokens": 2}
+    sent = MedusaHeads.load(tmp_path / "heads", packed, 2).weights()
+    shapes = {name.removeprefix("medusa."): tuple(tensor.shape) for name, tensor in sent}
+    assert drafts.shapes == (shapes if train else {}) and drafts.stay is (train is None)
+    written = load_file(folder / "model.safetensors")
+    assert json.loads((folder / "config.json").read_text())["num_heads"] == 2
+    assert written.keys() - {"lm_head.weight"} == shapes.keys() and ("lm_head.weight" in written) is shared
+    assert all(torch.equal(written[name], heads.state_dict()[name]) for name in shapes)
 
 
 def test_a_run_that_follows_another_has_its_costs_given() -> None:

@@ -33,7 +33,9 @@ from quartet.rollout.protocol import (
     SamplingParams,
 )
 from quartet.rollout.scheduler import check_request
+from quartet.rollout.speculation import Acceptance
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
+from quartet.rollout.vllm.drafts import Drafts
 from quartet.rollout.vllm.head_padding import HeadPadding
 from quartet.rollout.vllm.sampling import SAMPLING
 from quartet.rollout.vllm.weights import save_adapter
@@ -67,6 +69,7 @@ class VLLMEngine:
         version: policy version of the weights that it loaded; None: it computes only once weights were sent.
         lora: ``rank`` and ``alpha`` of adapters, which alone are sent then.
         padding: that the model's heads have.
+        drafts: what proposes tokens; None: nothing does.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class VLLMEngine:
         version: int | None = 0,
         lora: Mapping[str, Any] | None = None,
         padding: HeadPadding | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         config = EngineArgs(**engine_args).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -85,7 +89,11 @@ class VLLMEngine:
         self._block_size = config.cache_config.block_size
         self._num_blocks = config.cache_config.num_gpu_blocks or 0
         self._decode = decode
-        self._lora, self._padding = lora, padding
+        self._lora, self._padding, self._drafts = lora, padding, drafts
+        self._acceptance = Acceptance(0 if drafts is None else drafts.config["num_speculative_tokens"])
+        self._drafted: dict[str, tuple[int, int]] = {}
+        # The scheduler tells it, of each request whose drafts were verified, before it gives out the tokens.
+        self._core.scheduler.make_spec_decoding_stats = self._note_drafted
         self._shapes = checkpoint_shapes(Path(config.model_config.model))
         self._adapter = None if lora is None else LoRARequest("policy", 1, "(loaded before the first step)")
         self._version = version
@@ -169,7 +177,10 @@ class VLLMEngine:
         for output in outputs[0].outputs if outputs else ():
             response = self._held.get(output.request_id)
             if response is not None:
+                before = len(response.token_ids)
                 self._take(response, output)
+                self._count_tokens(output.request_id, len(response.token_ids) - before)
+        self._drafted.clear()
         cached = round(self._core.scheduler.get_kv_cache_usage() * self._num_blocks) * self._block_size
         self._stats.cached_tokens = cached
         self._stats.peak_cached_tokens = max(self._stats.peak_cached_tokens, cached)
@@ -203,6 +214,19 @@ class VLLMEngine:
         self._end(response, output)
         self._ended.append(response.completion(reasons[output.finish_reason]))
 
+    def _note_drafted(
+        self, _: object, *, request_id: str, num_draft_tokens: int, num_accepted_tokens: int, **__: object
+    ) -> None:
+        """In place of vLLM's own statistics, whose sums do not tell which drafted tokens stood behind kept ones."""
+        self._drafted[request_id] = num_draft_tokens, num_accepted_tokens
+
+    def _count_tokens(self, request_id: str, number: int) -> None:
+        """Of a row that was given so many tokens."""
+        self._stats.num_row_steps += number > 0
+        drafted, kept = self._drafted.get(request_id, (0, 0))
+        # Behind a kept token that ends the response nothing was tried.
+        self._acceptance.note(drafted if number > kept else number, min(kept, number))
+
     def _end(self, response: _Response, output: EngineCoreOutput) -> None:
         del self._held[output.request_id]
         if output.finish_reason is None:
@@ -225,7 +249,8 @@ class VLLMEngine:
         """
         self._version = None
         if self._lora is None:
-            self._core.collective_rpc("quartet_update_weights", args=(source, self._shapes, self._padding))
+            heads = {} if self._drafts is None else self._drafts.shapes
+            self._core.collective_rpc("quartet_update_weights", args=(source, self._shapes, heads, self._padding))
         else:
             self._load_adapter(source, self._lora)
         self._stats.recomputed_tokens += sum(r.num_computed_tokens for r in self._core.scheduler.running)
@@ -240,11 +265,12 @@ class VLLMEngine:
             self._core.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
 
     def sleep(self, level: int) -> None:
-        """Gives up the cache, and moves the weights to host memory (1) or forgets them (2; but for those that adapters
-        are added to, which nobody sends again)."""
+        """Gives up the cache, and moves the weights to host memory (1) or forgets them (2; but where some are sent by
+        nobody again: those that adapters are added to, heads that stay)."""
         if level == 2:
             self._version = None
-        self._core.sleep(level if self._lora is None else 1, mode="keep")
+        stay = self._lora is not None or (self._drafts is not None and self._drafts.stay)
+        self._core.sleep(1 if stay else level, mode="keep")
 
     def wake(self) -> None:
         self._core.wake_up()
@@ -255,7 +281,9 @@ class VLLMEngine:
 
     def stats(self) -> EngineStats:
         running, waiting = self._core.scheduler.get_request_counts()
-        return replace(self._stats, num_running=running, num_waiting=waiting)
+        counts = self._acceptance
+        depths = {"drafted_by_depth": tuple(counts.drafted), "kept_by_depth": tuple(counts.kept)}
+        return replace(self._stats, num_running=running, num_waiting=waiting, **depths)
 
 
 def _check_contents(request: Request) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from quartet.config import UserError
 from quartet.observe.memory import available_bytes
 from quartet.rollout.stop_strings import Decode
+from quartet.rollout.vllm.drafts import Drafts
 from quartet.rollout.vllm.head_padding import HeadPadding, head_padding
 from quartet.text.loading import load_tokenizer
 
@@ -43,6 +44,7 @@ def make(
     sleep: bool = False,
     seed: int = 0,
     engine_args: Mapping[str, Any] | None = None,
+    speculation: Mapping[str, Any] | None = None,
 ) -> Any:
     """An engine over the model in ``path``.
 
@@ -55,21 +57,13 @@ def make(
             or an eighth of the free memory, whichever is less.
         sleep: it will be asked to sleep.
         engine_args: further ones of vLLM's ``EngineArgs``.
+        speculation: the section of a recipe.
 
     Raises:
         UserError: vLLM is missing, or has not the version; it cannot serve the model, or not so.
     """
     _check_version()
-    # Registered first, so called last: what bindings report of their own leaks would bury why an engine ended.
-    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # One process computes where one device is enough: vLLM would else start another on CPUs, and wait for it busily.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Workers that are killed as they end leave shared memory: on a busy machine vLLM's 5 s are too few.
-    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
-    if "OMP_NUM_THREADS" in os.environ:
-        # Else every engine of a machine binds its threads to the same cores.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    _set_environment()
 
     from quartet.rollout.vllm.engine import VLLMEngine
 
@@ -92,17 +86,39 @@ def make(
     padding = _cpu_arguments(folder, given)
     given |= _further(engine_args or {})
     try:
-        with tempfile.TemporaryDirectory(prefix="quartet-padded-") as padded:
+        with tempfile.TemporaryDirectory(prefix="quartet-vllm-") as made:
+            padded, heads = Path(made, "model"), Path(made, "heads")
             if padding is not None:
-                padding.save(folder, Path(padded))
-                given["model"] = padded
-            return VLLMEngine(given, decode=_decode(folder), version=version, lora=lora, padding=padding)
+                padded.mkdir()
+                padding.save(folder, padded)
+                given["model"] = str(padded)
+            drafts = None
+            if speculation is not None:
+                heads.mkdir()
+                drafts = Drafts.of(speculation, heads)
+                given["speculative_config"] = drafts.config
+            options: dict[str, Any] = {"lora": lora, "padding": padding, "drafts": drafts}
+            return VLLMEngine(given, decode=_decode(folder), version=version, **options)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(
             "vLLM cannot serve this model so",
             found=f"{path}: {' '.join(str(error).split())}",
             remedy="change the engine's section as it says, or use another model or engine",
         ) from error
+
+
+def _set_environment() -> None:
+    """What vLLM reads as it is imported."""
+    # Registered first, so called last: what bindings report of their own leaks would bury why an engine ended.
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # One process computes where one device is enough: vLLM would else start another on CPUs, and wait for it busily.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Workers that are killed as they end leave shared memory: on a busy machine vLLM's 5 s are too few.
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
+    if "OMP_NUM_THREADS" in os.environ:
+        # Else every engine of a machine binds its threads to the same cores.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 _CHOSEN: dict[str, Any] = {
@@ -114,8 +130,8 @@ _CHOSEN: dict[str, Any] = {
     "worker_extension_cls": "quartet.rollout.vllm.weights.WorkerMethods",
 }
 """Settings that this engine rests on."""
-_REFUSED = ("model", "pipeline_parallel_size", "data_parallel_size")
-"""Ones that it is not made for. Several engines are what data parallelism would be."""
+_REFUSED = ("model", "pipeline_parallel_size", "data_parallel_size", "speculative_config")
+"""Ones that it is not made for. Several engines are what data parallelism would be; drafts are ``speculation``'s."""
 
 
 def _further(engine_args: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,7 +141,7 @@ def _further(engine_args: Mapping[str, Any]) -> Mapping[str, Any]:
             "an argument of vLLM's is not free to choose",
             found=f"engine_args has {', '.join(taken)}",
             remedy="leave it out: token ids, log-probabilities and weights rest on its value; for more devices set "
-            "engines or tensor_parallel_size",
+            "engines or tensor_parallel_size, for drafts rollout.speculation",
         )
     return engine_args
 

@@ -14,8 +14,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from quartet.rollout.vllm.head_padding import HeadPadding
-from quartet.rollout.vllm.sampling import SeededSampler
+from quartet.rollout.vllm.sampling import SeededSampler, SeededVerifier
 from quartet.weights.errors import WeightsRefused
+from quartet.weights.manifest import HEADS_PREFIX
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -27,23 +28,36 @@ class WorkerMethods:
     model_config: Any
 
     def quartet_replace_sampler(self) -> None:
-        self.model_runner.sampler = SeededSampler(self.model_runner)
+        """Also where drafts are verified, and gives heads that share the model's LM head the one that serves."""
+        runner = self.model_runner
+        runner.sampler = SeededSampler(runner)
+        if runner.speculative_config is None:
+            return
+        runner.rejection_sampler = SeededVerifier(runner.sampler)
+        heads = getattr(runner.drafter, "model", None)
+        if heads is not None and heads.config.original_lm_head:
+            del heads.lm_head
+            heads.lm_heads = [runner.get_model().lm_head] * len(heads.blocks)
 
     def quartet_update_weights(
-        self, source: Iterable[tuple[str, Tensor]], shapes: Shapes, padding: HeadPadding | None
+        self, source: Iterable[tuple[str, Tensor]], shapes: Shapes, heads: Shapes, padding: HeadPadding | None
     ) -> None:
-        """Replaces every weight.
+        """Replaces every weight, and those of the heads that draft where they are sent.
 
         Args:
             source: under the checkpoint's names; maybe with ``ties``, pairs of another name and the one that it has.
-            shapes: of the checkpoint.
+            shapes, heads: of the checkpoint, and of the heads that are sent beside it.
 
         Raises:
             WeightsRefused: names, shapes or dtypes are not the checkpoint's; nothing has changed.
         """
         tensors = dict(source if padding is None else padding(source))
+        of_heads = {n.removeprefix(HEADS_PREFIX): tensors.pop(n) for n in list(tensors) if n.startswith(HEADS_PREFIX)}
         named = _checked(tensors, dict(getattr(source, "ties", ())), shapes, self.model_config.dtype)
+        of_heads = _checked(of_heads, {}, heads, self.model_config.dtype)
         load(self.model_runner.get_model(), named, self.model_config)
+        if of_heads:
+            load(self.model_runner.drafter.model, of_heads, self.model_runner.drafter.spec_config.draft_model_config)
 
 
 @torch.no_grad()
