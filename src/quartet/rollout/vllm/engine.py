@@ -23,6 +23,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from quartet.config import UserError
+from quartet.rollout.draft_tree import chain
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -90,7 +91,7 @@ class VLLMEngine:
         self._num_blocks = config.cache_config.num_gpu_blocks or 0
         self._decode = decode
         self._lora, self._padding, self._drafts = lora, padding, drafts
-        self._acceptance = Acceptance(0 if drafts is None else drafts.config["num_speculative_tokens"])
+        self._acceptance = Acceptance(chain(0 if drafts is None else drafts.config["num_speculative_tokens"]))
         self._drafted: dict[str, tuple[int, int]] = {}
         # The scheduler tells it, of each request whose drafts were verified, before it gives out the tokens.
         self._core.scheduler.make_spec_decoding_stats = self._note_drafted
@@ -225,7 +226,7 @@ class VLLMEngine:
         self._stats.num_row_steps += number > 0
         drafted, kept = self._drafted.get(request_id, (0, 0))
         # Behind a kept token that ends the response nothing was tried.
-        self._acceptance.note(drafted if number > kept else number, min(kept, number))
+        self._acceptance.note(chain(drafted), range(min(kept, number)), ended=number <= kept)
 
     def _end(self, response: _Response, output: EngineCoreOutput) -> None:
         del self._held[output.request_id]
