@@ -1,12 +1,14 @@
-"""Drafts of Medusa heads while PPO moves their trunk: heads that stay, and heads that learn along, by token budget.
+"""Drafts of Medusa heads while RL moves their trunk: heads that stay, and heads that learn along, by token budget.
 
     quartet quickstart --out runs/quickstart
     python benchmarks/companion_heads.py --quickstart runs/quickstart --out runs/companion [--budgets 0 128 512 2048]
+    python benchmarks/companion_heads.py --stories stories260K --out runs/companion-stories
 
-Trains heads for the quickstart's SFT model on its own answers, then runs the quickstart's PPO once per budget (0: the
-heads stay), drafting at every step, whether it pays or not. Prints one Markdown table: acceptance in quarters of the
-run, positions learned from, and the heads' seconds as a share of those of the steps. Runs that are done are only read,
-those that broke off go on.
+Trains heads for the model on its own answers, then runs the task once per budget (0: the heads stay), drafting at every
+step, whether it pays or not: the quickstart's PPO on its SFT model, or ``recipes/story-medusa.yaml`` (GRPO) on the real
+story model. Prints one Markdown table: acceptance in quarters of the run, how far the policy has moved, positions
+learned from, and the heads' seconds as a share of those of the steps. Runs that are done are only read, those that
+broke off go on.
 """
 
 from __future__ import annotations
@@ -22,30 +24,44 @@ from typing import Any
 
 import torch
 
-from quartet.config.common import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.load import load_recipe
 from quartet.config.medusa import HeadsConfig, MedusaRecipe
+from quartet.config.recipe import RLRecipe
 from quartet.config.speculation import HeadTraining, MedusaSpeculation, StepCosts
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart.recipes import FULL, MAX_NEW_TOKENS, rl_recipe
+from quartet.quickstart.recipes import FULL, rl_recipe
 from quartet.train.companion import Companion
 from quartet.trainers.medusa import MedusaTrainer
 from quartet.trainers.rl import RLTrainer
 
+ROOT = Path(__file__).resolve().parents[1]
 ALWAYS = StepCosts(plain=(1.0,), drafted=(0.1,))
 """By which it always pays to draft."""
-HEAD = "| tokens_per_step | drafts kept, by quarters | tokens per forward, last quarter | positions a step | seconds |"
+HEAD = "| tokens_per_step | drafts kept, by quarters | tokens per forward, by quarters | kl/ref | positions | seconds |"
 
 
-def trained_heads(quickstart: Path, out: Path, layers: int) -> Path:
-    """Of the SFT model, on its answers to the prompts of PPO."""
+def quickstart_task(quickstart: Path) -> RLRecipe:
+    data = quickstart / "data"
+    return rl_recipe(FULL, 0, quickstart, data / "prompts.jsonl", data / "prompts_held_out.jsonl")
+
+
+def story_task(model: Path) -> RLRecipe:
+    recipe = load_recipe("rl", ROOT / "recipes" / "story-medusa.yaml", [f"actor.model.path={model}"])
+    assert isinstance(recipe, RLRecipe)
+    return recipe
+
+
+def trained_heads(task: RLRecipe, out: Path, layers: int, samples: int) -> Path:
+    """Of the actor as it is before, on its answers to the task's prompts."""
     path = out / "heads"
     if not (path / "medusa").is_dir():
         recipe = MedusaRecipe(
             output_dir=str(path),
-            model=ModelConfig(path=str(quickstart / "sft" / "model")),
-            data=DataConfig(path=str(quickstart / "data" / "prompts.jsonl")),
-            sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS),
-            samples_per_prompt=8,
+            model=task.actor.model,
+            data=task.data,
+            sampling=SamplingConfig(max_new_tokens=task.rollout.sampling.max_new_tokens),
+            samples_per_prompt=samples,
             heads=HeadsConfig(layers=layers),
             train=TrainConfig(optim=OptimConfig(lr=1e-3)),
             epochs=2,
@@ -55,24 +71,24 @@ def trained_heads(quickstart: Path, out: Path, layers: int) -> Path:
 
 
 def run(
-    quickstart: Path, path: Path, heads: Path, budget: int, lr: float, actor_lr: float
+    task: RLRecipe, path: Path, heads: Path, budget: int, lr: float, actor_lr: float | None
 ) -> list[Mapping[str, float]]:
-    """The steps' metrics of one PPO run, with ``heads_s`` of the whole run in the first."""
+    """The steps' metrics of one run, with ``heads_s`` of the whole run in the first."""
     took = path.with_name(f"{path.name}.seconds")
     if not (path / "summary.json").is_file():
         learning = HeadTraining(tokens_per_step=budget, optim=OptimConfig(lr=lr)) if budget else None
-        speculation = MedusaSpeculation(path=str(heads), costs=ALWAYS, train=learning)
-        data = quickstart / "data"
-        recipe = rl_recipe(FULL, 0, quickstart, data / "prompts.jsonl", data / "prompts_held_out.jsonl")
-        rollout = recipe.rollout.model_copy(update={"speculation": speculation})
-        once = CheckpointConfig(every_steps=10**6, keep=1)
-        recipe = recipe.model_copy(
+        choose = "gumbel" if task.rollout.sampling.draw == "gumbel" else "top"
+        speculation = MedusaSpeculation(path=str(heads), choose=choose, costs=ALWAYS, train=learning)
+        actor = task.actor
+        if actor_lr is not None:
+            actor = actor.model_copy(update={"train": TrainConfig(optim=OptimConfig(lr=actor_lr))})
+        recipe = task.model_copy(
             update={
                 "output_dir": str(path),
-                "actor": recipe.actor.model_copy(update={"train": TrainConfig(optim=OptimConfig(lr=actor_lr))}),
-                "rollout": rollout,
+                "actor": actor,
+                "rollout": task.rollout.model_copy(update={"speculation": speculation}),
                 "evaluation": None,
-                "checkpoint": once,
+                "checkpoint": CheckpointConfig(every_steps=10**6, keep=1),
             }
         )
         seconds = [json.loads(took.read_text(encoding="utf-8"))] if took.is_file() else [0.0]
@@ -99,14 +115,16 @@ def timed(method: Any, seconds: list[float]) -> Any:
 def row(budget: int, steps: Sequence[Mapping[str, float]]) -> str:
     size = -(-len(steps) // 4)
     quarters = [steps[start : start + size] for start in range(0, len(steps), size)]
-    mean = partial(of_steps, "rollout/draft_acceptance")
-    tokens = of_steps("heads/tokens", steps)
+    kept, gained, moved = (
+        partial(of_steps, name) for name in ("rollout/draft_acceptance", "rollout/tokens_per_forward", "kl/ref")
+    )
     share = steps[0]["heads_s"] / sum(step["time/step_s"] for step in steps)
     cells = [
         str(budget) if budget else "heads stay",
-        " · ".join(f"{mean(quarter):.3f}" for quarter in quarters),
-        f"{of_steps('rollout/tokens_per_forward', quarters[-1]):.2f}",
-        f"{tokens:.0f}",
+        " · ".join(f"{kept(quarter):.3f}" for quarter in quarters),
+        " · ".join(f"{gained(quarter):.2f}" for quarter in quarters),
+        " · ".join(f"{moved(quarter):.2f}" for quarter in quarters),
+        f"{of_steps('heads/tokens', steps):.0f}",
         f"{100 * share:.1f} %",
     ]
     return f"| {' | '.join(cells)} |\n"
@@ -120,20 +138,24 @@ def of_steps(name: str, steps: Sequence[Mapping[str, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quickstart", type=Path, required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--quickstart", type=Path, help="directory of a quickstart")
+    which.add_argument("--stories", type=Path, help="directory of the model stories260K")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budgets", type=int, nargs="+", default=[0, 128, 512, 2048])
     parser.add_argument("--layers", type=int, default=2, help="of each head's residual block")
+    parser.add_argument("--samples", type=int, default=8, help="answers to each prompt that the heads learn from first")
     parser.add_argument("--lr", type=float, default=1e-3, help="of heads that learn along")
-    parser.add_argument("--actor-lr", type=float, default=3e-4, help="3e-4 is the quickstart's; more moves it further")
+    parser.add_argument("--actor-lr", type=float, help="in place of the task's: more moves the policy further")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    heads = trained_heads(arguments.quickstart, arguments.out, arguments.layers)
-    sys.stdout.write(f"{HEAD}\n|---|---|---|---|---|\n")
+    task = quickstart_task(arguments.quickstart) if arguments.quickstart else story_task(arguments.stories)
+    heads = trained_heads(task, arguments.out, arguments.layers, arguments.samples)
+    sys.stdout.write(f"{HEAD}\n|---|---|---|---|---|---|\n")
     for budget in arguments.budgets:
         path = arguments.out / f"budget_{budget}"
-        sys.stdout.write(row(budget, run(arguments.quickstart, path, heads, budget, arguments.lr, arguments.actor_lr)))
+        sys.stdout.write(row(budget, run(task, path, heads, budget, arguments.lr, arguments.actor_lr)))
         sys.stdout.flush()
 
 
