@@ -54,19 +54,16 @@ def alone(of_one: ranks.Case) -> dict[str, Any]:
     return ranks.trained(of_one)
 
 
-def three_of_eight() -> list[ranks.Case]:
-    """Of the meshes of eight ranks those that have every objective, each with one."""
-    names = ("ppo-actor", "dpo", "ppo-critic")
-    return [
-        case(name, mesh, token_budget=200, num_layers=1, deep=i == 1)
-        for i, (name, mesh) in enumerate(zip(names, EVERY_OBJECTIVE, strict=True))
-    ]
+OF_EIGHT = [
+    case(name, mesh, token_budget=200, num_layers=1)
+    for name, mesh in zip(("ppo-actor", "dpo", "ppo-critic"), EVERY_OBJECTIVE, strict=True)
+]
 
 
 @pytest.mark.parametrize("world", [2, 4, "three of 8", pytest.param(8, marks=pytest.mark.slow)])
 def test_every_mesh_trains_as_one_process(world: Any, tolerances: dict[torch.dtype, tuple[float, float]]) -> None:
     torch.set_num_threads(1)
-    cases = [of_mesh for of_mesh in all_cases() if of_mesh.world == world] or three_of_eight()
+    cases = [of_mesh for of_mesh in all_cases() if of_mesh.world == world] or OF_EIGHT
     first, *others = rank_forks.run_ranks(cases[0].world, ranks.all_trained, cases, limit_s=900)
     for of_mesh, found in first.items():
         ranks.check(of_mesh, found, alone(of_mesh.alone), *tolerances[torch.float64])

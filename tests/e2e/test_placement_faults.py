@@ -149,11 +149,7 @@ def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
     same_run(undisturbed, Path("disturbed"))
 
 
-@pytest.mark.parametrize(
-    "writing", [WRITING_AND_SAVING[1::2], pytest.param(WRITING_AND_SAVING, marks=pytest.mark.slow)], ids=["half", "all"]
-)
 def test_workers_killed_while_they_write_leave_nothing_half_written(
-    writing: list[Death],
     undisturbed: Path,
     world: Any,
     recipes: Any,
@@ -163,14 +159,14 @@ def test_workers_killed_while_they_write_leave_nothing_half_written(
     killer: Any,
 ) -> None:
     """Rollouts are written when the step is done again, and no share of a checkpoint is taken for a whole one."""
-    deaths, name = killer(writing), f"writing-{len(writing)}"
-    recipe = recipe_of(recipes, name, max_restarts=len(writing), **read_by_workers)
-    found = quartet("rl", world.recipe(name, recipe))
+    deaths = killer(WRITING_AND_SAVING)
+    recipe = recipe_of(recipes, "writing", max_restarts=len(WRITING_AND_SAVING), **read_by_workers)
+    found = quartet("rl", world.recipe("writing", recipe))
     assert found.status == 0, found.err
-    assert not deaths.left and deaths.pools == ["trained"] * len(writing)
-    assert not list(Path(name, "rollouts").glob("*.tmp"))
-    assert sorted(path.name for path in Path(name, "checkpoints").iterdir()) == ["step_00000004", "step_00000005"]
-    same_run(undisturbed, Path(name))
+    assert not deaths.left and deaths.pools == ["trained"] * 4
+    assert not list(Path("writing/rollouts").glob("*.tmp"))
+    assert sorted(path.name for path in Path("writing/checkpoints").iterdir()) == ["step_00000004", "step_00000005"]
+    same_run(undisturbed, Path("writing"))
 
 
 @pytest.mark.slow

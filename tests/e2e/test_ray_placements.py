@@ -32,7 +32,7 @@ def serial(read_by_workers: Any) -> dict[str, Any]:
     return {"steps": 3, "checkpoint": {"every_steps": 1}, **read_by_workers}
 
 
-@pytest.mark.parametrize("name", [pytest.param("separated", marks=pytest.mark.slow), "full_offload", "pipelined"])
+@pytest.mark.parametrize("name", PLACEMENTS)
 def test_workers_train_the_same_model(
     name: str,
     ray_cluster: Any,

@@ -44,16 +44,12 @@ def uninterrupted(world_of_session: Any, processes: Any, recipes: Any) -> dict[s
     return found
 
 
-# Each algorithm and each moment once; the others are slow.
 @pytest.mark.parametrize(
     ("name", "kill"),
     [
-        ("dapo", ("decode", 25)),
-        ("remax", ("update", 6)),
-        ("dapo", ("log", 4)),
-        pytest.param("remax", ("decode", 25), marks=pytest.mark.slow),
-        pytest.param("dapo", ("update", 6), marks=pytest.mark.slow),
-        pytest.param("remax", ("log", 4), marks=pytest.mark.slow),
+        pytest.param(name, kill, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, name in enumerate(ALGORITHMS)
+        for j, kill in enumerate([("decode", 25), ("update", 6), ("log", 4)])
     ],
     ids=str,
 )

@@ -245,7 +245,7 @@ def test_states_with_adapters_are_accounted_for(bench: Modules, options: Any) ->
     assert "all weights" in bench.lora.state_table([whole, adapters]) + bench.lora.time_table([whole, adapters])
 
 
-@pytest.mark.parametrize("job", ["dpo", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("job", ["dpo", "reward"])
 def test_native_preference_steps_compute_a_prompt_once(bench: Modules, options: Any, job: str) -> None:
     rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
     part = bench.preference.measure(f"tiny/{job}/256", "fp32", options, rates)

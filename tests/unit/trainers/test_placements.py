@@ -37,7 +37,7 @@ from quartet.trainers.run import TrainResult
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
 BIG = 10**9
 KEPT = LogConfig(tensorboard=False, rollouts_every=1)
-EACH_STEP = CheckpointConfig(every_steps=1)
+SAVED = CheckpointConfig(every_steps=1)
 ROLES = ["actor", "critic", "reference", "reward", "rollout"]
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "separated": {"type": "separated", **{role: {} for role in ROLES}},
@@ -225,25 +225,25 @@ def test_adapters_and_an_interrupted_run_under_a_budget(name: str, run: Any, sha
     changes = {"actor": ActorConfig(train=TrainConfig(token_budget=512, lora=LoRAConfig(rank=2, alpha=4.0)))}
     serial, _ = shared_run("adapters", **changes)
     placement = budgeted(PLACEMENTS[name], tight())
-    _, path = run(name, placement, checkpoint=EACH_STEP, **changes)
+    _, path = run(name, placement, checkpoint=SAVED, **changes)
     shutil.rmtree(path / "checkpoints" / "step_00000003")
-    resumed, _ = run(name, placement, resume=True, checkpoint=EACH_STEP, **changes)
+    resumed, _ = run(name, placement, resume=True, checkpoint=SAVED, **changes)
     assert same(serial, weights(resumed))
 
 
 def test_a_run_is_resumed_under_another_placement(run: Any, tight: Any) -> None:
-    uninterrupted, path = run("moved", checkpoint=EACH_STEP)
+    uninterrupted, path = run("moved", checkpoint=SAVED)
     shutil.rmtree(path / "checkpoints" / "step_00000003")
-    resumed, _ = run("moved", budgeted(PLACEMENTS["full_offload"], tight()), resume=True, checkpoint=EACH_STEP)
+    resumed, _ = run("moved", budgeted(PLACEMENTS["full_offload"], tight()), resume=True, checkpoint=SAVED)
     assert same(weights(uninterrupted), weights(resumed))
 
 
 def test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache(run: Any) -> None:
     """The canary asks for the first prompt alone; the next step reads it, and a resumed one computes it with others."""
     prompts = ["3=", "4=", "12+34=", "5="]
-    uninterrupted, path = run("killed", prompts=prompts, checkpoint=EACH_STEP)
+    uninterrupted, path = run("killed", prompts=prompts, checkpoint=SAVED)
     shutil.rmtree(path / "checkpoints" / "step_00000003")
-    resumed, _ = run("killed", resume=True, prompts=prompts, checkpoint=EACH_STEP)
+    resumed, _ = run("killed", resume=True, prompts=prompts, checkpoint=SAVED)
     assert same(weights(uninterrupted), weights(resumed))
 
 
@@ -256,11 +256,7 @@ def test_an_asynchronous_run_is_not_resumed_as_another(run: Any) -> None:
 
 
 def test_a_journal_is_followed_from_the_first_step_only(run: Any) -> None:
-    changes = {
-        "algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.0)),
-        "steps": 2,
-        "checkpoint": EACH_STEP,
-    }
+    changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.0)), "steps": 2, "checkpoint": SAVED}
     placement = {
         "type": "asynchronous",
         "pools": {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reward"]}},
@@ -311,8 +307,11 @@ def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, ru
 
 def test_a_resumed_run_trains_on_the_groups_that_were_ahead(run: Any) -> None:
     """Killed after a step whose checkpoint holds the next step's groups, some of which were being scored."""
-    changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.05)), "log": KEPT}
-    changes["checkpoint"] = EACH_STEP
+    changes = {
+        "algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.05)),
+        "log": KEPT,
+        "checkpoint": SAVED,
+    }
     pools = {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reference", "reward"]}}
     placement = {"type": "asynchronous", "max_staleness": 1, "pools": pools}
     _, path = run("run", placement, **changes)
