@@ -5,8 +5,8 @@
     python benchmarks/companion_heads.py --stories stories260K --out runs/companion-stories
 
 Trains heads for the model on its own answers, then runs the task once per budget (0: the heads stay), drafting at every
-step, whether it pays or not: the quickstart's PPO on its SFT model, or ``recipes/story-medusa.yaml`` (GRPO) on the real
-story model. Prints one Markdown table: acceptance in quarters of the run, how far the policy has moved, positions
+step, whether it pays or not: the quickstart's PPO on its SFT model, or ``recipes/story-grpo.yaml`` on the real story
+model, with overrides (``STORIES``) by which it moves further. Prints one Markdown table: acceptance in quarters of the run, how far the policy has moved, positions
 learned from, and the heads' seconds as a share of those of the steps. Runs that are done are only read, those that
 broke off go on.
 """
@@ -38,6 +38,7 @@ from quartet.trainers.rl import RLTrainer
 ROOT = Path(__file__).resolve().parents[1]
 ALWAYS = StepCosts(plain=(1.0,), drafted=(0.1,))
 """By which it always pays to draft."""
+STORIES = ("actor.train.optim.lr=3e-4", "algorithm.kl.coef=0.005", "rollout.sampling.draw=gumbel", "prompts_per_step=16")
 HEAD = "| tokens_per_step | drafts kept, by quarters | tokens per forward, by quarters | kl/ref | positions | seconds |"
 
 
@@ -47,7 +48,7 @@ def quickstart_task(quickstart: Path) -> RLRecipe:
 
 
 def story_task(model: Path) -> RLRecipe:
-    recipe = load_recipe("rl", ROOT / "recipes" / "story-medusa.yaml", [f"actor.model.path={model}"])
+    recipe = load_recipe("rl", ROOT / "recipes" / "story-grpo.yaml", [f"actor.model.path={model}", *STORIES])
     assert isinstance(recipe, RLRecipe)
     return recipe
 

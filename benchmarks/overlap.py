@@ -1,12 +1,13 @@
-"""What overlap is worth: the figures of a published study, and placements side by side.
+"""What overlap is worth: the figures of a published study, placements side by side, and what heads that learn add.
 
-    python benchmarks/overlap.py [--parts study placements] [--repeats 2] [--ray] [--no-real]
+    python benchmarks/overlap.py [--parts study placements heads] [--repeats 2] [--ray] [--no-real]
 
 Nothing here computes: models and the engine take the seconds of a cost model; all that schedules them is the product's
 own. *study*: the stage times of a published study (256 samples, 16 GPUs), whose serial runs take 1376, 456 and 432 s
 and whose overlapped one 295 s, on the virtual clock and, 100 times faster, on the real one. *placements*: every
 placement on 16 GPUs, with stages that a pool's GPUs divide among them and with stages that take the same time on any
-pool. Ends with an error where a figure is off.
+pool. *heads*: the seconds that Medusa heads which learn along add to a step, beside a critic that trains as long as the
+actor and one that trains longer. Ends with an error where a figure is off.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common import arguments, markdown, write_results
 from pydantic import TypeAdapter
 
 from quartet.cluster import BROADCAST, ResourcePool, Worker, WorkerGroup, connect, dispatch
-from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, resolve
+from quartet.config.placement import HEADS, PlacementConfig, ResolvedPlacement, Role, resolve
 from quartet.schedule.clock import run_virtual
 from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
 from quartet.schedule.critical_path import critical_path, iteration_causes, seconds_on_path
@@ -31,7 +32,10 @@ from quartet.schedule.leases import LeaseMode
 from quartet.schedule.simulation import Simulation, SimulationResult, Sleep, sleep_here
 
 SAMPLES, GPUS, CHUNK = 256, 16, 32
-KINDS: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout")}
+KINDS: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout", HEADS)}
+HEADS_S, CRITICS = 5.0, (1.0, 1.5)
+"""Seconds of the heads in a step, on any pool: the share of a step that is measured (docs/medusa.md). Seconds of the
+critic's training, of the actor's."""
 REAL_SPEED = 100
 """How many times faster than the study the real clock's workers sleep."""
 
@@ -261,7 +265,8 @@ def on_devices(costs: CostModel, placement: ResolvedPlacement, *, divides: bool)
         return placement.pool(placement.pool_of[role]).num_processes
 
     def share(role: str) -> float:
-        return GPUS / processes(role) if divides else 1.0
+        # Every process makes the heads' whole update.
+        return GPUS / processes(role) if divides and role != HEADS else 1.0
 
     def stages(given: Sequence[StageCost]) -> tuple[StageCost, ...]:
         return tuple(replace(stage, cost=stage.cost.times(share(stage.role))) for stage in given)
@@ -277,15 +282,36 @@ def on_devices(costs: CostModel, placement: ResolvedPlacement, *, divides: bool)
     )
 
 
+def added_by_heads(name: str, *, critic: float = 1.0) -> dict[str, float]:
+    """Seconds of a step without and with heads, and those of the heads on its critical path.
+
+    Args:
+        critic: seconds of its training, of the actor's.
+    """
+    costs = replace(LESS_MEMORY, critic=critic * LESS_MEMORY.actor).costs()
+    beside = replace(costs, learning=(*costs.learning, StageCost("train_heads", HEADS, Cost(HEADS_S))))
+    without, found = (steady(name, divides=True, costs=of) for of in (costs, beside))
+    return {"without_s": without["step_s"], "step_s": found["step_s"], "on_path_s": found["path"].get("train_heads", 0)}
+
+
+def heads_table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    rows = []
+    for name, found in results.items():
+        cells = [[f"{of['without_s']:.1f} → {of['step_s']:.1f}", f"{of['on_path_s']:.1f}"] for of in found]
+        rows.append([f"`{name}`", *cells[0], *cells[1]])
+    of_critic = [[f"s/step, critic {critic:g} × the actor", "heads on the path, s"] for critic in CRITICS]
+    return markdown(["placement", *of_critic[0], *of_critic[1]], rows)
+
+
 def side_by_side(name: str) -> dict[str, Any]:
     """Figures of one placement where stages divide over devices, and the seconds of a step where they do not."""
     return {**steady(name, divides=True), "undivided_s": steady(name, divides=False)["step_s"]}
 
 
-def steady(name: str, *, divides: bool, steps: int = 6) -> dict[str, Any]:
+def steady(name: str, *, divides: bool, steps: int = 6, costs: CostModel | None = None) -> dict[str, Any]:
     """Figures once iterations repeat: the first is left out."""
     placement = placed(PLACEMENTS[name])
-    costs = on_devices(LESS_MEMORY.costs(), placement, divides=divides)
+    costs = on_devices(costs or LESS_MEMORY.costs(), placement, divides=divides)
     outcome = simulated(costs, placement, steps)
     began_s, ended_s, num = outcome.ended_s[0], outcome.ended_s[-1], steps - 1
     # What runs ahead of the last step when it ends is no part of it.
@@ -331,7 +357,7 @@ def placements_table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__, repeats=2)
-    parser.add_argument("--parts", nargs="+", default=["study", "placements"])
+    parser.add_argument("--parts", nargs="+", default=["study", "placements", "heads"])
     parser.add_argument("--ray", action="store_true", help="also with workers that are Ray processes, one per pool")
     parser.add_argument("--no-real", action="store_true", help="the virtual clock only")
     args = parser.parse_args()
@@ -348,6 +374,9 @@ def main() -> None:
     if "placements" in args.parts:
         results["placements"] = {name: side_by_side(name) for name in PLACEMENTS}
         print(placements_table(results["placements"]), end="\n\n")
+    if "heads" in args.parts:
+        results["heads"] = {name: [added_by_heads(name, critic=of) for of in CRITICS] for name in PLACEMENTS}
+        print(heads_table(results["heads"]), end="\n\n")
     write_results(args, results)
     if complaints:
         sys.exit("\n".join(complaints))

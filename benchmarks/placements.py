@@ -1,17 +1,19 @@
 """Real PPO on tiny models under every placement: seconds per stage, overlap, samples per second, side by side.
 
-    python benchmarks/placements.py [--parts placements judge ahead] [--steps 5] [--json FILE]
+    python benchmarks/placements.py [--parts placements judge ahead heads] [--steps 5] [--json FILE]
 
 ``placements``: one process with all threads against roles in Ray workers of one thread each, on the same cores. Steps
 after the first are measured, and the final weights compared with those of the run without a placement.
 ``judge``: the reward waits for somebody else, one request at a time; ``full_offload`` begins to score when the step's
 generation has ended, ``pipelined`` chunk by chunk.
 ``ahead``: the same judge under ``asynchronous``, whose coming chunks are judged while the actor trains.
+``heads``: Medusa heads that learn along with the actor, in one process and while a larger critic trains in another.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import subprocess
@@ -24,8 +26,10 @@ import torch
 from common import arguments, markdown, model_config, write_results
 from safetensors.torch import load_file
 
+from quartet.observe.spans import overlap_seconds, read_spans
+
 BIG = 10**12
-PARTS = ("placements", "judge", "ahead")
+PARTS = ("placements", "judge", "ahead", "heads")
 PROMPTS, RESPONSES, LONGEST, CHUNK = 16, 2, 64, 4
 ONE_THREAD = {"type": "ray", "cpus_per_process": 0.1}
 PLACEMENTS: dict[str, dict[str, Any] | None] = {
@@ -50,6 +54,7 @@ PLACEMENTS: dict[str, dict[str, Any] | None] = {
     },
 }
 STAGES = ("generate", "reward", "ref_logprobs", "old_logprobs", "values", "train_actor", "train_critic", "publish")
+LEARNING = ("train_critic", "train_actor", "train_heads", "publish")
 NAMES = {"reward": "reward/reward", "judge": "reward_score"}
 """Stages whose spans have another name."""
 JUDGE = '''
@@ -109,7 +114,9 @@ def prepare(folder: Path) -> None:
     """A random model of the size that other benchmarks call tiny, and a reward model, with the quickstart's prompts."""
     from transformers import Qwen2ForCausalLM
 
-    from quartet.models.loading import scalar_model_from
+    from quartet.models.loading import load_causal_lm, scalar_model_from
+    from quartet.models.medusa import MedusaHeads
+    from quartet.models.packed_model import PackedCausalLM
     from quartet.quickstart import task
     from quartet.quickstart.tokenizer import build_tokenizer
 
@@ -119,9 +126,13 @@ def prepare(folder: Path) -> None:
     config.bos_token_id, config.pad_token_id = None, tokenizer.pad_token_id
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
-    for name, saved in (("tiny", model), ("reward", scalar_model_from(model, seed=1))):
+    larger = copy.deepcopy(config)
+    larger.num_hidden_layers, larger.layer_types = 2 * config.num_hidden_layers, 2 * config.layer_types
+    critic = scalar_model_from(Qwen2ForCausalLM(larger), seed=2)
+    for name, saved in (("tiny", model), ("reward", scalar_model_from(model, seed=1)), ("critic", critic)):
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    MedusaHeads(PackedCausalLM(load_causal_lm(str(folder / "tiny"))), 3).save(folder / "heads")
     rows = [json.dumps({"prompt": prompt}) for prompt in task.toy_prompts(0, 64)]
     (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
 
@@ -227,6 +238,28 @@ def ahead(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"judge_s": args.judge_s, "step_s": found.pop("step"), "stages": found, "sum_s": sum(found.values())}
 
 
+def heads(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the stages of learning, those in which heads and critic train at once, and whether the weights, with
+    those of the heads, are the same in one process with one thread as on two pools."""
+    costs = {"plain": [1.0], "drafted": [1.0, 1.1, 1.2, 1.4, 1.8]}
+    speculation = {"type": "medusa", "path": str(folder / "heads"), "costs": costs, "train": {}}
+    changes = {
+        "rollout": {"sampling": {"max_new_tokens": LONGEST}, "speculation": speculation},
+        "critic": {"path": str(folder / "critic"), "train": {"optim": {"lr": 2e-5}}},
+    }
+    found: dict[str, Any] = {}
+    weights = []
+    for name in ("none", "pipelined"):
+        recipe = recipe_of(folder, name, args.steps, 1, **changes)
+        rows, path = run(folder, f"heads-{name}", recipe), Path(recipe["output_dir"])
+        weights.append({**final_weights(recipe), **load_file(path / "medusa" / "model.safetensors")})
+        found[name] = {stage: median(rows, f"time/{stage}_s") for stage in ("step", *LEARNING)}
+        spans = [span for span in read_spans(path / "spans.jsonl") if span.step]  # the first step is 0
+        found[name]["overlap"] = overlap_seconds(spans, "train_heads", "train_critic") / (args.steps - 1)
+    found["same_weights"] = all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    return found
+
+
 def placements_table(found: list[dict[str, Any]]) -> str:
     head = [
         "placement",
@@ -272,7 +305,7 @@ def main() -> None:
         if "placements" in args.parts:
             results["placements"] = placements(folder, args)
             print(placements_table(results["placements"]))
-        for part, measure in (("judge", judge), ("ahead", ahead)):
+        for part, measure in (("judge", judge), ("ahead", ahead), ("heads", heads)):
             if part in args.parts:
                 results[part] = measure(folder, args)
                 print(json.dumps(results[part], indent=1))

@@ -31,7 +31,7 @@ from quartet.config.preference import PreferenceLossConfig
 from quartet.config.recipe import RECIPES, LogConfig, SFTRecipe
 from quartet.config.schema import members, tags
 from quartet.config.yamls import parse_yaml
-from quartet.models.loading import save_step_separator
+from quartet.models.loading import load_causal_lm, save_step_separator
 from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
@@ -156,9 +156,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("runs/reward-model/model", "runs/process-reward/model"):
         _model(Qwen2ForSequenceClassification, tokenizer, num_labels=1).save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
-    save_step_separator("\n\n", path / "runs/process-reward/model")
-    packed = PackedCausalLM(Qwen2ForCausalLM.from_pretrained(path / "DIR"))
+    packed = PackedCausalLM(load_causal_lm(str(path / "runs/sft/model")))
     MedusaHeads(packed, 3).save(path / "runs/medusa/medusa")
+    packed.release()
+    save_step_separator("\n\n", path / "runs/process-reward/model")
     for name, rows in _rows().items():
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

@@ -68,7 +68,9 @@ def test_the_page_shows_what_the_benchmark_finds(overlap: Any) -> None:
     """Virtual seconds are the same on every machine, so the page's tables must be, too."""
     page = PAGE.read_text(encoding="utf-8")
     table = overlap.placements_table({name: overlap.side_by_side(name) for name in overlap.PLACEMENTS})
-    assert table in page, "run `python benchmarks/overlap.py` and put its table into docs/placements.md"
+    added = {name: [overlap.added_by_heads(name, critic=of) for of in overlap.CRITICS] for name in overlap.PLACEMENTS}
+    for one in (table, overlap.heads_table(added)):
+        assert one in page, "run `python benchmarks/overlap.py` and put its tables into docs/placements.md"
     for case in overlap.CASES:
         assert f"| {case.name} |" in page and f"| {overlap.study(case, real_runs=0)['virtual_s']:.1f} |" in page
 

@@ -159,7 +159,7 @@ class Simulation:
             trainer=self._timed("actor", "canary", self._models["actor"], lambda *args: 0.0),
             update_engine_weights=self._update_engine_weights,
             shares_actor=False,
-            sends=("actor", HEADS) if HEADS in self.placement.pool_of else ("actor",),
+            sends=("actor", HEADS) if any(stage.role == HEADS for stage in self.costs.learning) else ("actor",),
             in_flight=self.placement.in_flight,
             max_running=max_running if runs_ahead else None,
             journal=self.journal,
