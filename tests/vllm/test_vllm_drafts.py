@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
@@ -205,3 +206,40 @@ def test_running_answers_go_on_with_new_heads(start: Callable[..., Any], stopped
             scores = drafting.model(ids).logits[0, len(requests[0].prompt_ids) - 1 : -1] / 0.3
         own = torch.log_softmax(scores, -1).gather(1, torch.tensor(completion.token_ids)[:, None])[begun:, 0]
         torch.testing.assert_close(own, torch.tensor(completion.logprobs)[begun:], atol=TOLERANCE, rtol=0)
+
+
+def test_heads_that_stay_beside_adapters(
+    start: Callable[..., Any], save_model: Any, stopped: list[Any], tmp_path: Path
+) -> None:
+    """They read the adapted model's states; sleep does not forget what nobody sends again."""
+    path = save_model(tmp_path / "model", tied=False)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    heads_of(model, shared=True, layers=1).save(tmp_path / "heads")
+    base = {name: module.weight.detach() for name, module in model.named_modules() if name.endswith("q_proj")}
+    factors = {
+        f"{name}.lora_{factor}.default.weight": torch.zeros(shape)
+        for name, weight in base.items()
+        for factor, shape in (("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4)))
+    }
+    speculation = {"type": "medusa", "path": str(tmp_path / "heads"), "depth": DEPTH, "train": None}
+    sides = start(path=path, sent=factors, lora={"rank": 4, "alpha": 8.0}, speculation=speculation)
+    stopped.append(sides)
+    sides.heads = MedusaHeads.load(tmp_path / "heads", PackedCausalLM(model))
+
+    def add_products() -> None:
+        for name, weight in base.items():
+            a, b = (factors[f"{name}.lora_{factor}.default.weight"] for factor in "AB")
+            sides.model.get_submodule(name).weight.copy_(weight + 2.0 * b @ a)
+
+    sides.changed = add_products
+    for _ in range(2):
+        sides.change(0.1)
+        before = sides.router.stats()
+        requests = sides.requests(8, temperature=0.1, max_new_tokens=60)
+        completions = sides.generate(requests)
+        assert sides.error(completions, requests) < TOLERANCE
+        assert counted(before, sides.router.stats()) == expected(sides, requests, completions)
+        sides.router.pause()
+        sides.router.sleep(2)
+        sides.router.wake()
+        sides.router.resume()

@@ -282,9 +282,13 @@ class VLLMEngine:
 
     def stats(self) -> EngineStats:
         running, waiting = self._core.scheduler.get_request_counts()
-        counts = self._acceptance
-        depths = {"drafted_by_depth": tuple(counts.drafted), "kept_by_depth": tuple(counts.kept)}
-        return replace(self._stats, num_running=running, num_waiting=waiting, **depths)
+        return replace(
+            self._stats,
+            drafted_by_depth=tuple(self._acceptance.drafted),
+            kept_by_depth=tuple(self._acceptance.kept),
+            num_running=running,
+            num_waiting=waiting,
+        )
 
 
 def _check_contents(request: Request) -> None:

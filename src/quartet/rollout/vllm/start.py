@@ -116,6 +116,8 @@ def _set_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # Workers that are killed as they end leave shared memory: on a busy machine vLLM's 5 s are too few.
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
+    # The other runner, which vLLM takes where there is Triton, keeps its requests where the sampler does not look.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if "OMP_NUM_THREADS" in os.environ:
         # Else every engine of a machine binds its threads to the same cores.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
