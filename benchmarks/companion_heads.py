@@ -38,7 +38,12 @@ from quartet.trainers.rl import RLTrainer
 ROOT = Path(__file__).resolve().parents[1]
 ALWAYS = StepCosts(plain=(1.0,), drafted=(0.1,))
 """By which it always pays to draft."""
-STORIES = ("actor.train.optim.lr=3e-4", "algorithm.kl.coef=0.005", "rollout.sampling.draw=gumbel", "prompts_per_step=16")
+STORIES = (
+    "actor.train.optim.lr=3e-4",
+    "algorithm.kl.coef=0.005",
+    "rollout.sampling.draw=gumbel",
+    "prompts_per_step=16",
+)
 HEAD = "| tokens_per_step | drafts kept, by quarters | tokens per forward, by quarters | kl/ref | positions | seconds |"
 
 

@@ -1,4 +1,4 @@
-"""Speculation: what proposes tokens that a forward of the native engine verifies several of; a class per ``type``."""
+"""Speculation: what proposes tokens of which one forward of the engine verifies several; a class per ``type``."""
 
 from __future__ import annotations
 
