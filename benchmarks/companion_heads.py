@@ -6,9 +6,9 @@
 
 Trains heads for the model on its own answers, then runs the task once per budget (0: the heads stay), drafting at every
 step, whether it pays or not: the quickstart's PPO on its SFT model, or ``recipes/story-grpo.yaml`` on the real story
-model, with overrides (``STORIES``) by which it moves further. Prints one Markdown table: acceptance in quarters of the run, how far the policy has moved, positions
-learned from, and the heads' seconds as a share of those of the steps. Runs that are done are only read, those that
-broke off go on.
+model, with overrides (``STORIES``) by which it moves further. Prints one Markdown table: acceptance in quarters of the
+run, how far the policy has moved, positions learned from, and the heads' seconds as a share of those of the steps. Runs
+that are done are only read, those that broke off go on.
 """
 
 from __future__ import annotations
