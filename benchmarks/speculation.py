@@ -195,10 +195,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--tokens", type=int, default=128, help="of each answer in the table by rows")
     parser.add_argument(
-        "--rollout", type=int, default=64, help="answers of the whole rollout, four to a prompt; 0: none"
+        "--rollout", type=int, default=32, help="answers of the whole rollout, four to a prompt; 0: none"
     )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--draw", choices=("inverse", "gumbel"), default="gumbel")
@@ -217,9 +217,10 @@ def main() -> None:
     bandwidth = bytes_per_second()
     floor_s = num_bytes / bandwidth
     entropy = json.loads((arguments.model / "entropy.json").read_text(encoding="utf-8"))
+    machine = processor()
     sys.stdout.write(
-        f"{processor()}, {arguments.threads} threads; {num_bytes / 1e6:.0f} MB of weights, {bandwidth / 1e9:.1f} GB/s; "
-        f"entropy {entropy}; temperature {arguments.temperature}, draw {arguments.draw}\n"
+        f"{machine['name']}, {machine['units'][-1]}, {arguments.threads} threads; {num_bytes / 1e6:.0f} MB of weights, "
+        f"{bandwidth / 1e9:.1f} GB/s; entropy {entropy}; temperature {arguments.temperature}, draw {arguments.draw}\n"
     )
     for rows in arguments.rows:
         sides = sides_of(arguments.model, heads, sampling, rows)

@@ -29,6 +29,7 @@ def test_recipes_are_well(name: str, place: Path, quartet: Callable[..., Any], m
     found = of_recipes.COMMAND.search(of_recipes.TEXTS[name])
     short = (*of_recipes.SHORTER.get(name, ()), SHORT, "threads=1", f"output_dir=out/{name}")
     done = quartet("doctor", f"recipes/{name}.yaml", *shlex.split(found[3]), *short, "--json", "--max-new-tokens", "16")
+    assert done.out, done.err
     told = json.loads(done.out)
     assert done.status == 0 and told["failure"] == 0, told
     unwell = {one["name"] for one in told["findings"] if one["status"] != "ok"}
