@@ -58,7 +58,7 @@ def story_task(model: Path) -> RLRecipe:
     return recipe
 
 
-def trained_heads(task: RLRecipe, out: Path, layers: int, samples: int) -> Path:
+def trained_heads(task: RLRecipe, out: Path, layers: int, samples: int, epochs: int) -> Path:
     """Of the actor as it is before, on its answers to the task's prompts."""
     path = out / "heads"
     if not (path / "medusa").is_dir():
@@ -70,7 +70,7 @@ def trained_heads(task: RLRecipe, out: Path, layers: int, samples: int) -> Path:
             samples_per_prompt=samples,
             heads=HeadsConfig(layers=layers),
             train=TrainConfig(optim=OptimConfig(lr=1e-3)),
-            epochs=2,
+            epochs=epochs,
         )
         MedusaTrainer(recipe).train()
     return path / "medusa"
@@ -151,13 +151,14 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[0, 128, 512, 2048])
     parser.add_argument("--layers", type=int, default=2, help="of each head's residual block")
     parser.add_argument("--samples", type=int, default=8, help="answers to each prompt that the heads learn from first")
+    parser.add_argument("--epochs", type=int, default=2, help="over these answers")
     parser.add_argument("--lr", type=float, default=1e-3, help="of heads that learn along")
     parser.add_argument("--actor-lr", type=float, help="in place of the task's: more moves the policy further")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     task = quickstart_task(arguments.quickstart) if arguments.quickstart else story_task(arguments.stories)
-    heads = trained_heads(task, arguments.out, arguments.layers, arguments.samples)
+    heads = trained_heads(task, arguments.out, arguments.layers, arguments.samples, arguments.epochs)
     sys.stdout.write(f"{HEAD}\n|---|---|---|---|---|---|\n")
     for budget in arguments.budgets:
         path = arguments.out / f"budget_{budget}"

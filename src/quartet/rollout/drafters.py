@@ -58,8 +58,11 @@ class HeadDrafter:
     @torch.no_grad()
     def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> list[list[int]]:
         depths, ranks = [self.tree.depths[node] - 1 for node in nodes], [self._ranks[node] for node in nodes]
-        depth, num = 1 + max(depths), 1 + max(ranks)
+        depth = 1 + max(depths)
         flat = self._heads(torch.stack([r.hidden for r in running if r.hidden is not None]))[:, :depth].flatten(0, 1)
+        # Of a vocabulary with fewer tokens than ranks the last one has the ranks behind it, too.
+        num = min(1 + max(ranks), flat.shape[1])
+        ranks = [min(rank, num - 1) for rank in ranks]
         if self._choose == "top":
             tokens = largest(flat, num)
         else:

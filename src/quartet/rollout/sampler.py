@@ -283,7 +283,7 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 
 def largest(logits: Tensor, num: int) -> Tensor:
     """``[B, V] → [B, num]`` places of the largest, falling."""
-    return argmax(logits) if num == 1 else logits.topk(min(num, logits.shape[1])).indices
+    return argmax(logits) if num == 1 else logits.topk(num).indices
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -176,6 +176,17 @@ def test_cancellations_and_new_weights_under_way(
     assert {version for c in found.values() for version in c.versions} == {0, 7}
 
 
+@pytest.mark.parametrize("choose", ["top", "gumbel"])
+def test_a_tree_may_have_more_ranks_than_there_are_tokens(choose: Choice, tiny: Any, make_request: Make) -> None:
+    """One that has all tokens in its first place keeps one in every step."""
+    paths = [(rank,) for rank in range(tiny.packed.vocab_size + 3)]
+    engine = NativeEngine(
+        tiny.packed, speculator=Speculator(HeadDrafter(heads_of(tiny.packed, 1, 0.1), paths, choose), CHEAP)
+    )
+    run(engine, [make_request("r", length=4, max_new_tokens=9)])
+    assert (engine.stats().drafted_by_depth, engine.stats().kept_by_depth) == ((4,), (4,))
+
+
 class Knowing:
     """A head that knows the trunk's next distribution, and gives one that overlaps with it.
 
