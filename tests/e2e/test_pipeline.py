@@ -171,14 +171,14 @@ def test_eval_writes_answers_and_scores(world: Any, pipeline: Path, quartet: Any
             {"type": "model", "path": "runs/pipe/reward-model/model"},
         ],
         "sampling": {"max_new_tokens": 8},
-        "output_dir": "runs/eval",
+        "output_dir": "runs/pipe-eval",
     }
     outcome = quartet("eval", world.recipe("eval", recipe))
     assert outcome.status == 0, outcome.err
-    answers = [json.loads(line) for line in (world.path / "runs/eval/answers.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in (world.path / "runs/pipe-eval/answers.jsonl").read_text().splitlines()]
     assert len(answers) == 5
     assert all(answer["rewards"].keys() == {"exact_match", "reward_model"} for answer in answers)
-    metrics = json.loads((world.path / "runs/eval/summary.json").read_text())["stages"][0]["metrics"]
+    metrics = json.loads((world.path / "runs/pipe-eval/summary.json").read_text())["stages"][0]["metrics"]
     mean = sum(answer["rewards"]["reward_model"] for answer in answers) / 5
     assert metrics["eval/reward_model"] == pytest.approx(mean, rel=1e-5)
     assert "eval/exact_match" in metrics and "eval/truncated_frac" in metrics
@@ -205,11 +205,11 @@ def test_group_methods_learn_from_a_function_and_load_nothing_else(
     world: Any, quartet: Any, recipes: Any, metrics_of: Any, algorithm: str
 ) -> None:
     """No critic, no reference (KL 0), no reward model."""
-    recipe = recipes["rl"](algorithm, output_dir=f"runs/{algorithm}", steps=2, responses_per_prompt=4)
+    recipe = recipes["rl"](algorithm, output_dir=f"runs/pipe-{algorithm}", steps=2, responses_per_prompt=4)
     recipe["algorithm"]["kl"] = {"coef": 0.0}
     outcome = quartet("rl", world.recipe(algorithm, recipe))
     assert outcome.status == 0, outcome.err
-    run = world.path / "runs" / algorithm
+    run = world.path / "runs" / f"pipe-{algorithm}"
     assert not (run / "critic").exists() and (run / "model").is_dir()
     rows = metrics_of(run)
     assert not any(name.startswith(("critic/", "loss/value", "kl/")) for row in rows for name in row)

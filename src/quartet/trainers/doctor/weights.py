@@ -10,6 +10,7 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
+from quartet.config.placement import HEADS
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.offloadable import Offloadable
 from quartet.train.bit_flips import ModelPart
@@ -91,9 +92,16 @@ async def _check_sleep(run: ExaminedRun) -> Finding:
 
 
 async def _flip(run: ExaminedRun, part: ModelPart) -> int:
-    """Makes the actor's next version; returns the number of tensors that changed."""
-    async with run.attempt.leases.turn("actor", "train", "flip_bits", step=_version(run), writes="actor"):
-        return await run.roles.train_group("actor").call(TrainWorker.flip_bits, part)
+    """Makes the actor's next version, with heads that learn along as they are; returns the number of tensors that
+    changed.
+    """
+    leases, step = run.attempt.leases, _version(run)
+    async with leases.turn("actor", "train", "flip_bits", step=step, writes="actor"):
+        num = await run.roles.train_group("actor").call(TrainWorker.flip_bits, part)
+    if HEADS in run.attempt.rollout.sends:
+        async with leases.turn("actor", "forward", "flip_bits", step=step, reads={"actor": None}, writes=HEADS):
+            pass
+    return num
 
 
 def _version(run: ExaminedRun) -> int:
