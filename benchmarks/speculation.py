@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -49,7 +50,7 @@ def tree(depth: int, most: int) -> tuple[tuple[int, ...], ...]:
     return tuple(path for path in paths if math.prod(1 + rank for rank in path) <= most)
 
 
-def trained_heads(model: Path, data: Path, out: Path, sampling: SamplingConfig, prompts: int) -> Path:
+def trained_heads(model: Path, data: Path, out: Path, sampling: SamplingConfig, prompts: int, epochs: int) -> Path:
     """On the model's own answers to questions that it was trained on."""
     path = out / "heads"
     if not (path / "medusa").is_dir():
@@ -63,8 +64,9 @@ def trained_heads(model: Path, data: Path, out: Path, sampling: SamplingConfig, 
             sampling=sampling,
             heads=HeadsConfig(depth=DEPTH, layers=2),
             train=TrainConfig(optim=OptimConfig(lr=1e-3)),
-            epochs=2,
+            epochs=epochs,
         )
+        torch.set_num_threads(os.cpu_count() or 1)
         MedusaTrainer(recipe).train()
     return path / "medusa"
 
@@ -204,12 +206,14 @@ def main() -> None:
     parser.add_argument("--draw", choices=("inverse", "gumbel"), default="gumbel")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--train-prompts", type=int, default=3000, help="answered to train the heads")
+    parser.add_argument("--epochs", type=int, default=6, help="of the heads over these answers")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
     sampling = SamplingConfig(max_new_tokens=96, temperature=arguments.temperature, draw=arguments.draw)
-    heads = trained_heads(arguments.model, arguments.data, arguments.out, sampling, arguments.train_prompts)
+    asked = arguments.train_prompts, arguments.epochs
+    heads = trained_heads(arguments.model, arguments.data, arguments.out, sampling, *asked)
+    torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     held_out = rows_of(arguments.data, held_out=True)
     prompts = [tokenizer(row.question + "\n")["input_ids"] for row in held_out]

@@ -1,10 +1,12 @@
 """Trains a model of 28 M parameters on GSM8K, for measurements that random weights would tell nothing about.
 
-    python benchmarks/trained_model.py --data gsm8k_train.jsonl --out runs/trained [--threads 2] [--bf16]
+    python benchmarks/trained_model.py --data gsm8k_train.jsonl --out runs/trained [--rows 1200] [--threads 2] [--bf16]
 
 A byte-level BPE of 8192 tokens and a Llama of 8 layers; questions and answers are learned as text, pieces of 512
-tokens. Every tenth row is held out: the mean entropy of the model's next token and its cross-entropy on these rows are
-printed and written to ``entropy.json`` beside the model, of questions and answers apart.
+tokens. Every tenth row is held out. ``--rows`` takes the first of the others alone: learned many times they make a model
+as sure of itself as a much larger one, for a few minutes of training. The mean entropy of the model's next token and
+its cross-entropy are printed and written to ``entropy.json`` beside the model: in questions and in answers, of rows that
+were learned and of rows that were not.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-VOCAB, PIECE, PIECES_A_STEP, LR = 8192, 512, 8, 1.5e-3
+VOCAB, PIECE, PIECES_A_STEP, LR = 8192, 512, 2, 1e-3
 CONFIG = {
     "hidden_size": 512,
     "intermediate_size": 1376,
@@ -79,8 +81,8 @@ def train(model: LlamaForCausalLM, data: Tensor, num_tokens: int, seed: int, bf1
         if len(order) < PIECES_A_STEP:
             order = torch.cat([order, torch.randperm(len(data), generator=generator)])
         batch, order = data[order[:PIECES_A_STEP]], order[PIECES_A_STEP:]
-        # Linear to the highest rate within 20 steps, then half a cosine to a twentieth of it.
-        share = min(1.0, (step + 1) / 20) * (0.525 + 0.475 * math.cos(math.pi * step / num_steps))
+        # Linear to the highest rate within 100 steps, then half a cosine to a twentieth of it.
+        share = min(1.0, (step + 1) / 100) * (0.525 + 0.475 * math.cos(math.pi * step / num_steps))
         for group in optim.param_groups:
             group["lr"] = LR * share
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
@@ -89,7 +91,7 @@ def train(model: LlamaForCausalLM, data: Tensor, num_tokens: int, seed: int, bf1
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optim.step()
         optim.zero_grad(set_to_none=True)
-        if step % 10 == 0 or step == num_steps - 1:
+        if step % 50 == 0 or step == num_steps - 1:
             sys.stdout.write(f"step {step} of {num_steps}: loss {loss:.3f}, {time.perf_counter() - began:.0f} s\n")
             sys.stdout.flush()
 
@@ -117,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="rows of question and answer")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=int, help="learned, of those that are not held out; all without it")
     parser.add_argument("--tokens", type=int, default=1_600_000)
     parser.add_argument("--bf16", action="store_true", help="forward passes under autocast: quicker where it is native")
     parser.add_argument("--threads", type=int, default=2)
@@ -125,7 +128,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     torch.set_flush_denormal(True)  # vanishing probabilities would cost more than all others
-    learned = rows_of(arguments.data, held_out=False)
+    learned = rows_of(arguments.data, held_out=False)[: arguments.rows]
     trained_tokenizer(learned).save_pretrained(arguments.out)
     tokenizer = AutoTokenizer.from_pretrained(arguments.out)
     eos = tokenizer.eos_token_id
@@ -136,7 +139,8 @@ def main() -> None:
     sys.stdout.write(f"{num_parameters / 1e6:.1f} M parameters, {data.numel()} tokens of text\n")
     train(model, data, arguments.tokens, arguments.seed, arguments.bf16)
     model.eval().save_pretrained(arguments.out)
-    found = entropies(model, tokenizer, rows_of(arguments.data, held_out=True)[:200])
+    measured = {"learned": learned[:200], "held_out": rows_of(arguments.data, held_out=True)[:200]}
+    found = {name: entropies(model, tokenizer, rows) for name, rows in measured.items()}
     (arguments.out / "entropy.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
     sys.stdout.write(f"{json.dumps(found)}\n")
 
