@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -52,7 +51,7 @@ def tree(depth: int, most: int) -> tuple[tuple[int, ...], ...]:
 
 def trained_heads(model: Path, data: Path, out: Path, sampling: SamplingConfig, prompts: int, epochs: int) -> Path:
     """On the model's own answers to questions that it was trained on."""
-    path = out / "heads"
+    path = out / f"heads_{sampling.temperature:g}"
     if not (path / "medusa").is_dir():
         questions = out / "questions.jsonl"
         rows = rows_of(data, held_out=False)[:prompts]
@@ -63,10 +62,9 @@ def trained_heads(model: Path, data: Path, out: Path, sampling: SamplingConfig, 
             data=DataConfig(path=str(questions)),
             sampling=sampling,
             heads=HeadsConfig(depth=DEPTH, layers=2),
-            train=TrainConfig(optim=OptimConfig(lr=1e-3)),
+            train=TrainConfig(optim=OptimConfig(lr=1e-3, warmup_steps=10, schedule="cosine"), precision="bf16"),
             epochs=epochs,
         )
-        torch.set_num_threads(os.cpu_count() or 1)
         MedusaTrainer(recipe).train()
     return path / "medusa"
 
@@ -141,6 +139,21 @@ class Job:
         return made
 
 
+@torch.no_grad()
+def entropy_of_answers(model: Path, job: Job) -> float:
+    """Nats per token of the distributions that plain decoding draws from, a mean over its own answers."""
+    trunk = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    side = Side(NativeEngine(PackedCausalLM(trunk, "fp32"), max_running=len(job.prompts)))
+    requests, total, num = job.requests(0), 0.0, 0
+    for i, tokens in side.turn(requests).items():
+        prompt = requests[int(i)].prompt_ids
+        logits = trunk(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        logprobs = (logits / job.sampling.temperature).log_softmax(-1)
+        total -= float((logprobs.exp() * logprobs).sum())
+        num += len(tokens)
+    return total / num
+
+
 def bytes_per_second() -> float:
     """Of reading memory, by a sum over more than any cache holds."""
     numbers = torch.ones(64 * 2**20)
@@ -205,14 +218,17 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--draw", choices=("inverse", "gumbel"), default="gumbel")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--train-prompts", type=int, default=3000, help="answered to train the heads")
-    parser.add_argument("--epochs", type=int, default=6, help="of the heads over these answers")
+    parser.add_argument("--train-prompts", type=int, default=1200, help="answered to train the heads")
+    parser.add_argument("--epochs", type=int, default=3, help="of the heads over these answers")
+    parser.add_argument("--only-heads", action="store_true", help="train them, and measure another time")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     sampling = SamplingConfig(max_new_tokens=96, temperature=arguments.temperature, draw=arguments.draw)
     asked = arguments.train_prompts, arguments.epochs
     heads = trained_heads(arguments.model, arguments.data, arguments.out, sampling, *asked)
+    if arguments.only_heads:
+        return
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     held_out = rows_of(arguments.data, held_out=True)
@@ -222,9 +238,11 @@ def main() -> None:
     floor_s = num_bytes / bandwidth
     entropy = json.loads((arguments.model / "entropy.json").read_text(encoding="utf-8"))
     machine = processor()
+    sampled = Job(prompts[:32], [arguments.tokens] * 32, sampling)
     sys.stdout.write(
         f"{machine['name']}, {machine['units'][-1]}, {arguments.threads} threads; {num_bytes / 1e6:.0f} MB of weights, "
-        f"{bandwidth / 1e9:.1f} GB/s; entropy {entropy}; temperature {arguments.temperature}, draw {arguments.draw}\n"
+        f"{bandwidth / 1e9:.1f} GB/s; teacher-forced {entropy}; temperature {arguments.temperature:g}, of answers at which "
+        f"the entropy is {entropy_of_answers(arguments.model, sampled):.2f} nats a token; draw {arguments.draw}\n"
     )
     for rows in arguments.rows:
         sides = sides_of(arguments.model, heads, sampling, rows, forced=rows == arguments.rows[0])

@@ -99,13 +99,13 @@ class MedusaHeads(nn.Module):
                 own.load_state_dict(whole)
 
     @torch.no_grad()
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[B, D] → [B, K, V]`` logits in fp32 (fp64 stays), without gradients."""
+    def forward(self, hidden: Tensor, depth: int | None = None) -> Tensor:
+        """``[B, D] → [B, K, V]`` logits in fp32 (fp64 stays), without gradients; of the first ``depth`` heads or all."""
         with self.trunk.autocast():
-            states = torch.stack([block(hidden) for block in self.blocks])
+            states = torch.stack([block(hidden) for block in self.blocks[:depth]])
             if self.lm_heads is None:
-                # One product for all heads: the weight is read once.
-                logits = F.linear(states.flatten(0, 1), *self._head(0)).unflatten(0, states.shape[:2])
+                # One product for all heads, and in an engine's step by its own form of the weight.
+                logits = self.trunk.head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
             else:
                 logits = torch.stack([F.linear(x, *self._head(k)) for k, x in enumerate(states)])
         return self.trunk.scaled(logits).transpose(0, 1)

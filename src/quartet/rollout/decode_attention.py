@@ -320,7 +320,7 @@ class SpanAttention:
         grid = q.squeeze(0).transpose(0, 1)[self.spans.grid].unflatten(2, (num_kv, share))
         queries = grid.permute(0, 2, 3, 1, 4).flatten(2, 3)
         read = slice(0, num_rows), slice(None), slice(0, self._num_keys)
-        out, lse = plain_attention(queries, keys[read], values[read], self._slot_mask(rule.window, share), rule)
+        out, lse = span_attention(queries, keys[read], values[read], self._slot_mask(rule.window, share), rule)
         if self.rows.shared is not None:
             out = join(out, lse, *self._read_shared(layer, queries, out, self.rows.shared, rule))
         by_token = out.unflatten(2, (share, most)).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
@@ -351,17 +351,32 @@ class SpanAttention:
         """``queries [B, Hk, n k, D]`` → each row's part of the block it reads, with log-sum-exps ``[B, Hk, n k]``."""
         out = torch.zeros_like(like)
         lse = torch.full(like.shape[:-1], float("-inf"), dtype=like.dtype, device=like.device)
-        share = queries.shape[2] // self.spans.grid.shape[1]
+        num_rows, share = queries.shape[2], queries.shape[2] // self.spans.grid.shape[1]
         for block, first, stop in shared.blocks:
             readers = shared.order[first:stop]
             mask = None
             if rule.window is not None:
                 positions = self.spans.positions[self.spans.grid[readers]].unsqueeze(-1)
                 far = positions - torch.arange(len(block), device=positions.device) >= rule.window
-                mask = _additive(far).repeat(1, share, 1).unsqueeze(1)
+                mask = _additive(far).repeat(1, share, 1).flatten(0, 1)
+            # All readers are query rows of one call.
+            stacked = queries[readers].transpose(0, 1).flatten(1, 2).unsqueeze(0)
             keys, values = block.keys[layer].unsqueeze(0), block.values[layer].unsqueeze(0)
-            out[readers], lse[readers] = plain_attention(queries[readers], keys, values, mask, rule)
+            part, part_lse = span_attention(stacked, keys, values, mask, rule)
+            out[readers] = part.squeeze(0).unflatten(1, (-1, num_rows)).transpose(0, 1)
+            lse[readers] = part_lse.squeeze(0).unflatten(1, (-1, num_rows)).transpose(0, 1)
         return out, lse
+
+
+def span_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    """As ``partial_attention``, in fp32 at least; rows that see nothing get zeros and -inf."""
+    if q.dtype != torch.float32 or not has_kernel(q, v, rule):
+        return plain_attention(q, k, v, mask, rule)
+    out, lse = partial_attention(q, k, v, mask, rule)
+    if mask is None:
+        return out, lse
+    # The kernel gives rows that see nothing a log-sum-exp of 0.
+    return out, lse.masked_fill(mask.amax(-1) == float("-inf"), float("-inf"))
 
 
 def _additive(hidden: Tensor) -> Tensor:

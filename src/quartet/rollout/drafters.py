@@ -32,7 +32,8 @@ class HeadDrafter:
     """Tokens from each head's distribution: the likeliest, or those that the request itself would draw there first.
 
     Args:
-        heads: hidden states ``[B, D]`` to logits ``[B, K, V]``; that of depth 1 are of the token after the newest.
+        heads: hidden states ``[B, D]`` and a depth K to logits ``[B, K, V]``; those of depth 1 are of the token after the
+            newest.
         paths: a draft's nodes by ranks among the heads' tokens (``draft_tree.branching``).
         learned: weights of the heads that a trainer sends, named.
     """
@@ -41,7 +42,7 @@ class HeadDrafter:
 
     def __init__(
         self,
-        heads: Callable[[Tensor], Tensor],
+        heads: Callable[[Tensor, int], Tensor],
         paths: Sequence[Sequence[int]],
         choose: Choice = "top",
         learned: Sequence[tuple[str, Tensor]] = (),
@@ -59,7 +60,7 @@ class HeadDrafter:
     def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> list[list[int]]:
         depths, ranks = [self.tree.depths[node] - 1 for node in nodes], [self._ranks[node] for node in nodes]
         depth = 1 + max(depths)
-        flat = self._heads(torch.stack([r.hidden for r in running if r.hidden is not None]))[:, :depth].flatten(0, 1)
+        flat = self._heads(torch.stack([r.hidden for r in running if r.hidden is not None]), depth).flatten(0, 1)
         # Of a vocabulary with fewer tokens than ranks the last one has the ranks behind it, too.
         num = min(1 + max(ranks), flat.shape[1])
         ranks = [min(rank, num - 1) for rank in ranks]

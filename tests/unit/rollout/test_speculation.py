@@ -30,13 +30,13 @@ CHAIN = [(0,), (0, 0), (0, 0, 0)]
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1)]
 
 
-def heads_of(packed: PackedCausalLM, depth: int, noise: float) -> Callable[[Tensor], Tensor]:
+def heads_of(packed: PackedCausalLM, depth: int, noise: float) -> Callable[[Tensor, int], Tensor]:
     """Heads whose distributions overlap with the trunk's next token: right for some tokens, wrong for others."""
     generator = torch.Generator().manual_seed(0)
     shift = torch.randn(depth, packed.vocab_size, generator=generator) * noise
 
-    def heads(hidden: Tensor) -> Tensor:
-        return packed.logits(hidden).unsqueeze(1) + shift
+    def heads(hidden: Tensor, depth: int) -> Tensor:
+        return packed.logits(hidden).unsqueeze(1) + shift[:depth]
 
     return heads
 
@@ -201,7 +201,7 @@ class Knowing:
         self.tiny, self.distances = tiny, list[float]()
         self._shift = torch.randn(97, generator=torch.Generator().manual_seed(1)) * 0.8
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, depth: int) -> Tensor:
         sequences = [[*r.request.prompt_ids, *r.token_ids] for r in self.engine.running]
         longest = max(map(len, sequences))
         padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in sequences])
