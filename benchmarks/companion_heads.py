@@ -1,8 +1,9 @@
-"""Drafts of Medusa heads while RL moves their trunk: heads that stay, and heads that learn along, by token budget.
+r"""Drafts of Medusa heads while RL moves their trunk: heads that stay, and heads that learn along, by token budget.
 
     quartet quickstart --out runs/quickstart
     python benchmarks/companion_heads.py --quickstart runs/quickstart --out runs/companion [--budgets 0 128 512 2048]
-    python benchmarks/companion_heads.py --stories stories260K --out runs/companion-stories
+    python benchmarks/companion_heads.py --stories stories260K --out runs/companion-stories \\
+        --own-heads --heads-lr 1e-2 --epochs 3 --lr 3e-3 --budgets 0 4096
 
 Trains heads for the model on its own answers, then runs the task once per budget (0: the heads stay), drafting at every
 step, whether it pays or not: the quickstart's PPO on its SFT model, or ``recipes/story-grpo.yaml`` on the real story
@@ -58,7 +59,7 @@ def story_task(model: Path) -> RLRecipe:
     return recipe
 
 
-def trained_heads(task: RLRecipe, out: Path, layers: int, samples: int, epochs: int) -> Path:
+def trained_heads(task: RLRecipe, out: Path, heads: HeadsConfig, samples: int, epochs: int, lr: float) -> Path:
     """Of the actor as it is before, on its answers to the task's prompts."""
     path = out / "heads"
     if not (path / "medusa").is_dir():
@@ -68,8 +69,8 @@ def trained_heads(task: RLRecipe, out: Path, layers: int, samples: int, epochs: 
             data=task.data,
             sampling=SamplingConfig(max_new_tokens=task.rollout.sampling.max_new_tokens),
             samples_per_prompt=samples,
-            heads=HeadsConfig(layers=layers),
-            train=TrainConfig(optim=OptimConfig(lr=1e-3)),
+            heads=heads,
+            train=TrainConfig(optim=OptimConfig(lr=lr, warmup_steps=10, schedule="cosine")),
             epochs=epochs,
         )
         MedusaTrainer(recipe).train()
@@ -150,6 +151,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budgets", type=int, nargs="+", default=[0, 128, 512, 2048])
     parser.add_argument("--layers", type=int, default=2, help="of each head's residual block")
+    parser.add_argument("--own-heads", action="store_true", help="each ends in an LM head of its own, which learns")
+    parser.add_argument("--heads-lr", type=float, default=1e-3, help="of the heads before the run")
     parser.add_argument("--samples", type=int, default=8, help="answers to each prompt that the heads learn from first")
     parser.add_argument("--epochs", type=int, default=2, help="over these answers")
     parser.add_argument("--lr", type=float, default=1e-3, help="of heads that learn along")
@@ -158,7 +161,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     task = quickstart_task(arguments.quickstart) if arguments.quickstart else story_task(arguments.stories)
-    heads = trained_heads(task, arguments.out, arguments.layers, arguments.samples, arguments.epochs)
+    config = HeadsConfig(layers=arguments.layers, shared_head=not arguments.own_heads)
+    heads = trained_heads(task, arguments.out, config, arguments.samples, arguments.epochs, arguments.heads_lr)
     sys.stdout.write(f"{HEAD}\n|---|---|---|---|---|---|\n")
     for budget in arguments.budgets:
         path = arguments.out / f"budget_{budget}"

@@ -1,5 +1,5 @@
 """Products of a decode step: the weight as it is, transposed in memory, and packed
-(``rollout/compute_dtype_weights.py``).
+for products of 1 and of 64 rows (``rollout/compute_dtype_weights.py``).
 
     python benchmarks/products.py [--model small] [--rows 16 32 48 64] [--threads 2]
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quartet.rollout.weight_copies import PackedProduct, transposed
 
-FORMS = ("as it is", "transposed", "packed")
+FORMS = ("as it is", "transposed", "packed for 1", "packed for 64")
 
 
 def median_rate(calls: Sequence[Callable[[], Tensor]], flops: float, rounds: int) -> float:
@@ -42,12 +42,12 @@ def rates(rows: int, inputs: int, outputs: int, *, working_set: int, rounds: int
     num = max(2, working_set // (inputs * outputs * 4))
     layers = [torch.nn.Linear(inputs, outputs, bias=False) for _ in range(num)]
     x, flops = torch.randn(rows, inputs), 2.0 * rows * inputs * outputs
-    packed = [PackedProduct(layer, rows) for layer in layers]
+    packed = {num: [PackedProduct(layer, num) for layer in layers] for num in (1, 64)}
     turned = [transposed(layer.weight) for layer in layers]
     forms: dict[str, list[Callable[[], Tensor]]] = {
         "as it is": [lambda w=layer.weight: F.linear(x, w) for layer in layers],
         "transposed": [lambda w=weight: F.linear(x, w) for weight in turned],
-        "packed": [lambda p=copy: p._forward(x) for copy in packed],
+        **{f"packed for {num}": [lambda p=copy: p._forward(x) for copy in copies] for num, copies in packed.items()},
     }
     return {name: median_rate(calls, flops, rounds) for name, calls in forms.items()}
 

@@ -142,8 +142,8 @@ class Job:
 @torch.no_grad()
 def entropy_of_answers(model: Path, job: Job) -> float:
     """Nats per token of the distributions that plain decoding draws from, a mean over its own answers."""
-    trunk = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    side = Side(NativeEngine(PackedCausalLM(trunk, "fp32"), max_running=len(job.prompts)))
+    sampler, trunk = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for _ in range(2))
+    side = Side(NativeEngine(PackedCausalLM(sampler, "fp32"), max_running=len(job.prompts)))
     requests, total, num = job.requests(0), 0.0, 0
     for i, tokens in side.turn(requests).items():
         prompt = requests[int(i)].prompt_ids
@@ -241,8 +241,8 @@ def main() -> None:
     sampled = Job(prompts[:32], [arguments.tokens] * 32, sampling)
     sys.stdout.write(
         f"{machine['name']}, {machine['units'][-1]}, {arguments.threads} threads; {num_bytes / 1e6:.0f} MB of weights, "
-        f"{bandwidth / 1e9:.1f} GB/s; teacher-forced {entropy}; temperature {arguments.temperature:g}, of answers at which "
-        f"the entropy is {entropy_of_answers(arguments.model, sampled):.2f} nats a token; draw {arguments.draw}\n"
+        f"{bandwidth / 1e9:.1f} GB/s; on data {entropy}; temperature {arguments.temperature:g}, at which answers have "
+        f"an entropy of {entropy_of_answers(arguments.model, sampled):.2f} nats a token; draw {arguments.draw}\n"
     )
     for rows in arguments.rows:
         sides = sides_of(arguments.model, heads, sampling, rows, forced=rows == arguments.rows[0])

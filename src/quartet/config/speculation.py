@@ -19,7 +19,9 @@ class StepCosts(Strict):
 
     plain: _Seconds = Field(description="Of a step of so many rows, a token each.")
     drafted: _Seconds = Field(description="Of a step of so many tokens, drafted ones included.")
-    drafting: tuple[float, ...] = Field((), description="Of making the drafts of so many rows; none when left out.")
+    drafting: tuple[float, ...] = Field(
+        (), description="Of asking heads so often: rows times the depth of their drafts; nothing when left out."
+    )
 
 
 class _Speculation(Strict):

@@ -32,8 +32,7 @@ class HeadDrafter:
     """Tokens from each head's distribution: the likeliest, or those that the request itself would draw there first.
 
     Args:
-        heads: hidden states ``[B, D]`` and a depth K to logits ``[B, K, V]``; those of depth 1 are of the token after the
-            newest.
+        heads: hidden states ``[B, D]`` and a depth K to logits ``[B, K, V]``; of depth 1 is the token after the newest.
         paths: a draft's nodes by ranks among the heads' tokens (``draft_tree.branching``).
         learned: weights of the heads that a trainer sends, named.
     """

@@ -39,6 +39,10 @@ from quartet.weights.in_process import sync_in_process
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource
 
+_PACKED_ROWS = 64
+"""Rows that weights are packed for at least: a form for fewer is slower for the 16 rows that every product has, and for
+drafts (``benchmarks/products.py``)."""
+
 
 def own_copy(packed: PackedCausalLM) -> PackedCausalLM:
     """An independent copy for an engine of its own in the same process: weights, adapters, precision, numerics.
@@ -103,7 +107,7 @@ class NativeEngine:
             round_up=contexts.slot_length,
         )
         self._runner = ModelRunner(packed, contexts)
-        self._weights = ComputeWeights(packed, num_rows=max_running, in_place=owns_weights)
+        self._weights = ComputeWeights(packed, num_rows=max(max_running, _PACKED_ROWS), in_place=owns_weights)
         self._cache = KVCache()
         self._rows = DecodeRows(max_running, MIN_ROWS, packed.vocab_size, packed.device)
         self._rows_valid = self._rows_current = False
@@ -204,13 +208,13 @@ class NativeEngine:
             scratch = NativeEngine(self.packed, max_running=limit, contexts=self._runner.contexts)
             scratch._weights, scratch._keeps_hidden = self._weights, self._keeps_hidden
             drafts = partial(self._drafting, speculator.drafter, scratch) if self._keeps_hidden else None
-            speculator.costs = measure(scratch, limit, len(speculator.drafter.tree), drafts)
+            speculator.costs = measure(scratch, limit, speculator.drafter.tree, drafts)
         if self._scheduler.num_running:
             speculator.propose(self._scheduler.running, self._weights.active if self._keeps_hidden else nullcontext)
 
-    def _drafting(self, drafter: Drafter, scratch: NativeEngine) -> None:
+    def _drafting(self, drafter: Drafter, scratch: NativeEngine, nodes: Sequence[int]) -> None:
         with self._weights.active():
-            drafter.draft(scratch.running, range(len(drafter.tree)))
+            drafter.draft(scratch.running, nodes)
 
     # ---- one step ----
 

@@ -21,9 +21,9 @@ from quartet.rollout.draft_tree import DraftTree
 from quartet.rollout.scheduler import Response
 from quartet.rollout.step_costs import cost
 
-PROBE_EVERY = 64
+PROBE_EVERY = 256
 """Steps in which fewer tokens are drafted than could be, until one row gets all of its draft: acceptance may have
-changed."""
+changed. Such a step may take twice as long as a plain one."""
 _MARGIN = 1.02
 """By so much drafting must promise to be quicker."""
 _WINDOW = 4096
@@ -68,11 +68,13 @@ class Acceptance:
         tree: of whole drafts.
 
     Attributes:
+        num_noted: rows that had drafts.
         drafted, kept: places at each depth with a token or several, and those of which one was kept; since the engine
             was made, for metrics.
     """
 
     def __init__(self, tree: DraftTree) -> None:
+        self.num_noted = 0
         self.drafted = [0] * tree.depth
         self.kept = [0] * tree.depth
         self._recent = [[0, 0] for _ in range(len(tree))]
@@ -85,6 +87,7 @@ class Acceptance:
             kept: its nodes that hold, one behind the other.
             ended: the response ends with the last of them, so nothing was tried behind it.
         """
+        self.num_noted += 1
         for depth, (parent, held) in enumerate(zip((-1, *kept), (*kept, None), strict=True)):
             tried = tree.children[1 + parent]
             if not tried or (ended and held is None):
@@ -124,6 +127,7 @@ class Speculator:
         self.acceptance = Acceptance(drafter.tree)
         self._num_shortened = 0
         self._marked: dict[str, Any] | None = None
+        self._chosen: tuple[object, list[int]] = (None, [])
 
     def propose(
         self, running: Sequence[Response], computing: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -176,17 +180,29 @@ class Speculator:
         assert self.costs is not None, "measured before the first step"
         tree, num_rows = self.drafter.tree, len(lengths)
         reaching = [sum(n >= depth for n in lengths) for depth in range(1 + tree.depth)]
+        # While nothing is drafted the answer stays the same.
+        question = num_rows, reaching, self.acceptance.num_noted, self.costs
+        if question == self._chosen[0]:
+            return self._chosen[1]
+        self._chosen = question, self._worth(num_rows, reaching)
+        return self._chosen[1]
+
+    def _worth(self, num_rows: int, reaching: Sequence[int]) -> list[int]:
+        """As ``nodes``, by the number of rows that a draft may reach each depth in."""
+        assert self.costs is not None
+        tree = self.drafter.tree
         chances: list[float] = []
         for node, parent in enumerate(tree.parents):
             chances.append(self.acceptance.rate(node) * (chances[parent] if parent >= 0 else 1.0))
         order = [node for node in range(len(tree)) if reaching[tree.depths[node]]]
         order.sort(key=lambda node: -chances[node])
         best, least = 0, cost(self.costs.plain, num_rows) / num_rows / _MARGIN
-        gained, num_tokens = float(num_rows), num_rows
-        making = cost(self.costs.drafting, num_rows)
+        gained, num_tokens, depth = float(num_rows), num_rows, 0
         for i, node in enumerate(order):
+            depth = max(depth, tree.depths[node])
             gained += reaching[tree.depths[node]] * chances[node]
             num_tokens += reaching[tree.depths[node]]
+            making = cost(self.costs.drafting, num_rows * depth)
             seconds = (cost(self.costs.drafted, num_tokens) + making) / gained
             if seconds < least:
                 best, least = i + 1, seconds
@@ -214,4 +230,4 @@ class Speculator:
         if state["costs"] is not None:
             self.costs = StepCosts(**state["costs"])
         self.drafter.load(state["drafter"])
-        self._marked = None
+        self._marked, self._chosen = None, (None, [])

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from quartet.config.speculation import StepCosts
+from quartet.rollout.draft_tree import DraftTree
 from quartet.rollout.protocol import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,22 +33,28 @@ def cost(table: Sequence[float], num: int) -> float:
     return table[at] + (table[at + 1] - table[at]) * (num / (1 << at) - 1)
 
 
-def measure(engine: NativeEngine, max_running: int, longest: int, drafts: Callable[[], None] | None) -> StepCosts:
+def measure(
+    engine: NativeEngine, max_running: int, tree: DraftTree, drafts: Callable[[Sequence[int]], None] | None
+) -> StepCosts:
     """Runs steps of an engine that holds nothing; its counts and cache are of no use afterwards.
 
     More rows or tokens never cost less: what was measured so is noise, from which larger sizes would be judged.
 
     Args:
         max_running: rows up to which plain steps are measured.
-        longest: tokens of a draft.
-        drafts: drafts for what runs; None where that costs next to nothing.
+        tree: a whole draft.
+        drafts: drafts these nodes for what runs; None where that costs next to nothing.
     """
-    plain, drafted, drafting = [], [], []
+    plain, drafted, drafting, longest = [], [], [], len(tree)
     for power in range(max_running.bit_length()):
         _begin(engine, 1 << power, longest)
         plain.append(_seconds(engine.step))
-        if drafts is not None:
-            drafting.append(_seconds(drafts))
+    for power in range((max_running * tree.depth).bit_length() if drafts is not None else 0):
+        num_rows = -(-(1 << power) // tree.depth)
+        depth = -(-(1 << power) // num_rows)
+        _begin(engine, num_rows, longest)
+        nodes = [node for node, at in enumerate(tree.depths) if at <= depth]
+        drafting.append(_seconds(partial(drafts, nodes)))
     most = max(1 + longest, max_running * (1 + min(longest, _MOST)))
     for power in range(most.bit_length()):
         num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)

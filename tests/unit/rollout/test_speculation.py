@@ -20,7 +20,7 @@ from quartet.rollout.drafters import Choice, HeadDrafter
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.history import HistoryDrafter
 from quartet.rollout.protocol import Completion, Draw, FinishReason, Request
-from quartet.rollout.speculation import PROBE_EVERY, Acceptance, Drafter, Speculator
+from quartet.rollout.speculation import Acceptance, Drafter, Speculator
 from quartet.rollout.step_costs import cost
 
 Make = Callable[..., Request]
@@ -279,7 +279,7 @@ def test_as_many_tokens_are_drafted_as_give_the_most_per_second(tiny: Any, paths
                 while at >= 0:
                     chance, at = chance * speculator.acceptance.rate(at), tree.parents[at]
                 gained += chance
-            seconds = cost(costs.drafted, rows * (1 + len(nodes))) + cost(costs.drafting, rows)
+            seconds = cost(costs.drafted, rows * (1 + len(nodes))) + cost(costs.drafting, 1)
             found.append((rows * (1 + gained) / seconds if nodes else rows * 1.02 / cost(costs.plain, rows), nodes))
         nodes = tuple(speculator.nodes([tree.depth] * rows))
         chosen.add(nodes)
@@ -342,7 +342,10 @@ def test_acceptance_of_a_tree_is_by_node_and_its_metrics_by_depth() -> None:
     assert {TREE[i]: tuple(recent) for i, recent in enumerate(acceptance._recent) if recent[0]} == tried
 
 
-def test_where_drafts_do_not_pay_one_row_is_tried_now_and_then(tiny: Any, make_request: Make) -> None:
+def test_where_drafts_do_not_pay_one_row_is_tried_now_and_then(
+    tiny: Any, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet.rollout.speculation.PROBE_EVERY", 64)
     dear = StepCosts(plain=(1.0, 1.0), drafted=(9.0, 90.0))
     speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 3, 0.1), CHAIN), dear)
     engine = NativeEngine(tiny.packed, speculator=speculator)
@@ -354,7 +357,17 @@ def test_where_drafts_do_not_pay_one_row_is_tried_now_and_then(tiny: Any, make_r
         drafted.append(sum(engine.stats().drafted_by_depth) - before)
     assert sum(map(bool, drafted)) == 2
     assert all(n <= 3 for n in drafted)
-    assert drafted.index(max(drafted)) >= PROBE_EVERY
+    assert drafted.index(max(drafted)) >= 64
+
+
+@pytest.mark.parametrize(("asked_twice", "nodes"), [(3.0, [0]), (1.5, [0, 1])])
+def test_what_asking_the_heads_costs_grows_with_the_depth(tiny: Any, asked_twice: float, nodes: list[int]) -> None:
+    """Of 4 + 1 s for nearly two tokens, or 4 + 3 or 4 + 1.5 s for nearly three."""
+    costs = StepCosts(plain=(4.0,), drafted=(4.0,), drafting=(1.0, asked_twice))
+    speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 2, 0.1), CHAIN[:2]), costs)
+    for recent, kept in zip(speculator.acceptance._recent, (9_900, 5_000), strict=True):
+        recent[:] = 10_000, kept
+    assert speculator.nodes([2]) == nodes
 
 
 def test_costs_are_measured_once_and_leave_the_engine_as_it_was(tiny: Any, make_request: Make) -> None:
@@ -371,7 +384,7 @@ def test_costs_are_measured_once_and_leave_the_engine_as_it_was(tiny: Any, make_
         assert costs is not None
         assert (len(costs.plain), len(costs.drafted)) == (4, (8 * (1 + len(drafter.tree))).bit_length())
         assert all(list(table) == sorted(table) for table in (costs.plain, costs.drafted, costs.drafting))
-        assert len(costs.drafting) == (4 if drafter.reads_hidden else 0)
+        assert len(costs.drafting) == (5 if drafter.reads_hidden else 0)
         run(engine, asked)
         assert speculator.costs is costs
 
