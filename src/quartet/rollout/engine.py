@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -33,12 +33,16 @@ from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
 from quartet.rollout.speculation import Acceptance, Drafter, Speculator
 from quartet.rollout.step_attention import Contexts
-from quartet.rollout.step_costs import measure
+from quartet.rollout.step_costs import measure, most_tokens
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.weights.in_process import sync_in_process
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource
 
+_Sampled = dict[int, list[float]]
+"""``[token, logprob]`` behind a row's newest token, 0, and behind drafted ones, ``1 + node``."""
+_COSTS_PROMPT = 1024
+"""Most tokens of a prompt with which costs of steps are measured."""
 _PACKED_ROWS = 64
 """Rows that weights are packed for at least: a form for fewer is slower for the 16 rows that every product has, and for
 drafts (``benchmarks/products.py``)."""
@@ -208,7 +212,10 @@ class NativeEngine:
             scratch = NativeEngine(self.packed, max_running=limit, contexts=self._runner.contexts)
             scratch._weights, scratch._keeps_hidden = self._weights, self._keeps_hidden
             drafts = partial(self._drafting, speculator.drafter, scratch) if self._keeps_hidden else None
-            speculator.costs = measure(scratch, limit, speculator.drafter.tree, drafts)
+            tree, like = speculator.drafter.tree, next(iter(self._scheduler.held.values())).request
+            room = _COSTS_PROMPT if self._context is None else self._context - most_tokens(tree)
+            like = replace(like, prompt_ids=like.prompt_ids[: max(1, min(room, _COSTS_PROMPT))])
+            speculator.costs = measure(scratch, limit, tree, drafts, like)
         if self._scheduler.num_running:
             speculator.propose(self._scheduler.running, self._weights.active if self._keeps_hidden else nullcontext)
 
@@ -237,11 +244,10 @@ class NativeEngine:
             self._note_peak()
         self._stats.num_row_steps += len(running)
         if spans is not None:
-            of_tokens = [r for r in running for _ in (0, *r.draft)]
-            self._record(running, *self._sample(of_tokens, made.logits), made.hidden)
+            self._record(running, self._sample_drafted(running, made.logits), made.hidden)
         elif running:
             tokens, logprobs = sample(made.logits, self._rows.sampling, self._rows.num_generated)
-            self._record(running, tokens, logprobs, made.hidden)
+            self._record(running, self._read(tokens, logprobs), made.hidden)
             self._rows.advance(tokens)
         if plan.admitted:
             self._begin(plan.admitted, made.first_logits, made.first_hidden)
@@ -315,22 +321,45 @@ class NativeEngine:
         for response in admitted:
             first = response.block and response.block.chain[0]
             response.prefix = first if first and first.shared else None
-        self._record(admitted, *self._sample(admitted, logits), hidden)
+        self._record(admitted, self._sample(admitted, [0] * len(admitted), logits), hidden)
 
-    def _sample(self, responses: Sequence[Response], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """A token and its log-probability for each row of ``logits [B, V]``; a response's rows stand together."""
+    def _sample(self, responses: Sequence[Response], ahead: Sequence[int], logits: Tensor) -> list[_Sampled]:
+        """For each row of ``logits [B, V]`` the token of a response that is so many places ahead of its next."""
         sampling = SamplingRows.build([r.request.sampling for r in responses], self._vocab_size, self.packed.device)
-        owners = [next(own) for _, own in groupby(responses, key=id)]
-        places = [len(r.token_ids) + depth for r in owners for depth in (0, *r.tree.depths)]
-        return sample(logits, sampling, np.array(places, dtype=np.uint64))
+        places = [len(r.token_ids) + n for r, n in zip(responses, ahead, strict=True)]
+        return self._read(*sample(logits, sampling, np.array(places, dtype=np.uint64)))
 
-    def _record(self, responses: Sequence[Response], tokens: Tensor, logprobs: Tensor, hidden: Tensor) -> None:
-        """Gives each response its token, or those that its proposals let stand; retires what ends or has none."""
+    def _sample_drafted(self, running: Sequence[Response], logits: Tensor) -> list[_Sampled]:
+        """Of the rows' new tokens, ``logits [T, V]``: what follows the newest, and each drafted one that was drawn.
+
+        The others are never sampled, since with noise for a whole vocabulary that costs as much as a small layer.
+        """
+        found: list[_Sampled] = [{} for _ in running]
+        first = list(accumulate((1 + len(r.draft) for r in running), initial=0))
+        asked = [(row, 0) for row in range(len(running))]
+        while asked:
+            responses = [running[row] for row, _ in asked]
+            ahead = [r.tree.depths[at - 1] if at else 0 for r, (_, at) in zip(responses, asked, strict=True)]
+            sampled = self._sample(responses, ahead, logits[[first[row] + at for row, at in asked]])
+            drawn = []
+            for response, (row, at), pair in zip(responses, asked, sampled, strict=True):
+                found[row][at] = pair[0]
+                if (held := response.held(at, pair[0][0])) is not None:
+                    drawn.append((row, 1 + held))
+            asked = drawn
+        return found
+
+    def _record(self, responses: Sequence[Response], sampled: Sequence[_Sampled], hidden: Tensor) -> None:
+        """Gives each response its token, or those that its proposals let stand; retires what ends or has none.
+
+        Args:
+            hidden: ``[T, D]`` at all new tokens.
+        """
         done: list[tuple[Response, FinishReason]] = []
         failed: list[Response] = []
-        sampled, first = self._read(tokens, logprobs), 0
-        for response in responses:
-            own, before = sampled[first : first + 1 + len(response.draft)], len(response.token_ids)
+        first = 0
+        for response, own in zip(responses, sampled, strict=True):
+            size, before = 1 + len(response.draft), len(response.token_ids)
             behind = response.num_stored + 1
             reason, kept = response.extend(own, self._stats.policy_version)
             num_new, newest = len(response.token_ids) - before, kept[-1] + 1 if kept else 0
@@ -345,8 +374,8 @@ class NativeEngine:
                 if self.speculator is not None:
                     self.speculator.acceptance.note(response.tree, kept, ended=num_new == len(kept))
                 response.propose(())
-                self._cache.keep(response.row, [behind + i for i in kept], behind, behind + len(own) - 1)
-            first += len(own)
+                self._cache.keep(response.row, [behind + i for i in kept], behind, behind + size - 1)
+            first += size
         self._drop(failed)
         if self.speculator is not None:
             for response, _ in done:
@@ -354,10 +383,10 @@ class NativeEngine:
         self._retire([response for response, _ in done])
         self._finished += [response.completion(reason) for response, reason in done]
 
-    def _read(self, tokens: Tensor, logprobs: Tensor) -> list[list[float]]:
-        """Pairs on the host: the only place in a step where the host waits for the device."""
+    def _read(self, tokens: Tensor, logprobs: Tensor) -> list[_Sampled]:
+        """Tokens on the host: the only place in a step where the host waits for the device."""
         # fp64 holds both, so one copy is enough.
-        return torch.stack([tokens.double(), logprobs.double()], 1).tolist()
+        return [{0: pair} for pair in torch.stack([tokens.double(), logprobs.double()], 1).tolist()]
 
     def _drop(self, failed: Sequence[Response]) -> None:
         """Drops responses whose logits are not finite, and what was computed with them; the step's end names them."""

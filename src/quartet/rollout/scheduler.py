@@ -106,12 +106,16 @@ class Response:
         """Tokens that might follow the newest one: one behind the other, or as ``tree`` has it."""
         self.draft, self.tree = tuple(tokens), chain(len(tokens)) if tree is None else tree
 
-    def extend(self, sampled: Sequence[Sequence[float]], version: int) -> tuple[FinishReason | None, list[int]]:
+    def held(self, at: int, token: float) -> int | None:
+        """The node behind ``at`` (0 the newest token, ``1 + node``) that proposed ``token``."""
+        return next((node for node in self.tree.children[at] if self.draft[node] == token), None)
+
+    def extend(self, sampled: Mapping[int, Sequence[float]], version: int) -> tuple[FinishReason | None, list[int]]:
         """Takes tokens as long as they are among those that were proposed, and one more; none whose logits are not
         finite.
 
         Args:
-            sampled: ``(token, logprob)`` behind the newest token and behind each of ``draft``.
+            sampled: ``(token, logprob)`` behind the newest token, 0, and behind each node ``1 + node`` that holds.
 
         Returns:
             Why the response ends with its newest token, if it does, and the nodes of the tree that hold.
@@ -123,7 +127,7 @@ class Response:
             if not math.isfinite(logprob):
                 return None, kept
             reason = self.append(int(token), logprob, version)
-            held = next((node for node in self.tree.children[at] if self.draft[node] == token), None)
+            held = self.held(at, token)
             if held is not None:
                 kept.append(held)
             if reason is not None or held is None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from quartet.config.speculation import StepCosts
 from quartet.rollout.draft_tree import DraftTree
-from quartet.rollout.protocol import Request, SamplingParams
+from quartet.rollout.protocol import Request
 
 if TYPE_CHECKING:
     from quartet.rollout.engine import NativeEngine
@@ -34,7 +35,11 @@ def cost(table: Sequence[float], num: int) -> float:
 
 
 def measure(
-    engine: NativeEngine, max_running: int, tree: DraftTree, drafts: Callable[[Sequence[int]], None] | None
+    engine: NativeEngine,
+    max_running: int,
+    tree: DraftTree,
+    drafts: Callable[[Sequence[int]], None] | None,
+    like: Request,
 ) -> StepCosts:
     """Runs steps of an engine that holds nothing; its counts and cache are of no use afterwards.
 
@@ -44,22 +49,24 @@ def measure(
         max_running: rows up to which plain steps are measured.
         tree: a whole draft.
         drafts: drafts these nodes for what runs; None where that costs next to nothing.
+        like: of which copies run, with a prompt that leaves room for the steps.
     """
-    plain, drafted, drafting, longest = [], [], [], len(tree)
+    plain, drafted, drafting = [], [], []
+    longest, begin = len(tree), partial(_begin, engine, like, most_tokens(tree))
     for power in range(max_running.bit_length()):
-        _begin(engine, 1 << power, longest)
+        begin(1 << power)
         plain.append(_seconds(engine.step))
     for power in range((max_running * tree.depth).bit_length() if drafts is not None else 0):
         num_rows = -(-(1 << power) // tree.depth)
         depth = -(-(1 << power) // num_rows)
-        _begin(engine, num_rows, longest)
+        begin(num_rows)
         nodes = [node for node, at in enumerate(tree.depths) if at <= depth]
         drafting.append(_seconds(partial(drafts, nodes)))
     most = max(1 + longest, max_running * (1 + min(longest, _MOST)))
     for power in range(most.bit_length()):
         num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)
         length = (1 << power) // num_rows - 1
-        ids = _begin(engine, num_rows, longest)
+        ids = begin(num_rows)
         proposed = {request_id: [0] * length for request_id in ids}
         drafted.append(_seconds(partial(engine.step, proposed)))
     engine.cancel([response.request.request_id for response in engine.running])
@@ -67,12 +74,17 @@ def measure(
     return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
 
 
-def _begin(engine: NativeEngine, num_rows: int, longest: int) -> list[str]:
+def most_tokens(tree: DraftTree) -> int:
+    """That a request may get while costs are measured."""
+    return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2
+
+
+def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> list[str]:
     """Has so many requests run, and no others."""
     engine.cancel([response.request.request_id for response in engine.running])
     ids = [str(row) for row in range(num_rows)]
-    most = (1 + _REPEATS) * (1 + max(longest, _DRAFT)) + 2
-    engine.submit([Request(i, "costs", (0,), SamplingParams(max_new_tokens=most, seed=int(i))) for i in ids])
+    sampling = replace(like.sampling, max_new_tokens=most, stop_token_ids=(), stop_strings=())
+    engine.submit([replace(like, request_id=i, sampling=replace(sampling, seed=int(i))) for i in ids])
     engine.step()
     return ids
 
