@@ -322,7 +322,7 @@ class SpanAttention:
         read = slice(0, num_rows), slice(None), slice(0, self._num_keys)
         out, lse = span_attention(queries, keys[read], values[read], self._slot_mask(rule.window, share), rule)
         if self.rows.shared is not None:
-            out = join(out, lse, *self._read_shared(layer, queries, out, self.rows.shared, rule))
+            out = join(out, lse, *self._read_shared(layer, queries, self.rows.shared, rule))
         by_token = out.unflatten(2, (share, most)).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
         return by_token[self.spans.back].transpose(0, 1).unsqueeze(0).to(v.dtype)
 
@@ -345,27 +345,27 @@ class SpanAttention:
             mask = self._masks[window, share] = _additive(hidden).repeat(1, share, 1).unsqueeze(1)
         return mask
 
-    def _read_shared(
-        self, layer: int, queries: Tensor, like: Tensor, shared: SharedReads, rule: LayerRule
-    ) -> tuple[Tensor, Tensor]:
+    def _read_shared(self, layer: int, queries: Tensor, shared: SharedReads, rule: LayerRule) -> tuple[Tensor, Tensor]:
         """``queries [B, Hk, n k, D]`` → each row's part of the block it reads, with log-sum-exps ``[B, Hk, n k]``."""
-        out = torch.zeros_like(like)
-        lse = torch.full(like.shape[:-1], float("-inf"), dtype=like.dtype, device=like.device)
-        num_rows, share = queries.shape[2], queries.shape[2] // self.spans.grid.shape[1]
+        num, share = queries.shape[2], queries.shape[2] // self.spans.grid.shape[1]
+        # All query rows that read one block stand together, as those of one call.
+        stacked = queries.transpose(0, 1).index_select(1, shared.order).flatten(1, 2).unsqueeze(0)
+        outs, lses = [], []
         for block, first, stop in shared.blocks:
-            readers = shared.order[first:stop]
             mask = None
             if rule.window is not None:
-                positions = self.spans.positions[self.spans.grid[readers]].unsqueeze(-1)
+                positions = self.spans.positions[self.spans.grid[shared.order[first:stop]]].unsqueeze(-1)
                 far = positions - torch.arange(len(block), device=positions.device) >= rule.window
                 mask = _additive(far).repeat(1, share, 1).flatten(0, 1)
-            # All readers are query rows of one call.
-            stacked = queries[readers].transpose(0, 1).flatten(1, 2).unsqueeze(0)
             keys, values = block.keys[layer].unsqueeze(0), block.values[layer].unsqueeze(0)
-            part, part_lse = span_attention(stacked, keys, values, mask, rule)
-            out[readers] = part.squeeze(0).unflatten(1, (-1, num_rows)).transpose(0, 1)
-            lse[readers] = part_lse.squeeze(0).unflatten(1, (-1, num_rows)).transpose(0, 1)
-        return out, lse
+            out, lse = span_attention(stacked[:, :, first * num : stop * num], keys, values, mask, rule)
+            outs.append(out)
+            lses.append(lse)
+        out, lse = (
+            torch.cat(x, 2).squeeze(0).unflatten(1, (-1, num)).index_select(1, shared.inverse).transpose(0, 1)
+            for x in (outs, lses)
+        )
+        return out, lse if shared.absent is None else lse + shared.absent
 
 
 def span_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:

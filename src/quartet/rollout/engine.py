@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quartet.config import UserError
 from quartet.models.exact import MIN_ROWS
+from quartet.models.memory import to_device
 from quartet.models.packed_model import PackedCausalLM
 from quartet.models.packing_probe import check_decoding, model_context_length
 from quartet.rollout.admission import Admission
@@ -41,7 +42,7 @@ from quartet.weights.source import NamedSource
 
 _Sampled = dict[int, list[float]]
 """``[token, logprob]`` behind a row's newest token, 0, and behind drafted ones, ``1 + node``."""
-_COSTS_PROMPT = 1024
+_COSTS_PROMPT = 64
 """Most tokens of a prompt with which costs of steps are measured."""
 _PACKED_ROWS = 64
 """Rows that weights are packed for at least: a form for fewer is slower for the 16 rows that every product has, and for
@@ -213,7 +214,7 @@ class NativeEngine:
             scratch._weights, scratch._keeps_hidden = self._weights, self._keeps_hidden
             drafts = partial(self._drafting, speculator.drafter, scratch) if self._keeps_hidden else None
             tree, like = speculator.drafter.tree, next(iter(self._scheduler.held.values())).request
-            room = _COSTS_PROMPT if self._context is None else self._context - most_tokens(tree)
+            room = _COSTS_PROMPT if self._context is None else self._context - most_tokens(tree, limit)
             like = replace(like, prompt_ids=like.prompt_ids[: max(1, min(room, _COSTS_PROMPT))])
             speculator.costs = measure(scratch, limit, tree, drafts, like)
         if self._scheduler.num_running:
@@ -247,7 +248,7 @@ class NativeEngine:
             self._record(running, self._sample_drafted(running, made.logits), made.hidden)
         elif running:
             tokens, logprobs = sample(made.logits, self._rows.sampling, self._rows.num_generated)
-            self._record(running, self._read(tokens, logprobs), made.hidden)
+            self._record(running, [{0: pair} for pair in self._read(tokens, logprobs)], made.hidden)
             self._rows.advance(tokens)
         if plan.admitted:
             self._begin(plan.admitted, made.first_logits, made.first_hidden)
@@ -321,10 +322,11 @@ class NativeEngine:
         for response in admitted:
             first = response.block and response.block.chain[0]
             response.prefix = first if first and first.shared else None
-        self._record(admitted, self._sample(admitted, [0] * len(admitted), logits), hidden)
+        sampled = self._sample(admitted, [0] * len(admitted), logits)
+        self._record(admitted, [{0: pair} for pair in sampled], hidden)
 
-    def _sample(self, responses: Sequence[Response], ahead: Sequence[int], logits: Tensor) -> list[_Sampled]:
-        """For each row of ``logits [B, V]`` the token of a response that is so many places ahead of its next."""
+    def _sample(self, responses: Sequence[Response], ahead: Sequence[int], logits: Tensor) -> list[list[float]]:
+        """Token and log-probability for each row of ``logits [B, V]``: so many places ahead of a response's next."""
         sampling = SamplingRows.build([r.request.sampling for r in responses], self._vocab_size, self.packed.device)
         places = [len(r.token_ids) + n for r, n in zip(responses, ahead, strict=True)]
         return self._read(*sample(logits, sampling, np.array(places, dtype=np.uint64)))
@@ -332,19 +334,22 @@ class NativeEngine:
     def _sample_drafted(self, running: Sequence[Response], logits: Tensor) -> list[_Sampled]:
         """Of the rows' new tokens, ``logits [T, V]``: what follows the newest, and each drafted one that was drawn.
 
-        The others are never sampled, since with noise for a whole vocabulary that costs as much as a small layer.
+        On a CPU the others are never sampled: with noise for a whole vocabulary that costs as much as a small layer.
+        Another device samples all at once, since waiting for it costs more.
         """
+        in_turn = logits.device.type == "cpu"
         found: list[_Sampled] = [{} for _ in running]
         first = list(accumulate((1 + len(r.draft) for r in running), initial=0))
-        asked = [(row, 0) for row in range(len(running))]
+        asked = [(row, at) for row, r in enumerate(running) for at in range(1 if in_turn else 1 + len(r.draft))]
         while asked:
             responses = [running[row] for row, _ in asked]
             ahead = [r.tree.depths[at - 1] if at else 0 for r, (_, at) in zip(responses, asked, strict=True)]
-            sampled = self._sample(responses, ahead, logits[[first[row] + at for row, at in asked]])
+            places = to_device(torch.tensor([first[row] + at for row, at in asked]), logits.device)
+            sampled = self._sample(responses, ahead, logits[places])
             drawn = []
             for response, (row, at), pair in zip(responses, asked, sampled, strict=True):
-                found[row][at] = pair[0]
-                if (held := response.held(at, pair[0][0])) is not None:
+                found[row][at] = pair
+                if in_turn and (held := response.held(at, pair[0])) is not None:
                     drawn.append((row, 1 + held))
             asked = drawn
         return found
@@ -383,10 +388,10 @@ class NativeEngine:
         self._retire([response for response, _ in done])
         self._finished += [response.completion(reason) for response, reason in done]
 
-    def _read(self, tokens: Tensor, logprobs: Tensor) -> list[_Sampled]:
-        """Tokens on the host: the only place in a step where the host waits for the device."""
+    def _read(self, tokens: Tensor, logprobs: Tensor) -> list[list[float]]:
+        """Pairs on the host: the only place in a step where the host waits for the device."""
         # fp64 holds both, so one copy is enough.
-        return [{0: pair} for pair in torch.stack([tokens.double(), logprobs.double()], 1).tolist()]
+        return torch.stack([tokens.double(), logprobs.double()], 1).tolist()
 
     def _drop(self, failed: Sequence[Response]) -> None:
         """Drops responses whose logits are not finite, and what was computed with them; the step's end names them."""

@@ -49,10 +49,11 @@ def measure(
         max_running: rows up to which plain steps are measured.
         tree: a whole draft.
         drafts: drafts these nodes for what runs; None where that costs next to nothing.
-        like: of which copies run, with a prompt that leaves room for the steps.
+        like: of whose kind requests run, with a prompt that leaves room for ``most_tokens``. Each has a prompt of its
+            own, as in the tail of a rollout.
     """
     plain, drafted, drafting = [], [], []
-    longest, begin = len(tree), partial(_begin, engine, like, most_tokens(tree))
+    longest, begin = len(tree), partial(_begin, engine, like, most_tokens(tree, max_running))
     for power in range(max_running.bit_length()):
         begin(1 << power)
         plain.append(_seconds(engine.step))
@@ -74,9 +75,14 @@ def measure(
     return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
 
 
-def most_tokens(tree: DraftTree) -> int:
-    """That a request may get while costs are measured."""
-    return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2
+def max_waits(num_rows: int) -> int:
+    """Steps in which some of so many requests still wait for their prompts."""
+    return num_rows // 8
+
+
+def most_tokens(tree: DraftTree, max_running: int) -> int:
+    """That a request may get while costs are measured, and while others wait for their prompts."""
+    return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + max_waits(max_running)
 
 
 def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> list[str]:
@@ -84,8 +90,14 @@ def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> lis
     engine.cancel([response.request.request_id for response in engine.running])
     ids = [str(row) for row in range(num_rows)]
     sampling = replace(like.sampling, max_new_tokens=most, stop_token_ids=(), stop_strings=())
-    engine.submit([replace(like, request_id=i, sampling=replace(sampling, seed=int(i))) for i in ids])
-    engine.step()
+    for i in ids:
+        prompt = (*like.prompt_ids[1:], int(i) % engine.packed.vocab_size)
+        engine.submit(
+            [replace(like, request_id=i, group=i, prompt_ids=prompt, sampling=replace(sampling, seed=int(i)))]
+        )
+    for _ in range(1 + max_waits(num_rows)):
+        if len(engine.running) < num_rows:
+            engine.step()
     return ids
 
 
