@@ -57,7 +57,9 @@ def measure(
     for power in range(max_running.bit_length()):
         begin(1 << power)
         plain.append(_seconds(engine.step))
-    for power in range((max_running * tree.depth).bit_length() if drafts is not None else 0):
+    for power in range((max_running * tree.depth).bit_length()):
+        if drafts is None:
+            break
         num_rows = -(-(1 << power) // tree.depth)
         depth = -(-(1 << power) // num_rows)
         begin(num_rows)
