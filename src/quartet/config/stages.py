@@ -11,7 +11,7 @@ _TOKENS = {
     "iterated": "iterated-reward-model",
     "prm": "process-reward",
     **dict.fromkeys(("rl", "ppo", "grpo", "dapo", "gspo", "cispo", "gpg", "rloo", "opo", "reinforce", "remax"), "rl"),
-    **dict.fromkeys(("distillation", "best", "online"), "rl"),
+    **dict.fromkeys(("distillation", "best", "online", "sapo", "gmpo", "gdpo", "pass", "optimal"), "rl"),
     "process": "process-reward",
     **dict.fromkeys(("reward", "rm"), "reward-model"),
     **dict.fromkeys(("preference", "dpo", "ipo", "hinge", "simpo", "orpo", "kto"), "preference"),
