@@ -296,8 +296,8 @@ def optimal_token_baseline(
     ``optimal_token_baseline``); 0 where no action.
 
     At the t-th action token the baseline is ``Σ G_t W_t / Σ W_t`` over the group's trajectories that are as long, with
-    ``W_t`` the sum of ``energy`` over a trajectory's first t action tokens. Where one is longer than the rest of its group
-    the baseline is its own return, and the advantage 0 (verl without ``handle_zero_tail``).
+    ``W_t`` the sum of ``energy`` over a trajectory's first t action tokens. Where one is longer than all others of its
+    group the baseline is its own return, and the advantage 0 (verl without ``handle_zero_tail``).
 
     Args:
         returns_T: ``[T]`` sum of the rewards from each action token on.
@@ -321,6 +321,7 @@ def optimal_token_baseline(
     return _scattered(returns_A - baseline_A, order_A, len(owner_T))
 
 
+@torch.no_grad()
 def score_energy(logprobs_T: Tensor, sharp_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
     """``[T]`` squared norm of a log-probability's gradient in the logits, ``1 - 2 p + Σ p²`` over the vocabulary.
 

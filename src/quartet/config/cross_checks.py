@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from quartet.config.algorithms import (
-    SEQUENCE_LOSSES,
     BestOfN,
     Distillation,
     GroupAlgorithm,
@@ -21,7 +20,6 @@ from quartet.config.algorithms import (
     ReMax,
     ScoredAlgorithm,
     Selection,
-    SequenceClippedLoss,
     kl_term,
     reads_reference,
 )
@@ -35,6 +33,10 @@ from quartet.config.engines import (
     draw_misfit,
 )
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
+from quartet.config.policy_losses import (
+    SEQUENCE_LOSSES,
+    SequenceClippedLoss,
+)
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.config.speculation import MedusaSpeculation, SpeculationConfig, head_training
 

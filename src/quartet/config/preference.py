@@ -94,7 +94,7 @@ class PointwisePairLoss(_ReferenceLoss):
     al. 2024) for a model that is worse, or better, than the chosen answers.
     """
 
-    name: Literal["nca_pair", "sppo_hard", "apo_zero", "apo_down"]
+    name: Literal["nca_pair", "sppo_hard", "apo_zero", "apo_down"] = Field("nca_pair", description="Which of them.")
 
 
 class DiscoPOPLoss(_ReferenceLoss):
@@ -117,7 +117,7 @@ class AOTLoss(_ReferenceLoss):
     answers with those of rejected ones.
     """
 
-    name: Literal["aot", "aot_unpaired"] = "aot"
+    name: Literal["aot", "aot_unpaired"] = Field("aot", description="With pairs, or without.")
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Share of labels thought to be wrong.")
 
 

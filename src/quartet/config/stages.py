@@ -15,6 +15,7 @@ _TOKENS = {
     "process": "process-reward",
     **dict.fromkeys(("reward", "rm"), "reward-model"),
     **dict.fromkeys(("preference", "dpo", "ipo", "hinge", "simpo", "orpo", "kto"), "preference"),
+    **dict.fromkeys(("exo", "nca", "sppo", "apo", "discopop", "bco", "aot"), "preference"),
     "medusa": "medusa",
     "sft": "sft",
     **dict.fromkeys(("eval", "evaluation"), "eval"),

@@ -12,8 +12,15 @@ from quartet.algorithms.off_policy import is_accepted
 from quartet.algorithms.segments import gather_owner, masked_owner
 from quartet.algorithms.token_selection import covariance, drawn_between, top_share
 from quartet.batch.ragged import RaggedBatch
-from quartet.config.algorithms import ClipCovLoss, KLCovLoss, PolicyGradient, RejectionConfig
+from quartet.config.algorithms import (
+    PolicyGradient,
+    RejectionConfig,
+)
 from quartet.config.common import Strict
+from quartet.config.policy_losses import (
+    ClipCovLoss,
+    KLCovLoss,
+)
 from quartet.train.objectives import HIGH_COVARIANCE, HIGH_ENTROPY, trajectory_index
 
 ENTROPIES = "old_entropies"
@@ -40,21 +47,23 @@ def with_selected_tokens(
         learned = torch.unique(owner_T[owner_T >= 0])
         metrics["correction/rejected_frac"] = float((~kept_N[learned]).float().mean()) if len(learned) else 0.0
         batch = batch.with_token(loss_mask=(owner_T >= 0) & gather_owner(kept_N, owner_T))
-    mask_T, columns = batch.token["loss_mask"], dict[str, Tensor]()
+    mask_T, loss = batch.token["loss_mask"], config.policy_loss
+    num_tokens = max(1, int(mask_T.sum()))
     if config.top_entropy_quantile < 1:
-        columns[HIGH_ENTROPY] = top_share(token[ENTROPIES], mask_T, config.top_entropy_quantile)
-    loss = config.policy_loss
+        chosen_T = top_share(token[ENTROPIES], mask_T, config.top_entropy_quantile)
+        batch = batch.with_token(**{HIGH_ENTROPY: chosen_T})
+        metrics["policy/high_entropy_frac"] = float(chosen_T.sum()) / num_tokens
     if isinstance(loss, ClipCovLoss | KLCovLoss):
         products_T = covariance(token["old_logprobs"], token["advantages"], mask_T)
         if isinstance(loss, KLCovLoss):
-            columns[HIGH_COVARIANCE] = top_share(products_T, mask_T, loss.kl_cov_ratio)
+            chosen_T = top_share(products_T, mask_T, loss.kl_cov_ratio)
         else:
             keys_T = torch.rand(len(mask_T), generator=torch.Generator().manual_seed(draw), dtype=torch.float64)
             limits = (loss.clip_cov_lb, loss.clip_cov_ub)
-            columns[HIGH_COVARIANCE] = drawn_between(products_T, mask_T, *limits, loss.clip_cov_ratio, keys_T)
-    for name, chosen_T in columns.items():
-        metrics[f"policy/{name}_frac"] = float(chosen_T.sum()) / max(1, int(mask_T.sum()))
-    return batch.with_token(**columns), metrics
+            chosen_T = drawn_between(products_T, mask_T, *limits, loss.clip_cov_ratio, keys_T)
+        batch = batch.with_token(**{HIGH_COVARIANCE: chosen_T})
+        metrics["policy/high_covariance_frac"] = float(chosen_T.sum()) / num_tokens
+    return batch, metrics
 
 
 def _kept(config: RejectionConfig, batch: RaggedBatch, owner_T: Tensor, num_trajectories: int) -> Tensor:

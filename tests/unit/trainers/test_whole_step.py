@@ -27,8 +27,6 @@ from quartet.config.algorithms import (
     PPO,
     RLOO,
     BestOfN,
-    CISPOLoss,
-    ClippedLoss,
     Distillation,
     DrGRPO,
     GroupAlgorithm,
@@ -39,10 +37,14 @@ from quartet.config.algorithms import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
-    SequenceClippedLoss,
 )
 from quartet.config.common import LogConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
+from quartet.config.policy_losses import (
+    CISPOLoss,
+    ClippedLoss,
+    SequenceClippedLoss,
+)
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
