@@ -303,7 +303,7 @@ def test_pass_at_k_matches_every_choice_in_any_order(k, normalise, unchanged):
 
 
 def test_the_optimal_token_baseline_by_hand():
-    # Two trajectories, interleaved, with returns 1 and 4; paths 1, 2 and 3, 4, 5: baselines 13 / 4, 18 / 6, and 4 alone.
+    # Two trajectories with returns 1 and 4; paths 1, 2 and 3, 4, 5: baselines 13 / 4, 18 / 6, and 4 alone.
     owner = torch.tensor([-1, 0, 1, 0, 1, 1, 0])
     mask = torch.tensor([True, True, True, True, True, True, False])
     returns = torch.tensor([NAN, 1.0, 4.0, 1.0, 4.0, 4.0, NAN])

@@ -179,7 +179,7 @@ def _slow_policy(slow: Slow, config) -> Tensor:
         if config.off_policy.batch_normalize:
             by_trajectory = [[weights[t] for t in tokens] for tokens in slow.trajectories().values()]
             if config.off_policy.level == "token":
-                by_trajectory = [sum(by_trajectory, [])]
+                by_trajectory = [list(weights.values())]
             mean = sum(sum(row) / len(row) for row in by_trajectory) / len(by_trajectory)
             weights = {t: weight / mean for t, weight in weights.items()}
     for t in weights:
