@@ -151,8 +151,11 @@ def _token_loss(slow: Slow, logprobs: dict[int, Tensor], t: int, config) -> Tens
         return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
     if isinstance(loss, GMPOLoss):
         own = next(tokens for tokens in slow.trajectories().values() if t in tokens)
-        logs = [logprobs[u] - slow.field("old_logprobs", u) for u in own]
-        held = [x.clamp(max=loss.clip_eps_high) if advantage > 0 else x.clamp(min=-loss.clip_eps_low) for x in logs]
+        held = []
+        for u in own:  # each by the sign of its own advantage
+            most = loss.clip_eps_high if slow.field("advantages", u) > 0 else None
+            least = -loss.clip_eps_low if most is None else None
+            held.append((logprobs[u] - slow.field("old_logprobs", u)).clamp(least, most))
         return -advantage * (sum(held) / len(held)).exp()
     if isinstance(loss, KLCovLoss):
         penalty = loss.ppo_kl_coef * ratio.log().abs() if slow.batch.token["high_covariance"][t] else 0.0

@@ -126,7 +126,8 @@ def slow_pair(config: Any, ratios: list, means: list, lengths: list, win: int, l
         case HingeLoss():
             return nll + torch.clamp(1 - config.beta * gap, min=0)
         case EXOPairLoss():
-            own, labels = torch.sigmoid(config.beta * torch.stack([gap, -gap])), torch.tensor([0.99, 0.01]).double()
+            own = torch.sigmoid(config.beta * torch.stack([gap, -gap]))
+            labels = torch.tensor([0.99, 0.01], dtype=torch.float64)
             return (own * (own / labels).log()).sum()
         case DiscoPOPLoss():
             x = config.beta * gap
