@@ -24,7 +24,7 @@ from torch import Tensor
 from quartet.algorithms.segments import segment_count
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PolicyGradientConfig
-from quartet.trainers.estimators import Scored, estimate
+from quartet.trainers.estimators import SHARP, Scored, estimate
 
 GROUP_SIZE = 4
 PROMPT_TOKENS = 50
@@ -52,7 +52,8 @@ def step(num_tokens: int, response_tokens: int, is_split: bool) -> Scored:
     owner, action, group = layout(num_tokens, response_tokens, is_split)
     generator = torch.Generator().manual_seed(1)
     total, num = owner.shape[0], group.shape[0]
-    token = {name: torch.randn(total, generator=generator) for name in ("values", "ref_logprobs", "old_logprobs")}
+    columns = ("values", "ref_logprobs", "old_logprobs", SHARP)
+    token = {name: torch.randn(total, generator=generator) for name in columns}
     # One long segment: estimators read fields and owners, never the segment table.
     batch = RaggedBatch(torch.zeros(total, dtype=torch.int64), (total,), (-1,), (0,), ("step",), token=token)
     scores = torch.randn(num, generator=generator)

@@ -26,8 +26,14 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.config.algorithms import GRPO, PPO, GSPOLoss
+from quartet.config.algorithms import (
+    GRPO,
+    PPO,
+)
 from quartet.config.common import TrainConfig
+from quartet.config.policy_losses import (
+    GSPOLoss,
+)
 from quartet.config.preference import DPOLoss
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine

@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.batch.partition import plan_micro_batches
 from quartet.batch.ragged import RaggedBatch, Segments
-from quartet.config.algorithms import GRPO, PPO, KLConfig
+from quartet.config.algorithms import GRPO, PPO, KLConfig, OffPolicyConfig
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
+from quartet.config.policy_losses import KLCovLoss
 from quartet.config.preference import DPOLoss, KTOLoss
 from quartet.config.speculation import HeadTraining
 from quartet.models.loading import scalar_model_from
@@ -91,6 +92,7 @@ def make_batch(*, deep: bool = False) -> RaggedBatch:
         step_labels=torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64),
         **{name: normal(-3.0) for name in names},
         **{name: normal() for name in ("advantages", "values", "returns")},
+        **{name: normal() > 0 for name in ("high_entropy", "high_covariance")},
     ).with_sequence(
         trajectory=torch.tensor([0, 1, 1, 2, 3, 4, 5, 6, 7, 8]),
         pair=torch.arange(5).repeat_interleave(2),
@@ -108,12 +110,14 @@ def policy(algorithm: Any = None, **config: Any) -> PolicyObjective:
 
 def objectives() -> dict[str, tuple[str, Objective, tuple[LossTerm, ...]]]:
     """Kind of model, objective, and losses that are added."""
+    weights = OffPolicyConfig(level="sequence", floor=0.5, batch_normalize=True)
+    grpo = GRPO(policy_loss=KLCovLoss(), off_policy=weights, top_entropy_quantile=0.5)
     shown = LossTerm(make_batch().select([1, 3]), SFTObjective("loss/ptx"), 0.3)
     return {
         "sft": ("causal", SFTObjective(), ()),
         "ppo-actor": ("causal", policy(kl=KL_LOSS, entropy_coef=0.1), (shown,)),
         "ppo-critic": ("scalar", ValueObjective(PPO(), 9), ()),
-        "grpo": ("causal", policy(GRPO()), ()),
+        "grpo": ("causal", policy(grpo), ()),
         "dpo": ("causal", PreferenceObjective(DPOLoss(beta=0.5, label_smoothing=0.1)), ()),
         "kto": ("causal", KTOObjective(KTOLoss()), ()),
         "reward": ("scalar", PairwiseObjective(0.01, 1.0), ()),

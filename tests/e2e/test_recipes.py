@@ -69,6 +69,7 @@ SHORT = {
 SHORTER = {
     "environment": ("environment.max_turns=2",),
     "rl-dapo": ("prompts_per_step=2", "algorithm.overlong.buffer=4"),
+    "rl-high-entropy": ("prompts_per_step=2",),
     "story-ppo": ("evaluation.data.limit=4", "evaluation.sampling.max_new_tokens=8"),
 }
 
@@ -201,6 +202,25 @@ def test_a_recipe_does_what_its_head_says(
         assert rows[-1]["step"] == 2 and any(key.startswith("loss/") for key in rows[-1])
 
 
+RELATIVES = (
+    "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired", "discopop",
+)  # fmt: skip
+"""Losses that the recipe of DPO differs from by a name."""
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_the_recipe_of_dpo_runs_with_its_relatives(
+    name: str, place: Path, quartet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    short = ("steps=2", "pairs_per_step=4", "threads=1", f"output_dir=out/{name}", "evaluation_data.path=pairs.jsonl")
+    done = quartet("preference", "recipes/dpo.yaml", f"loss={{name: {name}}}", *short)
+    assert done.status == 0, done.err
+    rows = read_metrics(place / "out" / name / "metrics.jsonl")
+    assert math.isfinite(rows[-1]["loss/preference"]) and any("eval/loss" in row for row in rows)
+    assert _learned(place / "DIR", place / "out" / name / "model")
+
+
 # What recipes say and offer ------------------------------------------------------------------------------
 
 
@@ -231,9 +251,10 @@ def test_every_job_and_every_family_has_a_recipe() -> None:
     # Named in the recipe of their parent, which they differ from by defaults.
     variants = {"dr_grpo", "gpg", "reinforce_pp_baseline"}
     assert _named("algorithm") == set(tags(members(AlgorithmConfig))[1]) - variants
-    assert _named("loss") == set(tags(members(PreferenceLossConfig))[1]) - {"robust_dpo", "ipo", "hinge", "orpo"}
+    lines = {"robust_dpo", "ipo", "hinge", "orpo"}
+    assert _named("loss") == set(tags(members(PreferenceLossConfig))[1]) - lines - set(RELATIVES)
     everything = "\n".join(TEXTS.values())
-    assert all(re.search(rf"\b{name}\b", everything) for name in (*variants, "robust_dpo", "ipo", "hinge", "orpo"))
+    assert all(re.search(rf"\b{name}\b", everything) for name in (*variants, *lines))
     for section in ("environment", "ptx", "evaluation"):
         assert any(section in content for content in CONTENTS.values()), section
     assert any("lora" in content.get("actor", {}).get("train", {}) for content in CONTENTS.values())

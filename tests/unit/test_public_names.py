@@ -90,6 +90,11 @@ def test_each_method_has_a_sensible_number_of_responses() -> None:
         q.CISPO: 8,
         q.GPG: 8,
         q.OPO: 8,
+        q.SAPO: 8,
+        q.GMPO: 8,
+        q.GDPO: 8,
+        q.PassAtK: 8,
+        q.OptimalTokenBaseline: 8,
         q.BestOfN: 8,
     }
     for method, expected in defaults.items():

@@ -20,6 +20,10 @@ Dr. GRPO               ``advantages.group_relative`` (without std)    the same, 
                                                                       ``sequence_mean_token_sum_norm``
 GSPO                   ``advantages.group_relative`` (with std)       ``policy_losses.gspo_loss``
 CISPO                  ``advantages.group_relative`` (with std)       ``policy_losses.cispo_loss``
+SAPO, GMPO             ``advantages.group_relative`` (with std)       ``policy_losses.sapo_loss``, ``gmpo_loss``
+GDPO                   ``advantages.normalised_in_groups``            ``policy_losses.policy_loss``
+pass@k                 ``advantages.best_of_k``                       ``policy_losses.policy_loss``
+optimal token baseline ``advantages.optimal_token_baseline``          ``policy_losses.policy_loss``
 GPG                    ``advantages.group_relative`` (without std),   ``policy_losses.reinforce_loss``
                        ``advantages.rescaled_by_variance``
 RLOO, published        ``rewards.completion_rewards``,                ``policy_losses.sequence_policy_loss``
@@ -42,6 +46,7 @@ best of n              ``preference.best_of_groups``                  ``losses.s
 ====================== ============================================== ==================================
 
 Around them: ``process_rewards`` (rewards of steps), ``aggregate`` (four aggregations, global denominators), ``kl`` (k1,
-k2, k3, the adaptive coefficient), ``off_policy`` (importance weights), ``segments`` and ``scan`` (what all of it is
+k2, k3, the adaptive coefficient), ``off_policy`` (importance weights), ``token_selection`` (high entropy,
+Clip-Cov, KL-Cov), ``segments`` and ``scan`` (what all of it is
 computed with).
 """

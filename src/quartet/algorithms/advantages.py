@@ -4,11 +4,15 @@ Shape suffixes: T stored tokens, A action tokens, N trajectories.
 
 Per token: ``gae`` (PPO), ``discounted_returns`` (REINFORCE++ after whitening), ``less_baseline`` (ReMax),
 ``teacher_advantages`` (distillation). Per trajectory, then spread by ``broadcast_to_tokens``: ``group_relative``
-(GRPO and its variants), ``leave_one_out`` (RLOO), ``length_weighted`` (OPO), and on top ``rescaled_by_variance`` (GPG)
-or ``whitened_unless_equal`` (REINFORCE++-baseline).
+(GRPO and its variants), ``best_of_k`` (pass@k), ``leave_one_out`` (RLOO), ``length_weighted`` (OPO), and on top
+``rescaled_by_variance`` (GPG) or ``whitened_unless_equal`` (REINFORCE++-baseline). Per token, with a baseline per
+position in the group: ``optimal_token_baseline``. Per source, before rewards are added up: ``normalised_in_groups``
+(GDPO).
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -119,17 +123,18 @@ def teacher_advantages(teacher_logprobs_T: Tensor, policy_logprobs_T: Tensor, ac
 
 @torch.no_grad()
 def group_relative(
-    scores_N: Tensor, group_N: Tensor, normalise_std: bool, *, raw_scores_N: Tensor | None = None
+    scores_N: Tensor, group_N: Tensor, normalise_std: bool | Literal["batch"], *, raw_scores_N: Tensor | None = None
 ) -> Tensor:
     """``[N]`` score less the group's mean, over the group's standard deviation if asked for.
 
-    With ``normalise_std`` GRPO (Shao et al., 2024, section 4.1.2), without Dr. GRPO (Liu et al., 2025). The
-    standard deviation is unbiased, plus 1e-6. A group of equal scores gives exactly 0.
+    With ``normalise_std`` GRPO (Shao et al., 2024, section 4.1.2), without Dr. GRPO (Liu et al., 2025); with "batch"
+    over the standard deviation of all scores (Liu et al., 2025, arXiv 2508.08221, section 4.1; TRL's ``scale_rewards:
+    batch``). The standard deviation is unbiased, plus 1e-6. A group of equal scores gives exactly 0.
 
     Args:
         scores_N: ``[N]`` one score per trajectory.
         group_N: ``[N]`` int64, any label per group.
-        normalise_std: divide by the standard deviation.
+        normalise_std: divide by the standard deviation of the group, or of the batch.
         raw_scores_N: ``[N]`` the scores before KL entered them; decides which groups are equal. Default: the
             scores.
 
@@ -138,9 +143,79 @@ def group_relative(
     """
     relative_N, member_N, num_groups = _centred(scores_N, group_N)
     if normalise_std:
-        std_N = gather_owner(segment_std(wide(scores_N), member_N, num_groups), member_N)
+        label_N, num_labels = (member_N, num_groups) if normalise_std is True else (torch.zeros_like(member_N), 1)
+        std_N = gather_owner(segment_std(wide(scores_N), label_N, num_labels), label_N)
         relative_N = relative_N / (std_N + STD_EPSILON)
     return _zero_equal_groups(relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups)
+
+
+@torch.no_grad()
+def normalised_in_groups(scores_N: Tensor, group_N: Tensor) -> Tensor:
+    """``[N]`` one source's scores less their mean in the group, over their standard deviation (unbiased, plus 1e-6).
+
+    GDPO (Liu et al., 2026, arXiv 2601.05242, eq. 4) adds them up over the sources afterwards. NaN, where the source
+    does not apply, stays and takes no part; scores that are equal or alone in their group give exactly 0.
+    """
+    labels_N = torch.unique(group_N, return_inverse=True)[1]
+    member_N, num_groups = torch.where(scores_N.isnan(), -1, labels_N), int(labels_N.max()) + 1
+    kept_N = keep(scores_N, member_N >= 0)
+    relative_N = kept_N - gather_owner(segment_mean(kept_N, member_N, num_groups), member_N)
+    relative_N = relative_N / (gather_owner(segment_std(kept_N, member_N, num_groups), member_N) + STD_EPSILON)
+    is_equal_N = gather_owner(segment_is_constant(kept_N, member_N, num_groups), member_N)
+    return torch.where(member_N < 0, torch.nan, torch.where(is_equal_N, 0, relative_N))
+
+
+@torch.no_grad()
+def best_of_k(
+    scores_N: Tensor, group_N: Tensor, k: int, normalise_std: bool, *, raw_scores_N: Tensor | None = None
+) -> Tensor:
+    """``[N]`` pass@k advantages (Chen et al., 2025, arXiv 2508.10751, eq. 14 and 15): how much better than the average
+    is the best of ``k`` responses if this one is among them.
+
+    Over all ways to choose k responses of the group: the mean of the best score of those that have this response, less
+    the mean of all, over the standard deviation of all (plus 1e-6) if asked for. Scores of 0 and 1 give the paper's
+    formula; other scores enter by their best, as in Walder and Karkhanis (2025, arXiv 2505.15201).
+
+    Args:
+        k: at least 1; in a group of k or fewer one less than its responses.
+
+    Other arguments and errors as for ``group_relative``; a group of equal scores gives exactly 0.
+    """
+    centred_N, member_N, num_groups = _centred(scores_N, group_N)
+    size_G = segment_count(member_N, num_groups)
+    order_N = centred_N.argsort(stable=True)
+    order_N = order_N[member_N[order_N].argsort(stable=True)]
+    member, score = member_N[order_N], centred_N[order_N].double()
+    size = size_G[member]
+    worse = torch.arange(len(order_N), device=order_N.device) - (size_G.cumsum(0) - size_G)[member]
+    choose = (size - 1).clamp(max=k)
+    # Of all choices the share whose best one is this; its own mean when it is chosen, from itself and the better ones.
+    is_best = _ratio_of_choices(worse, choose - 1, size, choose)
+    mean_G = segment_sum(is_best * score, member, num_groups)
+    gap = score - mean_G[member]
+    continues = torch.ones_like(score)
+    continues[:-1] = (member[1:] == member[:-1]).double()
+    continues[-1] = 0
+    above = reverse_linear_scan(_ratio_of_choices(worse - 1, choose - 2, size - 1, choose - 1) * gap, continues)
+    own = _ratio_of_choices(worse, choose - 1, size - 1, choose - 1) * gap
+    relative = own.clone()
+    relative[:-1] += continues[:-1] * above[1:]
+    if normalise_std:
+        relative = relative / (segment_sum(is_best * gap.square(), member, num_groups).sqrt()[member] + STD_EPSILON)
+    relative_N = torch.empty_like(centred_N)
+    relative_N[order_N] = relative.to(centred_N.dtype)
+    return _zero_equal_groups(relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups)
+
+
+def _ratio_of_choices(n: Tensor, k: Tensor, of_n: Tensor, of_k: Tensor) -> Tensor:
+    """``C(n, k) / C(of_n, of_k)`` fp64, 0 where k is not in [0, n]."""
+    log = _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k)
+    log = log - (_log_factorial(of_n) - _log_factorial(of_k) - _log_factorial(of_n - of_k))
+    return torch.where((k >= 0) & (k <= n), log.exp(), 0.0)
+
+
+def _log_factorial(n: Tensor) -> Tensor:
+    return torch.lgamma(n.clamp(min=0).double() + 1)
 
 
 @torch.no_grad()
@@ -196,7 +271,7 @@ def length_weighted(
 
 @torch.no_grad()
 def whitened_unless_equal(
-    advantages_N: Tensor, is_equal_N: Tensor, action_mask_T: Tensor, trajectory_T: Tensor
+    advantages_N: Tensor, is_equal_N: Tensor, action_mask_T: Tensor, trajectory_T: Tensor, *, scale: bool = True
 ) -> Tensor:
     """``[T]`` advantages on their action tokens, whitened over all of them (REINFORCE++-baseline; Hu et al., 2025).
 
@@ -206,9 +281,59 @@ def whitened_unless_equal(
     Args:
         advantages_N: ``[N]`` scores less the mean of their group.
         is_equal_N: ``[N]`` bool, True for members of a group of equal scores.
+        scale: divide by the standard deviation.
     """
-    whitened_T = masked_whiten(broadcast_to_tokens(advantages_N, trajectory_T, action_mask_T), action_mask_T)
+    spread_T = broadcast_to_tokens(advantages_N, trajectory_T, action_mask_T)
+    whitened_T = masked_whiten(spread_T, action_mask_T, scale=scale)
     return torch.where(gather_owner(is_equal_N, masked_owner(trajectory_T, action_mask_T)), 0, whitened_T)
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    returns_T: Tensor, energy_T: Tensor, group_N: Tensor, action_mask_T: Tensor, trajectory_T: Tensor
+) -> Tensor:
+    """``[T]`` returns less the baseline of least variance for their position in the group (arXiv 2602.07078; verl's
+    ``optimal_token_baseline``); 0 where no action.
+
+    At the t-th action token the baseline is ``Σ G_t W_t / Σ W_t`` over the group's trajectories that are as long, with
+    ``W_t`` the sum of ``energy`` over a trajectory's first t action tokens. Where one is longer than all others of its
+    group the baseline is its own return, and the advantage 0 (verl without ``handle_zero_tail``).
+
+    Args:
+        returns_T: ``[T]`` sum of the rewards from each action token on.
+        energy_T: ``[T]`` squared norm of the logits' gradient, ``score_energy``.
+        group_N: ``[N]`` int64, any label per group.
+    """
+    owner_T = masked_owner(trajectory_T, action_mask_T)
+    returns_T, energy_T = keep(returns_T, owner_T >= 0), keep(energy_T, owner_T >= 0)
+    order_A = time_order(owner_T)
+    owner_A = owner_T[order_A]
+    count_N = segment_count(owner_T, len(group_N))
+    place_A = torch.arange(len(order_A), device=order_A.device) - (count_N.cumsum(0) - count_N)[owner_A]
+    # A scan from the end over reversed tokens is one from the beginning.
+    continues_A = (place_A > 0).to(energy_T.dtype)
+    path_A = reverse_linear_scan(energy_T[order_A].flip(0), continues_A.flip(0)).flip(0)
+    labels_N, longest = torch.unique(group_N, return_inverse=True)[1], int(count_N.max())
+    cell_A, num_cells = labels_N[owner_A] * longest + place_A, (int(labels_N.max()) + 1) * longest
+    returns_A = returns_T[order_A]
+    total_C = segment_sum(path_A, cell_A, num_cells).clamp(min=1e-8)
+    baseline_A = (segment_sum(path_A * returns_A, cell_A, num_cells) / total_C)[cell_A]
+    return _scattered(returns_A - baseline_A, order_A, len(owner_T))
+
+
+@torch.no_grad()
+def score_energy(logprobs_T: Tensor, sharp_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
+    """``[T]`` squared norm of a log-probability's gradient in the logits, ``1 - 2 p + Σ p²`` over the vocabulary.
+
+    The sum is read from the log-probability of the same token at half the temperature: with ``z`` the logits over the
+    temperature, ``2 log p - log p_sharp = lse(2 z) - 2 lse(z) = log Σ p²``.
+
+    Args:
+        logprobs_T, sharp_logprobs_T: ``[T]`` of the tokens, at the temperature of sampling and at half of it.
+    """
+    logprobs_T, sharp_T = keep(logprobs_T, mask_T), keep(sharp_logprobs_T, mask_T)
+    energy_T = 1 - 2 * logprobs_T.exp() + (2 * logprobs_T - sharp_T).clamp(max=0).exp()
+    return torch.where(mask_T, energy_T.clamp(min=0), 0)
 
 
 def broadcast_to_tokens(advantages_N: Tensor, trajectory_T: Tensor, action_mask_T: Tensor) -> Tensor:

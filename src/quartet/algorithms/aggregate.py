@@ -36,13 +36,14 @@ class AggregationDenominators:
     ``num_tokens`` and ``num_sequences`` (scalars, int64) are sums: with several data-parallel ranks, replace
     them by their sums over ranks. ``tokens_per_sequence`` ``[N]`` int64 is addressed by the owner index of
     the micro-batches, which therefore keeps the mini-batch's numbering. ``norm`` is the constant of
-    ``sequence_mean_token_sum_norm``.
+    ``sequence_mean_token_sum_norm``; ``mean_weight`` (scalar) divides importance weights (``off_policy``).
     """
 
     num_tokens: Tensor
     num_sequences: Tensor
     tokens_per_sequence: Tensor
     norm: float | None = None
+    mean_weight: Tensor | None = None
 
 
 def aggregation_denominators(

@@ -5,6 +5,7 @@ Shape suffixes: T stored tokens, N trajectories.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,12 +13,20 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.kl import bounded_exp
-from quartet.algorithms.segments import gather_owner, keep, masked_owner, segment_sum
+from quartet.algorithms.segments import (
+    gather_owner,
+    keep,
+    masked_mean,
+    masked_owner,
+    segment_count,
+    segment_mean,
+    segment_sum,
+)
 
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """``weights`` ``[T]``, 0 on masked tokens, and the number of unmasked tokens above the cap."""
+    """``weights`` ``[T]``, 0 on masked tokens, and the number of unmasked tokens above the cap or below the floor."""
 
     weights: Tensor
     num_capped: Tensor
@@ -34,6 +43,7 @@ def importance_weights(
     level: Literal["token", "sequence"],
     mode: Literal["truncate", "mask"],
     cap: float,
+    floor: float | None = None,
 ) -> ImportanceWeights:
     """Weights ``old / rollout`` that correct a loss for the policy which really sampled; constants.
 
@@ -46,6 +56,7 @@ def importance_weights(
         level: "token", or "sequence" for the product over the trajectory's masked tokens on each of them.
         mode: weights above ``cap`` become ``cap`` ("truncate") or 0 ("mask").
         cap: above 0.
+        floor: weights below it become ``floor`` or 0, as those above the cap; None for no limit.
     """
     owner_T = masked_owner(trajectory_T, mask_T)
     is_owned_T = owner_T >= 0
@@ -54,5 +65,57 @@ def importance_weights(
         log_weight_T = gather_owner(segment_sum(log_weight_T, owner_T, num_trajectories), owner_T)
     weight_T = bounded_exp(log_weight_T)
     is_capped_T = weight_T > cap
-    weight_T = weight_T.clamp(max=cap) if mode == "truncate" else torch.where(is_capped_T, 0, weight_T)
+    if floor is not None:
+        is_capped_T = is_capped_T | (weight_T < floor)
+    weight_T = weight_T.clamp(floor, cap) if mode == "truncate" else torch.where(is_capped_T, 0, weight_T)
     return ImportanceWeights(torch.where(is_owned_T, weight_T, 0), (is_capped_T & is_owned_T).sum())
+
+
+@torch.no_grad()
+def mean_weight(
+    weights_T: Tensor,
+    mask_T: Tensor,
+    trajectory_T: Tensor,
+    num_trajectories: int,
+    *,
+    level: Literal["token", "sequence"],
+) -> Tensor:
+    """Scalar mean of ``importance_weights`` over their tokens, or over the trajectories that have any; 1 without any
+    token, or where all weights are 0. Weights divided by it have mean 1: self-normalised importance sampling.
+
+    Other arguments as for ``importance_weights``, of the whole mini-batch.
+    """
+    owner_T = masked_owner(trajectory_T, mask_T)
+    if level == "token":
+        mean = masked_mean(weights_T, owner_T >= 0)
+    else:
+        has_any_N = segment_count(owner_T, num_trajectories) > 0
+        mean = masked_mean(segment_mean(keep(weights_T, owner_T >= 0), owner_T, num_trajectories), has_any_N)
+    return torch.where(mean > 0, mean, 1)
+
+
+@torch.no_grad()
+def is_accepted(
+    old_logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    mask_T: Tensor,
+    trajectory_T: Tensor,
+    num_trajectories: int,
+    *,
+    statistic: Literal["geometric", "sequence"],
+    lower: float,
+    upper: float,
+) -> Tensor:
+    """``[N]`` bool: trajectories whose ratio ``old / rollout`` lies within both limits; True for those without tokens.
+
+    The ratio is the product over the trajectory's masked tokens ("sequence"), or their geometric mean, which does not
+    grow with the length ("geometric"; verl's rollout correction, "Rejection Sampling").
+
+    Args:
+        lower, upper: limits of the ratio, above 0. Other arguments as for ``importance_weights``.
+    """
+    owner_T = masked_owner(trajectory_T, mask_T)
+    difference_T = keep(old_logprobs_T, owner_T >= 0) - keep(rollout_logprobs_T, owner_T >= 0)
+    of_trajectory = segment_mean if statistic == "geometric" else segment_sum
+    log_ratio_N = of_trajectory(difference_T, owner_T, num_trajectories)
+    return (log_ratio_N >= math.log(lower)) & (log_ratio_N <= math.log(upper))

@@ -9,6 +9,9 @@ With A the advantage, ``r_t = exp(policy - old)`` a token's ratio and ``s`` a se
 ``sequence_policy_loss``  ``max(-A s, -A clip(s))``, ``s = Π r_t`` RLOO as published
 ``gspo_loss``             the same, ``s = (Π r_t)^(1/length)``    GSPO
 ``cispo_loss``            ``-A stop(clip(r_t)) policy``           CISPO
+``sapo_loss``             ``-A 4/τ sigmoid(τ (r_t - 1))``         SAPO
+``gmpo_loss``             ``-A s``, ``s = (Π clip(r_t))^(1/len)`` GMPO
+``kl_cov_loss``           ``-A r_t``, and ``|log r_t|`` for some  KL-Cov
 ``reinforce_loss``        ``-A policy``                           REINFORCE, GPG, ReMax, distillation
 ========================= ======================================= ===========================================
 
@@ -39,7 +42,8 @@ class PolicyLossOutput:
         ratios: ``[T]`` or ``[N]`` detached ``policy / old``, 1 for masked units.
         num_units: units that the loss looked at.
         num_clipped: those whose ratio was clipped: where the clipped branch was the larger loss (no gradient), for
-            ``cispo_loss`` where the weight was limited (the gradient stays), 0 for ``reinforce_loss``.
+            ``cispo_loss`` where the weight was limited (the gradient stays), for ``gmpo_loss`` where the token's
+            log-ratio was held, 0 for ``reinforce_loss``, ``sapo_loss`` and ``kl_cov_loss``.
         num_dual_clipped: those held by the dual clip (no gradient).
         ratio_sum: sum of their ratios.
         approx_kl_sum: sum of the k3 estimates of KL(old ‖ policy).
@@ -173,6 +177,88 @@ def cispo_loss(
     loss_T = -keep(advantages_T, mask_T).detach() * limited_T * policy_T
     loss = aggregate(_weighted(loss_T, weights_T, mask_T), tokens)
     return _output(loss, log_ratio_T, ratio_T, mask_T, (mask_T & (limited_T != ratio_T)).sum())
+
+
+def sapo_loss(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    tokens: LossTokens,
+    *,
+    tau_pos: float,
+    tau_neg: float,
+    weights_T: Tensor | None = None,
+) -> PolicyLossOutput:
+    """SAPO (Gao et al., 2025, arXiv 2511.20347): the ratio through a smooth gate in the place of the clip.
+
+    Per token ``-A * 4/τ * sigmoid(τ (ratio - 1))``, τ being ``tau_pos`` where A is above 0 and ``tau_neg`` elsewhere:
+    the gradient is that of ``-A * ratio`` at ratio 1, and fades on both sides of it. Arguments as for ``policy_loss``.
+    """
+    mask_T = tokens.mask_T
+    log_ratio_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
+    advantages_T, ratio_T = keep(advantages_T, mask_T).detach(), bounded_exp(log_ratio_T)
+    tau_T = torch.full_like(ratio_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
+    loss_T = -advantages_T * 4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1))
+    loss = aggregate(_weighted(loss_T, weights_T, mask_T), tokens)
+    return _output(loss, log_ratio_T, ratio_T, mask_T, torch.zeros_like(mask_T.sum()))
+
+
+def gmpo_loss(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    tokens: LossTokens,
+    *,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    weights_T: Tensor | None = None,
+) -> PolicyLossOutput:
+    """GMPO (Zhao et al., 2025, arXiv 2507.20673, eq. 4): the geometric mean of token ratios, each clipped by itself.
+
+    A token's log-ratio is held at ``clip_eps_high`` where A is above 0, at ``-clip_eps_low`` where it is below (the
+    pessimistic side, as in PPO), then averaged over the trajectory's loss tokens: ``-A * exp(mean)``. Arguments as for
+    ``gspo_loss``, but the limits are those of the log-ratio, at least 0. The published aggregation is
+    ``sequence_mean_token_mean``.
+
+    Raises:
+        ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
+    """
+    mask_T, count_N = tokens.mask_T, _whole_trajectories(tokens)
+    difference_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
+    advantages_T = keep(advantages_T, mask_T).detach()
+    lowest_T = torch.full_like(difference_T, -torch.inf).masked_fill(advantages_T < 0, -clip_eps_low)
+    highest_T = torch.full_like(difference_T, torch.inf).masked_fill(advantages_T > 0, clip_eps_high)
+    held_T = torch.minimum(torch.maximum(difference_T, lowest_T), highest_T)
+    mean_N = segment_sum(held_T, tokens.owner_T, count_N.shape[0]) / count_N.clamp(min=1)
+    log_ratio_T = gather_owner(mean_N, tokens.owner_T)
+    ratio_T = bounded_exp(log_ratio_T)
+    loss = aggregate(_weighted(-advantages_T * ratio_T, weights_T, mask_T), tokens)
+    found = _output(loss, log_ratio_T, ratio_T, mask_T, (mask_T & (held_T != difference_T)).sum())
+    return replace(found, approx_kl_sum=_approx_kl(difference_T, mask_T))
+
+
+def kl_cov_loss(
+    policy_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    tokens: LossTokens,
+    *,
+    held_T: Tensor,
+    ppo_kl_coef: float,
+    weights_T: Tensor | None = None,
+) -> PolicyLossOutput:
+    """KL-Cov (Cui et al., 2025, arXiv 2505.22617, eq. 13): the surrogate without a clip, some tokens held by a penalty.
+
+    Per token ``-A * ratio``, and ``ppo_kl_coef * |policy - old|`` more where ``held_T``: the absolute log-ratio of the
+    authors' code, in the place of the paper's KL. Arguments as for ``policy_loss``; ``held_T`` ``[T]`` bool are the
+    tokens of highest covariance (``token_selection.top_share``).
+    """
+    mask_T = tokens.mask_T
+    log_ratio_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
+    ratio_T = bounded_exp(log_ratio_T)
+    loss_T = -keep(advantages_T, mask_T).detach() * ratio_T + ppo_kl_coef * log_ratio_T.abs() * held_T
+    loss = aggregate(_weighted(loss_T, weights_T, mask_T), tokens)
+    return _output(loss, log_ratio_T, ratio_T, mask_T, torch.zeros_like(mask_T.sum()))
 
 
 def reinforce_loss(

@@ -8,7 +8,8 @@ What an answer enters with is one number, computed by the caller from the log-pr
 number      what                                                                      losses
 =========== ========================================================================= =======================
 log-ratio   sum over its tokens of ``policy_logprobs - ref_logprobs``                 DPO, robust DPO, IPO,
-                                                                                      hinge, KTO
+                                                                                      hinge, EXO, NCA, SPPO, APO,
+                                                                                      DiscoPOP, BCO, AOT, KTO
 mean        mean over its tokens of ``policy_logprobs`` (no reference)                SimPO, ORPO, SFT term
 =========== ========================================================================= =======================
 
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -109,6 +112,142 @@ def hinge_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: fl
     """
     chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
     return _output(relu(1 - (chosen - rejected)), num_pairs, chosen, rejected)
+
+
+def exo_pair_loss(
+    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, label_smoothing: float
+) -> PreferenceLossOutput:
+    """EXO on pairs (Ji et al., 2024, arXiv 2402.00856, eq. 16): the reverse KL from labels smoothed by ε to σ(x).
+
+    Per pair ``σ(x) (log σ(x) - log(1 - ε)) + σ(-x) (log σ(-x) - log ε)`` with ``x = β (chosen - rejected)``; arguments
+    as for ``dpo_loss``, ε in (0, 0.5).
+    """
+    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    x = chosen - rejected
+    right = torch.sigmoid(x) * (logsigmoid(x) - math.log(1 - label_smoothing))
+    return _output(
+        right + torch.sigmoid(-x) * (logsigmoid(-x) - math.log(label_smoothing)), num_pairs, chosen, rejected
+    )
+
+
+def pointwise_pair_loss(
+    kind: Literal["nca_pair", "sppo_hard", "apo_zero", "apo_down"],
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    num_pairs: int,
+    *,
+    beta: float,
+) -> PreferenceLossOutput:
+    """Losses of pairs in which each implicit reward, r_w and r_l, also counts by itself.
+
+    ============= ================================================ ===================================================
+    ``nca_pair``  ``-log σ(r_w) - (log σ(-r_w) + log σ(-r_l)) / 2`` Chen et al., 2024, arXiv 2402.05369, algorithm 2
+    ``sppo_hard`` ``((r_w - ½)² + (r_l + ½)²) / β²``               Wu et al., 2024, arXiv 2405.00675, eq. 4.7; η = 1 / β
+    ``apo_zero``  ``1 - σ(r_w) + σ(r_l)``                          D'Oosterlinck et al., 2024, arXiv 2408.06266, § 4
+    ``apo_down``  ``σ(r_w) + 1 - σ(r_w - r_l)``                    the same; both shifted to be at least 0, as in TRL
+    ============= ================================================ ===================================================
+
+    Other arguments as for ``dpo_loss``.
+    """
+    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    match kind:
+        case "nca_pair":
+            loss_P = -logsigmoid(chosen) - 0.5 * (logsigmoid(-chosen) + logsigmoid(-rejected))
+        case "sppo_hard":
+            loss_P = ((chosen - 0.5).square() + (rejected + 0.5).square()) / beta**2
+        case "apo_zero":
+            loss_P = torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+        case "apo_down":
+            loss_P = torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+    return _output(loss_P, num_pairs, chosen, rejected)
+
+
+def discopop_loss(
+    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, discopop_tau: float
+) -> PreferenceLossOutput:
+    """DiscoPOP's log-ratio modulated loss (Lu et al., 2024, arXiv 2406.08414, section 4).
+
+    Per pair ``-(1 - m) log σ(x) + m exp(-x)`` with ``x = β (chosen - rejected)`` and ``m = σ(x / τ)``; arguments as for
+    ``dpo_loss``. ``exp(-x)`` is weighed as ``exp(log m - x)``, which stays finite wherever the product does.
+    """
+    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    x = chosen - rejected
+    loss_P = -torch.sigmoid(-x / discopop_tau) * logsigmoid(x) + torch.exp(logsigmoid(x / discopop_tau) - x)
+    return _output(loss_P, num_pairs, chosen, rejected)
+
+
+# With a reference, and the whole step --------------------------------------------------------------------
+
+
+def bco_pair_loss(
+    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, anchors: tuple[Tensor, Tensor]
+) -> PreferenceLossOutput:
+    """BCO on pairs (Jung et al., 2024, arXiv 2404.04656, eq. 13): ``-log σ(r_w - δ) - log σ(δ - r_l)``.
+
+    δ is the mean implicit reward of all answers of the step, a constant. The paper keeps a moving average of it, TRL
+    the mean since the run began; the step's own has no state that a resumed run would miss. Arguments as for
+    ``dpo_loss``.
+
+    Args:
+        anchors: ``[P]`` each, ``step_anchors`` of both sides.
+    """
+    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    above, below = (beta * wide(anchor_P.detach()) for anchor_P in anchors)
+    return _output(-logsigmoid(chosen - above) - logsigmoid(below - rejected), num_pairs, chosen, rejected)
+
+
+def aot_unpaired_loss(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    num_pairs: int,
+    *,
+    beta: float,
+    label_smoothing: float,
+    anchors: tuple[Tensor, Tensor],
+) -> PreferenceLossOutput:
+    """AOT without pairs (Melnyk et al., 2024, arXiv 2406.05882, section 3): DPO between the j-th smallest log-ratio of
+    chosen answers and the j-th smallest of rejected ones. Arguments as for ``bco_pair_loss``.
+
+    The two answers need not lie in one micro-batch: each meets the other's value as a constant, in a term of its own.
+    Their sum has the gradient of the whole, and half of it is its value.
+    """
+    chosen, rejected = wide(chosen_P), wide(rejected_P)
+    higher, lower = (wide(anchor_P.detach()) for anchor_P in anchors)
+    of_pairs = partial(dpo_loss, num_pairs=num_pairs, beta=beta, label_smoothing=label_smoothing)
+    both = of_pairs(chosen, higher).loss + of_pairs(lower, rejected).loss
+    return PreferenceLossOutput(both - both.detach() / 2, beta * chosen.detach(), beta * rejected.detach())
+
+
+@torch.no_grad()
+def step_anchors(kind: Literal["bco_pair", "aot", "aot_unpaired"], policy_P2: Tensor, reference_P2: Tensor) -> Tensor:
+    """``[P, 2]`` what each answer of a step is compared with, by the policy as the step begins.
+
+    ==================== =====================================================================================
+    ``bco_pair``         the mean log-ratio of all answers
+    ``aot``              what ``chosen - rejected`` log-ratios must exceed, so that the pair's margin exceeds the
+                         reference's of the same rank
+    ``aot_unpaired``     the log-ratio of the other side's answer of the same rank
+    ==================== =====================================================================================
+
+    Args:
+        policy_P2, reference_P2: ``[P, 2]`` log-probabilities of chosen and rejected answers, of the whole step.
+    """
+    ratios = wide(policy_P2) - wide(reference_P2)
+    match kind:
+        case "bco_pair":
+            return ratios.mean().expand_as(ratios)
+        case "aot":
+            margins, of_reference = (wide(x[:, 0]) - wide(x[:, 1]) for x in (policy_P2, reference_P2))
+            return (_of_same_rank(margins, of_reference) - of_reference)[:, None].expand_as(ratios)
+        case "aot_unpaired":
+            chosen, rejected = ratios.unbind(1)
+            return torch.stack([_of_same_rank(chosen, rejected), _of_same_rank(rejected, chosen)], 1)
+
+
+def _of_same_rank(values_P: Tensor, others_P: Tensor) -> Tensor:
+    """``[P]`` of each value the one of ``others`` that is as large among them."""
+    ranks_P = values_P.argsort(stable=True).argsort()
+    return others_P.sort().values[ranks_P]
 
 
 def kto_reference_point(mismatched_S: Tensor) -> Tensor:

@@ -98,8 +98,9 @@ def masked_mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
     return keep(values_T, mask_T).sum() / mask_T.sum().clamp(min=1)
 
 
-def masked_whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``[T]`` ``(values - mean) / (std + 1e-6)`` over all masked tokens, 0 elsewhere.
+def masked_whiten(values_T: Tensor, mask_T: Tensor, *, scale: bool = True) -> Tensor:
+    """``[T]`` ``(values - mean) / (std + 1e-6)`` over all masked tokens, 0 elsewhere; without ``scale`` the mean alone
+    is taken off.
 
     The standard deviation is unbiased. Equal values give exactly 0; fewer than two tokens are left unchanged.
     """
@@ -109,5 +110,5 @@ def masked_whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
     deviation_T = torch.where(mask_T, kept_T - mean, 0)
     std = (deviation_T.square().sum() / (count - 1).clamp(min=1)).sqrt()
     is_constant = segment_is_constant(kept_T, torch.where(mask_T, 0, -1), 1)
-    whitened_T = torch.where(is_constant, 0, deviation_T / (std + STD_EPSILON))
+    whitened_T = torch.where(is_constant, 0, deviation_T / (std + STD_EPSILON) if scale else deviation_T)
     return torch.where(count < 2, kept_T, whitened_T)

@@ -10,7 +10,10 @@ advantages                       policy loss             names
 ================================ ======================= =============================================
 GAE with a critic                clipped, token          ``ppo``
 relative to the group            clipped, token          ``grpo``, ``dr_grpo``, ``dapo``
-relative to the group            other                   ``gspo``, ``cispo``, ``gpg``
+relative to the group            other                   ``gspo``, ``cispo``, ``gpg``, ``sapo``, ``gmpo``
+relative to the group, by reward clipped, token          ``gdpo``
+best of k of the group           clipped, token          ``pass_at_k``
+per position of the group        clipped, token          ``optimal_token_baseline``
 leave one out                    clipped, sequence       ``rloo``
 length-weighted group baseline   clipped, token          ``opo``
 normalised over the batch        clipped, token          ``reinforce_pp``, ``reinforce_pp_baseline``
@@ -25,68 +28,27 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quartet.config.common import Strict
+from quartet.config.policy_losses import (
+    COVARIANCE_LOSSES,
+    SEQUENCE_LOSSES,
+    CISPOLoss,
+    ClippedLoss,
+    GMPOLoss,
+    GSPOLoss,
+    PolicyLossConfig,
+    ReinforceLoss,
+    SAPOLoss,
+    SequenceClippedLoss,
+)
 from quartet.config.preference import REFERENCE_FREE, DPOLoss, PairLossConfig
 from quartet.config.units import Nats, Responses, Tokens
 
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
 ]
-
-
-# Policy losses -------------------------------------------------------------------------------------------
-
-
-class ClippedLoss(Strict):
-    """Schulman et al. 2017: the ratio of each token is clipped."""
-
-    name: Literal["clipped"] = "clipped"
-    clip_eps_low: float = Field(0.2, gt=0, le=1, description="A token's ratio is clipped at 1 less this.")
-    clip_eps_high: float = Field(0.2, gt=0, description="A token's ratio is clipped at 1 plus this.")
-    dual_clip: float | None = Field(
-        None, gt=1, description="Most that a token of negative advantage costs, over that advantage."
-    )
-
-
-class SequenceClippedLoss(Strict):
-    """RLOO as published (Ahmadian et al. 2024): the completion is one action, its ratio the product over tokens."""
-
-    name: Literal["sequence_clipped"] = "sequence_clipped"
-    clip_eps_low: float = Field(0.2, gt=0, le=1, description="A response's ratio is clipped at 1 less this.")
-    clip_eps_high: float = Field(0.2, gt=0, description="A response's ratio is clipped at 1 plus this.")
-
-
-class GSPOLoss(Strict):
-    """Zheng et al. 2025: the ratio of a sequence, normalised by its length, is clipped for all of its tokens."""
-
-    name: Literal["gspo"] = "gspo"
-    clip_eps_low: float = Field(3e-4, gt=0, le=1, description="A response's ratio is clipped at 1 less this.")
-    clip_eps_high: float = Field(4e-4, gt=0, description="A response's ratio is clipped at 1 plus this.")
-
-
-class CISPOLoss(Strict):
-    """MiniMax 2025: the ratio is a clipped, constant weight of the log-probability, so no token loses its gradient."""
-
-    name: Literal["cispo"] = "cispo"
-    clip_eps_low: float | None = Field(
-        None, gt=0, le=1, description="A token's weight is clipped at 1 less this; no lower bound when left out."
-    )
-    clip_eps_high: float = Field(0.28, gt=0, description="A token's weight is clipped at 1 plus this.")
-
-
-class ReinforceLoss(Strict):
-    """Williams 1992: advantage times log-probability, no ratio."""
-
-    name: Literal["reinforce"] = "reinforce"
-
-
-PolicyLossConfig = Annotated[
-    ClippedLoss | SequenceClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss, Field(discriminator="name")
-]
-SEQUENCE_LOSSES = (SequenceClippedLoss, GSPOLoss)
-"""Losses with a ratio of the sequence: they take importance weights of the sequence only."""
 
 
 # Parts ---------------------------------------------------------------------------------------------------
@@ -106,12 +68,31 @@ class KLConfig(Strict):
     horizon: Responses = Field(10_000, ge=1, description="Responses over which the adaptive coefficient moves.")
 
 
+class RejectionConfig(Strict):
+    """Responses whose ratio ``old / rollout`` is too far from 1 are not learned from."""
+
+    statistic: Literal["geometric", "sequence"] = Field(
+        "geometric", description="Geometric mean of the tokens' ratios, or their product."
+    )
+    upper: float = Field(gt=1, description="Responses above this are left out.")
+    lower: float | None = Field(
+        None, gt=0, lt=1, description="Responses below this are left out; 1 / upper when left out."
+    )
+
+
 class OffPolicyConfig(Strict):
     """Importance weights ``old / rollout``: of the trainer's policy over the engine's that sampled."""
 
     level: Literal["token", "sequence"] = Field("token", description="One weight per token, or one per response.")
     mode: Literal["truncate", "mask"] = Field("truncate", description="Weights above cap become cap, or 0.")
     cap: float = Field(2.0, gt=1, description="Largest weight.")
+    floor: float | None = Field(
+        None, gt=0, lt=1, description="Smallest weight: those below become floor, or 0 by mode mask; no limit: null."
+    )
+    batch_normalize: bool = Field(False, description="Divide the weights of a mini-batch by their mean.")
+    rejection: RejectionConfig | None = Field(
+        None, description="Leave out responses that sampler and trainer disagree about; none when left out."
+    )
 
 
 class DynamicSamplingConfig(Strict):
@@ -141,6 +122,9 @@ class PolicyGradient(Strict):
     off_policy: OffPolicyConfig | None = Field(
         None, description="Correct for the difference between sampler and trainer; no correction when left out."
     )
+    top_entropy_quantile: float = Field(
+        1.0, gt=0, le=1, description="Share of the step's tokens, those of highest entropy, that the policy loss has."
+    )
 
 
 class ScoredAlgorithm(Strict):
@@ -151,12 +135,25 @@ class ScoredAlgorithm(Strict):
 
     missing_eos_penalty: float = Field(0.0, ge=0, description="What a response loses that was cut off at its limit.")
     overlong: OverlongConfig | None = Field(None, description="Soft penalty of long responses; none when left out.")
+    reward_clip_range: tuple[float, float] | None = Field(
+        None, description="Scores are held between these two before penalties; no limits when left out."
+    )
+
+    @model_validator(mode="after")
+    def _clips_in_order(self) -> ScoredAlgorithm:
+        found = self.reward_clip_range
+        if found is not None and not found[0] < found[1]:
+            raise ValueError(f"reward_clip_range needs a lower limit and a higher one; found {list(found)}")
+        return self
 
 
 class RewardedAlgorithm(PolicyGradient, ScoredAlgorithm):
     """Methods that turn scores, less a KL penalty, into advantages."""
 
     kl: KLConfig = KLConfig()
+    whiten_advantages: bool | Literal["mean"] = Field(
+        False, description="Advantages of a step to mean 0 and deviation 1; mean: to mean 0 alone."
+    )
 
 
 class PPO(RewardedAlgorithm):
@@ -170,7 +167,7 @@ class PPO(RewardedAlgorithm):
     value_clip: float | None = Field(
         0.2, gt=0, description="Most that a value may move from the one before the update; null: no limit."
     )
-    whiten_advantages: bool = Field(True, description="Advantages of a step to mean 0 and deviation 1.")
+    whiten_advantages: bool | Literal["mean"] = True
     bootstrap_truncated: bool = Field(
         False, description="Where a response was cut off, the value of the state behind it stands for what is missing."
     )
@@ -184,13 +181,19 @@ class GroupAlgorithm(RewardedAlgorithm):
     dynamic_sampling: DynamicSamplingConfig | None = Field(
         None, description="Sample again for groups of equal scores; they are kept when left out."
     )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        "sum_then_normalize",
+        description="Rewards of several sources are added up, or first each normalised within its group.",
+    )
 
 
 class GroupRelative(GroupAlgorithm):
     """The score less the group's mean, over its standard deviation if asked for."""
 
     kl: KLConfig = KLConfig(coef=0.0, estimator="k3", place="loss")
-    normalise_std: bool = Field(True, description="Divide by the standard deviation of the group.")
+    normalise_std: bool | Literal["batch"] = Field(
+        True, description="Divide by the standard deviation of the group; batch: by that of all responses of the step."
+    )
 
 
 class GRPO(GroupRelative):
@@ -204,7 +207,7 @@ class DrGRPO(GroupRelative):
     """Liu et al. 2025: GRPO without its two biases, the division by the deviation and that by the length."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
-    normalise_std: bool = False
+    normalise_std: bool | Literal["batch"] = False
     aggregation: Aggregation = "sequence_mean_token_sum_norm"
 
 
@@ -236,10 +239,52 @@ class GPG(GroupRelative):
 
     name: Literal["gpg"] = "gpg"
     policy_loss: PolicyLossConfig = ReinforceLoss()
-    normalise_std: bool = False
+    normalise_std: bool | Literal["batch"] = False
     rescale: bool = Field(
         True, description="Advantages grow by the step's responses over those in groups with variance (their alpha)."
     )
+
+
+class SAPO(GroupRelative):
+    """Soft adaptive policy optimisation (arXiv 2511.20347): GRPO's advantages under a smooth gate of the ratio."""
+
+    name: Literal["sapo"] = "sapo"
+    policy_loss: PolicyLossConfig = SAPOLoss()
+    aggregation: Aggregation = "sequence_mean_token_mean"
+
+
+class GMPO(GroupRelative):
+    """Geometric-mean policy optimisation (arXiv 2507.20673): GRPO's advantages under a mean of clipped log-ratios."""
+
+    name: Literal["gmpo"] = "gmpo"
+    policy_loss: PolicyLossConfig = GMPOLoss()
+    aggregation: Aggregation = "sequence_mean_token_mean"
+
+
+class GDPO(GroupRelative):
+    """Liu et al. 2026: each reward normalised within its group, then added up, then whitened over the step."""
+
+    name: Literal["gdpo"] = "gdpo"
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "normalize_then_sum"
+    normalise_std: bool | Literal["batch"] = False
+    whiten_advantages: bool | Literal["mean"] = True
+
+
+class PassAtK(GroupRelative):
+    """Chen et al. 2025: what is rewarded is the best of ``k`` responses, over all ways to choose them from a group."""
+
+    name: Literal["pass_at_k"] = "pass_at_k"
+    k: Responses = Field(2, ge=1, description="Responses of which the best one counts; fewer than a group has.")
+    normalise_std: bool = Field(
+        True, description="Divide by the standard deviation of the best of k over all ways to choose them."
+    )
+
+
+class OptimalTokenBaseline(GroupAlgorithm):
+    """Per position of the group's responses the baseline of least variance (arXiv 2602.07078; verl's estimator)."""
+
+    name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+    kl: KLConfig = KLConfig(coef=0.0)
 
 
 class RLOO(GroupAlgorithm):
@@ -265,6 +310,7 @@ class ReinforcePlusPlus(RewardedAlgorithm):
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     kl: KLConfig = KLConfig(coef=0.01)
+    whiten_advantages: bool | Literal["mean"] = True
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
 
 
@@ -274,6 +320,7 @@ class ReinforcePlusPlusBaseline(GroupAlgorithm):
     default_responses: ClassVar[int] = 4
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     kl: KLConfig = KLConfig(coef=0.01, estimator="k2", place="loss")
+    whiten_advantages: bool | Literal["mean"] = True
 
 
 class ReMax(RewardedAlgorithm):
@@ -330,6 +377,11 @@ PolicyGradientConfig = (
     | GSPO
     | CISPO
     | GPG
+    | SAPO
+    | GMPO
+    | GDPO
+    | PassAtK
+    | OptimalTokenBaseline
     | RLOO
     | OPO
     | ReinforcePlusPlus
@@ -355,6 +407,18 @@ def keeps_trajectories_whole(algorithm: Strict) -> bool:
     correction = algorithm.off_policy
     is_weighted = correction is not None and correction.level == "sequence"
     return is_weighted or isinstance(algorithm.policy_loss, SEQUENCE_LOSSES)
+
+
+def reads_old_logprobs(algorithm: Strict) -> bool:
+    """Whether ``old_logprobs`` are needed beside the ratio: for what depends on all tokens of a step or a mini-batch
+    (which are left out or held, a mean of weights, a baseline), and so must be known before the first update.
+    """
+    if not isinstance(algorithm, PolicyGradient):
+        return False
+    correction = algorithm.off_policy
+    is_corrected = correction is not None and (correction.batch_normalize or correction.rejection is not None)
+    is_chosen = algorithm.top_entropy_quantile < 1 or isinstance(algorithm.policy_loss, COVARIANCE_LOSSES)
+    return is_corrected or is_chosen or isinstance(algorithm, OptimalTokenBaseline)
 
 
 def reads_reference(algorithm: Strict) -> bool:

@@ -10,16 +10,16 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from quartet.config.algorithms import (
-    SEQUENCE_LOSSES,
     BestOfN,
     Distillation,
     GroupAlgorithm,
     OnlineDPO,
+    OptimalTokenBaseline,
+    PassAtK,
     PolicyGradient,
     ReMax,
     ScoredAlgorithm,
     Selection,
-    SequenceClippedLoss,
     kl_term,
     reads_reference,
 )
@@ -33,6 +33,10 @@ from quartet.config.engines import (
     draw_misfit,
 )
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
+from quartet.config.policy_losses import (
+    SEQUENCE_LOSSES,
+    SequenceClippedLoss,
+)
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.config.speculation import MedusaSpeculation, SpeculationConfig, head_training
 
@@ -76,6 +80,11 @@ def _sizes(recipe: RLRecipe) -> Iterator[str]:
         yield (
             f"algorithm.keep ({algorithm.keep}) must be less than responses_per_prompt ({responses}): "
             "nothing would be selected"
+        )
+    if isinstance(algorithm, PassAtK) and algorithm.k >= responses:
+        yield (
+            f"algorithm.k ({algorithm.k}) must be less than responses_per_prompt ({responses}): there would be one way "
+            "to choose k responses, so nothing to compare"
         )
     overlong = algorithm.overlong if isinstance(algorithm, ScoredAlgorithm) else None
     if overlong is not None and overlong.buffer >= longest:
@@ -194,13 +203,24 @@ def _losses(recipe: RLRecipe) -> Iterator[str]:
     if not isinstance(algorithm, PolicyGradient):
         return
     loss, correction = algorithm.policy_loss, algorithm.off_policy
-    if isinstance(loss, SEQUENCE_LOSSES) and not isinstance(algorithm, GroupAlgorithm):
+    is_of_responses = isinstance(algorithm, GroupAlgorithm) and not isinstance(algorithm, OptimalTokenBaseline)
+    if isinstance(loss, SEQUENCE_LOSSES) and algorithm.top_entropy_quantile < 1:
+        yield (
+            f"algorithm.policy_loss {loss.name} has one ratio per response, algorithm.top_entropy_quantile leaves out "
+            "tokens of it: use a loss of tokens, such as clipped, or leave top_entropy_quantile out"
+        )
+    if isinstance(loss, SEQUENCE_LOSSES) and not is_of_responses:
         yield (
             f"algorithm.policy_loss {loss.name} has one ratio per response, {algorithm.name} one "
             "advantage per token, which the ratio would average away; use clipped, cispo or reinforce"
         )
     if isinstance(loss, SEQUENCE_LOSSES) and correction is not None and correction.level != "sequence":
         yield f"algorithm.policy_loss {loss.name} has a ratio of the sequence: set algorithm.off_policy.level: sequence"
+    if isinstance(algorithm, OptimalTokenBaseline) and recipe.rollout.sampling.truncated_logprobs:
+        yield (
+            "algorithm optimal_token_baseline reads probabilities of the whole vocabulary, and "
+            "rollout.sampling.truncated_logprobs leaves some of it out: leave either"
+        )
     is_default = algorithm.aggregation == type(algorithm).model_fields["aggregation"].default
     aggregates = algorithm.entropy_coef > 0 or (kl.coef > 0 and kl.place == "loss")
     if isinstance(loss, SequenceClippedLoss) and not is_default and not aggregates:
@@ -260,6 +280,13 @@ def _rewards(recipe: RLRecipe) -> Iterator[str]:
         yield f"a reward model is called {clash[0]!r}, as a role of every run is: give it another name"
     elif len(set(names)) != len(names):
         yield f"two rewards have the same name: {names}"
+    gated = [source.name or source.type for source in recipe.rewards if source.gate is not None]
+    normalises = getattr(recipe.algorithm, "multi_objective_aggregation", "") == "normalize_then_sum"
+    if normalises and gated:
+        yield (
+            f"the gate of the reward {gated[0]!r} compares scores as they are, and "
+            "algorithm.multi_objective_aggregation normalize_then_sum adds up normalised ones: leave either"
+        )
     steps = [source.name for source in recipe.rewards if isinstance(source, ProcessModelReward)]
     if isinstance(recipe.algorithm, ReMax) and steps:
         yield (

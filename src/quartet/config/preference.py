@@ -3,7 +3,11 @@
 ================ ==================================================== =============================================
 needs            names                                                rows
 ================ ==================================================== =============================================
-a reference      ``dpo``, ``robust_dpo``, ``ipo``, ``hinge``          ``prompt``, ``chosen``, ``rejected``
+a reference      ``dpo``, ``robust_dpo``, ``ipo``, ``hinge``,         ``prompt``, ``chosen``, ``rejected``
+                 ``exo_pair``, ``nca_pair``, ``sppo_hard``,
+                 ``apo_zero``, ``apo_down``, ``discopop``
+a reference, and ``bco_pair``, ``aot``, ``aot_unpaired``              the same
+the whole step
 a reference      ``kto``                                              the same, or ``prompt``, ``completion``, ``label``
 the model alone  ``simpo``, ``orpo``                                  ``prompt``, ``chosen``, ``rejected``
 ================ ==================================================== =============================================
@@ -69,6 +73,54 @@ class HingeLoss(_PairLoss):
     beta: float = Field(0.1, gt=0, description="Scale of the log-ratios; more holds closer to the reference.")
 
 
+class _ReferenceLoss(_PairLoss):
+    beta: float = Field(0.1, gt=0, description="Scale of the log-ratios; more holds closer to the reference.")
+
+
+class EXOPairLoss(_ReferenceLoss):
+    """Ji et al. 2024: the reverse KL between the policy's preference and the labels'."""
+
+    name: Literal["exo_pair"] = "exo_pair"
+    label_smoothing: float = Field(
+        1e-3, gt=0, lt=0.5, description="Share of labels thought to be wrong; without it the loss has no limit."
+    )
+
+
+class PointwisePairLoss(_ReferenceLoss):
+    """Losses of pairs that also say where each answer should be by itself.
+
+    ``nca_pair`` noise contrastive alignment (Chen et al. 2024); ``sppo_hard`` self-play preference optimisation with
+    labels of 0 and 1 (Wu et al. 2024); ``apo_zero`` and ``apo_down`` anchored preference optimisation (D'Oosterlinck et
+    al. 2024) for a model that is worse, or better, than the chosen answers.
+    """
+
+    name: Literal["nca_pair", "sppo_hard", "apo_zero", "apo_down"] = Field("nca_pair", description="Which of them.")
+
+
+class DiscoPOPLoss(_ReferenceLoss):
+    """Lu et al. 2024: a logistic and an exponential loss, blended by the log-ratio itself."""
+
+    name: Literal["discopop"] = "discopop"
+    discopop_tau: float = Field(0.05, gt=0, description="How gradually one loss passes into the other.")
+
+
+class BCOPairLoss(_ReferenceLoss):
+    """Jung et al. 2024: answers told apart by a classifier whose threshold is the step's mean implicit reward."""
+
+    name: Literal["bco_pair"] = "bco_pair"
+
+
+class AOTLoss(_ReferenceLoss):
+    """Melnyk et al. 2024 (alignment via optimal transport): DPO between the step's sorted values.
+
+    ``aot`` compares the margins of the policy with those of the reference, ``aot_unpaired`` the log-ratios of chosen
+    answers with those of rejected ones.
+    """
+
+    name: Literal["aot", "aot_unpaired"] = Field("aot", description="With pairs, or without.")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Share of labels thought to be wrong.")
+
+
 class SimPOLoss(_PairLoss):
     """Meng et al. 2024: mean log-probabilities, a target margin, no reference."""
 
@@ -93,10 +145,21 @@ class KTOLoss(Strict):
     undesirable_weight: float = Field(1.0, ge=0, description="Weight of bad answers.")
 
 
-PreferenceLossConfig = Annotated[
-    DPOLoss | RobustDPOLoss | IPOLoss | HingeLoss | SimPOLoss | ORPOLoss | KTOLoss, Field(discriminator="name")
-]
-PairLossConfig = DPOLoss | RobustDPOLoss | IPOLoss | HingeLoss | SimPOLoss | ORPOLoss
+PairLossConfig = (
+    DPOLoss
+    | RobustDPOLoss
+    | IPOLoss
+    | HingeLoss
+    | EXOPairLoss
+    | PointwisePairLoss
+    | DiscoPOPLoss
+    | SimPOLoss
+    | ORPOLoss
+)
+"""Losses of single pairs."""
+StepLossConfig = BCOPairLoss | AOTLoss
+"""Losses of pairs that depend on the policy's view of the whole step, for which a pass goes before each update."""
+PreferenceLossConfig = Annotated[PairLossConfig | StepLossConfig | KTOLoss, Field(discriminator="name")]
 REFERENCE_FREE = (SimPOLoss, ORPOLoss)
 """Losses that look at the policy alone."""
 
@@ -133,4 +196,6 @@ class PreferenceRecipe(SupervisedRecipe):
             )
         if isinstance(self.loss, KTOLoss) and self.pairs_per_step < 2:
             raise ValueError("loss kto estimates a KL over the step's answers: set pairs_per_step to 2 or more")
+        if isinstance(self.loss, StepLossConfig) and self.pairs_per_step < 2:
+            raise ValueError(f"loss {self.loss.name} compares the step's pairs: set pairs_per_step to 2 or more")
         return self

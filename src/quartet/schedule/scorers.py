@@ -26,6 +26,7 @@ class ModelScorer:
     Args:
         column: what the pass's one field is called from then on.
         beside: names of other token columns by the pass's own name for them.
+        further: token columns of passes after it, of one field each, by name.
         trains: the role's weights change: the columns are those of its weights as the step began.
         reads_text: the worker reads prompts and completions as text, so they are sent along.
         reads: other states whose tensors the pass reads, so that they are not trained meanwhile.
@@ -37,6 +38,7 @@ class ModelScorer:
     needs: Needs
     column: str
     beside: Mapping[str, str] = field(default_factory=dict)
+    further: Mapping[str, Needs] = field(default_factory=dict)
     trains: bool = False
     reads_text: bool = False
     reads: Mapping[str, int | None] = field(default_factory=dict)
@@ -56,7 +58,11 @@ class ModelScorer:
         read = _with_texts(batch) if self.reads_text else batch.without_objects()
         async with turn:
             found = await self.model.call(ModelWorker.forward, read, self.needs)
+            others = [await self.model.call(ModelWorker.forward, read, needs) for needs in self.further.values()]
         columns = self._named(found)
+        for name, other in zip(self.further, others, strict=True):
+            (values,) = other.token.values()
+            columns = replace(columns, token={**columns.token, name: values})
         if not self.trains:
             self._check_finite(columns)
         return columns

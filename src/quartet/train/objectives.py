@@ -13,20 +13,23 @@ Shapes: T stored tokens, S sequences, N trajectories.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quartet.algorithms.aggregate import AggregationDenominators, LossTokens, aggregate, aggregation_denominators
 from quartet.algorithms.losses import kl_loss, sft_loss, value_loss
-from quartet.algorithms.off_policy import importance_weights
+from quartet.algorithms.off_policy import ImportanceWeights, importance_weights, mean_weight
 from quartet.algorithms.policy_losses import (
     PolicyLossOutput,
     cispo_loss,
+    gmpo_loss,
     gspo_loss,
+    kl_cov_loss,
     policy_loss,
     reinforce_loss,
+    sapo_loss,
     sequence_policy_loss,
 )
 from quartet.algorithms.process_rewards import step_loss
@@ -34,19 +37,30 @@ from quartet.algorithms.segments import keep, segment_sum
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
     PPO,
-    CISPOLoss,
-    ClippedLoss,
-    GSPOLoss,
+    OffPolicyConfig,
     PolicyGradient,
-    ReinforceLoss,
-    SequenceClippedLoss,
     keeps_trajectories_whole,
     kl_term,
+)
+from quartet.config.policy_losses import (
+    UNCLIPPED_LOSSES,
+    CISPOLoss,
+    ClipCovLoss,
+    ClippedLoss,
+    GMPOLoss,
+    GSPOLoss,
+    KLCovLoss,
+    ReinforceLoss,
+    SAPOLoss,
+    SequenceClippedLoss,
 )
 from quartet.models.truncation import Limits
 from quartet.train.engine import Objective
 from quartet.train.forward import Needs, Outputs
 from quartet.train.metrics import MetricSums
+
+HIGH_ENTROPY, HIGH_COVARIANCE = "high_entropy", "high_covariance"
+"""Boolean token columns of methods that treat such tokens otherwise than the rest of the step."""
 
 
 def trajectory_index(batch: RaggedBatch) -> Tensor:
@@ -139,11 +153,13 @@ class PolicyObjective(Objective):
         return by_field(batch, "trajectory") if keeps_trajectories_whole(self.config) else super().atoms(batch)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
-        return aggregation_denominators(
-            batch.token["loss_mask"],
-            trajectory_index(batch),
-            self.num_trajectories,
-            norm=float(self.max_new_tokens),
+        mask, owner, correction = batch.token["loss_mask"], trajectory_index(batch), self.config.off_policy
+        found = aggregation_denominators(mask, owner, self.num_trajectories, norm=float(self.max_new_tokens))
+        if correction is None or not correction.batch_normalize:
+            return found
+        weights = self._importance(correction, batch.token["old_logprobs"], batch).weights
+        return replace(
+            found, mean_weight=mean_weight(weights, mask, owner, self.num_trajectories, level=correction.level)
         )
 
     def loss(
@@ -153,8 +169,8 @@ class PolicyObjective(Objective):
         mask, config = batch.token["loss_mask"], self.config
         tokens = LossTokens(mask, trajectory_index(batch), denominators, config.aggregation)
         old = logprobs.detach() if self.is_first else batch.token["old_logprobs"]
-        weights = self._correction(old, batch, sums)
-        out = self._policy_loss(logprobs, old, weights, batch.token["advantages"], tokens)
+        weights = self._weights(old, batch, denominators, sums)
+        out = self._policy_loss(logprobs, old, weights, batch, tokens)
         total = out.loss
         sums.total("loss/policy", out.loss)
         self._clip_metrics(out, sums)
@@ -173,32 +189,47 @@ class PolicyObjective(Objective):
             sampler_agreement(old, batch, sums)
         return total
 
-    def _correction(self, old: Tensor, batch: RaggedBatch, sums: MetricSums) -> Tensor | None:
-        """``[T]`` importance weights, where the recipe asks for them."""
-        config, mask = self.config.off_policy, batch.token["loss_mask"]
-        if config is None:
-            return None
-        found = importance_weights(
+    def _weights(
+        self, old: Tensor, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
+    ) -> Tensor | None:
+        """``[T]`` factors of the tokens' losses, where the recipe asks for any: importance weights, and 0 for tokens
+        that the policy loss leaves out."""
+        config, mask, weights = self.config, batch.token["loss_mask"], None
+        if config.off_policy is not None:
+            found = self._importance(config.off_policy, old, batch)
+            sums.mean("correction/weight_mean", found.weights, mask)
+            sums.add("correction/limited_frac", found.num_capped, mask.sum())
+            mean = denominators.mean_weight
+            weights = found.weights if mean is None else found.weights / mean
+        chosen = [batch.token[HIGH_ENTROPY]] if config.top_entropy_quantile < 1 else []
+        chosen += [~batch.token[HIGH_COVARIANCE]] if isinstance(config.policy_loss, ClipCovLoss) else []
+        for mask in chosen:
+            weights = mask.to(old.dtype) if weights is None else weights * mask
+        return weights
+
+    def _importance(self, config: OffPolicyConfig, old: Tensor, batch: RaggedBatch) -> ImportanceWeights:
+        return importance_weights(
             old,
             batch.token["rollout_logprobs"],
-            mask,
+            batch.token["loss_mask"],
             trajectory_index(batch),
             self.num_trajectories,
             level=config.level,
             mode=config.mode,
             cap=config.cap,
+            floor=config.floor,
         )
-        sums.mean("correction/weight_mean", found.weights, mask)
-        sums.add("correction/limited_frac", found.num_capped, mask.sum())
-        return found.weights
 
     def _policy_loss(
-        self, logprobs: Tensor, old: Tensor, weights: Tensor | None, advantages: Tensor, tokens: LossTokens
+        self, logprobs: Tensor, old: Tensor, weights: Tensor | None, batch: RaggedBatch, tokens: LossTokens
     ) -> PolicyLossOutput:
+        advantages = batch.token["advantages"]
         inputs = (logprobs, old, advantages, tokens)
         match self.config.policy_loss:
             case ClippedLoss(clip_eps_low=low, clip_eps_high=high, dual_clip=dual):
                 return policy_loss(*inputs, clip_eps_low=low, clip_eps_high=high, dual_clip=dual, weights_T=weights)
+            case ClipCovLoss(clip_eps_low=low, clip_eps_high=high):
+                return policy_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
             case SequenceClippedLoss(clip_eps_low=low, clip_eps_high=high):
                 # The advantage stands on every token of its trajectory; its mean over them is itself.
                 spread = keep(advantages if weights is None else advantages * weights, tokens.mask_T)
@@ -209,11 +240,18 @@ class PolicyObjective(Objective):
                 return gspo_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
             case CISPOLoss(clip_eps_low=bound, clip_eps_high=high):
                 return cispo_loss(*inputs, clip_eps_low=bound, clip_eps_high=high, weights_T=weights)
+            case SAPOLoss(tau_pos=positive, tau_neg=negative):
+                return sapo_loss(*inputs, tau_pos=positive, tau_neg=negative, weights_T=weights)
+            case GMPOLoss(clip_eps_low=low, clip_eps_high=high):
+                return gmpo_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
+            case KLCovLoss(ppo_kl_coef=coef):
+                held = batch.token[HIGH_COVARIANCE]
+                return kl_cov_loss(*inputs, held_T=held, ppo_kl_coef=coef, weights_T=weights)
             case ReinforceLoss():
                 return reinforce_loss(*inputs, weights_T=weights)
 
     def _clip_metrics(self, out: PolicyLossOutput, sums: MetricSums) -> None:
-        if not isinstance(self.config.policy_loss, ReinforceLoss):
+        if not isinstance(self.config.policy_loss, UNCLIPPED_LOSSES):
             sums.add("policy/clip_frac", out.num_clipped, out.num_units)
             kind = "numerical" if self.is_first else "drift"
             sums.add(f"policy/clip_frac_{kind}", out.num_clipped, out.num_units)

@@ -4,7 +4,8 @@ Shapes: T stored tokens, S sequences, P pairs.
 
 ======================= ======================================================================================
 ``PairwiseObjective``   Bradley-Terry loss of a reward model (``pair``, ``chosen``, ``margin``)
-``PreferenceObjective`` DPO and its relatives (``pair``, ``chosen``, ``loss_mask``, ``ref_logprobs``)
+``PreferenceObjective`` DPO and its relatives (``pair``, ``chosen``, ``loss_mask``, ``ref_logprobs``; ``anchor`` where
+                        the loss depends on the whole step)
 ``KTOObjective``        answers judged one by one (``chosen``, ``loss_mask``, ``ref_logprobs``, ``kl``)
 ``BestOfNObjective``    likelihood of responses of the policy itself (``loss_mask``, ``trajectory``)
 ======================= ======================================================================================
@@ -26,11 +27,16 @@ from quartet.algorithms.losses import pairwise_reward_loss, sft_loss
 from quartet.algorithms.preference import (
     PreferenceLossOutput,
     answer_nll,
+    aot_unpaired_loss,
+    bco_pair_loss,
+    discopop_loss,
     dpo_loss,
+    exo_pair_loss,
     hinge_loss,
     ipo_loss,
     kto_loss,
     odds_ratio_loss,
+    pointwise_pair_loss,
     robust_dpo_loss,
     simpo_loss,
 )
@@ -38,14 +44,19 @@ from quartet.algorithms.segments import masked_owner, segment_count, segment_sum
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.preference import (
     REFERENCE_FREE,
+    BCOPairLoss,
+    DiscoPOPLoss,
     DPOLoss,
+    EXOPairLoss,
     HingeLoss,
     IPOLoss,
     KTOLoss,
     ORPOLoss,
     PairLossConfig,
+    PointwisePairLoss,
     RobustDPOLoss,
     SimPOLoss,
+    StepLossConfig,
 )
 from quartet.train.engine import Objective
 from quartet.train.forward import Needs, Outputs
@@ -143,7 +154,7 @@ class PreferenceObjective(_OverPairs):
         compare_sampler: the answers were sampled by the policy as it is now, which has their ``rollout_logprobs``.
     """
 
-    config: PairLossConfig
+    config: PairLossConfig | StepLossConfig
     temperature: float = 1.0
     compare_sampler: bool = False
 
@@ -160,7 +171,10 @@ class PreferenceObjective(_OverPairs):
         reference = batch.sequence["ref_logprobs"] if has_reference else torch.zeros_like(totals)
         answers = _Answers(totals, reference.to(totals.dtype), lengths, pair_sides(batch))
         margin = batch.sequence["margin"][answers.sides[0]] if "margin" in batch.sequence else None
-        out = self._pair_loss(answers, denominators, margin)
+        if isinstance(self.config, StepLossConfig):
+            out = self._step_loss(self.config, answers, denominators, answers.of_sides(batch.sequence["anchor"]))
+        else:
+            out = self._pair_loss(self.config, answers, denominators, margin)
         total = out.loss
         sft_coef = 1.0 if isinstance(self.config, ORPOLoss) else self.config.sft_coef
         if sft_coef > 0:
@@ -171,8 +185,20 @@ class PreferenceObjective(_OverPairs):
         _pair_metrics(out, answers, sums)
         return total
 
-    def _pair_loss(self, answers: _Answers, num_pairs: int, margin: Tensor | None) -> PreferenceLossOutput:
-        config = self.config
+    def _step_loss(
+        self, config: StepLossConfig, answers: _Answers, num_pairs: int, anchors: tuple[Tensor, Tensor]
+    ) -> PreferenceLossOutput:
+        ratios, beta = answers.log_ratios(), config.beta
+        if isinstance(config, BCOPairLoss):
+            return bco_pair_loss(*ratios, num_pairs, beta=beta, anchors=anchors)
+        smoothing = config.label_smoothing
+        if config.name == "aot":
+            return dpo_loss(*ratios, num_pairs, beta=beta, label_smoothing=smoothing, margin_P=beta * anchors[0])
+        return aot_unpaired_loss(*ratios, num_pairs, beta=beta, label_smoothing=smoothing, anchors=anchors)
+
+    def _pair_loss(
+        self, config: PairLossConfig, answers: _Answers, num_pairs: int, margin: Tensor | None
+    ) -> PreferenceLossOutput:
         match config:
             case DPOLoss():
                 offset = None if margin is None or config.margin_coef == 0 else config.margin_coef * margin
@@ -191,6 +217,12 @@ class PreferenceObjective(_OverPairs):
                 return ipo_loss(*answers.log_ratios(per_token=config.per_token), num_pairs, beta=config.beta)
             case HingeLoss():
                 return hinge_loss(*answers.log_ratios(), num_pairs, beta=config.beta)
+            case EXOPairLoss(beta=beta, label_smoothing=smoothing):
+                return exo_pair_loss(*answers.log_ratios(), num_pairs, beta=beta, label_smoothing=smoothing)
+            case PointwisePairLoss(name=kind, beta=beta):
+                return pointwise_pair_loss(kind, *answers.log_ratios(), num_pairs, beta=beta)
+            case DiscoPOPLoss(beta=beta, discopop_tau=tau):
+                return discopop_loss(*answers.log_ratios(), num_pairs, beta=beta, discopop_tau=tau)
             case SimPOLoss():
                 return simpo_loss(*answers.means(), num_pairs, beta=config.beta, gamma=config.gamma)
             case ORPOLoss():

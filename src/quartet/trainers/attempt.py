@@ -94,6 +94,7 @@ class RunAttempt:
             lambda: self._kl.value,
             context.shuffle,
             max_new_tokens=self.recipe.rollout.sampling.max_new_tokens,
+            seed=self.recipe.seed,
         )
         source = self.roles.source(self.rollout, context.on_finished)
         rule = AdmissionRule(self.recipe.prompts_per_step, placement.max_staleness)

@@ -6,7 +6,11 @@ Shapes: T stored tokens, S sequences, N trajectories.
 ``ppo``                    token rewards (score at the end, KL per token), GAE over action tokens, whitening
 ``grpo``, ``dr_grpo``,     score relative to the group, over its standard deviation if asked for
 ``dapo``, ``gspo``,
-``cispo``
+``cispo``, ``sapo``,
+``gmpo``
+``gdpo``                   each source's score relative to the group over its deviation, their sum, whitened
+``pass_at_k``              mean of the best of k among which the response is, less that of all, over its deviation
+``optimal_token_baseline`` rewards from a token on, less a mean per position of the group, weighted by score norms
 ``gpg``                    the same, times the step's responses over those in groups with variance
 ``rloo``                   score less the summed KL, less the mean of the group's others
 ``opo``                    score less the mean of the group weighted by length
@@ -27,6 +31,7 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.advantages import (
+    best_of_k,
     broadcast_to_tokens,
     discounted_returns,
     gae,
@@ -34,7 +39,9 @@ from quartet.algorithms.advantages import (
     leave_one_out,
     length_weighted,
     less_baseline,
+    optimal_token_baseline,
     rescaled_by_variance,
+    score_energy,
     teacher_advantages,
     whitened_unless_equal,
 )
@@ -58,10 +65,13 @@ from quartet.config.algorithms import (
     Distillation,
     GroupRelative,
     OnlineDPO,
+    OptimalTokenBaseline,
+    PassAtK,
     PolicyGradientConfig,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
+    RewardedAlgorithm,
     ScoredAlgorithm,
     Selection,
     SelectionConfig,
@@ -70,6 +80,8 @@ from quartet.train.preference_objectives import answer_logprobs
 
 BASELINE = "baseline"
 """Sequence column that ReMax needs: the greedy response's score after ``shaped_scores``, NaN where it has none."""
+SHARP = "sharp_logprobs"
+"""Token column that ``optimal_token_baseline`` needs: log-probabilities at half the temperature of sampling."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,7 @@ def shaped_scores(
     length_N: Tensor,
     max_new_tokens: int | None,
 ) -> Tensor:
-    """``[N]`` scores less the penalties for a missing end and for length.
+    """``[N]`` scores within ``config.reward_clip_range``, less the penalties for a missing end and for length.
 
     Args:
         ended_N: ``[N]`` bool, True where the policy emitted its end of text.
@@ -135,6 +147,8 @@ def shaped_scores(
     """
     if not isinstance(config, ScoredAlgorithm):
         return scores_N
+    if config.reward_clip_range is not None:
+        scores_N = scores_N.clamp(*config.reward_clip_range)
     shaped_N = penalise_missing_eos(scores_N, ended_N, config.missing_eos_penalty)
     return shaped_N - length_penalty(config, length_N, max_new_tokens)
 
@@ -167,6 +181,8 @@ def estimate(config: PolicyGradientConfig | SelectionConfig, scored: Scored) -> 
             teacher, policy = scored.batch.token["ref_logprobs"], sampled_logprobs(scored.batch)
             advantages_T = teacher_advantages(teacher, policy, scored.action_mask_T)
             return Estimate(advantages_T, advantages_T, None, scored.scores_N)
+        case OptimalTokenBaseline():
+            return _optimal_tokens(config, scored)
     return _within_groups(config, scored)
 
 
@@ -181,9 +197,15 @@ def _ppo(config: PPO, scored: Scored) -> Estimate:
         config.gae_lambda,
         bootstrap_N=_values_behind(scored) if config.bootstrap_truncated else None,
     )
-    if config.whiten_advantages:
-        advantages_T = masked_whiten(advantages_T, scored.action_mask_T)
+    advantages_T = _whitened(config, advantages_T, scored.action_mask_T)
     return Estimate(advantages_T, rewards_T, returns_T, scored.summed(rewards_T))
+
+
+def _whitened(config: RewardedAlgorithm, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Over all action tokens of the step, as the recipe has it."""
+    if not config.whiten_advantages:
+        return advantages_T
+    return masked_whiten(advantages_T, mask_T, scale=config.whiten_advantages is True)
 
 
 def _values_behind(scored: Scored) -> Tensor:
@@ -197,11 +219,23 @@ def _discounted(config: ReinforcePlusPlus | ReMax, scored: Scored) -> Estimate:
     rewards_T, mask_T, owner_T = _token_rewards(scored), scored.action_mask_T, scored.trajectory_T
     returns_T = discounted_returns(rewards_T, mask_T, owner_T, config.gamma)
     if isinstance(config, ReinforcePlusPlus):
-        advantages_T = masked_whiten(returns_T, mask_T)
+        advantages_T = returns_T
     elif scored.baseline_N is None:
         raise ValueError(f"ReMax needs the sequence column {BASELINE!r}, the scores of greedy responses")
     else:
         advantages_T = less_baseline(returns_T, scored.baseline_N, mask_T, owner_T)
+    return Estimate(_whitened(config, advantages_T, mask_T), rewards_T, None, scored.summed(rewards_T))
+
+
+def _optimal_tokens(config: OptimalTokenBaseline, scored: Scored) -> Estimate:
+    rewards_T, mask_T, owner_T = _token_rewards(scored), scored.action_mask_T, scored.trajectory_T
+    token = scored.batch.token
+    energy_T = score_energy(token["old_logprobs"], token[SHARP], mask_T)
+    returns_T = discounted_returns(rewards_T, mask_T, owner_T, gamma=1.0)
+    advantages_T = optimal_token_baseline(returns_T, energy_T, scored.group_N, mask_T, owner_T)
+    acting_N = torch.bincount(owner_T[mask_T], minlength=len(scored.scores_N)) > 0
+    is_equal_T = gather_owner(_in_equal_group(scored, acting_N), scored.owner_T)
+    advantages_T = torch.where(is_equal_T, 0, _whitened(config, advantages_T, mask_T))
     return Estimate(advantages_T, rewards_T, None, scored.summed(rewards_T))
 
 
@@ -228,14 +262,20 @@ def _within_groups(config: PolicyGradientConfig | SelectionConfig, scored: Score
     if bool(acting_N.any()):
         columns = (rewards_N, group_N, shaped_N, scored.length_N)
         advantages_N[acting_N] = _group_advantages(config, *(column[acting_N] for column in columns))
-    if isinstance(config, ReinforcePlusPlusBaseline):
-        labels_N = torch.unique(group_N, return_inverse=True)[1]
-        compared_N = torch.where(acting_N, labels_N, -1)
-        is_equal_N = gather_owner(segment_is_constant(shaped_N, compared_N, int(labels_N.max()) + 1), compared_N)
-        advantages_T = whitened_unless_equal(advantages_N, is_equal_N, mask_T, owner_T)
+    if isinstance(config, RewardedAlgorithm) and config.whiten_advantages:
+        is_equal_N, scale = _in_equal_group(scored, acting_N), config.whiten_advantages is True
+        advantages_T = whitened_unless_equal(advantages_N, is_equal_N, mask_T, owner_T, scale=scale)
     else:
         advantages_T = broadcast_to_tokens(advantages_N, owner_T, mask_T)
     return Estimate(advantages_T, token_rewards(rewards_N, None, 0.0, mask_T, owner_T), None, rewards_N)
+
+
+def _in_equal_group(scored: Scored, acting_N: Tensor) -> Tensor:
+    """``[N]`` bool: takes part in a group whose scores are all equal."""
+    labels_N = torch.unique(scored.group_N, return_inverse=True)[1]
+    compared_N = torch.where(acting_N, labels_N, -1)
+    is_constant = segment_is_constant(scored.shaped_N, compared_N, int(labels_N.max()) + 1)
+    return gather_owner(is_constant, compared_N)
 
 
 def _group_advantages(
@@ -250,6 +290,8 @@ def _group_advantages(
     Which groups are equal is judged before KL enters, but with the recipe's penalties: these are a signal.
     """
     match config:
+        case PassAtK():
+            return best_of_k(rewards_N, group_N, config.k, config.normalise_std, raw_scores_N=shaped_N)
         case GroupRelative():
             found_N = group_relative(rewards_N, group_N, config.normalise_std, raw_scores_N=shaped_N)
             is_rescaled = isinstance(config, GPG) and config.rescale

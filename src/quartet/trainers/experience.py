@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quartet.algorithms.advantages import normalised_in_groups
 from quartet.algorithms.kl import adaptive_kl_coef, kl_estimate
 from quartet.algorithms.process_rewards import mean_gap, right_answers
 from quartet.algorithms.segments import masked_mean, masked_owner, segment_count, segment_is_constant
@@ -48,6 +49,7 @@ from quartet.trainers.estimators import (
     sampled_logprobs,
     shaped_scores,
 )
+from quartet.trainers.token_selection import with_selected_tokens
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Assembler:
         kl_coef: the coefficient now in force (an adaptive one changes between steps).
         shuffle: permutation of the scores within the batch, for control experiments; None leaves them.
         max_new_tokens: the longest response allowed, needed by ``overlong``.
+        seed: of the run, for methods that draw tokens.
     """
 
     def __init__(
@@ -116,8 +119,10 @@ class Assembler:
         kl_coef: Callable[[], float],
         shuffle: Callable[[int, int], Tensor] | None = None,
         max_new_tokens: int | None = None,
+        seed: int = 0,
     ) -> None:
         self.config = config
+        self._seed = seed
         self.max_new_tokens = max_new_tokens
         self.weights = weights
         self._kl_coef = kl_coef
@@ -157,8 +162,11 @@ class Assembler:
             score=judged.scores_N.masked_fill(~judged.applies_N, math.nan)[trajectories.owner_S],
             total_reward=result.rewards_N[trajectories.owner_S],
         )
+        draw = (self._seed * 1_000_003 + chunks[0][0].step) * 1_009
+        batch, token_metrics = with_selected_tokens(self.config, batch, len(trajectories), draw)
         metrics = {
             **kl_metrics,
+            **token_metrics,
             **process_metrics(batch, judged.rewards, self.weights),
             **self._score_metrics(batch, judged, result),
             **self._advantage_metrics(batch, result),
@@ -172,20 +180,29 @@ class Assembler:
             step: whose scores are shuffled, in a control experiment; None leaves them.
         """
         trajectories = Trajectories.of(batch)
-        final_N = trajectories.final_N
+        final_N, config = trajectories.final_N, self.config
         rewards = {name: batch.sequence[REWARD_PREFIX + name][final_N] for name in self.weights}
         if self.weights:
             scores_N, applies_N = combine(rewards, self.weights)
             scores_N = scores_N.float()
         else:
             scores_N, applies_N = torch.zeros(len(final_N)), torch.zeros(len(final_N), dtype=torch.bool)
+        compared_N = scores_N
+        if (
+            isinstance(config, GroupAlgorithm)
+            and config.multi_objective_aggregation == "normalize_then_sum"
+            and rewards
+        ):
+            group_N = batch.sequence["group"][final_N]
+            of_groups = {name: normalised_in_groups(values_N, group_N) for name, values_N in rewards.items()}
+            compared_N = combine(of_groups, self.weights)[0].float()
         if self._shuffle is not None and step is not None:
             order = self._shuffle(step, len(trajectories))
-            scores_N, applies_N = scores_N[order], applies_N[order]
+            scores_N, applies_N, compared_N = scores_N[order], applies_N[order], compared_N[order]
         trajectory_T = trajectory_index(batch.with_sequence(trajectory=trajectories.owner_S))
         length_N = segment_count(masked_owner(trajectory_T, batch.token["action_mask"]), len(final_N))
         ended_N = batch.sequence["ended"][final_N]
-        shaped_N = shaped_scores(self.config, scores_N, ended_N, length_N, self.max_new_tokens)
+        shaped_N = shaped_scores(config, compared_N, ended_N, length_N, self.max_new_tokens)
         return ScoredGroups(trajectories, trajectory_T, rewards, scores_N, shaped_N, applies_N, length_N, ended_N)
 
     def _with_baseline(self, batch: RaggedBatch) -> tuple[RaggedBatch, RaggedBatch | None]:

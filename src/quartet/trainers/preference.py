@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from quartet.algorithms.preference import kto_reference_point
+from quartet.algorithms.preference import kto_reference_point, step_anchors
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
-from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe
+from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe, StepLossConfig
 from quartet.data.order import draws
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.models.directories import on_meta
@@ -196,12 +196,28 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         drawn = draws(self.recipe.seed, step, self.data.order, self._rows_per_step)
         rows, names = [row for row, _ in drawn], [f"row{row}@{epoch}" for row, epoch in drawn]
         kl = self._reference_point("training", self.data, rows, names)
-        return self._with_reference("training", self.data.select(rows, names), rows, kl)
+        batch = self._with_reference("training", self.data.select(rows, names), rows, kl)
+        anchors = self._anchors("training", self.data, rows, names)
+        return batch if anchors is None else batch.with_sequence(anchor=anchors.flatten())
 
     def _with_reference(self, name: str, batch: RaggedBatch, rows: Sequence[int], kl: Tensor | None) -> RaggedBatch:
         if self._tables is not None:
             batch = batch.with_sequence(ref_logprobs=self._tables[name]["answers"][list(rows)].flatten())
         return batch if kl is None else batch.with_sequence(kl=kl.expand(len(batch)))
+
+    def _anchors(
+        self, name: str, data: PreferenceData | JudgedData, rows: Sequence[int], names: Sequence[str] | None = None
+    ) -> Tensor | None:
+        """``[R, 2]`` as ``step_anchors``, of all rows under the present policy; None for losses of single pairs."""
+        loss = self.recipe.loss
+        if not isinstance(loss, StepLossConfig):
+            return None
+        assert self._tables is not None, f"{loss.name} has a reference"
+        parts, forward = self._slices(len(rows)), partial(self.engine.forward, needs=_LOGPROBS)
+        batches = (data.select(rows[part], None if names is None else names[part]) for part in parts)
+        passes = self.engine.in_shares(batches, forward)
+        totals = [answer_logprobs(found.token["logprobs"], batch)[0] for batch, found in passes]
+        return step_anchors(loss.name, torch.cat(totals).view(-1, 2), self._tables[name]["answers"][list(rows)])
 
     def _reference_point(
         self, name: str, data: PreferenceData | JudgedData, rows: Sequence[int], names: Sequence[str] | None = None
@@ -227,11 +243,13 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
     def _measure(self, data: PreferenceData | JudgedData) -> dict[str, float]:
         objective, sums, everything = self.objective, MetricSums(), range(len(data))
         kl = self._reference_point("evaluation", data, everything)
+        anchors = self._anchors("evaluation", data, everything)
         whole = len(data) if kl is None else sum(len(item.parts) - 1 for item in data.items)
         parts, forward = self._slices(len(data)), partial(self.engine.forward, needs=objective.needs)
         passes = self.engine.in_shares((data.select(everything[part]) for part in parts), forward)
         for part, (batch, columns) in zip(parts, passes, strict=True):
             batch = self._with_reference("evaluation", batch, everything[part], kl)
+            batch = batch if anchors is None else batch.with_sequence(anchor=anchors[part].flatten())
             objective.loss(Outputs(logprobs=columns.token["logprobs"]), batch, whole, sums)
         found = sums.results()
         figures = {f"eval/{n.removeprefix('preference/')}": v for n, v in found.items() if n.startswith("preference/")}

@@ -15,10 +15,13 @@ from quartet.config.algorithms import (
     PPO,
     Distillation,
     OnlineDPO,
+    OptimalTokenBaseline,
+    PolicyGradient,
     ReMax,
     Selection,
     keeps_trajectories_whole,
     kl_term,
+    reads_old_logprobs,
 )
 from quartet.config.cross_checks import without_effect
 from quartet.config.recipe import EnvironmentConfig, EvaluationConfig, RLRecipe
@@ -43,6 +46,7 @@ from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.trainers.devices import CPU, META
 from quartet.trainers.episodes import EpisodeRunner
+from quartet.trainers.estimators import SHARP
 from quartet.trainers.evaluation import prompt_request, sampling_params
 from quartet.trainers.input_sources import (
     UNLIMITED,
@@ -59,6 +63,7 @@ from quartet.trainers.ptx import build_ptx
 from quartet.trainers.reward_roles import RewardModelRole
 from quartet.trainers.reward_sources import RewardSources, check_columns, reward_functions, reward_weights
 from quartet.trainers.sharded_models import check_cuts, shardings
+from quartet.trainers.token_selection import ENTROPIES
 
 CANARY_TOKENS = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
@@ -283,14 +288,20 @@ class RLRoles:
             reads: dict[str, int | None] = {"actor": None} if self.shares_reference else {}
             found.append(ModelScorer(leases, "reference", groups["reference"], policy, "ref_logprobs", reads=reads))
         if needs_old_logprobs(recipe):
-            own = replace(policy, limits=limits_of(recipe))
-            found.append(ModelScorer(leases, "actor", groups["actor"], own, "old_logprobs", trains=True))
+            own, algorithm = replace(policy, limits=limits_of(recipe)), recipe.algorithm
+            beside, further = dict[str, str](), dict[str, Needs]()
+            if isinstance(algorithm, PolicyGradient) and algorithm.top_entropy_quantile < 1:
+                own, beside = replace(own, entropies=True), {"entropies": ENTROPIES}
+            if isinstance(algorithm, OptimalTokenBaseline):
+                further = {SHARP: replace(own, entropies=False, temperature=own.temperature / 2)}
+            scorer = ModelScorer(leases, "actor", groups["actor"], own, "old_logprobs", beside, further, trains=True)
+            found.append(scorer)
         if self.critic is not None:
             # The values of the states behind tokens are read, too.
             after = isinstance(recipe.algorithm, PPO) and recipe.algorithm.bootstrap_truncated
             needs = Needs(values=True, step_scores=after, mask="action_mask")
-            beside = {"step_scores": "next_values"} if after else {}
-            found.append(ModelScorer(leases, "critic", groups["critic"], needs, "values", beside, trains=True))
+            next_values = {"step_scores": "next_values"} if after else {}
+            found.append(ModelScorer(leases, "critic", groups["critic"], needs, "values", next_values, trains=True))
         return found
 
     # Episodes --------------------------------------------------------------------------------------------
@@ -350,11 +361,14 @@ class RLRoles:
 
 
 def needs_old_logprobs(recipe: RLRecipe) -> bool:
-    """The first mini-batch's ``old`` is its own forward pass; only later ones, or KL in the reward, need another."""
+    """The first mini-batch's ``old`` is its own forward pass; only later ones, KL in the reward, or what depends on all
+    tokens of a step, need another.
+    """
     if isinstance(recipe.algorithm, Selection):
         return False
     kl = kl_term(recipe.algorithm)
-    return recipe.minibatches * recipe.epochs > 1 or (kl.coef > 0 and kl.place == "reward")
+    is_in_reward = kl.coef > 0 and kl.place == "reward"
+    return recipe.minibatches * recipe.epochs > 1 or is_in_reward or reads_old_logprobs(recipe.algorithm)
 
 
 def limits_of(recipe: RLRecipe) -> Limits | None:

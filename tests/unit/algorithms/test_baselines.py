@@ -1,16 +1,23 @@
 """Returns of tokens, baselines per trajectory, and what becomes of equal scores under whitening."""
 
+import math
+from itertools import combinations
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.algorithms.advantages import (
+    best_of_k,
     discounted_returns,
     group_relative,
     length_weighted,
     less_baseline,
+    normalised_in_groups,
+    optimal_token_baseline,
     rescaled_by_variance,
+    score_energy,
     teacher_advantages,
     whitened_unless_equal,
 )
@@ -228,6 +235,92 @@ def test_a_batch_of_equal_groups_is_exactly_zero():
     assert found.tolist() == [0.0] * 5
 
 
+def test_the_mean_alone_by_hand():
+    mask = torch.tensor([True, True, False, True])
+    assert masked_whiten(torch.tensor([1.0, 2.0, NAN, 6.0]), mask, scale=False).tolist() == [-2.0, -1.0, 0.0, 3.0]
+
+
+# The whole batch, single sources -------------------------------------------------------------------------
+
+
+def test_the_batchs_deviation_by_hand():
+    # Deviations from the groups' means -1, 1, -2, 2; that of 1, 3, 2, 6 around 3 is sqrt((4 + 0 + 1 + 9) / 3).
+    scores, group = torch.tensor([1.0, 3.0, 2.0, 6.0]), torch.tensor([4, 4, 9, 9])
+    found = group_relative(scores, group, "batch")
+    assert found.tolist() == pytest.approx([x / math.sqrt(14 / 3) for x in (-1, 1, -2, 2)], abs=1e-5)
+    assert group_relative(torch.tensor([0.1, 0.1, 2.0, 6.0]), group, "batch")[:2].tolist() == [0.0, 0.0]
+
+
+def test_sources_are_normalised_by_hand():
+    # 1 and 3 around 2 with deviation sqrt(2); equal scores and one alone say nothing; NaN does not apply.
+    scores, group = torch.tensor([1.0, 0.1, 3.0, NAN, 0.1, 5.0]), torch.tensor([2, 7, 2, 2, 7, 8])
+    found = normalised_in_groups(scores, group)
+    assert found[[0, 2]].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-5)
+    assert found[[1, 4, 5]].tolist() == [0.0, 0.0, 0.0] and bool(found[3].isnan())
+
+
+# Best of k -----------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_by_hand():
+    # One right of four, k = 2: half of the pairs have it, deviation 1/2. A wrong one is in 3 pairs, 1 of them right.
+    group = torch.zeros(4, dtype=torch.int64)
+    found = best_of_k(torch.tensor([0.0, 1.0, 0.0, 0.0]), group, 2, True)
+    assert found.tolist() == pytest.approx([-1 / 3, 1.0, -1 / 3, -1 / 3], abs=1e-5)
+    assert best_of_k(torch.tensor([0.0, 1.0, 0.0, 0.0]), group, 2, False).tolist() == pytest.approx(
+        [-1 / 6, 0.5, -1 / 6, -1 / 6]
+    )
+    # Every pair of three right ones of four has one: nothing to learn for pass@2, whatever is divided.
+    assert best_of_k(torch.tensor([0.0, 1.0, 1.0, 1.0]), group, 2, True).tolist() == pytest.approx([0.0] * 4, abs=1e-6)
+
+
+def slow_best_of_k(scores, k, normalise):
+    sets = list(combinations(range(len(scores)), min(k, len(scores) - 1)))
+    best = [max(scores[i] for i in chosen) for chosen in sets]
+    mean = sum(best) / len(best)
+    std = math.sqrt(sum((b - mean) ** 2 for b in best) / len(best)) + 1e-6 if normalise else 1.0
+    own = [[b for b, chosen in zip(best, sets, strict=True) if i in chosen] for i in range(len(scores))]
+    return [(sum(values) / len(values) - mean) / std for values in own]
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 3, 9])
+def test_pass_at_k_matches_every_choice_in_any_order(k, normalise, unchanged):
+    generator = torch.Generator().manual_seed(k)
+    group = torch.tensor([3] * 5 + [1] * 7 + [8] * 2 + [0] * 6)
+    scores = torch.randint(0, 4, (20,), generator=generator).double() + torch.where(group == 0, 1e3, 0.0)
+    found = best_of_k(scores, group, k, normalise)
+    for g in (3, 1, 8, 0):
+        expected = slow_best_of_k(scores[group == g].tolist(), k, normalise)
+        assert found[group == g].tolist() == pytest.approx(expected, abs=1e-8)
+    p = torch.randperm(20, generator=generator)
+    torch.testing.assert_close(best_of_k(scores[p], group[p], k, normalise), found[p])
+    unchanged(best_of_k, scores, group, k, normalise)
+    assert best_of_k(torch.full((3,), 0.1), torch.zeros(3), k, normalise).tolist() == [0.0] * 3
+
+
+# Optimal token baseline ----------------------------------------------------------------------------------
+
+
+def test_the_optimal_token_baseline_by_hand():
+    # Two trajectories with returns 1 and 4; paths 1, 2 and 3, 4, 5: baselines 13 / 4, 18 / 6, and 4 alone.
+    owner = torch.tensor([-1, 0, 1, 0, 1, 1, 0])
+    mask = torch.tensor([True, True, True, True, True, True, False])
+    returns = torch.tensor([NAN, 1.0, 4.0, 1.0, 4.0, 4.0, NAN])
+    energy = torch.tensor([NAN, 1.0, 3.0, 1.0, 1.0, 1.0, NAN])
+    found = optimal_token_baseline(returns, energy, torch.tensor([5, 5]), mask, owner)
+    assert found.tolist() == pytest.approx([0, 1 - 13 / 4, 4 - 13 / 4, 1 - 3, 4 - 3, 0, 0])
+
+
+def test_the_energy_is_the_norm_of_the_scores_gradient():
+    logits = torch.tensor([[2.0, 0.5, -1.0], [0.0, 0.0, 7.0]], dtype=torch.float64, requires_grad=True)
+    labels, temperature = torch.tensor([1, 2]), 0.7
+    plain, sharp = ((logits / t).log_softmax(-1)[torch.arange(2), labels] for t in (temperature, temperature / 2))
+    (gradient,) = torch.autograd.grad(plain.sum(), logits)
+    found = score_energy(plain, sharp, torch.tensor([True, True]))
+    assert found.tolist() == pytest.approx((temperature * gradient).square().sum(-1).tolist())
+
+
 # Long responses ------------------------------------------------------------------------------------------
 
 
@@ -248,6 +341,9 @@ def test_baselines_leave_inputs_unchanged_and_are_constants(make_layout, unchang
         (teacher_advantages, (values, values, layout.mask)),
         (length_weighted, (per_owner, torch.ones(layout.num_owners), group)),
         (rescaled_by_variance, (per_owner, group, torch.arange(layout.num_owners))),
+        (normalised_in_groups, (per_owner, group)),
+        (best_of_k, (per_owner, group, 2, True)),
+        (optimal_token_baseline, (values, values, group, layout.mask, layout.owner)),
         (whitened_unless_equal, (per_owner, group > 0, layout.mask, layout.owner)),
         (overlong_penalty, (torch.arange(4), 8, 4, 1.0)),
     ]

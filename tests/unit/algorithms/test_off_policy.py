@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from quartet.algorithms.off_policy import importance_weights
+from quartet.algorithms.off_policy import importance_weights, is_accepted, mean_weight
 
 
 def weights_of(layout, old, rollout, **options):
@@ -25,6 +27,58 @@ def test_by_hand(level, mode, expected, num_capped):
     found = importance_weights(old, torch.zeros(5), mask, owner, 2, level=level, mode=mode, cap=2.0)
     assert found.weights.tolist() == pytest.approx(expected)
     assert found.num_capped == num_capped
+
+
+def test_a_floor_and_a_mean_by_hand():
+    # Weights 4, 1.5, 0.25 and 0.5; tokens 0 and 3 belong to trajectory 0, the others to 1; the last is masked.
+    owner, mask = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([True, True, True, True, False])
+    old = torch.tensor([4.0, 1.5, 0.25, 0.5, 9.0]).log()
+    options = {"level": "token", "cap": 2.0, "floor": 0.4}
+    found = importance_weights(old, torch.zeros(5), mask, owner, 2, mode="truncate", **options)
+    assert found.weights.tolist() == pytest.approx([2, 1.5, 0.4, 0.5, 0]) and found.num_capped == 2
+    assert float(mean_weight(found.weights, mask, owner, 2, level="token")) == pytest.approx(4.4 / 4)
+    masked = importance_weights(old, torch.zeros(5), mask, owner, 2, mode="mask", **options)
+    assert masked.weights.tolist() == pytest.approx([0, 1.5, 0, 0.5, 0]) and masked.num_capped == 2
+    # One weight per trajectory: 2 on one token, 1 on three. The mean is that of the trajectories.
+    owner, weights = torch.tensor([0, 1, 1, 1]), torch.tensor([2.0, 1.0, 1.0, 1.0])
+    assert float(mean_weight(weights, weights > 0, owner, 3, level="sequence")) == 1.5
+    assert float(mean_weight(weights, weights < 0, owner, 3, level="token")) == 1.0, "nothing to divide"
+
+
+def test_rejection_by_hand():
+    # Log-ratios 0.3 and 0.1 (geometric mean e^0.2, product e^0.4), -0.3, and a trajectory without tokens.
+    owner, old = torch.tensor([0, 0, 1, -1, 0]), torch.tensor([0.3, 0.1, -0.3, 9.0, 9.0])
+    mask = torch.tensor([True, True, True, True, False])
+
+    def accepted(statistic, lower, upper):
+        limits = {"lower": math.exp(lower), "upper": math.exp(upper)}
+        return is_accepted(old, torch.zeros(5), mask, owner, 3, statistic=statistic, **limits).tolist()
+
+    assert accepted("geometric", -0.25, 0.25) == [True, False, True]
+    assert accepted("geometric", -0.35, 0.15) == [False, True, True]
+    assert accepted("sequence", -0.35, 0.35) == [False, True, True]
+    assert accepted("sequence", -0.35, 0.45) == [True, True, True]
+
+
+@pytest.mark.parametrize("statistic", ["geometric", "sequence"])
+def test_rejection_matches_a_loop_in_any_order(statistic, make_layout, unchanged):
+    layout = make_layout(0)
+    old = layout.normal(0)
+    rollout = old + 0.2 * layout.normal(1)
+    lower, upper = (0.95, 1.06) if statistic == "geometric" else (0.7, 1.4)
+    options = {"statistic": statistic, "lower": lower, "upper": upper}
+    poisoned = layout.poisoned(old, -math.inf)
+    found = is_accepted(poisoned, rollout, layout.mask, layout.owner, layout.num_owners, **options)
+    expected = []
+    for n in range(layout.num_owners):
+        logs = [float(old[t] - rollout[t]) for t in layout.tokens_of(n)]
+        total = sum(logs) / (len(logs) if statistic == "geometric" else 1) if logs else 0.0
+        expected.append(lower <= math.exp(total) <= upper)
+    assert found.tolist() == expected and not all(expected) and any(expected[:-2])
+    p = torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(0))
+    again = is_accepted(old[p], rollout[p], layout.mask[p], layout.owner[p], layout.num_owners, **options)
+    assert torch.equal(again, found)
+    unchanged(is_accepted, old, rollout, layout.mask, layout.owner, layout.num_owners, **options)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

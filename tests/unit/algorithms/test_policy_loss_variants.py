@@ -1,12 +1,21 @@
 """Every token-level policy loss against a loop, and under every way to cut and order a batch."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
 
 from quartet.algorithms.aggregate import LossTokens, aggregation_denominators
-from quartet.algorithms.policy_losses import cispo_loss, gspo_loss, policy_loss, reinforce_loss
+from quartet.algorithms.policy_losses import (
+    cispo_loss,
+    gmpo_loss,
+    gspo_loss,
+    kl_cov_loss,
+    policy_loss,
+    reinforce_loss,
+    sapo_loss,
+)
 
 AGGREGATIONS = (
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm",
@@ -14,14 +23,25 @@ AGGREGATIONS = (
 NORM = 9.0
 INFINITY = float("inf")
 CLIP = {"clip_eps_low": 0.1, "clip_eps_high": 0.15}
+COEF = 0.7
+
+
+def kl_cov(policy, old, advantages, tokens, **options):
+    return kl_cov_loss(policy, old, advantages, tokens, held_T=old < -1.9, ppo_kl_coef=COEF, **options)
+
+
 LOSSES = {
     "clipped": partial(policy_loss, **CLIP),
     "gspo": partial(gspo_loss, **CLIP),
     "cispo": partial(cispo_loss, **CLIP),
     "cispo-unbounded": partial(cispo_loss, clip_eps_low=None, clip_eps_high=0.15),
     "reinforce": reinforce_loss,
+    "sapo": partial(sapo_loss, tau_pos=1.0, tau_neg=1.4),
+    "gmpo": partial(gmpo_loss, **CLIP),
+    "kl_cov": kl_cov,
 }
-SEQUENCE = ("gspo",)
+SEQUENCE = ("gspo", "gmpo")
+UNCLIPPED = ("reinforce", "sapo", "kl_cov")
 
 
 def case(make_layout, num_tokens=60, num_owners=7, dtype=torch.float64):
@@ -53,6 +73,19 @@ def slow(name, layout, policy, old, advantages, aggregation, weights):
                 clipped += int(-advantages[t] * bounded > -advantages[t] * ratio)
             elif name == "reinforce":
                 loss = -advantages[t] * policy[t]
+            elif name == "sapo":
+                tau = 1.0 if advantages[t] > 0 else 1.4
+                gate = 1 / (1 + (-tau * ((policy[t] - old[t]).exp() - 1)).exp())
+                loss = -advantages[t] * gate * 4 / tau
+            elif name == "gmpo":
+                # As published: the sign of the advantage taken out, the smaller of the two, the sign put back.
+                sign, logs = (1 if advantages[t] > 0 else -1), [policy[u] - old[u] for u in tokens]
+                held = [sign * torch.minimum(sign * x, sign * x.clamp(-0.1, 0.15)) for x in logs]
+                loss = -advantages[t] * (sum(held) / len(held)).exp()
+                clipped += int(held[tokens.index(t)] != policy[t] - old[t])
+            elif name == "kl_cov":
+                log_ratio = policy[t] - old[t]
+                loss = -advantages[t] * log_ratio.exp() + (COEF * log_ratio.abs() if old[t] < -1.9 else 0.0)
             else:
                 ratio = float((policy[t] - old[t]).detach().exp())
                 bounded = min(ratio, 1.15) if name == "cispo-unbounded" else min(max(ratio, 0.9), 1.15)
@@ -93,7 +126,7 @@ def test_matches_a_loop(name, aggregation, make_layout, close):
     out.loss.backward()
     close(out.loss.detach(), expected.detach())
     close(poisoned.grad, slow_policy.grad)
-    assert out.num_clipped == clipped and (clipped > 0) == (name != "reinforce")
+    assert out.num_clipped == clipped and (clipped > 0) == (name not in UNCLIPPED)
     tokens = layout.mask & (layout.owner >= 0)
     assert out.num_units == tokens.sum()
     assert torch.all(out.ratios[~tokens] == 1)
@@ -135,6 +168,46 @@ def test_gspo_equals_its_stop_gradient_form(aggregation, make_layout, close):
     surrogate.loss.backward()
     close(out.loss.detach(), surrogate.loss.detach())
     close(mine.grad, other.grad)
+
+
+def by_hand(loss, ratios, advantages, **options):
+    """Loss and gradient of one trajectory, at log-probabilities whose ratios to the old ones are given."""
+    owner, mask = torch.zeros(len(ratios), dtype=torch.int64), torch.ones(len(ratios), dtype=torch.bool)
+    policy = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
+    tokens = LossTokens(mask, owner, aggregation_denominators(mask, owner, 1))
+    old, advantages = torch.zeros(len(ratios), dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64)
+    out = loss(policy, old, advantages, tokens, **options)
+    out.loss.backward()
+    return out, policy.grad.tolist()
+
+
+def test_sapo_by_hand():
+    # Ratio 1: the gate is 1/2, times 4 / τ. Ratio 1 + ln 3 and τ 1: σ(ln 3) = 3/4, slope 3/16 times the ratio.
+    ratio = 1 + math.log(3)
+    out, gradient = by_hand(sapo_loss, [1.0, ratio, 1.0], [1.0, 1.0, -1.0], tau_pos=1.0, tau_neg=2.0)
+    assert out.loss.item() == pytest.approx((-2.0 - 3.0 + 1.0) / 3)
+    assert gradient == pytest.approx([-1 / 3, -4 * 3 / 16 * ratio / 3, 1 / 3])
+    # A negative advantage is let go of sooner: τ 2 at the same ratio has slope σ(2 ln 3) σ(-2 ln 3) = 9 / 100.
+    _, steeper = by_hand(sapo_loss, [ratio], [-1.0], tau_pos=1.0, tau_neg=2.0)
+    assert steeper == pytest.approx([4 * 9 / 100 * ratio])
+
+
+def test_gmpo_by_hand():
+    # Log-ratios 0.6 (held at 0.4 as A > 0) and -0.8 (which hurts, and stays): mean -0.2. A < 0: 0.6 and -0.4, mean 0.1.
+    ratios = [math.exp(x) for x in (0.6, -0.8)]
+    limits = {"clip_eps_low": 0.4, "clip_eps_high": 0.4}
+    out, gradient = by_hand(gmpo_loss, ratios, [2.0, 2.0], **limits)
+    assert out.loss.item() == pytest.approx(-2 * math.exp(-0.2)) and out.num_clipped == 1
+    assert gradient == pytest.approx([0.0, -math.exp(-0.2)])
+    out, gradient = by_hand(gmpo_loss, ratios, [-2.0, -2.0], **limits)
+    assert out.loss.item() == pytest.approx(2 * math.exp(0.1)) and gradient == pytest.approx([math.exp(0.1), 0.0])
+
+
+def test_kl_cov_by_hand():
+    held = torch.tensor([True, False, True])
+    out, gradient = by_hand(kl_cov_loss, [2.0, 2.0, 0.5], [1.0, 1.0, 0.0], held_T=held, ppo_kl_coef=0.5)
+    assert out.loss.item() == pytest.approx((-2 - 2 + 2 * 0.5 * math.log(2)) / 3)
+    assert gradient == pytest.approx([(-2 + 0.5) / 3, -2 / 3, -0.5 / 3])
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
@@ -185,11 +258,12 @@ def test_micro_batches_add_up(name, aggregation, make_layout, close):
         close(sum(getattr(s, field) for s in shares).double(), getattr(out, field).double())
 
 
-def test_a_torn_trajectory_is_refused_by_gspo(make_layout):
+@pytest.mark.parametrize("name", SEQUENCE)
+def test_a_torn_trajectory_is_refused(name, make_layout):
     layout, policy, old, advantages = case(make_layout)
     half = torch.arange(layout.num_tokens) < layout.num_tokens // 2
     with pytest.raises(ValueError, match="whole in one micro-batch"):
-        LOSSES["gspo"](policy[half], old[half], advantages[half], layout.tokens(own=half))
+        LOSSES[name](policy[half], old[half], advantages[half], layout.tokens(own=half))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -202,7 +276,7 @@ def test_order_of_tokens_does_not_matter(name, make_layout, close):
     close(after.ratios, before.ratios[p])
 
 
-@pytest.mark.parametrize("name", ["clipped", "gspo", "reinforce"])
+@pytest.mark.parametrize("name", ["clipped", "gspo", "reinforce", "sapo", "gmpo", "kl_cov"])
 def test_gradcheck(name, make_layout):
     layout, policy, old, advantages = case(make_layout, num_tokens=20, num_owners=4)
     assert torch.autograd.gradcheck(lambda x: run(name, layout, x, old, advantages).loss, policy.requires_grad_())
@@ -255,6 +329,9 @@ def test_length_one_responses(name):
     out = LOSSES[name](policy, old, advantages, LossTokens(mask, owner, aggregation_denominators(mask, owner, 3)))
     out.loss.backward()
     ratio = torch.ones(3) if name == "reinforce" else (policy - old).exp().detach()
+    if name == "sapo":
+        gate = torch.sigmoid(torch.tensor([1.0, 1.4, 1.4]) * (ratio - 1))
+        ratio = 4 * gate * (1 - gate) * ratio
     torch.testing.assert_close(policy.grad, -advantages * ratio / 3)
 
 

@@ -8,16 +8,22 @@ import torch
 
 from quartet.algorithms.preference import (
     answer_nll,
+    aot_unpaired_loss,
+    bco_pair_loss,
     best_and_worst,
     best_of_groups,
+    discopop_loss,
     dpo_loss,
+    exo_pair_loss,
     hinge_loss,
     ipo_loss,
     kto_loss,
     kto_reference_point,
     odds_ratio_loss,
+    pointwise_pair_loss,
     robust_dpo_loss,
     simpo_loss,
+    step_anchors,
 )
 
 NUM_PAIRS = 9
@@ -44,6 +50,33 @@ def slow_robust(chosen, rejected, beta, label_smoothing):
     return ((1 - label_smoothing) * right - label_smoothing * flipped) / (1 - 2 * label_smoothing)
 
 
+def slow_exo(chosen, rejected, beta, smoothing):
+    """The reverse KL between two distributions over the two answers."""
+    x = beta * (chosen - rejected)
+    policy, labels = (sigmoid(x), sigmoid(-x)), (1 - smoothing, smoothing)
+    return sum(p * math.log(p / q) for p, q in zip(policy, labels, strict=True))
+
+
+def slow_discopop(chosen, rejected, beta, tau):
+    x = beta * (chosen - rejected)
+    share = sigmoid(x / tau)
+    return (1 - share) * -math.log(sigmoid(x)) + share * math.exp(-x)
+
+
+SLOW_POINTWISE = {
+    "nca_pair": lambda w, b: -math.log(sigmoid(w)) - 0.5 * math.log(sigmoid(-w)) - 0.5 * math.log(sigmoid(-b)),
+    "sppo_hard": lambda w, b: (w / 0.3 - 0.5 / 0.3) ** 2 + (b / 0.3 + 0.5 / 0.3) ** 2,
+    "apo_zero": lambda w, b: 1 - sigmoid(w) + sigmoid(b),
+    "apo_down": lambda w, b: sigmoid(w) + 1 - sigmoid(w - b),
+}
+ANCHOR = 0.4
+
+
+def anchored(chosen, rejected, num_pairs):
+    anchors = (torch.full_like(chosen, ANCHOR), torch.full_like(rejected, ANCHOR))
+    return bco_pair_loss(chosen, rejected, num_pairs, beta=0.3, anchors=anchors)
+
+
 # Loss, twin of one pair, whether its inputs are mean log-probabilities (below 0).
 LOSSES = {
     "dpo": (partial(dpo_loss, beta=0.3), lambda c, r: slow_dpo(c, r, 0.3, 0.0), False),
@@ -55,6 +88,25 @@ LOSSES = {
     ),
     "ipo": (partial(ipo_loss, beta=0.3), lambda c, r: ((c - r) - 1 / 0.6) ** 2, False),
     "hinge": (partial(hinge_loss, beta=0.3), lambda c, r: max(0.0, 1 - 0.3 * (c - r)), False),
+    "exo_pair": (
+        partial(exo_pair_loss, beta=0.3, label_smoothing=0.01),
+        lambda c, r: slow_exo(c, r, 0.3, 0.01),
+        False,
+    ),
+    "discopop": (
+        partial(discopop_loss, beta=0.3, discopop_tau=0.2),
+        lambda c, r: slow_discopop(c, r, 0.3, 0.2),
+        False,
+    ),
+    **{
+        kind: (partial(pointwise_pair_loss, kind, beta=0.3), lambda c, r, slow=slow: slow(0.3 * c, 0.3 * r), False)
+        for kind, slow in SLOW_POINTWISE.items()
+    },
+    "bco_pair": (
+        anchored,
+        lambda c, r: -math.log(sigmoid(0.3 * (c - ANCHOR))) - math.log(sigmoid(0.3 * (ANCHOR - r))),
+        False,
+    ),
     "simpo": (partial(simpo_loss, beta=2.5, gamma=0.5), lambda c, r: -math.log(sigmoid(2.5 * c - 2.5 * r - 0.5)), True),
     "odds": (odds_ratio_loss, lambda c, r: -math.log(sigmoid(log_odds(c) - log_odds(r))), True),
 }
@@ -110,7 +162,9 @@ def test_a_better_pair_costs_less(case):
     loss, _, chosen, rejected = case
     chosen, rejected = chosen[:1].clone().requires_grad_(), (chosen[:1] - 0.2).requires_grad_()
     loss(chosen, rejected, 1).loss.backward()
-    assert float(chosen.grad) < 0 < float(rejected.grad)
+    by_itself = [LOSSES[kind][0] for kind in ("nca_pair", "sppo_hard", "apo_down")]
+    if loss not in by_itself:  # where each answer also has a place of its own
+        assert float(chosen.grad) < 0 < float(rejected.grad)
 
 
 def test_half_precision_is_computed_in_fp32(case):
@@ -208,6 +262,76 @@ def test_log_odds_keep_their_digits_on_both_sides_of_one_half():
         exact = math.log(math.exp(log_p)) - math.log(-math.expm1(log_p))
         out = odds_ratio_loss(*pair(log_p, -0.7), 1)
         assert float(out.chosen_rewards_P) == pytest.approx(exact, rel=1e-9)
+
+
+def test_the_relatives_by_hand():
+    # Log-ratios ln 3 and -ln 3 with beta 1: σ is 3/4 and 1/4, of the difference ln 9 it is 9/10.
+    sides = pair(math.log(3), -math.log(3))
+    at = {kind: float(pointwise_pair_loss(kind, *sides, 1, beta=1.0).loss) for kind in SLOW_POINTWISE}
+    assert at["nca_pair"] == pytest.approx(math.log(4 / 3) + 0.5 * math.log(4) + 0.5 * math.log(4 / 3))
+    assert at["sppo_hard"] == pytest.approx(2 * (math.log(3) - 0.5) ** 2)
+    assert at["apo_zero"] == pytest.approx(1 / 4 + 1 / 4) and at["apo_down"] == pytest.approx(3 / 4 + 1 / 10)
+    # Labels that are wrong in one of ten: policy and labels agree.
+    assert float(exo_pair_loss(*sides, 1, beta=1.0, label_smoothing=0.1).loss) == pytest.approx(0.0, abs=1e-12)
+    # τ = 1: a tenth of log(10 / 9), nine tenths of 1/9.
+    assert float(discopop_loss(*sides, 1, beta=1.0, discopop_tau=1.0).loss) == pytest.approx(
+        0.1 * math.log(10 / 9) + 0.9 / 9
+    )
+    assert math.isfinite(float(discopop_loss(*pair(-300.0, 300.0), 1, beta=0.1, discopop_tau=0.05).loss))
+
+
+# The whole step ------------------------------------------------------------------------------------------
+
+
+def test_anchors_by_hand():
+    # Log-ratios 1, 3 and 2 of the chosen, -1, 0 and -2 of the rejected answers.
+    policy = torch.tensor([[-4.0, -6.0], [-1.0, -4.0], [-2.0, -9.0]], dtype=torch.float64)
+    reference = torch.tensor([[-5.0, -5.0], [-4.0, -4.0], [-4.0, -7.0]], dtype=torch.float64)
+    assert step_anchors("bco_pair", policy, reference).tolist() == [[0.5, 0.5]] * 3
+    # Margins 2, 3 and 7 against 0, 0 and 3, of the same order.
+    assert step_anchors("aot", policy, reference).tolist() == [[0.0, 0.0]] * 3
+    # The reference's margins now 3, 0 and 0: the least margin, 2, meets 0 and not 3, the largest meets 3 and not 0.
+    turned = torch.stack([torch.tensor([-5.0, -4.0, -4.0]), torch.tensor([-8.0, -4.0, -4.0])], 1).double()
+    assert step_anchors("aot", policy, turned)[:, 0].tolist() == [-3.0, 0.0, 3.0]
+    # By rank: 1 and -2, 2 and -1, 3 and 0.
+    assert step_anchors("aot_unpaired", policy, reference).tolist() == [[-2.0, 2.0], [0.0, 3.0], [-1.0, 1.0]]
+
+
+@pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])
+def test_sorting_within_the_step_equals_the_published_form(kind, close):
+    """TRL sorts the batch's values with their gradient; here each pair meets constants, in any part of the step."""
+    generator = torch.Generator().manual_seed(4)
+    policy, reference = (3 * torch.randn(NUM_PAIRS, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    mine, theirs = (policy.clone().requires_grad_() for _ in range(2))
+    values, others = (theirs - reference).unbind(1)
+    if kind == "aot":
+        values, others = theirs[:, 0] - theirs[:, 1], reference[:, 0] - reference[:, 1]
+    x = 0.3 * (values.sort().values - others.sort().values)
+    smoothing = 0.1
+    logsigmoid = torch.nn.functional.logsigmoid
+    expected = (-(1 - smoothing) * logsigmoid(x) - smoothing * logsigmoid(-x)).mean()
+    expected.backward()
+    anchors, ratios, total = step_anchors(kind, policy, reference), mine - reference, 0.0
+    for rows in (slice(5, 9), slice(0, 5)):
+        (chosen, rejected), own = ratios[rows].unbind(1), anchors[rows].unbind(1)
+        options = {"beta": 0.3, "label_smoothing": smoothing}
+        if kind == "aot":
+            total = total + dpo_loss(chosen, rejected, NUM_PAIRS, margin_P=0.3 * own[0], **options).loss
+        else:
+            total = total + aot_unpaired_loss(chosen, rejected, NUM_PAIRS, anchors=own, **options).loss
+    total.backward()
+    close(total.detach(), expected.detach())
+    close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("kind", ["bco_pair", "aot", "aot_unpaired"])
+def test_anchors_follow_their_pairs_and_are_constants(kind, unchanged):
+    generator = torch.Generator().manual_seed(4)
+    policy, reference = (torch.randn(6, 2, generator=generator, requires_grad=True) for _ in range(2))
+    found, order = step_anchors(kind, policy, reference), torch.tensor([3, 0, 5, 1, 4, 2])
+    assert not found.requires_grad
+    torch.testing.assert_close(step_anchors(kind, policy[order], reference[order]), found[order])
+    unchanged(step_anchors, kind, policy, reference)
 
 
 # KTO -----------------------------------------------------------------------------------------------------

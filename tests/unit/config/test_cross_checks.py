@@ -74,6 +74,35 @@ def test_every_family_has_a_recipe() -> None:
             "algorithm.policy_loss gspo has a ratio of the sequence: set algorithm.off_policy.level: sequence",
         ),
         (["algorithm.name=rloo", "algorithm.off_policy.cap=3"], "sequence_clipped has a ratio of the sequence"),
+        (["algorithm.name=pass_at_k", "algorithm.k=4"], "algorithm.k (4) must be less than responses_per_prompt (4)"),
+        (
+            ["algorithm.name=gmpo", "algorithm.off_policy.level=token"],
+            "algorithm.policy_loss gmpo has a ratio of the sequence: set algorithm.off_policy.level: sequence",
+        ),
+        (
+            ["algorithm.name=optimal_token_baseline", "algorithm.policy_loss.name=gmpo"],
+            "gmpo has one ratio per response, optimal_token_baseline one advantage per token",
+        ),
+        (["algorithm.name=gspo", "algorithm.top_entropy_quantile=0.2"], "leaves out tokens of it: use a loss of"),
+        (
+            [
+                "algorithm.name=optimal_token_baseline",
+                "rollout.sampling.top_k=5",
+                "rollout.sampling.truncated_logprobs=true",
+            ],
+            "optimal_token_baseline reads probabilities of the whole vocabulary",
+        ),
+        (
+            [
+                "algorithm.name=gdpo",
+                "rewards=[{type: length, target: 3, name: a}, "
+                "{type: length, target: 9, name: b, gate: {source: a, at_least: 0}}]",
+            ],
+            "normalize_then_sum adds up normalised ones: leave either",
+        ),
+        (["algorithm.reward_clip_range=[2, 1]"], "reward_clip_range needs a lower limit and a higher one"),
+        (["algorithm.policy_loss={name: clip_cov, clip_cov_lb: 9}"], "clip_cov_lb (9) must be less than clip_cov_ub"),
+        (["algorithm={name: online_dpo, loss: {name: aot}}"], "aot"),
         (["algorithm.policy_loss.name=gspo"], "gspo has one ratio per response, ppo one advantage per token"),
         (
             ["algorithm.name=reinforce_pp", "algorithm.policy_loss.name=sequence_clipped"],

@@ -101,6 +101,8 @@ def batch(make_engine: Callable[..., TrainEngine[Any]]) -> RaggedBatch:
         rollout_logprobs=own + 0.1 * normal() * action,
         ref_logprobs=own + 0.5 * normal() * action,
         advantages=normal() * action,
+        high_entropy=torch.rand(shared.num_tokens, generator=torch.Generator().manual_seed(8)) < 0.5,
+        high_covariance=torch.rand(shared.num_tokens, generator=torch.Generator().manual_seed(9)) < 0.3,
         values=values + 0.3 * normal() * action,
         returns=values + normal() * action,
     )

@@ -14,20 +14,28 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
     CISPO,
+    GMPO,
     GPG,
     GRPO,
     GSPO,
     PPO,
     RLOO,
-    CISPOLoss,
-    ClippedLoss,
+    SAPO,
     Distillation,
-    GSPOLoss,
     KLConfig,
     OffPolicyConfig,
-    ReinforceLoss,
-    SequenceClippedLoss,
     kl_term,
+)
+from quartet.config.policy_losses import (
+    CISPOLoss,
+    ClipCovLoss,
+    ClippedLoss,
+    GMPOLoss,
+    GSPOLoss,
+    KLCovLoss,
+    ReinforceLoss,
+    SAPOLoss,
+    SequenceClippedLoss,
 )
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.preference_objectives import PairwiseObjective
@@ -138,6 +146,20 @@ def _token_loss(slow: Slow, logprobs: dict[int, Tensor], t: int, config) -> Tens
         mean = sum(logprobs[u] - slow.field("old_logprobs", u) for u in own) / len(own)
         return _surrogate(mean.exp(), advantage, config)
     ratio = (logprobs[t] - slow.field("old_logprobs", t)).exp()
+    if isinstance(loss, SAPOLoss):
+        tau = loss.tau_pos if advantage > 0 else loss.tau_neg
+        return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
+    if isinstance(loss, GMPOLoss):
+        own = next(tokens for tokens in slow.trajectories().values() if t in tokens)
+        held = []
+        for u in own:  # each by the sign of its own advantage
+            most = loss.clip_eps_high if slow.field("advantages", u) > 0 else None
+            least = -loss.clip_eps_low if most is None else None
+            held.append((logprobs[u] - slow.field("old_logprobs", u)).clamp(least, most))
+        return -advantage * (sum(held) / len(held)).exp()
+    if isinstance(loss, KLCovLoss):
+        penalty = loss.ppo_kl_coef * ratio.log().abs() if slow.batch.token["high_covariance"][t] else 0.0
+        return -advantage * ratio + penalty
     if isinstance(loss, CISPOLoss):
         low = 0.0 if loss.clip_eps_low is None else 1 - loss.clip_eps_low
         return -advantage * ratio.detach().clamp(low, 1 + loss.clip_eps_high) * logprobs[t]
@@ -155,6 +177,18 @@ def _slow_policy(slow: Slow, config) -> Tensor:
                 weight = math.exp(log)
                 capped = config.off_policy.cap if config.off_policy.mode == "truncate" else 0.0
                 weights[t] = weight if weight <= config.off_policy.cap else capped
+                if config.off_policy.floor is not None and weight < config.off_policy.floor:
+                    weights[t] = config.off_policy.floor if config.off_policy.mode == "truncate" else 0.0
+        if config.off_policy.batch_normalize:
+            by_trajectory = [[weights[t] for t in tokens] for tokens in slow.trajectories().values()]
+            if config.off_policy.level == "token":
+                by_trajectory = [list(weights.values())]
+            mean = sum(sum(row) / len(row) for row in by_trajectory) / len(by_trajectory)
+            weights = {t: weight / mean for t, weight in weights.items()}
+    for t in weights:
+        left_out = isinstance(config.policy_loss, ClipCovLoss) and bool(slow.batch.token["high_covariance"][t])
+        if left_out or (config.top_entropy_quantile < 1 and not slow.batch.token["high_entropy"][t]):
+            weights[t] = 0.0
     if isinstance(config.policy_loss, SequenceClippedLoss):
         losses = []
         for tokens in slow.trajectories().values():
@@ -249,6 +283,17 @@ CASES: dict[str, Case] = {
             off_policy=OffPolicyConfig(cap=1.05),
         )
     ),
+    "sapo": _policy_case(SAPO()),
+    "gmpo": _policy_case(GMPO(policy_loss=GMPOLoss(clip_eps_low=0.1, clip_eps_high=0.1))),
+    "clip_cov": _policy_case(GRPO(policy_loss=ClipCovLoss(), off_policy=OffPolicyConfig(cap=1.05, floor=0.95))),
+    "kl_cov": _policy_case(GRPO(policy_loss=KLCovLoss(ppo_kl_coef=0.3))),
+    "high entropy": _policy_case(GRPO(kl=KL_LOSS, top_entropy_quantile=0.5, policy_loss=ClipCovLoss())),
+    **{
+        f"divided by the mean, {level}": _policy_case(
+            GRPO(off_policy=OffPolicyConfig(level=level, mode="mask", cap=1.1, floor=0.9, batch_normalize=True))
+        )
+        for level in ("token", "sequence")
+    },
     "gpg": _policy_case(GPG()),
     "distillation": _policy_case(Distillation(off_policy=OffPolicyConfig(cap=1.05))),
 }

@@ -12,11 +12,16 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.preference import (
+    AOTLoss,
+    BCOPairLoss,
+    DiscoPOPLoss,
     DPOLoss,
+    EXOPairLoss,
     HingeLoss,
     IPOLoss,
     KTOLoss,
     ORPOLoss,
+    PointwisePairLoss,
     RobustDPOLoss,
     SimPOLoss,
 )
@@ -37,6 +42,11 @@ CONFIGS: dict[str, Any] = {
     "hinge": HingeLoss(beta=0.2, sft_coef=1.0),
     "simpo": SimPOLoss(beta=2.0, gamma=0.5),
     "orpo": ORPOLoss(odds_coef=0.4),
+    "exo_pair": EXOPairLoss(beta=0.5, label_smoothing=0.01),
+    "discopop": DiscoPOPLoss(beta=0.5, discopop_tau=0.3),
+    **{name: PointwisePairLoss(name=name, beta=0.5) for name in ("nca_pair", "sppo_hard", "apo_zero", "apo_down")},
+    "bco_pair": BCOPairLoss(beta=0.5),
+    "aot": AOTLoss(beta=0.5, label_smoothing=0.1),
     "kto": KTOLoss(beta=0.5, desirable_weight=1.3, undesirable_weight=0.8),
 }
 
@@ -53,7 +63,9 @@ def answers(pairs: RaggedBatch) -> RaggedBatch:
     generator = torch.Generator().manual_seed(11)
     reference = -6 - 4 * torch.rand(len(pairs), generator=generator, dtype=torch.float64)
     return pairs.with_token(loss_mask=mask).with_sequence(
-        ref_logprobs=reference, kl=torch.full((len(pairs),), 0.4, dtype=torch.float64)
+        ref_logprobs=reference,
+        kl=torch.full((len(pairs),), 0.4, dtype=torch.float64),
+        anchor=torch.linspace(-1.0, 2.0, 5, dtype=torch.float64).repeat_interleave(2),
     )
 
 
@@ -89,7 +101,8 @@ def slow_loss(config: Any, batch: RaggedBatch, model: Any) -> Tensor:
     rows = list(zip(batch.sequence["pair"].tolist(), batch.sequence["chosen"].tolist(), strict=True))
     for p in range(len(batch) // 2):
         win, lose = rows.index((p, True)), rows.index((p, False))
-        losses.append(slow_pair(config, ratios, means, lengths, win, lose, float(batch.sequence["margin"][win])))
+        given = "anchor" if isinstance(config, BCOPairLoss | AOTLoss) else "margin"
+        losses.append(slow_pair(config, ratios, means, lengths, win, lose, float(batch.sequence[given][win])))
     return sum(losses) / len(losses)
 
 
@@ -112,6 +125,28 @@ def slow_pair(config: Any, ratios: list, means: list, lengths: list, win: int, l
             return (gap - 1 / (2 * config.beta)) ** 2
         case HingeLoss():
             return nll + torch.clamp(1 - config.beta * gap, min=0)
+        case EXOPairLoss():
+            own = torch.sigmoid(config.beta * torch.stack([gap, -gap]))
+            labels = torch.tensor([0.99, 0.01], dtype=torch.float64)
+            return (own * (own / labels).log()).sum()
+        case DiscoPOPLoss():
+            x = config.beta * gap
+            share = torch.sigmoid(x / config.discopop_tau)
+            return -(1 - share) * torch.log(torch.sigmoid(x)) + share * torch.exp(-x)
+        case PointwisePairLoss():
+            up, down = torch.sigmoid(config.beta * ratios[win]), torch.sigmoid(config.beta * ratios[lose])
+            return {
+                "nca_pair": -torch.log(up) - (torch.log(1 - up) + torch.log(1 - down)) / 2,
+                "sppo_hard": (ratios[win] - 0.5 / config.beta) ** 2 + (ratios[lose] + 0.5 / config.beta) ** 2,
+                "apo_zero": 1 - up + down,
+                "apo_down": up + 1 - torch.sigmoid(config.beta * gap),
+            }[config.name]
+        case BCOPairLoss():
+            sides = (ratios[win] - margin, margin - ratios[lose])
+            return -sum(torch.log(torch.sigmoid(config.beta * side)) for side in sides)
+        case AOTLoss():
+            x = config.beta * (gap - margin)
+            return -0.9 * torch.log(torch.sigmoid(x)) - 0.1 * torch.log(torch.sigmoid(-x))
         case SimPOLoss():
             return -torch.log(torch.sigmoid(config.beta * (means[win] - means[lose]) - config.gamma))
         case _:

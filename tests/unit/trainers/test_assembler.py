@@ -11,7 +11,17 @@ from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig
+from quartet.config.algorithms import (
+    GDPO,
+    GRPO,
+    PPO,
+    RLOO,
+    AlgorithmConfig,
+    KLConfig,
+    OffPolicyConfig,
+    RejectionConfig,
+)
+from quartet.config.policy_losses import ClipCovLoss, KLCovLoss
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.experience import Assembler, Experience
 
@@ -210,3 +220,55 @@ def test_cutting_into_chunks_changes_nothing(config: AlgorithmConfig) -> None:
     assert one.batch.ids == three.batch.ids
     assert actions(one, "advantages") == actions(three, "advantages")
     assert one.metrics == three.metrics
+
+
+# Parts of a step -----------------------------------------------------------------------------------------
+
+
+def test_responses_that_sampler_and_trainer_disagree_about_are_left_out() -> None:
+    """Their scores stay in the group's mean: 1 and 3 around 2. The sampler's log-probabilities are 0."""
+    config = GRPO(normalise_std=False, off_policy=OffPolicyConfig(rejection=RejectionConfig(upper=1.2)))
+    columns = {"old_logprobs": [0.3, 0.1, 0.1, -0.2, -0.4, -0.1]}
+    experience = assemble(config, step([[2, 1], [2, 1]], {"score": [1.0, 3.0, 0.0, 1.0]}, columns=columns))
+    # Geometric means e^0.2, e^0.1, e^-0.3 and e^-0.1, against 1.2 = e^0.18.
+    assert actions(experience, "loss_mask") == [False, False, True, False, False, True]
+    assert actions(experience, "advantages") == [-1.0, -1.0, 1.0, -0.5, -0.5, 0.5]
+    assert experience.metrics["correction/rejected_frac"] == 0.5
+    lower = RejectionConfig(statistic="sequence", upper=1.5, lower=0.9)
+    config = GRPO(off_policy=OffPolicyConfig(rejection=lower))
+    again = assemble(config, step([[2, 1], [2, 1]], {"score": [1.0, 3.0, 0.0, 1.0]}, columns=columns))
+    assert actions(again, "loss_mask") == [True, True, True, False, False, True]
+
+
+def test_tokens_are_told_apart_over_the_whole_step_however_it_was_cut() -> None:
+    columns = {"old_logprobs": [-1.0, -4.0, -2.0, -1.0, -5.0, -2.0], "old_entropies": [0.1, 0.9, 0.3, 0.8, 0.2, 0.5]}
+    scores = {"score": [1.0, 3.0, 0.0, 4.0]}
+    config = GRPO(normalise_std=False, top_entropy_quantile=0.34, policy_loss=KLCovLoss(kl_cov_ratio=0.34))
+    for per_chunk in (1, 2):
+        chunks = step([[2, 1], [2, 1]], scores, columns=columns, per_chunk=per_chunk)
+        experience = assemble(config, chunks)
+        # Without means: advantages -0.5, -0.5, 1.5, -1.5, -1.5, 2.5; log-probabilities 1.5, -1.5, 0.5, 1.5, -2.5, 0.5.
+        assert actions(experience, "high_covariance") == [False, False, False, False, True, True]
+        assert actions(experience, "high_entropy") == [False, True, False, True, False, False]
+        for kind in ("entropy", "covariance"):
+            assert experience.metrics[f"policy/high_{kind}_frac"] == pytest.approx(1 / 3)
+    chunks = step([[2, 1], [2, 1]], scores, columns=columns)
+    config = GRPO(normalise_std=False, policy_loss=ClipCovLoss(clip_cov_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=4.0))
+    weights, chosen = {"score": 1.0}, set()
+    for seed in range(20):
+        found = actions(Assembler(config, weights, lambda: 0.0, seed=seed)(chunks), "high_covariance")
+        assert found == actions(Assembler(config, weights, lambda: 0.0, seed=seed)(chunks), "high_covariance")
+        assert sum(found) == 1
+        chosen.add(found.index(True))
+    assert chosen == {1, 2, 4, 5}, "those with a covariance of 0.75, 0.75, 3.75 and 1.25"
+
+
+def test_sources_are_normalised_within_groups_before_they_are_added_up() -> None:
+    """Scores in the thousands do not drown those in tenths; the kept score is the sum as it is."""
+    scores = {"a": [1000.0, 3000.0, 5.0, 5.0], "b": [0.3, 0.1, 0.1, 0.3]}
+    config = GDPO(whiten_advantages=False)
+    experience = assemble(config, step([[2, 1], [1, 1]], scores), weights={"a": 1.0, "b": 0.5})
+    root = math.sqrt(0.5)
+    expected = [-root + root / 2, -root + root / 2, root - root / 2, -root / 2, root / 2]
+    assert actions(experience, "advantages") == pytest.approx(expected, abs=1e-4)
+    assert experience.batch.sequence["score"].tolist() == pytest.approx([1000.15, 3000.05, 5.05, 5.15])

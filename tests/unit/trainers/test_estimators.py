@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -14,32 +15,46 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
     CISPO,
     DAPO,
+    GDPO,
+    GMPO,
     GPG,
     GRPO,
     GSPO,
     OPO,
     PPO,
     RLOO,
+    SAPO,
     Distillation,
     DrGRPO,
     GroupAlgorithm,
     GroupRelative,
+    OptimalTokenBaseline,
     OverlongConfig,
+    PassAtK,
     PolicyGradientConfig,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
     kl_term,
 )
-from quartet.trainers.estimators import Estimate, Scored, estimate, shaped_scores
+from quartet.trainers.estimators import SHARP, Estimate, Scored, estimate, shaped_scores
 
 METHODS: dict[str, PolicyGradientConfig] = {
     config.name: config
     for config in (
         PPO(gamma=0.9, gae_lambda=0.8), GRPO(), DrGRPO(), DAPO(), GSPO(), CISPO(), GPG(), RLOO(), OPO(),
         ReinforcePlusPlus(gamma=0.9), ReinforcePlusPlusBaseline(), ReMax(gamma=0.9), Distillation(),
+        SAPO(), GMPO(), GDPO(), PassAtK(), OptimalTokenBaseline(),
     )
 }  # fmt: skip
+NAMES = set(METHODS)
+METHODS |= {
+    "grpo, batch": GRPO(normalise_std="batch"),
+    "rloo, whitened": RLOO(whiten_advantages=True),
+    "ppo, mean": PPO(gamma=0.9, gae_lambda=0.8, whiten_advantages="mean"),
+    "reinforce_pp_baseline, mean": ReinforcePlusPlusBaseline(whiten_advantages="mean"),
+    "optimal_token_baseline, whitened": OptimalTokenBaseline(whiten_advantages=True),
+}
 EQUAL = 2
 """The group whose scores are equal."""
 
@@ -51,6 +66,7 @@ def scored(seed: int = 0, kl_coef: float = 0.3, permutation: list[int] | None = 
     lengths = torch.randint(1, 6, (12,), generator=generator).tolist()
     lengths[0] = 1
     columns = [torch.randn(n + 2, generator=generator, dtype=torch.float64) for n in lengths for _ in range(4)]
+    sharp = [1.5 * columns[4 * n + 2] - 0.4 for n in range(12)]
     masks = [torch.rand(n + 2, generator=generator) < 0.8 for n in lengths]
     scores = torch.randn(12, generator=generator, dtype=torch.float64)
     scores[3 * EQUAL : 3 * EQUAL + 3] = 0.1
@@ -66,6 +82,7 @@ def scored(seed: int = 0, kl_coef: float = 0.3, permutation: list[int] | None = 
         name: torch.cat([columns[4 * n + c] for n in order])
         for c, name in enumerate(("values", "ref_logprobs", "old_logprobs", "kl"))
     }
+    token[SHARP] = torch.cat([sharp[n] for n in order])
     kl = torch.where(mask, token.pop("kl"), 0.0)
     batch = RaggedBatch.from_sequences([[7] * len(owner)], token=token)
     return Scored(
@@ -101,20 +118,41 @@ def slow(config: PolicyGradientConfig, data: Scored) -> Tensor:
         if row:
             row[-1] += float(data.shaped_N[n])
     found = torch.zeros(len(data.trajectory_T), dtype=torch.float64)
-    if isinstance(config, GroupAlgorithm):
+    if isinstance(config, OptimalTokenBaseline):
+        for n, tokens in enumerate(owned):
+            found[tokens] = torch.tensor(_slow_optimal(data, owned, rewards, n), dtype=torch.float64)
+    elif isinstance(config, GroupAlgorithm):
         for n, advantage in enumerate(_slow_groups(config, data, owned, rewards)):
             found[owned[n]] = 0.0 if data.group_N[n] == 10 + EQUAL else advantage
     else:
         for n, tokens in enumerate(owned):
             found[tokens] = torch.tensor(_slow_tokens(config, data, n, tokens, rewards[n]), dtype=torch.float64)
-    if isinstance(config, PPO | ReinforcePlusPlus | ReinforcePlusPlusBaseline):
+    whitens = getattr(config, "whiten_advantages", False)
+    if whitens:
         every = [t for tokens in owned for t in tokens]
-        whitened = (found[every] - found[every].mean()) / (found[every].std() + 1e-6)
-        found[every] = whitened
+        spread = 1.0 if whitens == "mean" else found[every].std() + 1e-6
+        found[every] = (found[every] - found[every].mean()) / spread
     if isinstance(config, GroupAlgorithm):
         for n, tokens in enumerate(owned):
             if data.group_N[n] == 10 + EQUAL:
                 found[tokens] = 0.0
+    return found
+
+
+def _slow_optimal(data: Scored, owned, rewards, n: int) -> list[float]:
+    """Of trajectory ``n``; one without ties for its length gets 0 where it is alone."""
+    token, found = data.batch.token, []
+    members = [m for m in range(len(owned)) if data.group_N[m] == data.group_N[n]]
+    for t in range(len(owned[n])):
+        numerator = denominator = 0.0
+        for m in (m for m in members if len(owned[m]) > t):
+            energies = []
+            for u in owned[m][: t + 1]:
+                plain, sharp = float(token["old_logprobs"][u]), float(token[SHARP][u])
+                energies.append(max(0.0, 1 - 2 * math.exp(plain) + math.exp(min(0.0, 2 * plain - sharp))))
+            numerator += sum(energies) * sum(rewards[m][t:])
+            denominator += sum(energies)
+        found.append(sum(rewards[n][t:]) - numerator / max(denominator, 1e-8))
     return found
 
 
@@ -134,12 +172,25 @@ def _slow_groups(config, data: Scored, owned, rewards) -> list[float]:
             found[n] = totals[n] - sum(len(owned[m]) * totals[m] for m in members) / weight
         else:
             found[n] = totals[n] - mean
-            if isinstance(config, GroupRelative) and config.normalise_std:
-                variance = sum((totals[m] - mean) ** 2 for m in members) / (len(members) - 1)
+            if isinstance(config, PassAtK):
+                found[n] = _slow_best_of_two(totals, members, n)
+            elif isinstance(config, GroupRelative) and config.normalise_std:
+                pool = acting if config.normalise_std == "batch" else members
+                mean = sum(totals[m] for m in pool) / len(pool)
+                variance = sum((totals[m] - mean) ** 2 for m in pool) / (len(pool) - 1)
                 found[n] /= math.sqrt(variance) + 1e-6
             if isinstance(config, GPG):
                 found[n] *= len(acting) / len(varying)
     return found
+
+
+def _slow_best_of_two(totals, members: list[int], n: int) -> float:
+    """Of all pairs in the group; of two members each is a choice of its own."""
+    chosen = list(combinations(members, min(2, len(members) - 1)))
+    best = [max(totals[m] for m in pair) for pair in chosen]
+    mean = sum(best) / len(best)
+    own = [b for b, pair in zip(best, chosen, strict=True) if n in pair]
+    return (sum(own) / len(own) - mean) / (math.sqrt(sum((b - mean) ** 2 for b in best) / len(best)) + 1e-6)
 
 
 def _slow_tokens(config, data: Scored, n: int, tokens: list[int], rewards: list[float]) -> list[float]:
@@ -204,7 +255,8 @@ def test_equal_scores_give_exactly_zero_whatever_the_kl(name: str) -> None:
     found = estimate(METHODS[name], data).advantages_T
     equal = (data.trajectory_T >= 3 * EQUAL) & (data.trajectory_T < 3 * EQUAL + 3) & data.action_mask_T
     assert bool(equal.any()) and torch.all(found[equal] == 0)
-    assert torch.all(found[data.action_mask_T & ~equal] != 0)
+    if not isinstance(METHODS[name], PassAtK | OptimalTokenBaseline):  # in which some have no say
+        assert torch.all(found[data.action_mask_T & ~equal] != 0)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -236,11 +288,11 @@ def test_what_is_seen_is_left_alone(name: str) -> None:
     found: Estimate = estimate(METHODS[name], data)
     assert all(torch.equal(v, before[k]) for k, v in tensors.items())
     assert found.advantages_T.shape == found.token_rewards_T.shape == data.trajectory_T.shape
-    assert (found.returns_T is not None) == (name == "ppo")
+    assert (found.returns_T is not None) == isinstance(METHODS[name], PPO)
 
 
 def test_every_method_of_the_recipe_is_covered() -> None:
-    assert set(METHODS) == {member.model_fields["name"].default for member in PolicyGradientConfig.__args__}
+    assert set(NAMES) == {member.model_fields["name"].default for member in PolicyGradientConfig.__args__}
 
 
 def test_remax_without_greedy_scores_says_so() -> None:
@@ -257,6 +309,13 @@ def test_penalties_for_a_missing_end_and_for_length_add_up() -> None:
     assert shaped_scores(config, torch.ones(3), ended, lengths, 16).tolist() == [1.0, 1.0 - 0.5 - 1.0, 1.0 - 1.5]
     with pytest.raises(ValueError, match="max_new_tokens"):
         shaped_scores(config, torch.ones(3), ended, lengths, None)
+
+
+def test_scores_are_held_within_their_range_before_penalties() -> None:
+    config = RLOO(missing_eos_penalty=0.5, reward_clip_range=(-1.0, 2.0))
+    ended = torch.tensor([True, False, True, False])
+    found = shaped_scores(config, torch.tensor([9.0, 9.0, 0.5, -9.0]), ended, torch.ones(4), 4)
+    assert found.tolist() == [2.0, 1.5, 0.5, -1.5]
 
 
 def test_distillation_takes_scores_as_they_are() -> None:

@@ -20,29 +20,39 @@ from torch.nn.functional import logsigmoid
 from quartet.config.algorithms import (
     CISPO,
     DAPO,
+    GDPO,
+    GMPO,
     GPG,
     GRPO,
     GSPO,
     OPO,
     PPO,
     RLOO,
+    SAPO,
     BestOfN,
-    CISPOLoss,
-    ClippedLoss,
     Distillation,
     DrGRPO,
     GroupAlgorithm,
     GroupRelative,
     KLConfig,
     OnlineDPO,
+    OptimalTokenBaseline,
     OverlongConfig,
+    PassAtK,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
-    SequenceClippedLoss,
 )
 from quartet.config.common import LogConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
+from quartet.config.policy_losses import (
+    CISPOLoss,
+    ClipCovLoss,
+    ClippedLoss,
+    GMPOLoss,
+    KLCovLoss,
+    SequenceClippedLoss,
+)
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
@@ -69,6 +79,15 @@ METHODS: dict[str, Any] = {
     "gpg": GPG(),
     "rloo": RLOO(policy_loss=SequenceClippedLoss(**CLIP), kl=REWARD_KL),
     "rloo, tokens": RLOO(policy_loss=ClippedLoss(**CLIP), kl=REWARD_KL),
+    "sapo": SAPO(),
+    "gmpo": GMPO(policy_loss=GMPOLoss(**CLIP)),
+    "clip_cov": GRPO(policy_loss=ClipCovLoss(clip_cov_ratio=0.9, clip_cov_lb=0.05, **CLIP)),
+    "kl_cov": DrGRPO(
+        policy_loss=KLCovLoss(kl_cov_ratio=0.1, ppo_kl_coef=0.5), normalise_std="batch", top_entropy_quantile=0.4
+    ),
+    "pass_at_k": PassAtK(k=1, reward_clip_range=(-0.5, 1.5), policy_loss=ClippedLoss(**CLIP)),
+    "gdpo": GDPO(policy_loss=ClippedLoss(**CLIP)),
+    "optimal_token_baseline": OptimalTokenBaseline(policy_loss=ClippedLoss(**CLIP)),
     "opo": OPO(policy_loss=ClippedLoss(**CLIP)),
     "reinforce_pp": ReinforcePlusPlus(policy_loss=ClippedLoss(**CLIP), kl=REWARD_KL, gamma=0.9),
     "reinforce_pp_baseline": ReinforcePlusPlusBaseline(policy_loss=ClippedLoss(**CLIP)),
@@ -82,10 +101,10 @@ METHODS: dict[str, Any] = {
 # The slow side -------------------------------------------------------------------------------------------
 
 
-def read(model: Any, record: RolloutRecord) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of a response's tokens."""
+def read(model: Any, record: RolloutRecord, share: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a response's tokens, at a share of the temperature."""
     ids = [*record.prompt_ids, *record.response_ids]
-    logits = model(torch.tensor([ids])).logits[0, len(record.prompt_ids) - 1 : -1].double() / TEMPERATURE
+    logits = model(torch.tensor([ids])).logits[0, len(record.prompt_ids) - 1 : -1].double() / (TEMPERATURE * share)
     log_p = logits.log_softmax(-1)
     return log_p[range(len(record.response_ids)), record.response_ids], -(log_p.exp() * log_p).sum(-1)
 
@@ -100,6 +119,12 @@ def read_values(model: Any, record: RolloutRecord) -> Tensor:
 def whitened(rows: Sequence[Tensor]) -> list[Tensor]:
     every = torch.cat(list(rows))
     return [(row - every.mean()) / (every.std() + 1e-6) for row in rows]
+
+
+def highest(rows: Sequence[Tensor], share: float) -> list[Tensor]:
+    """Of all tokens the given share, those with the highest values."""
+    every = torch.cat(list(rows)).sort(descending=True).values
+    return [row >= every[int(share * len(every)) - 1] for row in rows]
 
 
 def summed_from_here_on(rewards: Tensor, gamma: float) -> Tensor:
@@ -119,11 +144,20 @@ class Slow:
     old: list[Tensor]
     reference: list[Tensor]
     values: list[Tensor]
+    entropies: list[Tensor]
+    sharp: list[Tensor]
 
     def __post_init__(self) -> None:
-        self.shaped = [float(r.score or 0.0) - self._penalty(r) for r in self.records]
         self.groups = list(dict.fromkeys(r.group for r in self.records))
         self.members = {g: [i for i, r in enumerate(self.records) if r.group == g] for g in self.groups}
+        scores = [float(r.score or 0.0) for r in self.records]
+        if isinstance(self.config, GDPO):
+            own = [torch.tensor([scores[i] for i in self.members[r.group]]).double() for r in self.records]
+            scores = [float((x - o.mean()) / (o.std() + 1e-6)) for x, o in zip(scores, own, strict=True)]
+        if getattr(self.config, "reward_clip_range", None) is not None:
+            least, most = self.config.reward_clip_range
+            scores = [min(max(x, least), most) for x in scores]
+        self.shaped = [x - self._penalty(r) for x, r in zip(scores, self.records, strict=True)]
         self.equal = {g for g, own in self.members.items() if len({self.shaped[i] for i in own}) == 1}
         kl = getattr(self.config, "kl", KLConfig(coef=0.0))
         self.coef = kl.coef if kl.place == "reward" else 0.0
@@ -142,10 +176,12 @@ class Slow:
         config, lengths = self.config, [len(old) for old in self.old]
         if isinstance(config, Distillation):
             return [ref - old for ref, old in zip(self.reference, self.old, strict=True)]
+        if isinstance(config, OptimalTokenBaseline):
+            return self._by_position()
         if isinstance(config, GroupAlgorithm):
             found = self._of_groups()
             rows = [torch.full((n,), a, dtype=torch.float64) for n, a in zip(lengths, found, strict=True)]
-            return self._whitened_groups(rows) if isinstance(config, ReinforcePlusPlusBaseline) else rows
+            return self._whitened_groups(rows) if config.whiten_advantages else rows
         if isinstance(config, PPO):
             return whitened(self._generalised())
         rewards = self._rewards()
@@ -174,6 +210,37 @@ class Slow:
         """The critic's targets."""
         return [advantage + values[:-1] for advantage, values in zip(self._generalised(), self.values, strict=True)]
 
+    def _by_position(self) -> list[Tensor]:
+        """The optimal token baseline, without KL: a return is the score, wherever it is taken from."""
+        paths = [
+            (1 - 2 * old.exp() + (2 * old - sharp).exp()).cumsum(0)
+            for old, sharp in zip(self.old, self.sharp, strict=True)
+        ]
+        found = []
+        for i, record in enumerate(self.records):
+            row = torch.zeros_like(self.old[i])
+            for t in range(len(row)):
+                own = [j for j in self.members[record.group] if len(paths[j]) > t]
+                baseline = sum(paths[j][t] * self.shaped[j] for j in own) / sum(paths[j][t] for j in own)
+                row[t] = 0.0 if record.group in self.equal else self.shaped[i] - baseline
+            found.append(row)
+        return found
+
+    def choose(self, advantages: Sequence[Tensor]) -> None:
+        """Which tokens of the step learn in full, and which a penalty holds."""
+        config, loss = self.config, self.config.policy_loss
+        learns, held = [[torch.full_like(old, fill, dtype=torch.bool) for old in self.old] for fill in (True, False)]
+        if config.top_entropy_quantile < 1:
+            learns = highest(self.entropies, config.top_entropy_quantile)
+        if loss.name in ("clip_cov", "kl_cov"):
+            means = [torch.cat(list(rows)).mean() for rows in (self.old, advantages)]
+            products = [(x - means[0]) * (y - means[1]) for x, y in zip(self.old, advantages, strict=True)]
+            if loss.name == "kl_cov":
+                held = highest(products, loss.kl_cov_ratio)
+            else:
+                learns = [~((x > loss.clip_cov_lb) & (x < loss.clip_cov_ub)) for x in products]
+        self.learns, self.held = learns, held
+
     def _of_groups(self) -> list[float]:
         config, found = self.config, [0.0] * len(self.records)
         totals = [score - self.coef * float(kl.sum()) for score, kl in zip(self.shaped, self.kl, strict=True)]
@@ -187,7 +254,9 @@ class Slow:
                     baseline = (weights * rewards).sum() / weights.sum() if isinstance(config, OPO) else rewards.mean()
                 advantage = rewards[place] - baseline
                 if isinstance(config, GroupRelative) and config.normalise_std:
-                    advantage = advantage / (rewards.std() + 1e-6)
+                    pool = torch.tensor(totals, dtype=torch.float64) if config.normalise_std == "batch" else rewards
+                    # With k = 1 all ways to choose are the responses themselves: a deviation of the whole.
+                    advantage = advantage / (pool.std(correction=0 if isinstance(config, PassAtK) else 1) + 1e-6)
                 if isinstance(config, GPG):
                     advantage = advantage * len(self.groups) / (len(self.groups) - len(self.equal))
                 found[i] = 0.0 if group in self.equal else float(advantage)
@@ -223,6 +292,18 @@ class Slow:
                 weight = log_ratio.detach().exp().clamp(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
                 rows.append(-advantage * weight * policy)
                 continue
+            if loss.name in ("sapo", "gmpo", "kl_cov"):
+                if loss.name == "sapo":
+                    tau = torch.where(advantage > 0, loss.tau_pos, loss.tau_neg).double()
+                    row = -advantage * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
+                elif loss.name == "gmpo":
+                    most = loss.clip_eps_high if float(advantage[0]) > 0 else None
+                    held = log_ratio.clamp(None if most is not None else -loss.clip_eps_low, most)
+                    row = -advantage * held.mean().exp()
+                else:
+                    row = -advantage * log_ratio.exp() + loss.ppo_kl_coef * log_ratio.abs() * self.held[i]
+                rows.append(row * self.learns[i])
+                continue
             if loss.name == "gspo":
                 log_ratio = log_ratio.mean().expand_as(log_ratio)
             if loss.name == "sequence_clipped":
@@ -232,7 +313,7 @@ class Slow:
             row = torch.maximum(-advantage * ratio, -advantage * clipped)
             if getattr(loss, "dual_clip", None) is not None:
                 row = torch.where(advantage < 0, torch.minimum(row, -loss.dual_clip * advantage), row)
-            rows.append(row)
+            rows.append(row if loss.name == "sequence_clipped" else row * self.learns[i])
         # A row of one number per response has one mean, however it is taken.
         total = self.aggregated(rows, config.aggregation)
         total = total - config.entropy_coef * self.aggregated([h for _, h in read_now], config.aggregation)
@@ -287,6 +368,7 @@ def trained_slowly(slow: Slow, actor: Any, critic: Any) -> None:
             update(actor, optimizer, slow.selected_loss(actor, part))
         return
     advantages = slow.advantages()
+    slow.choose(advantages)
     parts = [[i for g in part for i in slow.members[g]] for part in halves(slow.groups)]
     for part in parts:
         update(actor, optimizer, slow.loss(actor, part, advantages))
@@ -387,6 +469,8 @@ def test_a_step_equals_the_slow_one(
                 [read(actor, record)[0] for record in sampled],
                 [read(other, record)[0] for record in sampled],
                 [read_values(values, record) for record in sampled],
+                [read(actor, record)[1] for record in sampled],
+                [read(actor, record, share=0.5)[0] for record in sampled],
             )  # fmt: skip
         assert len(slow.groups) == 8
         assert bool(slow.equal) != (name == "dapo") and len(slow.equal) < 8, "some groups are equal, but for dapo's"
