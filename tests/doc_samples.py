@@ -6,7 +6,8 @@
   code, has arguments that the command takes. Its recipe is the page's of that title, or the repository's, and is valid
   with the overrides; the overrides of any other recipe, which is the reader's own, are a part of a recipe as above.
 - A ``python`` block compiles. What a page says is run has ``<!-- sample: run -->`` before it.
-- ``<!-- sample: not a recipe -->`` before a block takes it out of these rules.
+- A ``diff`` block is a patch that applies to the repository.
+- ``<!-- sample: not checked -->`` before a block takes it out of these rules.
 
 Commands with ``…``, ``[--option]`` or ``<job>``, and those that end in an option without its value, are patterns.
 They are not looked at.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -40,7 +42,8 @@ ROOT = Path(__file__).parents[1]
 SHELL = {"sh", "bash", "console", ""}
 
 _BLOCK = re.compile(
-    r"(?:^[ ]*<!-- sample: (?P<mark>.*?) -->\n\n?)?^(?P<indent>[ ]*)```(?P<language>\w*)(?P<info>[^\n]*)\n(?P<text>.*?)^[ ]*```$",
+    r"(?:^[ ]*<!-- sample: (?P<mark>.*?) -->\n\n?)?"
+    r"^(?P<indent>[ ]*)```(?P<language>\w*)(?P<info>[^\n]*)\n(?P<text>.*?)^[ ]*```$",
     flags=re.M | re.S,
 )
 _TITLE = re.compile(r'title="([^"]+)"')
@@ -48,7 +51,7 @@ _INLINE = re.compile(r"`(quartet [^`\n]+)`")
 _COMMAND = re.compile(r"(?:^|[\s(])quartet(?= )(?P<words>.*)$", flags=re.M)
 _PATTERN = re.compile(r"…|\[-|<\w+>| --[\w-]+$")
 _OPEN = ("missing", "default_factory_not_called", "union_tag_not_found")
-_END = re.compile(r"\s(?:\||>|>>|&&|;|&|2>)(?:\s|$).*|\$\(.*")
+_END = re.compile(r"\s(?:\|{1,2}|>{1,2}|&{1,2}|;|2>)(?:\s|$).*|\$\(.*")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def commands(shell: str) -> Iterator[list[str]]:
 
 def complaints(page: str) -> list[str]:
     """What is wrong with the samples of a page."""
-    blocks = [sample for sample in samples(page) if sample.mark != "not a recipe"]
+    blocks = [sample for sample in samples(page) if sample.mark != "not checked"]
     recipes = {sample.title: sample.text for sample in blocks if sample.title.endswith(".yaml")}
     found = []
     for sample in blocks:
@@ -107,6 +110,8 @@ def _check(sample: Sample, recipes: dict[str, str]) -> None:
             check_part({"rewards": value} if isinstance(value, list) else value)
     elif sample.language == "python":
         compile(sample.text, sample.title or "sample", "exec", flags=0x2000)  # top-level await
+    elif sample.language == "diff":
+        subprocess.run(["git", "apply", "--check"], input=sample.text, text=True, cwd=ROOT, check=True)
     elif sample.language in SHELL:
         for words in commands(sample.text):
             check_command(words, recipes)
@@ -172,9 +177,9 @@ def check_command(words: list[str], recipes: dict[str, str], *, inline: bool = F
 
 
 def _check_job(job: str, recipe: Path, overrides: Sequence[str], recipes: dict[str, str]) -> None:
-    # A variable of the shell stands for any value.
-    known = [each for each in overrides if not re.search(r"=\$\w+$", each)]
-    for each in set(overrides) - set(known):
+    # A variable of the shell stands for any value, and $@ for more overrides.
+    known = [each for each in overrides if not re.search(r"=\$\w+$", each) and each != "$@"]
+    for each in set(overrides) - {*known, "$@"}:
         list(sections(job, each.partition("=")[0]))
     if str(recipe) in recipes:
         _check_overrides(job, recipes[str(recipe)], known)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_samples import SHELL, commands, samples
 from test_recipes import _model, _tokenizer
 from transformers import Qwen2ForCausalLM
+
+from doc_samples import SHELL, commands, samples
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 

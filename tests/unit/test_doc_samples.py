@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from doc_samples import commands, complaints, samples
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ WHOLE = '```yaml title="mine.yaml"\njob: sft\nmodel: {path: m}\ndata: {path: d.j
         ("```yaml\n- {type: length, max: many}\n```", "takes an integer"),
         ("```yaml\nrubric: {Is it so?, lowest: 1}}\n```", "line 1"),
         ("```yaml\nsteps: {a: 1}\n```", "steps takes an integer"),
-        ("<!-- sample: not a recipe -->\n\n```yaml\nkind: RayJob\n```", None),
+        ("<!-- sample: not checked -->\n\n```yaml\nkind: RayJob\n```", None),
         ("```yaml\nkind: RayJob\n```", "unknown key 'kind'"),
         (WHOLE, None),
         ('```yaml title="mine.yaml"\njob: sft\nmodel: {name: m}\n```', "unknown key 'name'"),

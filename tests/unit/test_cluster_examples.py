@@ -1,0 +1,219 @@
+"""examples/cluster: batch scripts, manifests and Dockerfiles name only what there is.
+
+No Docker engine and no Kubernetes cluster is asked; the fields of KubeRay's v1 API and of pods that the manifests use are
+written down here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from doc_samples import check_command, commands
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "cluster"
+SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
+MANIFESTS = sorted(FOLDER.glob("*.yaml"))
+DOCKERFILES = sorted(FOLDER.glob("Dockerfile*"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+# Slurm ----------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "job-name": r"[\w-]+",
+    "nodes": r"\d+",
+    "ntasks-per-node": r"\d+",
+    "gpus-per-node": r"\d+",
+    "time": r"\d+:\d\d:\d\d",
+    "output": r"[\w%.-]+",
+    "open-mode": "append|truncate",
+    "requeue": None,
+    "signal": r"(?:[RB]:)?(?:INT|TERM|USR1)@\d+",
+}
+"""Options of sbatch with the form of their values; None: without one."""
+
+
+def test_there_are_examples_of_each_kind() -> None:
+    assert len(SCRIPTS) == 2 and len(MANIFESTS) == 2 and len(DOCKERFILES) == 2
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_batch_script_is_one(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    assert text.startswith("#!/bin/bash\n"), "sbatch refuses others"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    lines = text.splitlines()
+    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
+    found = {
+        n: re.fullmatch(r"#SBATCH --([\w-]+)(?:=(\S+))?", line) for n, line in enumerate(lines) if "#SBATCH" in line
+    }
+    assert all(found.values()) and max(found) < first_command, "those behind a command do not count"
+    for option in found.values():
+        assert option is not None and option[1] in OPTIONS, option
+        form = OPTIONS[option[1]]
+        assert option[2] is None if form is None else re.fullmatch(form, option[2] or ""), option[0]
+    (command,) = commands(text.replace('"$job"', "sft"))
+    check_command(command, {})
+    assert command[-1] == "--resume=auto", "what is requeued goes on"
+
+
+STAND_IN = """
+case "$(basename "$0")" in
+    srun) mkdir -p run; printf '{"status": "%s"}' "$STATUS" > run/run.json; touch -d "$AGE" run/run.json
+          printf '%s\\n' "$@" > srun.log; exit 1 ;;
+    scontrol) if [ "$1" = show ]; then printf 'n7\\nn8\\n'; else echo "$@" > requeued; fi ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "age", "requeued"),
+    [("interrupted", "now", True), ("interrupted", "1 hour ago", False), ("done", "now", False)],
+)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_only_what_was_stopped_just_now_is_requeued(
+    script: Path, status: str, age: str, requeued: bool, tmp_path: Path
+) -> None:
+    """With stand-ins for Slurm's commands: a start that fails leaves the run.json of the turn before."""
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text(f"#!/bin/bash{STAND_IN}", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "77", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[7-8]", "STATUS": status, "AGE": age}
+    arguments = ["sft"] * (script.stem == "slurm-supervised") + ["my recipe.yaml", "run", "steps=3"]
+    done = subprocess.run(
+        ["bash", str(script), *arguments],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **job},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert (tmp_path / "requeued").exists() == requeued
+    said = (tmp_path / "srun.log").read_text(encoding="utf-8").splitlines()
+    assert "n7:20077" in said and {"my recipe.yaml", "output_dir=run", "steps=3", "--resume=auto"} <= set(said)
+
+
+# KubeRay --------------------------------------------------------------------------------------------------
+
+_TEXT, _COUNT, _FLAG, _TEXTS = str, int, bool, {str: str}
+_CONTAINER = {
+    "name!": _TEXT,
+    "image!": _TEXT,
+    "env": [{"name!": _TEXT, "value": _TEXT}],
+    "ports": [{"containerPort!": _COUNT, "name": _TEXT}],
+    "resources": {"limits": _TEXTS, "requests": _TEXTS},
+    "volumeMounts": [{"name!": _TEXT, "mountPath!": _TEXT}],
+}
+_VOLUME = {
+    "name!": _TEXT,
+    "persistentVolumeClaim": {"claimName!": _TEXT},
+    "configMap": {"name!": _TEXT},
+    "emptyDir": {"medium": _TEXT, "sizeLimit": _TEXT},
+}
+_POD = {"spec!": {"containers!": [_CONTAINER], "volumes": [_VOLUME], "terminationGracePeriodSeconds": _COUNT}}
+_GROUP = {"rayStartParams!": _TEXTS, "template!": _POD}
+_WORKERS = {"groupName!": _TEXT, "replicas": _COUNT, "minReplicas!": _COUNT, "maxReplicas!": _COUNT, **_GROUP}
+_CLUSTER = {
+    "rayVersion": _TEXT,
+    "authOptions": {"mode": _TEXT},
+    "headGroupSpec!": _GROUP,
+    "workerGroupSpecs": [_WORKERS],
+}
+_JOB = {
+    "entrypoint": _TEXT,
+    "backoffLimit": _COUNT,
+    "shutdownAfterJobFinishes": _FLAG,
+    "ttlSecondsAfterFinished": _COUNT,
+    "rayClusterSpec": _CLUSTER,
+}
+KINDS = {"RayJob": _JOB, "RayCluster": _CLUSTER}
+"""Fields of ray.io/v1 and of pods with their types; ``!`` marks those that the API demands."""
+
+
+def misfits(value: Any, form: Any, place: str = "") -> list[str]:
+    """Where ``value`` is not of the form: a type, ``[form]`` for a list, ``{str: str}`` for any keys, else fields."""
+    if isinstance(form, type):
+        return [] if type(value) is form else [f"{place}: {value!r} is not {form.__name__}"]
+    if isinstance(form, list):
+        if not isinstance(value, list):
+            return [f"{place}: not a list"]
+        return [found for n, item in enumerate(value) for found in misfits(item, form[0], f"{place}.{n}")]
+    if not isinstance(value, Mapping):
+        return [f"{place}: not a mapping"]
+    if form == {str: str}:
+        return [found for key, text in value.items() for found in misfits(text, str, f"{place}.{key}")]
+    known = {name.removesuffix("!"): below for name, below in form.items()}
+    missing = [f"{place}.{name[:-1]}: missing" for name in form if name.endswith("!") and name[:-1] not in value]
+    unknown = [f"{place}.{name}: no such field" for name in value if name not in known]
+    return (
+        missing
+        + unknown
+        + [e for k in value.keys() & known.keys() for e in misfits(value[k], known[k], f"{place}.{k}")]
+    )
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
+def test_a_manifest_has_the_fields_of_its_kind(manifest: Path) -> None:
+    text = manifest.read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
+    assert content["apiVersion"] == "ray.io/v1" and content.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    spec = content["spec"]
+    assert misfits(spec, KINDS[content["kind"]], "spec") == []
+    cluster = spec.get("rayClusterSpec", spec)
+    assert Requirement(PROJECT["optional-dependencies"]["ray"][0]).specifier.contains(cluster["rayVersion"])
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+        assert all(each["resources"]["limits"] == each["resources"]["requests"] for each in pod["containers"])
+    if "entrypoint" in spec:
+        check_command(shlex.split(spec["entrypoint"])[1:], {})
+    assert f"kubectl apply -f examples/cluster/{manifest.name}" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ({"headGroupSpec": {"rayStartParams": {}, "template": {"spec": {"containers": []}}}}, []),
+        ({}, ["headGroupSpec: missing"]),
+        ({"headGroupSpecs": {}}, ["headGroupSpec: missing", "headGroupSpecs: no such field"]),
+        ({"headGroupSpec": {"rayStartParams": {"num-cpus": 4}, "template": {"spec": {"containers": []}}}}, ["not str"]),
+    ],
+)
+def test_a_field_that_is_wrong_is_found(value: Any, found: list[str]) -> None:
+    complaints = misfits(value, _CLUSTER)
+    assert len(complaints) == len(found) and all(part in text for part, text in zip(found, complaints, strict=True))
+
+
+# Docker ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_a_dockerfile_copies_and_installs_what_there_is(dockerfile: Path) -> None:
+    text = dockerfile.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    known = {"FROM", "RUN", "COPY", "ENV", "WORKDIR", "USER", "CMD"}
+    assert lines[0][0] == "FROM" and {line[0] for line in lines} <= known
+    copied = [source for line in lines if line[0] == "COPY" for source in line[1].split()[:-1]]
+    assert all((ROOT / source).exists() for source in copied)
+    assert {"pyproject.toml", "src", PROJECT["readme"]} <= set(copied), "what the package is built from"
+    installed = [
+        words for line in lines if line[0] == "RUN" and "pip install" in line[1] for words in shlex.split(line[1])
+    ]
+    extras = {
+        extra for word in installed for found in re.findall(r"^\.\[([\w,]+)\]$", word) for extra in found.split(",")
+    }
+    assert extras and extras <= PROJECT["optional-dependencies"].keys()
+    torch = next(Requirement(each) for each in PROJECT["dependencies"] if each.startswith("torch"))
+    assert any(Requirement(word) == torch for word in installed if word.startswith("torch")), "the same torch"
+    python = next(line[1] for line in lines if line[0] == "FROM")
+    assert re.match(r"python:3\.1[1-3]-", python)
