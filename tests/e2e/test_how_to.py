@@ -1,4 +1,4 @@
-"""The pages of docs/how-to that need no GPU: what they say to write is written, and their commands run as they stand."""
+"""Pages of docs/how-to that need no GPU: the files they show are written, and their commands run as they stand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """examples/cluster: batch scripts, manifests and Dockerfiles name only what there is.
 
-No Docker engine and no Kubernetes cluster is asked; the fields of KubeRay's v1 API and of pods that the manifests use are
-written down here.
+No Docker engine or Kubernetes cluster is asked: the fields of KubeRay's v1 API and of pods that are used stand here.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,12 @@ def test_a_batch_script_is_one(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     lines = text.splitlines()
     first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
-    found = {
-        n: re.fullmatch(r"#SBATCH --([\w-]+)(?:=(\S+))?", line) for n, line in enumerate(lines) if "#SBATCH" in line
-    }
-    assert all(found.values()) and max(found) < first_command, "those behind a command do not count"
-    for option in found.values():
-        assert option is not None and option[1] in OPTIONS, option
+    assert not any("#SBATCH" in line for line in lines[first_command:]), "those behind a command do not count"
+    for line in (line for line in lines if "#SBATCH" in line):
+        option = re.fullmatch(r"#SBATCH --([\w-]+)(?:=(\S+))?", line)
+        assert option is not None and option[1] in OPTIONS, line
         form = OPTIONS[option[1]]
-        assert option[2] is None if form is None else re.fullmatch(form, option[2] or ""), option[0]
+        assert option[2] is None if form is None else re.fullmatch(form, option[2] or ""), line
     (command,) = commands(text.replace('"$job"', "sft"))
     check_command(command, {})
     assert command[-1] == "--resume=auto", "what is requeued goes on"
@@ -78,13 +76,19 @@ esac
 
 @pytest.mark.parametrize(
     ("status", "age", "requeued"),
-    [("interrupted", "now", True), ("interrupted", "1 hour ago", False), ("done", "now", False)],
+    [
+        ("interrupted", "now", True),
+        ("running", "now", True),
+        ("interrupted", "1 hour ago", False),
+        ("failed", "now", False),
+        ("done", "now", False),
+    ],
 )
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_only_what_was_stopped_just_now_is_requeued(
     script: Path, status: str, age: str, requeued: bool, tmp_path: Path
 ) -> None:
-    """With stand-ins for Slurm's commands: a start that fails leaves the run.json of the turn before."""
+    """With stand-ins for Slurm's commands. A start that fails leaves the run.json of the turn before."""
     for name in ("srun", "scontrol"):
         (tmp_path / name).write_text(f"#!/bin/bash{STAND_IN}", encoding="utf-8")
         (tmp_path / name).chmod(0o755)
@@ -154,11 +158,8 @@ def misfits(value: Any, form: Any, place: str = "") -> list[str]:
     known = {name.removesuffix("!"): below for name, below in form.items()}
     missing = [f"{place}.{name[:-1]}: missing" for name in form if name.endswith("!") and name[:-1] not in value]
     unknown = [f"{place}.{name}: no such field" for name in value if name not in known]
-    return (
-        missing
-        + unknown
-        + [e for k in value.keys() & known.keys() for e in misfits(value[k], known[k], f"{place}.{k}")]
-    )
+    below = (misfits(value[name], known[name], f"{place}.{name}") for name in value if name in known)
+    return [*missing, *unknown, *chain.from_iterable(below)]
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
@@ -202,18 +203,12 @@ def test_a_dockerfile_copies_and_installs_what_there_is(dockerfile: Path) -> Non
     text = dockerfile.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     known = {"FROM", "RUN", "COPY", "ENV", "WORKDIR", "USER", "CMD"}
-    assert lines[0][0] == "FROM" and {line[0] for line in lines} <= known
+    assert re.match(r"FROM python:3\.1[1-3]-", " ".join(lines[0])) and {line[0] for line in lines} <= known
     copied = [source for line in lines if line[0] == "COPY" for source in line[1].split()[:-1]]
     assert all((ROOT / source).exists() for source in copied)
     assert {"pyproject.toml", "src", PROJECT["readme"]} <= set(copied), "what the package is built from"
-    installed = [
-        words for line in lines if line[0] == "RUN" and "pip install" in line[1] for words in shlex.split(line[1])
-    ]
-    extras = {
-        extra for word in installed for found in re.findall(r"^\.\[([\w,]+)\]$", word) for extra in found.split(",")
-    }
-    assert extras and extras <= PROJECT["optional-dependencies"].keys()
+    installed = shlex.split(" ".join(line[1] for line in lines if line[0] == "RUN"))
+    (extras,) = (word[2:-1].split(",") for word in installed if word.startswith(".["))
+    assert set(extras) <= PROJECT["optional-dependencies"].keys()
     torch = next(Requirement(each) for each in PROJECT["dependencies"] if each.startswith("torch"))
     assert any(Requirement(word) == torch for word in installed if word.startswith("torch")), "the same torch"
-    python = next(line[1] for line in lines if line[0] == "FROM")
-    assert re.match(r"python:3\.1[1-3]-", python)
