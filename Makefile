@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: quickstart test test-all beside test-waiting test-avx2 processor test-fast test-slow test-gpu test-vllm fuzz lint format types reference wheel clean
+.PHONY: quickstart test test-all beside test-waiting test-avx2 processor test-fast test-slow test-gpu test-vllm fuzz lint format types reference docs wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
@@ -94,6 +94,11 @@ lint: $(VENV)/.installed-test
 reference: $(VENV)/.installed
 	$(BIN)/quartet config --write docs/reference
 
+# docs/ as a site, to be opened from the disk; its search needs a server (python3 -m http.server -d site).
+docs: $(VENV)/.installed-test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo site/index.html
+
 # What `pip install` takes elsewhere. build/ may hold modules that are gone.
 wheel: $(VENV)/.installed
 	rm -rf build
@@ -121,4 +126,4 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

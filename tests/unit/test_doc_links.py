@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from pydoc import locate
+from urllib.parse import unquote
 
 import pytest
 
@@ -18,6 +22,8 @@ HISTORY = {"CHANGELOG.md", "log.md"}
 FOLDERS = ("src", "tests", "benchmarks", "recipes", "examples")
 OF_USERS = {"recipe.yaml", "fragment.yaml", "program.py", "path/to/file.py"}
 """Names that stand for files of the reader's own."""
+SHOWN = {name for page in PAGES for name in re.findall(r'^```\w+ title="(.*)"$', page.read_text("utf-8"), flags=re.M)}
+"""Files whose contents a page shows."""
 
 _FENCED = re.compile(r"^```.*?^```", flags=re.M | re.S)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -58,7 +64,7 @@ def _missing_files(page: Path) -> list[str]:
     """Files that are named in code but are not there; in fenced code, those below the repository's folders."""
     text = page.read_text(encoding="utf-8")
     named = {name for code in _INLINE_CODE.findall(_FENCED.sub("", text)) for name in _FILE.findall(code)}
-    missing = {name for name in named - OF_USERS if f"/{name}" not in _files()}
+    missing = {name for name in named - OF_USERS - SHOWN if f"/{name}" not in _files()}
     code = [*_FENCED.findall(text), *_INLINE_CODE.findall(_FENCED.sub("", text))]
     missing |= {path for part in code for path in _IN_REPOSITORY.findall(part) if not (ROOT / path).exists()}
     return sorted(missing)
@@ -84,6 +90,27 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_what_a_page_names_is_there(page: Path) -> None:
     assert _missing_files(page) == []
     assert _missing_names(page) == []
+
+
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """``make docs``: every page is in the navigation, and every link and anchor leads somewhere."""
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(mkdocs, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    broken = set()
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(
+            r'<(?:script|img|iframe)[^>]* src="?https?:[^>]*|<link[^>]*stylesheet[^>]*https?:[^>]*', text
+        )
+        for target in re.findall(r'(?:href|src)="([^"#?:]+)["#]', text) if page.name != "404.html" else ():
+            if not (page.parent / unquote(target)).exists():
+                broken.add((page.name, target))
+    assert not broken
+    assert (tmp_path / "files/recipes/rl-grpo.yaml.html").exists()
 
 
 @pytest.mark.parametrize(

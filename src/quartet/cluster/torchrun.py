@@ -42,8 +42,8 @@ HEARTBEAT_TIMEOUT_S = 30.0
 """After which rank 0 counts as gone."""
 START_S = 180.0
 LEAVE_S = 10.0
-GRACE_S = 25.0
-"""For the command to save and end after a signal; torchrun kills 30 s after it has passed one on."""
+GRACE_S = max(1.0, float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) - 5.0)
+"""For the command to save and end after a signal; torchrun kills so many seconds after it has passed one on."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 EXPECTED = (0, 2, *(128 + number for number in STOP_SIGNALS))
 """Exit statuses for which Ray's logs are not needed: done, a mistake of the user, stopped by a signal."""
