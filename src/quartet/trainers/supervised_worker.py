@@ -208,9 +208,9 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 
     @dispatch(RANK_ZERO)
     def describe(self) -> SupervisedDescription:
-        warnings = [f"data: {warning}" for warning in self.data.warnings]
+        warnings = [f"data: {warning}" for warning in self.data.remarks]
         if self.evaluation is not None:
-            warnings += [f"held-out data: {warning}" for warning in self.evaluation.warnings]
+            warnings += [f"held-out data: {warning}" for warning in self.evaluation.remarks]
         model = super().describe()
         return SupervisedDescription(
             warnings=(*warnings, *model.warnings),
@@ -286,9 +286,8 @@ class ScalarWorker(SupervisedWorker[R, D, PackedScalarModel]):
         return resolve_scalar_model(self.recipe.model, self._emptied(model), seed=seed, empty=empty)
 
     def _seen(self) -> torch.Tensor:
-        items = [*self.data.items, *(self.evaluation.items if self.evaluation is not None else ())]
-        ids = (torch.tensor(ids) for item in items for ids in item.parts)
-        return seen_tokens(vocabulary_size(self.packed.model), ids)
+        found = (data.seen for data in (self.data, self.evaluation) if data is not None)
+        return seen_tokens(vocabulary_size(self.packed.model), (torch.tensor(sorted(ids)) for ids in found))
 
 
 class SupervisedProcess(RolesWorker):
