@@ -316,7 +316,7 @@ def read_data(
     left = None if check_all or key.startswith("evaluation") else options.check_rows
     found: list[D] = []
     for given, source, how in parts:
-        num = None if left is None else max(left, _LEAST_CHECKED)
+        num = None if left is None else max(left, min(options.check_rows, _LEAST_CHECKED))
         found.append(_read_source(given, source, num, partial(reader, reading=how, codec=limited, limit=limit)))
         left = None if left is None else left - len(found[-1])
     if len(found) == 1:
