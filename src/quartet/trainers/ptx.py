@@ -66,7 +66,7 @@ class PTX:
 
 
 def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, context: int) -> PTX | None:
-    """The loader of the recipe's ``ptx``, with every row checked; None without it.
+    """The loader of the recipe's ``ptx``; None without it.
 
     Args:
         rows: demonstrations passed from Python in place of ``ptx.data``.
