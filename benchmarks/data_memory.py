@@ -3,9 +3,9 @@
     python benchmarks/data_memory.py [--rows 10000 100000 1000000] [--formats jsonl parquet] [--jobs sft rl …] [--ray]
         [--model DIR]
 
-Three steps of each job on generated rows, of which each is other than all before. ``MiB above`` is the largest resident
-memory that the process had, less the same of a run on ten rows; ``first step`` the seconds from the start of the process,
-imports included, until the figures of the first step are written. With ``--ray`` the model is in a process of its own,
+Three steps of each job on generated rows of ten-word texts. ``MiB above`` is the largest resident
+memory that the process had, less the same of a run on ten rows; ``first step`` the seconds from the start of the
+process, imports included, until the figures of the first step are written. With ``--ray`` the model is in a process of its own,
 and both are told, the driver first. ``--model`` is a causal LM with a tokenizer (stories260K, say); without it a random
 one of 1.8 M parameters is made, whose tokens are words. Prints one Markdown table.
 """
@@ -35,9 +35,10 @@ _MARK = "QUARTET_DATA_MEMORY"
 def rows(num: int, job: str) -> Iterator[dict[str, str]]:
     """Prompts of ten words and answers of ten."""
     draw = random.Random(0)
+    halves = [" ".join(f"w{draw.randrange(3, 512)}" for _ in range(5)) for _ in range(4096)]
 
     def text() -> str:
-        return " ".join(f"w{draw.randrange(3, 512)}" for _ in range(10))
+        return f"{draw.choice(halves)} {draw.choice(halves)}"
 
     for _ in range(num):
         row = {"prompt": text()}
@@ -135,11 +136,15 @@ def measured(job: str, data: Path, model: str, *, on_ray: bool) -> tuple[list[fl
         with (Path(folder) / "log").open("w+") as log:
             child = subprocess.Popen(command, env={**os.environ, _MARK: mark}, stdout=log, stderr=log)
             while child.poll() is None:
-                if not first and (out / "metrics.jsonl").is_file() and '"step": 1' in (out / "metrics.jsonl").read_text():
+                if (
+                    not first
+                    and (out / "metrics.jsonl").is_file()
+                    and '"step": 1' in (out / "metrics.jsonl").read_text()
+                ):
                     first = time.perf_counter() - begun
                 for process, size in peaks(mark, child.pid).items():
                     most[process] = max(size, most.get(process, 0.0))
-                time.sleep(0.05)
+                time.sleep(0.2)
             if child.returncode:
                 log.seek(0)
                 raise SystemExit(log.read())
@@ -161,7 +166,9 @@ def main() -> None:
         run(job, Path(data), Path(out), model, on_ray=on_ray == "1")
         return
     titles = [f"{num:,} rows" for num in options.rows]
-    print("| job | file |", " | ".join([*(f"MiB above, {t}" for t in titles), *(f"first step, {t}" for t in titles)]), "|")
+    print(
+        "| job | file |", " | ".join([*(f"MiB above, {t}" for t in titles), *(f"first step, {t}" for t in titles)]), "|"
+    )
     print("|---" * (2 + 2 * len(titles)) + "|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or str(saved_model("tiny", Path(folder)))

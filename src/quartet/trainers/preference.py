@@ -209,7 +209,9 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         drawn = draws(self.recipe.seed, step, self.data.order, self._rows_per_step)
         rows, names = [row for row, _ in drawn], [f"row{row}@{epoch}" for row, epoch in drawn]
         kl = self._reference_point("training", self.data, rows, names)
-        return self._with_reference("training", self.data.select(rows, names), rows, kl)
+        # The tokenizer may not be able to prepare a batch while answers to other prompts are read with it.
+        batch = super()._batch(step) if kl is None else self.data.select(rows, names)
+        return self._with_reference("training", batch, rows, kl)
 
     def _with_reference(self, name: str, batch: RaggedBatch, rows: Sequence[int], kl: Tensor | None) -> RaggedBatch:
         if self._tables is not None:
