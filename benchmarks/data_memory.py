@@ -3,11 +3,12 @@
     python benchmarks/data_memory.py [--rows 10000 100000 1000000] [--formats jsonl parquet] [--jobs sft rl …] [--ray]
         [--model DIR]
 
-Three steps of each job on generated rows of ten-word texts. ``MiB above`` is the largest resident
-memory that the process had, less the same of a run on ten rows; ``first step`` the seconds from the start of the
-process, imports included, until the figures of the first step are written. With ``--ray`` the model is in a process of its own,
-and both are told, the driver first. ``--model`` is a causal LM with a tokenizer (stories260K, say); without it a random
-one of 1.8 M parameters is made, whose tokens are words. Prints one Markdown table.
+Three steps of each job on generated rows of ten-word texts. ``MiB above`` is the largest resident memory that the
+process had, less the same of a run on ten rows; ``first step`` the seconds from the start of the process, imports
+included, until the figures of the first step are written, and in brackets those of the processor in the driver, where
+others may compute beside it. With ``--ray`` the model is in a process of its own, and both are told, the driver
+first. ``--model`` is a causal LM with a tokenizer (stories260K, say); without it a random one of 1.8 M parameters is
+made, whose tokens are words. Prints one Markdown table.
 """
 
 from __future__ import annotations
@@ -126,13 +127,19 @@ def peaks(mark: str, driver: int) -> dict[int, float]:
     return found
 
 
-def measured(job: str, data: Path, model: str, *, on_ray: bool) -> tuple[list[float], float]:
+def processor_s(process: int) -> float:
+    """Processor time of a process so far."""
+    values = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(job: str, data: Path, model: str, *, on_ray: bool) -> tuple[list[float], str]:
     """Peak MiB of the driver and, on Ray, of its largest worker; seconds to the first step."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, __file__, "--run", job, str(data), str(out), model, str(int(on_ray))]
-        begun, first, most = time.perf_counter(), 0.0, dict[int, float]()
+        begun, first, most = time.perf_counter(), "", dict[int, float]()
         with (Path(folder) / "log").open("w+") as log:
             child = subprocess.Popen(command, env={**os.environ, _MARK: mark}, stdout=log, stderr=log)
             while child.poll() is None:
@@ -141,7 +148,7 @@ def measured(job: str, data: Path, model: str, *, on_ray: bool) -> tuple[list[fl
                     and (out / "metrics.jsonl").is_file()
                     and '"step": 1' in (out / "metrics.jsonl").read_text()
                 ):
-                    first = time.perf_counter() - begun
+                    first = f"{time.perf_counter() - begun:.0f} s ({processor_s(child.pid):.0f})"
                 for process, size in peaks(mark, child.pid).items():
                     most[process] = max(size, most.get(process, 0.0))
                 time.sleep(0.2)
@@ -181,7 +188,7 @@ def main() -> None:
                     found.append(measured(job, path, model, on_ray=options.ray))
                 (base, _), *many = found
                 above = [" + ".join(f"{a - b:.0f}" for a, b in zip(sizes, base, strict=True)) for sizes, _ in many]
-                cells = [job, ending, *above, *(f"{seconds:.0f} s" for _, seconds in many)]
+                cells = [job, ending, *above, *(seconds for _, seconds in many)]
                 print("|", " | ".join(cells), "|", flush=True)
 
 
