@@ -181,9 +181,9 @@ class Overlength:
             remedy = f"set {section}.overlong=skip to leave such rows out, or raise {section}.max_tokens"
             raise UserError(f"a {what} is longer than allowed", found=found, remedy=remedy)
         if self.num == num_rows:
-            remedy = "use a longer context, or other data"
             reason = f"{what} longer than {allowed} tokens"
-            raise NothingLeft(f"every {what} is longer than allowed", found=found, remedy=remedy, reason=reason)
+            remedy = "use a longer context, or other data"
+            raise NothingLeft(found, reason=reason, problem=f"every {what} is longer than allowed", remedy=remedy)
         return (f"{self.num} rows left out: {what} longer than {allowed} tokens ({self.first})",)
 
 

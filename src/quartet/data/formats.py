@@ -65,7 +65,9 @@ _KEPT_PLACES = 6
 class NothingLeft(UserError):
     """Every row is left out; ``reason`` says why the first one is."""
 
-    def __init__(self, problem: str, *, found: str, remedy: str, reason: str) -> None:
+    def __init__(
+        self, found: str, *, reason: str, problem: str = "no row is left to use", remedy: str = "use other data"
+    ) -> None:
         super().__init__(problem, found=found, remedy=remedy)
         self.reason = reason
 
@@ -154,39 +156,31 @@ def parse_rows(
         UserError: no row is left; what ``parse`` and ``finish`` raise.
     """
     parsed: Parsed[T] = Parsed()
-    items = _each(parse, rows, reading, parsed, finish)
-    parsed.items = items if isinstance(rows, Iterator) else tuple(items)
+
+    def items() -> Iterator[T]:
+        num_rows = num_kept = 0
+        for row in rows:
+            num_rows += 1
+            fields = Fields(_renamed(row, reading), row.place, reading)
+            try:
+                item = parse(fields)
+            except Skip as reason:
+                parsed.count(parsed.skipped, str(reason), row.place)
+                continue
+            if isinstance(row.values.get("tools"), list):
+                fields.notes.append("`tools` are not told to the chat template")
+            for note in fields.notes:
+                parsed.count(parsed.notes, note, row.place)
+            num_kept += 1
+            yield item
+        if finish is not None:
+            finish(parsed, num_rows)
+        if not num_kept:
+            found = f"of {num_rows} rows left out {parsed.counted(parsed.skipped)}"
+            raise NothingLeft(found, reason=next(iter(parsed.skipped), ""))
+
+    parsed.items = items() if isinstance(rows, Iterator) else tuple(items())
     return parsed
-
-
-def _each(
-    parse: Callable[[Fields], T],
-    rows: Iterable[Row],
-    reading: Reading,
-    parsed: Parsed[T],
-    finish: Callable[[Parsed[T], int], None] | None,
-) -> Iterator[T]:
-    num_rows = num_kept = 0
-    for row in rows:
-        num_rows += 1
-        fields = Fields(_renamed(row, reading), row.place, reading)
-        try:
-            item = parse(fields)
-        except Skip as reason:
-            parsed.count(parsed.skipped, str(reason), row.place)
-            continue
-        if isinstance(row.values.get("tools"), list):
-            fields.notes.append("`tools` are not told to the chat template")
-        for note in fields.notes:
-            parsed.count(parsed.notes, note, row.place)
-        num_kept += 1
-        yield item
-    if finish is not None:
-        finish(parsed, num_rows)
-    if not num_kept:
-        found = f"of {num_rows} rows left out {parsed.counted(parsed.skipped)}"
-        first = next(iter(parsed.skipped), "no rows")
-        raise NothingLeft("no row is left to use", found=found, remedy="use other data", reason=first)
 
 
 def _renamed(row: Row, reading: Reading) -> dict[str, Any]:

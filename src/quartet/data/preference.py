@@ -147,10 +147,7 @@ class PreferenceData(AnsweredData):
         if doubtful == "error":
             refuse_doubtful(told)
         if not kept.num_rows:
-            first = next(iter(told.skipped))
-            raise NothingLeft(
-                "no row is left to use", found="; ".join(told.report()), remedy="use other data", reason=first
-            )
+            raise NothingLeft("; ".join(told.report()), reason=next(iter(told.skipped)))
         return cls(**kept.fields((*parsed.report(), *told.report())), max_tokens=limit.max_tokens)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, count, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -36,23 +36,16 @@ TokenizerLike: TypeAlias = PreTrainedTokenizerBase | str | Path
 Reward: TypeAlias = Callable[..., Any] | PreTrainedModel
 
 R = TypeVar("R", bound=Recipe)
-D = TypeVar("D", bound=Ordered, covariant=True)
+D = TypeVar("D", bound=Ordered)
 UNLIMITED = 1 << 30
 """Context of a model whose config names none."""
 _LEAST_CHECKED = 1_000
 """Rows of each source that are checked at the start, where those before it have used up ``check_rows``."""
 
 
-class Reader(Protocol[D]):
-    """How rows of one kind become data: parsed (``data.formats``) and tokenised, one after the other."""
-
-    def __call__(self, rows: Iterator[Row], reading: Reading, codec: TextCodec, limit: TokenLimit, first: int) -> D:
-        """The data set of the rows, of which there is at least one; ``first`` is the number of the first in its source.
-
-        Raises:
-            UserError: a row cannot be used.
-            NothingLeft: all of them are left out.
-        """
+Reader: TypeAlias = Callable[[Iterator[Row], Reading, TextCodec, TokenLimit, int], D]
+"""``(rows, reading, codec, limit, first)`` of one source to data: parsed (``data.formats``) and tokenised, one after
+the other. ``first`` is the number of the first row in its source. Raises ``NothingLeft`` where all are left out."""
 
 
 # What Python code may pass: objects, paths and hub names, one bare reward ------------------------------------
@@ -317,7 +310,11 @@ def read_data(
     found: list[D] = []
     for given, source, how in parts:
         num = None if left is None else max(left, min(options.check_rows, _LEAST_CHECKED))
-        found.append(_read_source(given, source, num, partial(reader, reading=how, codec=limited, limit=limit)))
+
+        def read(rows: Iterator[Row], first: int, how: Reading = how) -> D:
+            return reader(rows, how, limited, limit, first)
+
+        found.append(_read_source(given, source, num, read))
         left = None if left is None else left - len(found[-1])
     if len(found) == 1:
         return found[0]
@@ -333,15 +330,17 @@ def read_data(
     return replace(data, warnings=(*shares, *data.warnings))
 
 
-def _read_source(rows: Iterator[Row], source: SourceConfig | None, num: int | None, read: Callable[..., D]) -> D:
+def _read_source(
+    rows: Iterator[Row], source: SourceConfig | None, num: int | None, read: Callable[[Iterator[Row], int], D]
+) -> D:
     """The data of one source, of which the first ``num`` rows are checked; all where that is None."""
-    data = read(islice(rows, num), first=0)
+    data = read(islice(rows, num), 0)
     rest = remaining_rows(source, rows, num) if num is not None else ()
     if num is None or not rest:
         return data
 
     def read_one(row: Row, number: int) -> D:
-        found = read(iter([row]), first=num + number)
+        found = read(iter([row]), num + number)
         if type(found) is not type(data):
             raise _mixed_kinds(row.place)
         return found
@@ -387,50 +386,43 @@ def prompt_data(
     prefixes = chain(["p"], (f"s{n}p" for n in count(1)))
     of_section = defaultdict[str, str](lambda: next(prefixes))
 
-    def read(rows: Iterator[Row], reading: Reading, codec: TextCodec, limit: TokenLimit, first: int) -> PromptData:
-        return PromptData.build(prompts(rows, reading), codec, limit, of_section[reading.section], first)
+    def read(rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int) -> PromptData:
+        return PromptData.build(prompts(rows, how), codec, limit, of_section[how.section], first)
 
     return read_data(config, rows, codec, context - 1, key, read, check_all=check_all)
 
 
-def demonstration_reader(
-    rows: Iterator[Row], reading: Reading, codec: TextCodec, limit: TokenLimit, first: int = 0
-) -> SFTData:
-    return SFTData.build(demonstrations(rows, reading), codec, limit)
+def demonstration_reader(rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, _: int) -> SFTData:
+    return SFTData.build(demonstrations(rows, how), codec, limit)
 
 
 def pair_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData]:
-    def read(
-        rows: Iterator[Row], reading: Reading, codec: TextCodec, limit: TokenLimit, first: int = 0
-    ) -> PreferenceData:
-        return PreferenceData.build(preferences(rows, reading, doubtful), codec, limit, doubtful)
-
-    return read
+    return lambda rows, how, codec, limit, _: PreferenceData.build(
+        preferences(rows, how, doubtful), codec, limit, doubtful
+    )
 
 
 def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData | JudgedData]:
     """Pairs, or answers judged one by one, as the first row has it."""
-    read_pairs = pair_reader(doubtful)
+    pairs = pair_reader(doubtful)
 
     def read(
-        rows: Iterator[Row], reading: Reading, codec: TextCodec, limit: TokenLimit, first: int = 0
+        rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int
     ) -> PreferenceData | JudgedData:
         head = list(islice(rows, 1))
         rows = chain(head, rows)
-        if head and has_judgements(head, reading):
-            return JudgedData.build(judgements(rows, reading), codec, limit)
-        return read_pairs(rows, reading, codec, limit, first)
+        if head and has_judgements(head, how):
+            return JudgedData.build(judgements(rows, how), codec, limit)
+        return pairs(rows, how, codec, limit, first)
 
     return read
 
 
 def step_reader(separator: str) -> Reader[ProcessData]:
     """Step-labelled answers, whose steps end with ``separator``."""
-
-    def read(rows: Iterator[Row], reading: Reading, codec: TextCodec, limit: TokenLimit, first: int = 0) -> ProcessData:
-        return ProcessData.build(step_labelled(rows, separator, reading), codec, separator, limit)
-
-    return read
+    return lambda rows, how, codec, limit, _: ProcessData.build(
+        step_labelled(rows, separator, how), codec, separator, limit
+    )
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:
