@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -143,11 +144,8 @@ def measured(job: str, data: Path, model: str, *, on_ray: bool) -> tuple[list[fl
         with (Path(folder) / "log").open("w+") as log:
             child = subprocess.Popen(command, env={**os.environ, _MARK: mark}, stdout=log, stderr=log)
             while child.poll() is None:
-                if (
-                    not first
-                    and (out / "metrics.jsonl").is_file()
-                    and '"step": 1' in (out / "metrics.jsonl").read_text()
-                ):
+                metrics = out / "metrics.jsonl"
+                if not first and metrics.is_file() and re.search(r'"step": ?1\b', metrics.read_text()):
                     first = f"{time.perf_counter() - begun:.0f} s ({processor_s(child.pid):.0f})"
                 for process, size in peaks(mark, child.pid).items():
                     most[process] = max(size, most.get(process, 0.0))
