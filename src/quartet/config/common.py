@@ -278,6 +278,12 @@ class DataConfig(_Rows):
     overlong: Literal["error", "skip"] = Field(
         "error", description="Rows beyond max_tokens stop the run, or are left out and counted."
     )
+    check_rows: Rows = Field(
+        50_000,
+        ge=1,
+        description="So many rows, from the front, are checked and tokenised before the first step, the others when "
+        "they are drawn; evaluations check all.",
+    )
 
     @model_validator(mode="after")
     def _path_or_sources(self) -> DataConfig:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.data.fields import placed
-from quartet.data.formats import Parsed
+from quartet.data.formats import NothingLeft, Parsed
+from quartet.data.lazy import Unchecked
 from quartet.data.order import Mixture, draws
+from quartet.data.spool import Chained, Spool
 from quartet.text.examples import Example, Judgement, Prompt, PromptText
 from quartet.text.tokenizer import TextCodec
 
@@ -23,6 +28,10 @@ Overlong = Literal["error", "skip"]
 
 class Item(Protocol):
     """A tokenised row."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of its parts: the prompt and its answers, or the whole sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,12 +51,33 @@ class Ordered:
     """Tokenised rows, drawn by number.
 
     ``warnings`` says in words what was left out or converted; ``mixture`` how the sources are drawn from, where they
-    have weights.
+    have weights. What is said of the rows before any is drawn is said of those that were checked: ``measured`` are
+    their ``lengths``, ``tokens`` the ids that occur in them. ``unchecked`` are the rows behind these, by source.
     """
 
-    items: tuple[Any, ...]
+    items: Sequence[Any]
     warnings: tuple[str, ...] = ()
     mixture: Mixture | None = None
+    measured: NDArray[np.int32] | None = field(default=None, kw_only=True, compare=False)
+    tokens: frozenset[int] = field(default=frozenset(), kw_only=True, compare=False)
+    unchecked: tuple[Unchecked[Any], ...] = field(default=(), kw_only=True, compare=False)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        """``[rows, parts]``: tokens of the parts of every row that was checked."""
+        if self.measured is not None:
+            return self.measured
+        return np.array([item.lengths for item in self.items], np.int32)
+
+    @property
+    def seen(self) -> frozenset[int]:
+        """Token ids that occur in rows that were checked or drawn, of jobs that ask for them."""
+        return self.tokens.union(*(rows.seen for rows in self.unchecked))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """``warnings``, and what was left out of the rows drawn so far."""
+        return (*self.warnings, *(line for rows in self.unchecked for line in rows.report()))
 
     def __len__(self) -> int:
         return len(self.items)
@@ -85,14 +115,21 @@ def joined(sources: Sequence[D], weights: Sequence[float] | None) -> D:
     Args:
         weights: of the sources in what is drawn; None: every row counts alike.
     """
-    items = tuple(item for source in sources for item in source.items)
-    warnings = tuple(warning for source in sources for warning in source.warnings)
-    mixture = None if weights is None else Mixture(tuple(len(source.items) for source in sources), tuple(weights))
     first = sources[0]
+    mixture = None if weights is None else Mixture(tuple(map(len, sources)), tuple(weights))
     if isinstance(first, PromptData):
-        seen = [source.seen for source in sources if isinstance(source, PromptData)]
-        first = replace(first, seen=frozenset().union(*seen))
-    return replace(first, items=items, warnings=warnings, mixture=mixture)
+        prompts = [source for source in sources if isinstance(source, PromptData)]
+        hashes = np.concatenate([source.hashes for source in prompts])
+        first = replace(first, columns=frozenset().union(*(source.columns for source in prompts)), hashes=hashes)
+    return replace(
+        first,
+        items=Chained([source.items for source in sources]),
+        warnings=tuple(warning for source in sources for warning in source.warnings),
+        mixture=mixture,
+        measured=np.concatenate([source.lengths for source in sources]),
+        tokens=frozenset().union(*(source.tokens for source in sources)),
+        unchecked=tuple(rows for source in sources for rows in source.unchecked),
+    )
 
 
 # Too long ------------------------------------------------------------------------------------------------
@@ -110,16 +147,6 @@ class TokenLimit:
     max_tokens: int
     overlong: Overlong = "error"
     section: str = "data"
-
-    def fitting(self, items: Sequence[T], what: str) -> tuple[tuple[T, ...], tuple[str, ...]]:
-        """The items within the limit, and a warning about the others.
-
-        Raises:
-            UserError: some are too long and ``overlong`` is "error", or none is left.
-        """
-        too_long = Overlength(self)
-        kept = tuple(item for item in items if too_long.fits(item.place, item.num_tokens))
-        return kept, too_long.warning(len(items), what)
 
 
 @dataclass
@@ -154,25 +181,59 @@ class Overlength:
             remedy = f"set {section}.overlong=skip to leave such rows out, or raise {section}.max_tokens"
             raise UserError(f"a {what} is longer than allowed", found=found, remedy=remedy)
         if self.num == num_rows:
+            reason = f"{what} longer than {allowed} tokens"
             remedy = "use a longer context, or other data"
-            raise UserError(f"every {what} is longer than allowed", found=found, remedy=remedy)
+            raise NothingLeft(found, reason=reason, problem=f"every {what} is longer than allowed", remedy=remedy)
         return (f"{self.num} rows left out: {what} longer than {allowed} tokens ({self.first})",)
 
 
-def tokenised(
-    parsed: Parsed[E], tokenise: Callable[[E], T], limit: TokenLimit, what: str
-) -> tuple[tuple[T, ...], tuple[str, ...]]:
-    """Rows that ``tokenise`` makes of the examples and that are within the limit, and warnings about the others.
+class Kept(Generic[T]):
+    """Collects the rows of a data set: those within the limit of tokens; the others are counted.
+
+    Args:
+        what: a row is, for messages.
+    """
+
+    def __init__(self, limit: TokenLimit, what: str) -> None:
+        self.num_rows = 0
+        self._what, self._limit, self._too_long = what, limit, Overlength(limit)
+        self._items = Spool[T]()
+        self._lengths = array("i")
+        self._tokens: set[int] = set()
+
+    def add(self, item: T, seen: Iterable[Sequence[int]] = ()) -> bool:
+        """Takes a row; ``seen`` are token ids that occur in it. Returns whether it is within the limit."""
+        self.num_rows += 1
+        if not self._too_long.fits(item.place, item.num_tokens):
+            return False
+        self._items.append(item)
+        self._lengths.extend(item.lengths)
+        self._tokens.update(*seen)
+        return True
+
+    def fields(self, told: Iterable[str]) -> dict[str, Any]:
+        """Those of ``Ordered``, with what else is ``told``.
+
+        Raises:
+            UserError: too long rows are errors, or no other row is left.
+        """
+        warnings = (*told, *self._too_long.warning(self.num_rows, self._what))
+        measured = np.array(self._lengths, np.int32).reshape(len(self._items), -1)
+        return {"items": self._items, "warnings": warnings, "measured": measured, "tokens": frozenset(self._tokens)}
+
+
+def tokenised(parsed: Parsed[E], tokenise: Callable[[E], T], limit: TokenLimit, what: str) -> dict[str, Any]:
+    """Fields of the data set of the rows that ``tokenise`` makes of the examples.
 
     Raises:
         UserError: the tokenizer or the chat template refuses a row, which is named; rows are too long.
     """
-    items = []
+    kept = Kept[T](limit, what)
     for example in parsed.items:
         with placed(example.place):
-            items.append(tokenise(example))
-    kept, warnings = limit.fitting(items, what)
-    return kept, (*parsed.report(), *warnings)
+            item = tokenise(example)
+        kept.add(item, getattr(item, "parts", ()))
+    return kept.fields(parsed.report())
 
 
 # Demonstrations and prompts ------------------------------------------------------------------------------
@@ -192,6 +253,10 @@ class SFTItem:
         return cls(tuple(ids), tuple(mask), example.place)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        return (len(self.input_ids),)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
@@ -209,17 +274,21 @@ class PromptItem:
     place: str
     num_tokens: int
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self.num_tokens,)
+
 
 @dataclass(frozen=True)
 class SFTData(Batches):
     """Demonstrations as token ids."""
 
-    items: tuple[SFTItem, ...]
+    items: Sequence[SFTItem]
 
     @classmethod
     def build(cls, parsed: Parsed[Example], codec: TextCodec, limit: TokenLimit) -> SFTData:
         """Tokenises; UserError as :func:`tokenised`."""
-        return cls(*tokenised(parsed, lambda example: SFTItem.of(example, codec), limit, "sequence"))
+        return cls(**tokenised(parsed, lambda example: SFTItem.of(example, codec), limit, "sequence"))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Rows by index, in that order, with token field ``loss_mask`` (bool)."""
@@ -231,24 +300,30 @@ class SFTData(Batches):
 
 @dataclass(frozen=True)
 class PromptData(Ordered):
-    """Prompts with the columns their rewards receive; ``seen`` are the token ids that occur in any of them."""
+    """Prompts with the columns their rewards receive.
 
-    items: tuple[PromptItem, ...]
-    seen: frozenset[int] = frozenset()
+    Of the rows that were checked, ``columns`` are the names of these, and ``hashes`` those of the prompts (in this
+    process), to find equal ones.
+    """
+
+    items: Sequence[PromptItem]
+    columns: frozenset[str] = field(default=frozenset(), kw_only=True, compare=False)
+    hashes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), kw_only=True, compare=False)
 
     @classmethod
-    def build(cls, parsed: Parsed[Prompt], codec: TextCodec, limit: TokenLimit, prefix: str = "p") -> PromptData:
-        """Tokenises; UserError as :func:`tokenised`. Ids begin with ``prefix``."""
-        numbers, seen = itertools.count(), set[int]()
-
-        def item(row: Prompt) -> PromptItem:
-            ids = codec.encode_prompt(row.prompt)
-            if len(ids) <= limit.max_tokens:
-                seen.update(ids)
-            return PromptItem(f"{prefix}{next(numbers)}", row.prompt, row.columns, row.place, len(ids))
-
-        kept, warnings = tokenised(parsed, item, limit, "prompt")
-        return cls(kept, warnings, seen=frozenset(seen))
+    def build(
+        cls, parsed: Parsed[Prompt], codec: TextCodec, limit: TokenLimit, prefix: str = "p", first: int = 0
+    ) -> PromptData:
+        """Tokenises; UserError as :func:`tokenised`. Ids are ``prefix`` and a number, from ``first`` on."""
+        kept, columns, hashes = Kept[PromptItem](limit, "prompt"), set[str](), array("q")
+        for number, row in enumerate(parsed.items, start=first):
+            with placed(row.place):
+                ids = codec.encode_prompt(row.prompt)
+            if kept.add(PromptItem(f"{prefix}{number}", row.prompt, row.columns, row.place, len(ids)), [ids]):
+                columns.update(row.columns)
+                hashes.append(hash(repr(row.prompt)))
+        found = kept.fields(parsed.report())
+        return cls(**found, columns=frozenset(columns), hashes=np.array(hashes, np.int64))
 
     def __iter__(self) -> Iterator[PromptItem]:
         return iter(self.items)

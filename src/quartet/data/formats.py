@@ -25,7 +25,7 @@ All of them take a ``Reading``: the names of columns, and whether Human/Assistan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -62,15 +62,26 @@ _KEPT_PLACES = 6
 """Places remembered per warning: one more than are shown."""
 
 
+class NothingLeft(UserError):
+    """Every row is left out; ``reason`` says why the first one is."""
+
+    def __init__(
+        self, found: str, *, reason: str, problem: str = "no row is left to use", remedy: str = "use other data"
+    ) -> None:
+        super().__init__(problem, found=found, remedy=remedy)
+        self.reason = reason
+
+
 @dataclass
 class Parsed(Generic[T]):
     """Typed examples, and how many rows fell under which warning.
 
+    ``items`` is a tuple; of rows that come one after the other an iterator, and the counts are complete at its end.
     ``skipped`` counts rows that were left out, ``notes`` rows that were used after a conversion; both by
     reason, with their first places.
     """
 
-    items: Sequence[T] = ()
+    items: Any = ()
     skipped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
@@ -94,7 +105,7 @@ class Parsed(Generic[T]):
 
 
 def preferences(
-    rows: Sequence[Row], reading: Reading = AS_GIVEN, doubtful: DoubtfulPairs = "keep"
+    rows: Iterable[Row], reading: Reading = AS_GIVEN, doubtful: DoubtfulPairs = "keep"
 ) -> Parsed[Preference]:
     """Preference pairs.
 
@@ -111,13 +122,10 @@ def preferences(
             finite number, doubtful pairs.
     """
     parse = partial(_preference, keep_empty=doubtful == "keep")
-    parsed = parse_rows(parse, rows, reading)
-    if doubtful == "error":
-        refuse_doubtful(parsed)
-    return parsed
+    return parse_rows(parse, rows, reading, refuse_doubtful if doubtful == "error" else None)
 
 
-def refuse_doubtful(parsed: Parsed[Any]) -> None:
+def refuse_doubtful(parsed: Parsed[Any], num_rows: int = 0) -> None:
     """Stops where pairs were left out that the recipe wants to be an error."""
     if found := parsed.counted((SAME, EMPTY, BEGINNING)):
         raise UserError(
@@ -133,29 +141,45 @@ def has_judgements(rows: Sequence[Row], reading: Reading = AS_GIVEN) -> bool:
     return {"completion", "label"} <= names and not {"chosen", "rejected"} <= names
 
 
-def parse_rows(parse: Callable[[Fields], T], rows: Sequence[Row], reading: Reading = AS_GIVEN) -> Parsed[T]:
-    """What ``parse`` makes of every row.
+def parse_rows(
+    parse: Callable[[Fields], T],
+    rows: Iterable[Row],
+    reading: Reading = AS_GIVEN,
+    finish: Callable[[Parsed[T], int], None] | None = None,
+) -> Parsed[T]:
+    """What ``parse`` makes of every row: at once, or of an iterator's rows as ``items`` is gone through.
+
+    Args:
+        finish: told the counts and the number of rows at the end.
 
     Raises:
-        UserError: no row is left; what ``parse`` raises.
+        UserError: no row is left; what ``parse`` and ``finish`` raise.
     """
-    items: list[T] = []
     parsed: Parsed[T] = Parsed()
-    for row in rows:
-        fields = Fields(_renamed(row, reading), row.place, reading)
-        try:
-            items.append(parse(fields))
-        except Skip as reason:
-            parsed.count(parsed.skipped, str(reason), row.place)
-            continue
-        if isinstance(row.values.get("tools"), list):
-            fields.notes.append("`tools` are not told to the chat template")
-        for note in fields.notes:
-            parsed.count(parsed.notes, note, row.place)
-    if not items:
-        found = f"of {len(rows)} rows left out {parsed.counted(parsed.skipped)}"
-        raise UserError("no row is left to use", found=found, remedy="use other data")
-    parsed.items = tuple(items)
+
+    def items() -> Iterator[T]:
+        num_rows = num_kept = 0
+        for row in rows:
+            num_rows += 1
+            fields = Fields(_renamed(row, reading), row.place, reading)
+            try:
+                item = parse(fields)
+            except Skip as reason:
+                parsed.count(parsed.skipped, str(reason), row.place)
+                continue
+            if isinstance(row.values.get("tools"), list):
+                fields.notes.append("`tools` are not told to the chat template")
+            for note in fields.notes:
+                parsed.count(parsed.notes, note, row.place)
+            num_kept += 1
+            yield item
+        if finish is not None:
+            finish(parsed, num_rows)
+        if not num_kept:
+            found = f"of {num_rows} rows left out {parsed.counted(parsed.skipped)}"
+            raise NothingLeft(found, reason=next(iter(parsed.skipped), ""))
+
+    parsed.items = items() if isinstance(rows, Iterator) else tuple(items())
     return parsed
 
 

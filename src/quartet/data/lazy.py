@@ -1,56 +1,44 @@
-"""Demonstrations that stay on disk until a batch needs them.
+"""Rows that are read, checked and tokenised when they are drawn: those behind the first ``check_rows`` of a source.
 
-The file is gone through once at the start, row by row: every row is checked and tokenised, so that a row that cannot
-be used stops the run before it begins. What is kept of a row is where it stands. A batch reads its rows again and
-tokenises them, so memory holds a few numbers per row and the batches in use, however large the file is.
+They stay where they are (JSON Lines), or in a temporary file (any other format). Memory holds 16 bytes per row.
 """
 
 from __future__ import annotations
 
-import pickle
-import tempfile
+import hashlib
+import os
 from array import array
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeVar
 
-from quartet.batch.ragged import RaggedBatch
-from quartet.config.common import DataConfig, SourceConfig
+from quartet.config.common import SourceConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import Overlength, SFTData, SFTItem, TokenLimit
-from quartet.data.fields import AS_GIVEN, Reading, placed
 from quartet.data.files import decoded, opened, raw_lines
-from quartet.data.formats import Parsed, demonstrations
+from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.json_rows import parse_line
-from quartet.data.order import draws
-from quartet.data.readers import Row, check_file_options, iter_rows, no_rows
-from quartet.text.examples import Example
-from quartet.text.tokenizer import TextCodec
+from quartet.data.readers import Row
+from quartet.data.spool import Rows, Spool
 
+T = TypeVar("T")
 _LINES = {".jsonl", ".ndjson"}
-BYTES_PER_TOKEN = 9
-"""Of a tokenised batch: an id of 8 bytes and a mask of one."""
 
 
-def stored_rows(config: DataConfig) -> StoredRows:
-    """The rows of a recipe's data: a JSON Lines file where it stands; any other is first copied, row by row.
+def remaining_rows(source: SourceConfig | None, rows: Iterator[Row], first: int) -> Rows[Row]:
+    """The rows that ``rows`` would still give, by number; what is malformed in JSON Lines is found when it is drawn.
 
-    Raises:
-        UserError: the data are mixed from several sources.
+    Args:
+        source: of the rows; None where Python code passes them.
+        first: rows that ``rows`` has given already.
     """
-    if len(config.parts) != 1:
-        raise UserError(
-            "rows that stay on disk come from one file or data set",
-            found=f"{len(config.sources)} sources",
-            remedy="put them into one file",
-        )
-    (source,) = config.parts
+    head = list(islice(rows, 1))
+    if not head or source is None:
+        return Spool(chain(head, rows))
     path = Path(str(source.path)).expanduser()
     if path.suffix.lower() in _LINES and path.is_file() and not _is_array(path):
-        check_file_options(source)
-        return JsonLinesRows(path, source)
-    return SpooledRows(source)
+        return JsonLines(path, source, first)
+    return Spool(chain(head, rows))
 
 
 def _is_array(path: Path) -> bool:
@@ -60,144 +48,97 @@ def _is_array(path: Path) -> bool:
         return bool(head) and text.startswith(b"[")
 
 
-class JsonLinesRows:
-    """A JSON Lines file, read line by line: 16 bytes of memory per row."""
-
-    def __init__(self, path: Path, config: SourceConfig) -> None:
-        self._path = path
-        self._config = config
-        self._file: BinaryIO | None = path.open("rb")
-        self._offsets = array("Q")
-        self._lines = array("Q")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
-
-    def scan(self) -> Iterator[Row]:
-        offset = 0
-        with opened(self._path) as file:
-            for line, data in raw_lines(file, self._path):
-                if not data.isspace() and decoded(data, self._path, line).strip():
-                    self._offsets.append(offset)
-                    self._lines.append(line)
-                    yield self._row(data, line)
-                    if len(self._offsets) == self._config.limit:
-                        return
-                offset += len(data)
-
-    def read(self, number: int) -> Row:
-        if self._file is None:
-            with opened(self._path):  # for its error
-                self._file = self._path.open("rb")
-        self._file.seek(self._offsets[number])
-        return self._row(self._file.readline(), self._lines[number])
-
-    def _row(self, data: bytes, line: int) -> Row:
-        return Row(parse_line(self._path, line, decoded(data, self._path, line)), str(self._config.path), line)
-
-
-class SpooledRows:
-    """Rows of any other format, kept in a temporary file that vanishes with the process: 8 bytes of memory per row.
-
-    A pickled copy goes through the source again when it is first read.
-    """
-
-    def __init__(self, config: SourceConfig) -> None:
-        self._config = config
-        self._file: BinaryIO | None = None
-        self._offsets = array("Q")
-
-    def __reduce__(self) -> tuple[type[SpooledRows], tuple[Any, ...]]:
-        return SpooledRows, (self._config,)
-
-    def scan(self) -> Iterator[Row]:
-        self._file = tempfile.TemporaryFile(prefix="quartet-rows-")  # noqa: SIM115 - held as long as the rows
-        for row in iter_rows(self._config):
-            self._offsets.append(self._file.tell())
-            pickle.dump(row, self._file)
-            yield row
-
-    def read(self, number: int) -> Row:
-        if self._file is None:
-            deque(self.scan(), maxlen=0)
-        assert self._file is not None
-        self._file.seek(self._offsets[number])
-        row: Row = pickle.load(self._file)
-        return row
-
-
-class ListedRows:
-    """Rows that Python code holds."""
-
-    def __init__(self, rows: Sequence[Mapping[str, object]], source: str) -> None:
-        self._rows = rows
-        self._source = source
-
-    def scan(self) -> Iterator[Row]:
-        return map(self.read, range(len(self._rows)))
-
-    def read(self, number: int) -> Row:
-        return Row(self._rows[number], self._source, number + 1)
-
-
-StoredRows: TypeAlias = JsonLinesRows | SpooledRows | ListedRows
-"""Rows that can be gone through once and then be read by their number, from 0.
-
-A pickled copy can be read at once, in a process that finds the data where they are here.
-"""
-
-
-class LazyDemonstrations:
-    """Demonstrations by number; ``batch`` is a function of its arguments alone.
-
-    Args:
-        rows: goes through all of them.
-        limit: longer sequences are an error, or left out and counted.
-        source: names the data, for messages.
-
-    Attributes:
-        longest: tokens of the longest sequence.
-        warnings: what was left out or converted, in words.
+class JsonLines(Rows[Row]):
+    """The rows of a JSON Lines file from number ``first`` on, each read where it stands.
 
     Raises:
-        UserError: no rows, or one that cannot be used; its place is named.
+        UserError: a row is read of a file that has been written to since.
     """
 
-    def __init__(
-        self, rows: StoredRows, codec: TextCodec, limit: TokenLimit, reading: Reading = AS_GIVEN, source: str = "data"
-    ) -> None:
-        self._rows, self._codec, self._reading = rows, codec, reading
-        self._kept = array("Q")
-        self.longest = 0
-        told: Parsed[Example] = Parsed()
-        too_long, num_rows = Overlength(limit), 0
-        for row in rows.scan():
-            parsed = demonstrations([row], reading)
-            for note in parsed.notes:
-                told.count(told.notes, note, row.place)
-            with placed(row.place):
-                length = SFTItem.of(parsed.items[0], codec).num_tokens
-            if too_long.fits(row.place, length):
-                self._kept.append(num_rows)
-                self.longest = max(self.longest, length)
-            num_rows += 1
-        if not num_rows:
-            raise no_rows(source)
-        self.warnings = (*told.report(), *too_long.warning(num_rows, "sequence"))
+    def __init__(self, path: Path, source: SourceConfig, first: int) -> None:
+        self._path, self._source = path, source
+        self._offsets, self._sizes, self._lines = array("Q"), array("I"), array("I")
+        self._digest = hashlib.sha256()
+        offset = number = 0
+        with opened(path) as file:
+            self._file = os.fdopen(os.dup(file.fileno()), "rb")
+            self._state = self._state_now()
+            for line, data in raw_lines(file, path):
+                if not data.isspace() and (line > 1 or decoded(data, path, line).strip()):
+                    if number == source.limit:
+                        break
+                    number += 1
+                    if number > first:
+                        self._offsets.append(offset)
+                        self._sizes.append(len(data))
+                        self._lines.append(line)
+                        self._digest.update(data)
+                offset += len(data)
+
+    @property
+    def digest(self) -> bytes:
+        return self._digest.digest()
+
+    def _state_now(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._offsets)
 
-    def batch(self, number: int, size: int, seed: int) -> RaggedBatch:
-        """Batch ``number``: ``size`` sequences with token field ``loss_mask`` (bool). Every row once per epoch."""
-        drawn = draws(seed, number, len(self), size)
-        items = tuple(self._item(index) for index, _ in drawn)
-        return SFTData(items).select(range(len(items)), [f"row{index}@{epoch}" for index, epoch in drawn])
+    def _one(self, number: int) -> Row:
+        if (now := self._state_now()) != self._state:
+            raise UserError(
+                "the data file was written to while the run reads from it",
+                found=f"{self._path}: {self._state[0]:,} bytes when it began, {now[0]:,} now",
+                remedy="put the file back as it was and go on with --resume; let new rows go to another file",
+            )
+        line = self._lines[number]
+        data = os.pread(self._file.fileno(), self._sizes[number], self._offsets[number])
+        values = parse_line(self._path, line, decoded(data, self._path, line))
+        return Row(values, str(self._source.path), line)
 
-    def _item(self, index: int) -> SFTItem:
-        (example,) = demonstrations([self._rows.read(self._kept[index])], self._reading).items
-        return SFTItem.of(example, self._codec)
 
-    def most_batch_bytes(self, size: int) -> int:
-        """What a tokenised batch of ``size`` sequences takes at most."""
-        return size * self.longest * BYTES_PER_TOKEN
+class Unchecked(Rows[T]):
+    """What is made of rows when they are asked for; in the place of one that is left out stands the next that is not.
+
+    Args:
+        read: makes the item of a row and its number.
+
+    Attributes:
+        seen: token ids of the rows that were asked for.
+    """
+
+    def __init__(self, rows: Rows[Row], read: Callable[[Row, int], Any]) -> None:
+        self.rows = rows
+        self._read = read
+        self.seen: set[int] = set()
+        self._left_out = dict[int, str]()
+        self._told: Parsed[T] = Parsed()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def digest(self) -> bytes:
+        return self.rows.digest
+
+    def _one(self, number: int) -> T:
+        for other in chain(range(number, len(self)), range(number)):
+            if other in self._left_out:
+                continue
+            row = self.rows[other]
+            try:
+                found = self._read(row, other)
+            except NothingLeft as reason:
+                self._left_out[other] = row.place
+                self._told.count(self._told.skipped, reason.reason, row.place)
+                continue
+            self.seen |= found.seen
+            item: T = found.items[0]
+            return item
+        raise UserError("no row is left to use", found="; ".join(self.report()), remedy="use other data")
+
+    def report(self) -> list[str]:
+        """What was left out of the rows that were asked for, in words."""
+        return [f"when drawn: {line}" for line in self._told.report()]

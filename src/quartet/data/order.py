@@ -54,23 +54,32 @@ class Mixture:
         first = self._ends[source] - self.counts[source]
         size = self.sizes[source]
         number, within = divmod(epoch * self.counts[source] + rank - first, size)
-        return sum(self.sizes[:source]) + int(_pass_order(seed, source, number, size)[within]), number
+        return sum(self.sizes[:source]) + int(self._pass_order(seed, source, number)[within]), number
+
+    def _pass_order(self, seed: int, source: int, number: int) -> NDArray[np.int32]:
+        """``[n]``: the order of a source's rows in one of its passes; of each source two are kept."""
+        place, key = (source, number % 2), (seed, number)
+        if place not in self._orders or self._orders[place][0] != key:
+            self._orders[place] = key, _shuffled([seed, number, source + 1], self.sizes[source])
+        return self._orders[place][1]
+
+    @cached_property
+    def _orders(self) -> dict[tuple[int, int], tuple[tuple[int, int], NDArray[np.int32]]]:
+        return {}
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         return tuple(accumulate(self.counts))
 
 
+def _shuffled(key: list[int], n: int) -> NDArray[np.int32]:
+    """``[n]``; 4 bytes per row, where a tuple has 40."""
+    return np.random.Generator(np.random.PCG64(key)).permutation(n).astype(np.int32)
+
+
 @lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
-    """``[n]``; 8 bytes per row, where a tuple has 40."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
-
-
-@lru_cache(maxsize=32)
-def _pass_order(seed: int, source: int, number: int, n: int) -> NDArray[np.int64]:
-    """``[n]``: the order of a source's rows in one of its passes."""
-    return np.random.Generator(np.random.PCG64([seed, number, source + 1])).permutation(n)
+def _permutation(seed: int, epoch: int, n: int) -> NDArray[np.int32]:
+    return _shuffled([seed, epoch], n)
 
 
 def draw(seed: int, place: int, rows: int | Mixture) -> tuple[int, int]:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import chain
 
 import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.config.preference import DoubtfulPairs
-from quartet.data.datasets import Batches, TokenLimit, tokenised
+from quartet.data.datasets import Batches, Kept, TokenLimit, tokenised
 from quartet.data.fields import placed
-from quartet.data.formats import BEGINNING, SAME, Parsed, refuse_doubtful
+from quartet.data.formats import BEGINNING, SAME, NothingLeft, Parsed, refuse_doubtful
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec
 
@@ -37,6 +37,10 @@ class AnsweredItem:
         return self.prompt_ids, *self.answers
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(map(len, self.parts))
+
+    @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + max(map(len, self.answers))
 
@@ -45,7 +49,7 @@ class AnsweredItem:
 class AnsweredData(Batches):
     """Prompts with their answers as token ids; no sequence is longer than ``max_tokens``."""
 
-    items: tuple[AnsweredItem, ...]
+    items: Sequence[AnsweredItem]
     max_tokens: int = field(kw_only=True)
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
@@ -55,42 +59,41 @@ class AnsweredData(Batches):
         ``pair`` ``[S]`` int64, its position in this batch; ``chosen`` ``[S]`` bool; ``margin`` ``[S]`` float32, 0 where
         the data have none.
         """
-        return self._batch(indices, [self.items[i].answers for i in indices], ids)
+        items = [self.items[i] for i in indices]
+        return self._batch(indices, items, [item.answers for item in items], ids)
 
     def mismatched(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """As ``select``, with the answers of the next row that has another prompt, cut where they do not fit."""
-        room = [self.max_tokens - len(self.items[i].prompt_ids) for i in indices]
-        others = [self.items[self._partners[i]].answers for i in indices]
-        return self._batch(
-            indices, [[ids[:most] for ids in answers] for answers, most in zip(others, room, strict=True)], ids
-        )
+        items = [self.items[i] for i in indices]
+        room = [self.max_tokens - len(item.prompt_ids) for item in items]
+        others = [self.items[self._partner(i)].answers for i in indices]
+        cut = [[ids[:most] for ids in answers] for answers, most in zip(others, room, strict=True)]
+        return self._batch(indices, items, cut, ids)
 
     def check_mismatched(self) -> None:
         """Raises a UserError where all rows have the same prompt, so that ``mismatched`` has nothing to give."""
-        _ = self._partners
+        self._partner(0)
 
-    @cached_property
-    def _partners(self) -> tuple[int, ...]:
-        """For each row the next one, the first following the last, that has another prompt."""
-        keys, num = [item.prompt_ids for item in self.items], len(self)
-        if all(key == keys[0] for key in keys):
-            raise UserError(
-                "all rows have the same prompt, so there is no answer to another one",
-                found=f"{num} rows",
-                remedy="use data with several prompts, or another loss than kto",
-            )
-        found = [0] * num
-        # Twice around: the second time, the last places know what the first ones found.
-        for place in reversed(range(2 * num)):
-            here, following = place % num, (place + 1) % num
-            found[here] = following if keys[following] != keys[here] else found[following]
-        return tuple(found)
+    def _partner(self, row: int) -> int:
+        """The next row, the first following the last, that has another prompt."""
+        own = self.items[row].prompt_ids
+        for other in chain(range(row + 1, len(self)), range(row)):
+            if self.items[other].prompt_ids != own:
+                return other
+        raise UserError(
+            "all rows have the same prompt, so there is no answer to another one",
+            found=f"{len(self)} rows",
+            remedy="use data with several prompts, or another loss than kto",
+        )
 
     def _batch(
-        self, indices: Sequence[int], answers: Sequence[Sequence[Sequence[int]]], ids: Sequence[str] | None
+        self,
+        indices: Sequence[int],
+        items: Sequence[AnsweredItem],
+        answers: Sequence[Sequence[Sequence[int]]],
+        ids: Sequence[str] | None,
     ) -> RaggedBatch:
         """The rows' prompts with these answers, which carry the loss."""
-        items = [self.items[i] for i in indices]
         names = list(ids) if ids is not None else [f"row{i}" for i in indices]
         sides = ("answer",) if len(items[0].chosen) == 1 else ("chosen", "rejected")
         batch = RaggedBatch.from_groups(
@@ -119,8 +122,8 @@ class PreferenceData(AnsweredData):
         Pairs of the same tokens are left out, as are pairs of the same text; ``doubtful`` is what happens to pairs
         whose chosen answer is the beginning of the rejected one, end-of-text apart.
         """
-        items: list[AnsweredItem] = []
-        told = Parsed(items)
+        kept = Kept[AnsweredItem](limit, "pair")
+        told: Parsed[AnsweredItem] = Parsed()
         for pair in parsed.items:
             with placed(pair.place):
                 prompt, chosen = codec.encode_completion(pair.prompt, pair.chosen)
@@ -140,13 +143,12 @@ class PreferenceData(AnsweredData):
                 continue
             if found is not None:
                 told.count(told.notes, found, pair.place)
-            items.append(item)
+            kept.add(item, item.parts)
         if doubtful == "error":
             refuse_doubtful(told)
-        if not items:
-            raise UserError("no row is left to use", found="; ".join(told.report()), remedy="use other data")
-        kept, warnings = limit.fitting(items, "pair")
-        return cls(kept, (*parsed.report(), *told.report(), *warnings), max_tokens=limit.max_tokens)
+        if not kept.num_rows:
+            raise NothingLeft("; ".join(told.report()), reason=next(iter(told.skipped)))
+        return cls(**kept.fields((*parsed.report(), *told.report())), max_tokens=limit.max_tokens)
 
 
 class JudgedData(AnsweredData):
@@ -160,4 +162,4 @@ class JudgedData(AnsweredData):
             prompt, answer = codec.encode_completion(row.prompt, row.completion)
             return AnsweredItem(tuple(prompt), (tuple(answer),), (row.label,), row.place)
 
-        return cls(*tokenised(parsed, item, limit, "sequence"), max_tokens=limit.max_tokens)
+        return cls(**tokenised(parsed, item, limit, "sequence"), max_tokens=limit.max_tokens)

@@ -14,7 +14,7 @@ a step without a label. In CSV the lists are JSON text.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.data.datasets import Batches, TokenLimit
+from quartet.data.datasets import Batches, Kept, TokenLimit
 from quartet.data.fields import AS_GIVEN, Fields, Reading, Skip, field_excerpt, placed, prompt_field
 from quartet.data.formats import Parsed, parse_rows
 from quartet.data.readers import Row, shown_places
@@ -63,7 +63,7 @@ def _refuse(faults: Sequence[tuple[str, str]], num_rows: int) -> None:
     )
 
 
-def step_labelled(rows: Sequence[Row], separator: str, reading: Reading = AS_GIVEN) -> Parsed[StepLabelled]:
+def step_labelled(rows: Iterable[Row], separator: str, reading: Reading = AS_GIVEN) -> Parsed[StepLabelled]:
     """Typed examples. Left out and counted: answers of which no step has a label.
 
     Raises:
@@ -77,11 +77,9 @@ def step_labelled(rows: Sequence[Row], separator: str, reading: Reading = AS_GIV
             return _example(fields, separator)
         except RowFault as fault:
             faults.append((fields.place, str(fault)))
-            return StepLabelled("", "", ())  # which ``_refuse`` keeps from being used
+            raise Skip("its labels do not fit") from None  # which ``_refuse`` keeps from being all that is said
 
-    parsed = parse_rows(parse, rows, reading)
-    _refuse(faults, len(rows))
-    return parsed
+    return parse_rows(parse, rows, reading, lambda _, num_rows: _refuse(faults, num_rows))
 
 
 def _example(fields: Fields, separator: str) -> StepLabelled:
@@ -159,15 +157,19 @@ class ProcessItem:
         return self.prompt_ids, self.completion_ids
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        return len(self.prompt_ids), len(self.completion_ids)
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True)
 class ProcessData(Batches):
     """Step-labelled answers as token ids."""
 
-    items: tuple[ProcessItem, ...]
+    items: Sequence[ProcessItem]
 
     @classmethod
     def build(cls, parsed: Parsed[StepLabelled], codec: TextCodec, separator: str, limit: TokenLimit) -> ProcessData:
@@ -177,16 +179,16 @@ class ProcessData(Batches):
             UserError: the steps cannot be told apart in the tokens (all such rows in one message).
         """
         faults: list[tuple[str, str]] = []
-        items = []
-        for example in parsed.items:
+        kept, num_rows = Kept[ProcessItem](limit, "sequence"), 0
+        for num_rows, example in enumerate(parsed.items, start=1):  # noqa: B007 - their number
             try:
                 with placed(example.place):
-                    items.append(_tokenised(example, codec, separator, limit.max_tokens))
+                    item = _tokenised(example, codec, separator, limit.max_tokens)
+                kept.add(item, item.parts)
             except RowFault as fault:
                 faults.append((example.place, str(fault)))
-        _refuse(faults, len(parsed.items))
-        kept, warnings = limit.fitting(items, "sequence")
-        return cls(kept, (*parsed.report(), *warnings))
+        _refuse(faults, num_rows)
+        return cls(**kept.fields(parsed.report()))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Answers by index; those of one prompt stand together, at the place of the first, and share its tokens.
@@ -197,7 +199,8 @@ class ProcessData(Batches):
         names = list(ids) if ids is not None else [f"row{i}" for i in indices]
         groups: dict[tuple[int, ...], list[tuple[ProcessItem, str]]] = {}
         for index, name in zip(indices, names, strict=True):
-            groups.setdefault(self.items[index].prompt_ids, []).append((self.items[index], name))
+            item = self.items[index]
+            groups.setdefault(item.prompt_ids, []).append((item, name))
         batch = RaggedBatch.from_groups(
             list(groups),
             [[item.completion_ids for item, _ in members] for members in groups.values()],

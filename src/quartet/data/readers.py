@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,16 @@ from typing import Any
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
-from quartet.data.files import INSTALL, MAX_ROW_BYTES, check_blank, format_of, numbered_lines, too_long, whole_text
+from quartet.data.files import (
+    INSTALL,
+    MAX_ROW_BYTES,
+    check_blank,
+    format_of,
+    numbered_lines,
+    opened,
+    too_long,
+    whole_text,
+)
 from quartet.data.json_rows import document_rows, is_one_document, parse_line, shortened_row
 
 Values = Iterator[tuple[int, dict[str, Any]]]
@@ -58,9 +68,7 @@ def read_data_rows(config: DataConfig | SourceConfig) -> list[Row]:
 
 
 def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
-    """As ``read_data_rows``, one row after the other. JSON Lines, Parquet and hub data are read in pieces, other files
-    at once.
-    """
+    """As ``read_data_rows``, one row after the other. Data are read in pieces, but for JSON documents."""
     name = config.path
     if name is None:
         raise ValueError("the data have no path of their own")
@@ -124,17 +132,20 @@ def _json_lines(path: Path) -> Values:
 
 def _csv(path: Path, delimiter: str = ",") -> Values:
     """CSV with a header; a row that spans several lines has the number of its first."""
-    reader = csv.reader(io.StringIO(whole_text(path), newline=""), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line, blank, limit = 1, 0, csv.field_size_limit(MAX_ROW_BYTES)
     try:
-        for cells in reader:
-            first, line = line, reader.line_num + 1
-            blank = 0 if cells else blank + 1
-            if not cells:
-                check_blank(blank, path, first)
-                continue
-            if header is None:
+        with opened(path) as file:
+            reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+            for cells in reader:
+                first, line = line, reader.line_num + 1
+                blank = 0 if cells else blank + 1
+                if not cells:
+                    check_blank(blank, path, first)
+                    continue
+                if header is not None:
+                    yield first, _cells(path, first, header, cells)
+                    continue
                 header = [cell.strip() for cell in cells]
                 if not all(header) or len(set(header)) != len(header):
                     raise UserError(
@@ -142,20 +153,25 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
                         found=f"{path}:{first}: {header[:20]}",
                         remedy="give each column a name of its own in the first line",
                     )
-            elif len(cells) != len(header):
-                raise UserError(
-                    "a row does not have one cell per column",
-                    found=f"{path}:{first}: {len(cells)} for {len(header)} columns: {shortened_row(str(cells[:20]))}",
-                    remedy="mend that row (text with commas or line breaks needs quotes)",
-                )
-            else:
-                yield first, dict(zip(header, cells, strict=True))
+    except UnicodeDecodeError:
+        deque(numbered_lines(path), maxlen=0)  # for its error, which names the line
+        raise
     except csv.Error as error:
         raise UserError(
             "the file is not valid CSV", found=f"{path}:{line}: {error}", remedy="mend or remove that row"
         ) from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _cells(path: Path, line: int, header: list[str], cells: list[str]) -> dict[str, str]:
+    if len(cells) != len(header):
+        raise UserError(
+            "a row does not have one cell per column",
+            found=f"{path}:{line}: {len(cells)} for {len(header)} columns: {shortened_row(str(cells[:20]))}",
+            remedy="mend that row (text with commas or line breaks needs quotes)",
+        )
+    return dict(zip(header, cells, strict=True))
 
 
 def _parquet(path: Path) -> Values:

@@ -290,7 +290,7 @@ class EvaluationModel:
         causal = resolve_model(config, model, partial(load_causal_lm, empty=is_apart), "model")
         check_vocabulary(tokenizer, vocabulary_size(causal))
         self.codec = TextCodec.of(tokenizer, causal.generation_config)
-        self.prompts = prompt_data(data, prompts, self.codec, context_length(causal), "data")
+        self.prompts = prompt_data(data, prompts, self.codec, context_length(causal), "data", check_all=True)
         functions = reward_functions(reward_configs, rewards)
         check_columns(functions, self.prompts)
         models = reward_models(reward_configs, rewards, self.codec, TrainConfig(), frozen)
@@ -308,13 +308,13 @@ class EvaluationModel:
 
     def warnings(self) -> list[str]:
         """Rows left out or converted, what is changed about the model, and samples that rewards left out, in words."""
-        found = [*self.prompts.warnings, *self.packed.warnings]
+        found = [*self.prompts.remarks, *self.packed.warnings]
         found += [warning for role in self.rewards.models for warning in load_warnings(role.model.model)]
         return found + self.rewards.warnings()
 
     def cut_short(self, sampling: SamplingConfig, key: str) -> list[str]:
         """What is to be said where ``key``'s answers end at the model's context."""
-        lengths = (item.num_tokens for item in self.prompts)
+        lengths = self.prompts.lengths[:, 0].tolist()
         return cut_short(lengths, sampling.max_new_tokens, context_length(self.packed.model), key)
 
     def answers(

@@ -23,7 +23,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def _nan_for_nulls(rewards: Mapping[str, float | None]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in rewards.items()}
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes JSON lines, whole or not at all; text is not escaped, except lone surrogates."""
     text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, ModelConfig
+from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.preference import DoubtfulPairs
 from quartet.config.recipe import Recipe
 from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import Reading
-from quartet.data.formats import Parsed, demonstrations, has_judgements, judgements, preferences, prompts
+from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
+from quartet.data.lazy import Unchecked, remaining_rows
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process_rewards import ProcessData, step_labelled
-from quartet.data.readers import Row, read_data_rows
+from quartet.data.readers import Row, iter_rows
+from quartet.data.spool import Chained
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.packing_probe import model_context_length
-from quartet.text.examples import Judgement
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
 from quartet.text.tokenizer import TextCodec
 
@@ -37,18 +39,13 @@ R = TypeVar("R", bound=Recipe)
 D = TypeVar("D", bound=Ordered)
 UNLIMITED = 1 << 30
 """Context of a model whose config names none."""
+_LEAST_CHECKED = 1_000
+"""Rows of each source that are checked at the start, where those before it have used up ``check_rows``."""
 
 
-class Reader(NamedTuple, Generic[D]):
-    """How rows of one kind become data.
-
-    Attributes:
-        parse: ``(rows, reading=)`` of one source to typed examples (``data.formats``).
-        build: ``(parsed, codec, limit=)`` to token ids.
-    """
-
-    parse: Callable[..., Parsed[Any]]
-    build: Callable[..., D]
+Reader: TypeAlias = Callable[[Iterator[Row], Reading, TextCodec, TokenLimit, int], D]
+"""``(rows, reading, codec, limit, first)`` of one source to data: parsed (``data.formats``) and tokenised, one after
+the other. ``first`` is the number of the first row in its source. Raises ``NothingLeft`` where all are left out."""
 
 
 # What Python code may pass: objects, paths and hub names, one bare reward ------------------------------------
@@ -266,18 +263,23 @@ def check_budget(longest: int, budget: int, key: str) -> None:
 
 def read_data(
     config: DataConfig | None,
-    rows: Sequence[Any] | None,
+    rows: Iterable[Any] | None,
     codec: TextCodec,
     room: int,
     key: str,
     reader: Reader[D],
+    *,
+    check_all: bool = False,
 ) -> D:
     """The tokenised rows of ``key`` in the recipe, of all sources, mixed where they have weights; or the rows that
     Python code passes, where a string or a message list is a prompt.
 
+    The recipe's ``check_rows`` are checked and tokenised here; the others are when they are drawn.
+
     Args:
         room: most tokens of a row, where the recipe allows as many.
         reader: of the kind of rows.
+        check_all: here, as evaluations do, which use every row.
 
     Raises:
         UserError: there are no rows, or some that cannot be used.
@@ -285,7 +287,7 @@ def read_data(
     options = config or DataConfig()
     if key.startswith("evaluation"):
         check_unweighted(options, key)
-    parts: list[tuple[Sequence[Row], Reading]]
+    parts: list[tuple[Iterator[Row], SourceConfig | None, Reading]]
     if rows is not None:
         if options.sources:
             raise UserError(
@@ -293,28 +295,31 @@ def read_data(
                 found=f"{len(options.sources)} in {key}.sources",
                 remedy="leave one of them out",
             )
-        values = [row if isinstance(row, Mapping) else {"prompt": row} for row in rows]
-        passed = [Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)]
-        parts = [(passed, Reading.of(options, key))]
+        values = (row if isinstance(row, Mapping) else {"prompt": row} for row in rows)
+        passed = (Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1))
+        parts = [(passed, None, Reading.of(options, key))]
     elif not options.parts:
         missing = key if config is None else f"{key}.path"
         raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
     else:
         sections = [f"{key}.sources.{n}" if options.sources else key for n in range(len(options.parts))]
-        parts = [
-            (read_data_rows(p), Reading.of(p, section)) for p, section in zip(options.parts, sections, strict=True)
-        ]
+        parts = [(iter_rows(p), p, Reading.of(p, section)) for p, section in zip(options.parts, sections, strict=True)]
     longest = min(room, options.max_tokens or room)
     limit, limited = TokenLimit(longest, options.overlong, key), codec.limited(longest)
-    found = [reader.build(reader.parse(part, reading=how), limited, limit=limit) for part, how in parts]
+    left = None if check_all or key.startswith("evaluation") else options.check_rows
+    found: list[D] = []
+    for given, source, how in parts:
+        num = None if left is None else max(left, min(options.check_rows, _LEAST_CHECKED))
+
+        def read(rows: Iterator[Row], first: int, how: Reading = how) -> D:
+            return reader(rows, how, limited, limit, first)
+
+        found.append(_read_source(given, source, num, read))
+        left = None if left is None else left - len(found[-1])
     if len(found) == 1:
         return found[0]
     if len({type(part) for part in found}) > 1:
-        raise UserError(
-            "some sources hold pairs and others answers judged one by one",
-            found=f"{key}.sources",
-            remedy="use sources of one kind",
-        )
+        raise _mixed_kinds(f"{key}.sources")
     weights = [source.weight for source in options.sources if source.weight is not None]
     data = joined(found, weights or None)
     counts = data.mixture.counts if data.mixture is not None else [len(part) for part in found]
@@ -323,6 +328,38 @@ def read_data(
         for source, part, num in zip(options.sources, found, counts, strict=True)
     ]
     return replace(data, warnings=(*shares, *data.warnings))
+
+
+def _read_source(
+    rows: Iterator[Row], source: SourceConfig | None, num: int | None, read: Callable[[Iterator[Row], int], D]
+) -> D:
+    """The data of one source, of which the first ``num`` rows are checked; all where that is None."""
+    data = read(islice(rows, num), 0)
+    rest = remaining_rows(source, rows, num) if num is not None else ()
+    if num is None or not rest:
+        return data
+
+    def read_one(row: Row, number: int) -> D:
+        found = read(iter([row]), num + number)
+        if type(found) is not type(data):
+            raise _mixed_kinds(row.place)
+        return found
+
+    unchecked: Unchecked[Any] = Unchecked(rest, read_one)
+    name = source.path if source is not None else "rows"
+    remark = f"{name}: the first {num:,} of {num + len(rest):,} rows were checked; the others are when they are drawn"
+    return replace(
+        data,
+        items=Chained([data.items, unchecked]),
+        warnings=(*data.warnings, remark),
+        unchecked=(unchecked,),
+    )
+
+
+def _mixed_kinds(found: str) -> UserError:
+    return UserError(
+        "some rows hold pairs and others answers judged one by one", found=found, remedy="use sources of one kind"
+    )
 
 
 def check_unweighted(config: DataConfig, key: str, why: str = "an evaluation uses every row once") -> None:
@@ -336,46 +373,59 @@ def check_unweighted(config: DataConfig, key: str, why: str = "an evaluation use
 
 
 def prompt_data(
-    config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
+    config: DataConfig | None,
+    rows: Iterable[Any] | None,
+    codec: TextCodec,
+    context: int,
+    key: str,
+    *,
+    check_all: bool = False,
 ) -> PromptData:
     """Tokenised prompts that leave room for at least one token of ``context``."""
     # One per source, in their order. Prompts of a single source keep their ids when others join it as further sources.
     prefixes = chain(["p"], (f"s{n}p" for n in count(1)))
+    of_section = defaultdict[str, str](lambda: next(prefixes))
 
-    def build(parsed: Parsed[Any], codec: TextCodec, limit: TokenLimit) -> PromptData:
-        return PromptData.build(parsed, codec, limit, next(prefixes))
+    def read(rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int) -> PromptData:
+        return PromptData.build(prompts(rows, how), codec, limit, of_section[how.section], first)
 
-    return read_data(config, rows, codec, context - 1, key, Reader(prompts, build))
+    return read_data(config, rows, codec, context - 1, key, read, check_all=check_all)
 
 
-demonstration_reader: Reader[SFTData] = Reader(demonstrations, SFTData.build)
+def demonstration_reader(rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, _: int) -> SFTData:
+    return SFTData.build(demonstrations(rows, how), codec, limit)
 
 
 def pair_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData]:
-    return Reader(partial(preferences, doubtful=doubtful), partial(PreferenceData.build, doubtful=doubtful))
+    return lambda rows, how, codec, limit, _: PreferenceData.build(
+        preferences(rows, how, doubtful), codec, limit, doubtful
+    )
 
 
 def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData | JudgedData]:
     """Pairs, or answers judged one by one, as the first row has it."""
+    pairs = pair_reader(doubtful)
 
-    def parse(rows: Sequence[Row], reading: Reading) -> Parsed[Any]:
-        if rows and has_judgements(rows, reading):
-            return judgements(rows, reading)
-        return preferences(rows, reading, doubtful)
+    def read(
+        rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int
+    ) -> PreferenceData | JudgedData:
+        head = list(islice(rows, 1))
+        rows = chain(head, rows)
+        if head and has_judgements(head, how):
+            return JudgedData.build(judgements(rows, how), codec, limit)
+        return pairs(rows, how, codec, limit, first)
 
-    def build(parsed: Parsed[Any], codec: TextCodec, limit: TokenLimit) -> PreferenceData | JudgedData:
-        if isinstance(parsed.items[0], Judgement):
-            return JudgedData.build(parsed, codec, limit)
-        return PreferenceData.build(parsed, codec, limit, doubtful)
-
-    return Reader(parse, build)
+    return read
 
 
 def step_reader(separator: str) -> Reader[ProcessData]:
     """Step-labelled answers, whose steps end with ``separator``."""
-    return Reader(partial(step_labelled, separator=separator), partial(ProcessData.build, separator=separator))
+    return lambda rows, how, codec, limit, _: ProcessData.build(
+        step_labelled(rows, separator, how), codec, separator, limit
+    )
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:
     """Most tokens that have to stay in one micro-batch: a row's answers and its prompt, once for all where shared."""
-    return max((1 if share else len(i.parts) - 1) * len(i.parts[0]) + sum(map(len, i.parts[1:])) for i in data.items)
+    prompts_R, answers_RA = data.lengths[:, 0], data.lengths[:, 1:]
+    return int(((1 if share else answers_RA.shape[1]) * prompts_R + answers_RA.sum(1)).max())

@@ -18,9 +18,10 @@ import contextlib
 import math
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from quartet.data.datasets import PromptData
 from quartet.data.fields import Reading
 from quartet.data.formats import preferences
 from quartet.data.order import draws
-from quartet.data.readers import read_data_rows
+from quartet.data.readers import iter_rows
 from quartet.models.loading import load_causal_lm
 from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
 from quartet.observe.jsonl import replace_atomically
@@ -142,7 +143,7 @@ class IteratedTrainer:
                 paths = [data / f"answers_round_{number}.jsonl", data / f"pairs_round_{number}.jsonl"]
                 write_answers(paths[0], answers)
                 write_rows(paths[1], rows)
-                write_rows(self._pairs_until(number), self._old_pairs(number) + rows)
+                write_rows(self._pairs_until(number), chain(self._old_pairs(number), rows))
                 saved = {"seconds": round(watch.seconds, 3), "metrics": _figures(fresh, answers, label)}
                 files = {path.name: asdict(digest_file(path)) for path in (*paths, self._pairs_until(number))}
                 replace_atomically(marker, seal({**saved, "files": files}))
@@ -189,22 +190,22 @@ class IteratedTrainer:
     def _pairs_until(self, number: int) -> Path:
         return self.path / "data" / f"pairs_until_{number}.jsonl"
 
-    def _old_pairs(self, number: int) -> list[dict[str, Any]]:
+    def _old_pairs(self, number: int) -> Iterator[dict[str, Any]]:
         """What the round before was trained on; in the first round the recipe's own pairs."""
         if number > 1:
-            return [dict(row.values) for row in read_data_rows(DataConfig(path=str(self._pairs_until(number - 1))))]
+            return (dict(row.values) for row in iter_rows(DataConfig(path=str(self._pairs_until(number - 1)))))
         data = self.recipe.reward_model.data
         if data is None:
-            return []
+            return iter(())
         check_unweighted(data, "reward_model.data", "a round's reward model is trained on all pairs together")
         section = "reward_model.data"
-        parsed = [preferences(read_data_rows(s), Reading.of(s, section)) for s in data.parts]
-        return [
+        parsed = [preferences(iter_rows(s), Reading.of(s, section)) for s in data.parts]
+        return (
             {"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected}
             | ({} if p.margin is None else {"margin": p.margin})
             for part in parsed
             for p in part.items
-        ]
+        )
 
     def _stage(self, name: str, trainer: Callable[..., Any], recipe: Callable[[], Any]) -> None:
         """Runs a job of the round to its end, unless that has been done."""

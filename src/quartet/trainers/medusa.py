@@ -48,7 +48,7 @@ _DRAWS = {"data": 0, "evaluation_data": -1}
 class MedusaWorker(CausalWorker[MedusaRecipe, Any]):
     """Has a causal LM answer prompts, and trains heads on its hidden states."""
 
-    reader = demonstration_reader
+    reader = staticmethod(demonstration_reader)
     objective: Any = None  # the heads have a trainer of their own
     _rows_key = "answers_per_step"
 

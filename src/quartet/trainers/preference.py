@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -96,12 +97,11 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
 
     def _longest(self) -> int:
         for data in (self.data, *([self.evaluation] if self.evaluation is not None else [])):
-            longest = max(len(item.parts[0]) + max(map(len, item.parts[1:])) for item in data.items)
+            prompts_R, answers_R = data.lengths[:, 0], data.lengths[:, 1:].max(1)
+            longest = int((prompts_R + answers_R).max())
             if isinstance(self.recipe.loss, KTOLoss):
                 # Answers are also read after other prompts.
-                rows = [item.parts for item in data.items]
-                prompt, *answers = (max(map(len, parts)) for parts in zip(*rows, strict=True))
-                longest = min(data.max_tokens, prompt + max(answers))
+                longest = min(data.max_tokens, int(prompts_R.max() + answers_R.max()))
             check_budget(longest, self.recipe.train.forward_token_budget, "train.forward_token_budget")
         return longest_group(self.data, share=self._shares_prompts)
 
@@ -120,8 +120,21 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
             reference = self._model_as_it_starts()
         else:
             reference = self._other_model(None if model is self.packed.model else model)
-        mismatched = isinstance(loss, KTOLoss)
-        return ReferenceTables(reference, data, self.engine, cache=config.cache, mismatched=mismatched)
+        mismatched, drawn = isinstance(loss, KTOLoss), {"training": self._drawn()}
+        if self.evaluation is not None:
+            drawn["evaluation"] = range(len(self.evaluation))
+        return ReferenceTables(reference, data, drawn, self.engine, cache=config.cache, mismatched=mismatched)
+
+    def _drawn(self) -> Sequence[int]:
+        """The rows that the run uses: all, but where it has so many that they are not all checked at its start."""
+        order, size = self.data.order, self._rows_per_step
+        if not self.data.unchecked or (self.data.mixture is None and self.steps * size >= len(self.data)):
+            return range(len(self.data))
+        is_drawn = np.zeros(len(self.data), bool)
+        for step in range(self.steps):
+            is_drawn[[row for row, _ in draws(self.recipe.seed, step, order, size)]] = True
+        found: list[int] = np.flatnonzero(is_drawn).tolist()
+        return found
 
     def _model_as_it_starts(self) -> Reference:
         """With adapters, their base."""
@@ -196,8 +209,10 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         drawn = draws(self.recipe.seed, step, self.data.order, self._rows_per_step)
         rows, names = [row for row, _ in drawn], [f"row{row}@{epoch}" for row, epoch in drawn]
         kl = self._reference_point("training", self.data, rows, names)
-        batch = self._with_reference("training", self.data.select(rows, names), rows, kl)
         anchors = self._anchors("training", self.data, rows, names)
+        # The tokenizer may not be able to prepare a batch while answers to other prompts are read with it.
+        batch = super()._batch(step) if kl is None and anchors is None else self.data.select(rows, names)
+        batch = self._with_reference("training", batch, rows, kl)
         return batch if anchors is None else batch.with_sequence(anchor=anchors.flatten())
 
     def _with_reference(self, name: str, batch: RaggedBatch, rows: Sequence[int], kl: Tensor | None) -> RaggedBatch:
@@ -244,7 +259,7 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         objective, sums, everything = self.objective, MetricSums(), range(len(data))
         kl = self._reference_point("evaluation", data, everything)
         anchors = self._anchors("evaluation", data, everything)
-        whole = len(data) if kl is None else sum(len(item.parts) - 1 for item in data.items)
+        whole = len(data) if kl is None else len(data) * (data.lengths.shape[1] - 1)
         parts, forward = self._slices(len(data)), partial(self.engine.forward, needs=objective.needs)
         passes = self.engine.in_shares((data.select(everything[part]) for part in parts), forward)
         for part, (batch, columns) in zip(parts, passes, strict=True):

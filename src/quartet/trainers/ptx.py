@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.config.common import DataConfig
 from quartet.config.recipe import PTXConfig, RLRecipe
-from quartet.data.datasets import TokenLimit
-from quartet.data.fields import Reading
-from quartet.data.lazy import LazyDemonstrations, ListedRows, stored_rows
+from quartet.data.datasets import SFTData
 from quartet.data.prefetch import Prefetcher
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import LossTerm
 from quartet.train.objectives import SFTObjective
-from quartet.trainers.input_sources import check_budget
+from quartet.trainers.input_sources import check_budget, demonstration_reader, read_data
 
 _ORDER = 7_919
 """Added to the run's seed: where prompts and demonstrations are the same rows, they do not come in the same order."""
+BYTES_PER_TOKEN = 9
+"""Of a tokenised batch: an id of 8 bytes and a mask of one."""
 
 
 class PTX:
     """The second data loader: the demonstrations of update ``number`` are a function of (seed, number).
 
-    Copies in other processes read the rows themselves.
+    Copies in other processes read the rows themselves, from ``source``: the arguments of ``build_ptx``.
     """
 
-    def __init__(self, config: PTXConfig, data: LazyDemonstrations, seed: int) -> None:
+    def __init__(self, config: PTXConfig, data: SFTData, seed: int, source: tuple[Any, ...]) -> None:
         self.config = config
         self.data = data
         self._seed = seed
+        self._source = source
         self._batches: Prefetcher[RaggedBatch] = Prefetcher(self.batch, ahead=config.prefetch)
 
-    def __reduce__(self) -> tuple[type[PTX], tuple[Any, ...]]:
-        return PTX, (self.config, self.data, self._seed)
+    def __reduce__(self) -> tuple[Callable[..., PTX | None], tuple[Any, ...]]:
+        return build_ptx, self._source
 
     def batch(self, number: int) -> RaggedBatch:
         """The demonstrations of update ``number``."""
@@ -56,16 +56,17 @@ class PTX:
     @property
     def warnings(self) -> list[str]:
         """What was left out or converted, and what the loader holds at most, in words."""
-        held = (self.config.prefetch + 1) * self.data.most_batch_bytes(self.config.examples_per_minibatch)
+        tokens = self.config.examples_per_minibatch * int(self.data.lengths.max())
+        held = (self.config.prefetch + 1) * tokens * BYTES_PER_TOKEN
         size = f"{len(self.data):,} demonstrations, at most {held / 2**20:.1f} MiB of them as tokens"
-        return [f"ptx: {warning}" for warning in (size, *self.data.warnings)]
+        return [f"ptx: {warning}" for warning in (size, *self.data.remarks)]
 
     def close(self) -> None:
         self._batches.close()
 
 
 def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, context: int) -> PTX | None:
-    """The loader of the recipe's ``ptx``, with every row checked; None without it.
+    """The loader of the recipe's ``ptx``; None without it.
 
     Args:
         rows: demonstrations passed from Python in place of ``ptx.data``.
@@ -85,12 +86,8 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
         return None
     if rows is None and (config.data is None or not config.data.parts):
         raise UserError("there is no data", found="ptx.data is missing", remedy="set ptx.data.path, or pass ptx_rows")
-    options = config.data or DataConfig()
-    longest = min(context, options.max_tokens or context)
-    stored = ListedRows(rows, "ptx_rows passed from Python") if rows is not None else stored_rows(options)
     # The thread that prepares batches has a tokenizer of its own: not every one may be used by two at a time.
-    own_codec = TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids, enough=longest)
-    limit, reading = TokenLimit(longest, options.overlong, "ptx.data"), Reading.of(options, "ptx.data")
-    data = LazyDemonstrations(stored, own_codec, limit, reading, options.path or "ptx_rows")
-    check_budget(data.longest, recipe.actor.train.token_budget, "actor.train.token_budget")
-    return PTX(config, data, recipe.seed)
+    own_codec = TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids)
+    data = read_data(config.data, rows, own_codec, context, "ptx.data", demonstration_reader)
+    check_budget(int(data.lengths.max()), recipe.actor.train.token_budget, "actor.train.token_budget")
+    return PTX(config, data, recipe.seed, (recipe, rows, codec, context))

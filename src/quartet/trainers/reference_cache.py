@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.data.preference import JudgedData, PreferenceData
+from quartet.data.spool import Rows
 from quartet.observe.jsonl import replace_atomically
 from quartet.train.engine import TrainEngine
 from quartet.train.preference_objectives import answer_logprobs
@@ -83,10 +85,13 @@ def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
 
 
 def data_digest(data: PreferenceData | JudgedData, *, mismatched: bool) -> str:
-    """SHA-256 of all token ids, in their order."""
+    """SHA-256 of all token ids, in their order; where some rows are only checked when they are drawn, of the rows."""
     state = hashlib.sha256(f"{FORMAT}|{type(data).__name__}|{mismatched}".encode())
     if mismatched:
         state.update(str(data.max_tokens).encode())
+    if data.unchecked and isinstance(data.items, Rows):
+        state.update(data.items.digest)
+        return state.hexdigest()
     for item in data.items:
         for ids in item.parts:
             state.update(len(ids).to_bytes(8, "little"))
@@ -102,6 +107,7 @@ class ReferenceTables:
     Args:
         reference: whose log-probabilities.
         data: the data sets by name.
+        drawn: the rows of each that the run uses, ascending.
         engine: of the model that is trained, for its ranks.
         cache: folder to share between runs; the run's own when None.
         mismatched: also of answers to other prompts.
@@ -111,6 +117,7 @@ class ReferenceTables:
         self,
         reference: Reference,
         data: Mapping[str, PreferenceData | JudgedData],
+        drawn: Mapping[str, Sequence[int]],
         engine: TrainEngine[Any],
         *,
         cache: str | None,
@@ -118,7 +125,7 @@ class ReferenceTables:
     ) -> None:
         self._engine = engine
         self._reference: Reference | None = reference
-        self._data = dict(data)
+        self._data, self._drawn = dict(data), dict(drawn)
         self._cache = None if cache is None else Path(cache).expanduser()
         self._mismatched = mismatched
         self._work: Iterator[int] = iter(())
@@ -151,11 +158,15 @@ class ReferenceTables:
         folder, warnings = self._cache if self._cache is not None else path / "reference", []
         missing: dict[str, tuple[Path, dict[str, str]]] = {}
         for name, data in self._data.items():
-            header = {"format": FORMAT, "weights": weights, "data": digests[name], "rows": str(len(data))}
-            file = folder / f"{weights[:16]}-{digests[name][:16]}.safetensors"
+            header, stem = {"format": FORMAT, "weights": weights, "data": digests[name]}, digests[name][:16]
+            header["rows"] = str(len(self._drawn[name]))
+            if len(self._drawn[name]) < len(data):
+                header["drawn"] = hashlib.sha256(np.asarray(self._drawn[name], np.int64).tobytes()).hexdigest()
+                stem += f"-{header['drawn'][:8]}"
+            file = folder / f"{weights[:16]}-{stem}.safetensors"
             found, is_there = first(partial(_load, file, header))
             if found is not None:
-                self.tables[name] = found
+                self.tables[name] = _spread(found, self._drawn[name], len(data))
                 continue
             if is_there:
                 warnings.append(f"{file} is damaged or belongs to something else: it is computed again")
@@ -167,7 +178,7 @@ class ReferenceTables:
                 )
             missing[name] = file, header
         self._work = self._computed(reference, missing)
-        return sum(len(self._data[name]) for name in missing), tuple(warnings)
+        return sum(len(self._drawn[name]) for name in missing), tuple(warnings)
 
     def compute(self) -> int:
         """Computes some rows of what is missing, and writes a table that is complete.
@@ -187,17 +198,17 @@ class ReferenceTables:
             if self._mismatched:
                 sources["mismatched"] = data.mismatched
             parts: dict[str, list[Tensor]] = {kind: [] for kind in sources}
-            size = _ROWS * self._engine.num_ranks
-            for start in range(0, len(data), size):
-                rows = range(start, min(start + size, len(data)))
+            size, drawn = _ROWS * self._engine.num_ranks, self._drawn[name]
+            for start in range(0, len(drawn), size):
+                rows = drawn[start : start + size]
                 passes = self._engine.in_shares((select(rows) for select in sources.values()), reference.forward)
                 for kind, (batch, found) in zip(sources, passes, strict=True):
                     totals, _ = answer_logprobs(found.token["logprobs"], batch)
                     parts[kind].append(totals.float().view(len(rows), -1))
-                if rows.stop == len(data):
+                if start + size >= len(drawn):
                     tables = {kind: torch.cat(part) for kind, part in parts.items()}
                     self._engine.of_first_rank(partial(_write, path, header, tables))
-                    self.tables[name] = tables
+                    self.tables[name] = _spread(tables, drawn, len(data))
                 yield len(rows)
 
     def release(self) -> None:
@@ -205,6 +216,16 @@ class ReferenceTables:
         reference, self._reference, self._work = self._reference, None, iter(())
         if reference is not None:
             reference.release()
+
+
+def _spread(tables: Tables, rows: Sequence[int], num: int) -> Tables:
+    """Tables of ``rows`` as those of ``num`` rows; NaN stands for the others, which are not drawn."""
+    if len(rows) == num:
+        return tables
+    found = {name: torch.full((num, *values.shape[1:]), math.nan) for name, values in tables.items()}
+    for name, values in tables.items():
+        found[name][torch.tensor(rows)] = values
+    return found
 
 
 def _write(path: Path, header: Mapping[str, str], tables: dict[str, Tensor]) -> None:

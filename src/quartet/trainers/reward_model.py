@@ -88,8 +88,8 @@ def accuracy_interval(right_P: Tensor, prompts: Sequence[Hashable], *, seed: int
 
 def longer_answer_accuracy(data: PreferenceData) -> float:
     """Share of pairs whose chosen answer has more tokens; equal lengths count half."""
-    differences = [len(chosen) - len(rejected) for chosen, rejected in (pair.answers for pair in data.items)]
-    return sum(1.0 if d > 0 else 0.5 if d == 0 else 0.0 for d in differences) / len(differences)
+    chosen_P, rejected_P = data.lengths[:, 1], data.lengths[:, 2]
+    return float((chosen_P > rejected_P).sum() + 0.5 * (chosen_P == rejected_P).sum()) / len(data)
 
 
 def score_pairs(engine: TrainEngine[Any], data: PreferenceData) -> tuple[Tensor, Tensor]:

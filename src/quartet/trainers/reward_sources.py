@@ -123,9 +123,8 @@ def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[
 
 def check_columns(functions: Sequence[RewardFunctionRole], data: PromptData) -> None:
     """Refuses data without a column that a function needs."""
-    names = sorted({name for item in data.items for name in item.columns})
     for function in functions:
-        function.reward.check_columns(names)
+        function.reward.check_columns(sorted(data.columns))
 
 
 def reward_models(

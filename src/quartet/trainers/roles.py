@@ -200,9 +200,9 @@ class RLRoles:
 
     def warnings(self) -> list[str]:
         """What was left out of the data or converted, and what was changed about the models, in words."""
-        held_out = self.evaluation_prompts.warnings if self.evaluation_prompts is not None else ()
+        held_out = self.evaluation_prompts.remarks if self.evaluation_prompts is not None else ()
         found = without_effect(self.recipe)
-        found += [f"data: {warning}" for warning in self.prompts.warnings]
+        found += [f"data: {warning}" for warning in self.prompts.remarks]
         found += [f"held-out data: {warning}" for warning in held_out]
         actor, critic = (part.train.optim.lr for part in (self.recipe.actor, self.recipe.critic))
         if self.critic is not None and critic <= actor:
@@ -225,7 +225,7 @@ class RLRoles:
         if self.evaluation_prompts is not None and recipe.evaluation is not None:
             asked.append(("evaluation", self.evaluation_prompts, recipe.evaluation.sampling))
         for section, prompts, sampling in asked:
-            lengths, key = (item.num_tokens for item in prompts), f"{section}.sampling.max_new_tokens"
+            lengths, key = prompts.lengths[:, 0].tolist(), f"{section}.sampling.max_new_tokens"
             found += cut_short(lengths, sampling.max_new_tokens, self.context, key)
         return found
 
@@ -391,9 +391,9 @@ def check_pair_budget(recipe: RLRecipe, data: PromptData, context: int, shares_p
     share = shares_prefixes and recipe.actor.train.share_prefixes
     if not isinstance(recipe.algorithm, OnlineDPO):
         return
-    num_new, lengths = recipe.rollout.sampling.max_new_tokens, [item.num_tokens for item in data.items]
-    both = [(1 if share else 2) * n + 2 * min(num_new, context - n) for n in lengths]
-    check_budget(max(both), recipe.actor.train.token_budget, "actor.train.token_budget")
+    num_new, lengths_P = recipe.rollout.sampling.max_new_tokens, data.lengths[:, 0]
+    both_P = (1 if share else 2) * lengths_P + 2 * (context - lengths_P).clip(max=num_new)
+    check_budget(int(both_P.max()), recipe.actor.train.token_budget, "actor.train.token_budget")
 
 
 def longest_sequence(config: EnvironmentConfig, context: int) -> int:
@@ -415,7 +415,7 @@ def _longest(recipe: RLRecipe, data: PromptData, context: int) -> int:
     """Tokens of the longest sequence that the run may make."""
     if recipe.environment is not None:
         return longest_sequence(recipe.environment, context)
-    return min(context, max(item.num_tokens for item in data.items) + recipe.rollout.sampling.max_new_tokens)
+    return min(context, int(data.lengths.max()) + recipe.rollout.sampling.max_new_tokens)
 
 
 def _environment(recipe: RLRecipe, environment: Callable[..., Environment] | None) -> EnvironmentFactory | None:

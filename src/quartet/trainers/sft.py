@@ -22,11 +22,11 @@ class SFTWorker(CausalWorker[SFTRecipe, SFTData]):
     """Trains a causal LM to imitate demonstrations."""
 
     objective = SFTObjective()
-    reader = demonstration_reader
+    reader = staticmethod(demonstration_reader)
     _rows_key = "examples_per_step"
 
     def _longest(self) -> int:
-        return max(len(item.input_ids) for item in self.data.items)
+        return int(self.data.lengths.max())
 
     def _measure(self, data: SFTData) -> dict[str, float]:
         total = count = 0.0

@@ -247,6 +247,7 @@ class SupervisedTrainer(Generic[R, W]):
             metrics = await self._run_steps(group, about)
             warning = await group.call(SupervisedWorker.write_model, self._path_of_workers / "model")
             await checkpoints.bring(self.run, group, self.path / "model")
+            about = await group.call(SupervisedWorker.describe)  # with what was left out of rows as they were drawn
         except ClusterError as error:
             if self._joined is None:  # torchrun has sent the signal, since a rank died
                 self.run.check_stop(None)  # a signal that went to all processes ended them

@@ -15,7 +15,7 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -29,6 +29,7 @@ from quartet.config.common import DataConfig
 from quartet.config.supervised import SupervisedRecipe
 from quartet.data.datasets import Batches
 from quartet.data.order import steps_for
+from quartet.data.prefetch import Prefetcher
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
     load_causal_lm,
@@ -148,6 +149,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 
     def release(self) -> None:
         """Gives the models back as they were."""
+        self._batches.close()
         self.packed.release()
 
     @property
@@ -174,7 +176,17 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 
     def _batch(self, step: int) -> RaggedBatch:
         """The batch of a step, a pure function of it, so that a resumed run sees the same data."""
-        return self.data.batch(step, self._rows_per_step, self.recipe.seed)
+        return self._batches.get(step)
+
+    @cached_property
+    def _batches(self) -> Prefetcher[Any]:
+        """Of each step; one is prepared ahead where rows have to be read and tokenised for it."""
+        size, seed = self._rows_per_step, self.recipe.seed
+
+        def make(step: int) -> RaggedBatch | None:
+            return self.data.batch(step, size, seed) if step < self.steps else None
+
+        return Prefetcher(make, ahead=1 if self.data.unchecked else 0)
 
     @property
     def _rows_per_step(self) -> int:
@@ -208,9 +220,9 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 
     @dispatch(RANK_ZERO)
     def describe(self) -> SupervisedDescription:
-        warnings = [f"data: {warning}" for warning in self.data.warnings]
+        warnings = [f"data: {warning}" for warning in self.data.remarks]
         if self.evaluation is not None:
-            warnings += [f"held-out data: {warning}" for warning in self.evaluation.warnings]
+            warnings += [f"held-out data: {warning}" for warning in self.evaluation.remarks]
         model = super().describe()
         return SupervisedDescription(
             warnings=(*warnings, *model.warnings),
@@ -286,9 +298,8 @@ class ScalarWorker(SupervisedWorker[R, D, PackedScalarModel]):
         return resolve_scalar_model(self.recipe.model, self._emptied(model), seed=seed, empty=empty)
 
     def _seen(self) -> torch.Tensor:
-        items = [*self.data.items, *(self.evaluation.items if self.evaluation is not None else ())]
-        ids = (torch.tensor(ids) for item in items for ids in item.parts)
-        return seen_tokens(vocabulary_size(self.packed.model), ids)
+        found = (data.seen for data in (self.data, self.evaluation) if data is not None)
+        return seen_tokens(vocabulary_size(self.packed.model), (torch.tensor(sorted(ids)) for ids in found))
 
 
 class SupervisedProcess(RolesWorker):

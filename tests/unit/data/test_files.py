@@ -14,8 +14,8 @@ import pytest
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
 from quartet.data.files import MAX_ROW_BYTES
-from quartet.data.lazy import stored_rows
-from quartet.data.readers import read_data_rows
+from quartet.data.lazy import remaining_rows
+from quartet.data.readers import iter_rows, read_data_rows
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "ü", "n": None}]
 LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
@@ -39,14 +39,11 @@ def write(path: Path, data: bytes) -> DataConfig:
 
 
 def refused(config: DataConfig) -> UserError:
-    """The error of a file that is refused, within a moment, in memory and on disk alike."""
+    """The error of a file that is refused, within a moment."""
     start = time.monotonic()
     with pytest.raises(UserError) as caught:
         read_data_rows(config)
-    with pytest.raises(UserError) as stored:
-        list(stored_rows(config).scan())
     assert time.monotonic() - start < 10, "a loaded machine's second"
-    assert stored.value.problem == caught.value.problem
     return caught.value
 
 
@@ -68,8 +65,8 @@ def test_files_as_published(tmp_path: Path, ending: str, name: str, data: bytes,
     assert [row.line for row in rows] == lines
     expected = ROWS if "csv" not in name else [{"prompt": "a", "n": "1"}, {"prompt": "ü", "n": ""}]
     assert [dict(row.values) for row in rows] == expected
-    stored = stored_rows(config)
-    assert list(stored.scan()) == rows == [stored.read(0), stored.read(1)]
+    given = iter_rows(config)
+    assert [next(given), *remaining_rows(config.parts[0], given, 1)] == rows
 
 
 def test_a_row_may_have_a_column_named_data(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
-"""Demonstrations read when they are needed: the same batches as a data set in memory, in a bounded part of it."""
+"""Rows that are checked when they are drawn: the same batches as of rows checked before, in bounded memory."""
 
 from __future__ import annotations
 
 import csv
+import gc
+import gzip
 import json
-import pickle
+import tempfile
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,29 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import SFTData, TokenLimit
-from quartet.data.fields import Reading
-from quartet.data.formats import demonstrations
-from quartet.data.lazy import JsonLinesRows, LazyDemonstrations, ListedRows, SpooledRows, stored_rows
-from quartet.data.readers import read_data_rows
+from quartet.data.lazy import JsonLines, remaining_rows
+from quartet.data.order import Mixture
+from quartet.data.readers import Row, iter_rows
+from quartet.data.spool import Chained, Spool
 from quartet.text.tokenizer import TextCodec
+from quartet.trainers.input_sources import (
+    demonstration_reader,
+    pair_or_judgement_reader,
+    pair_reader,
+    prompt_data,
+    read_data,
+)
 
-ROWS = [{"prompt": " ".join("abcdef"[: 1 + n % 5]), "completion": " ".join("fedcba"[: 1 + n % 6])} for n in range(13)]
+NUM = 13
+ROWS: list[dict[str, Any]] = [
+    {
+        "prompt": " ".join("abcdef"[: 1 + n % 5]) + "\n",
+        "completion": " ".join("fedcba"[: 1 + n % 6]),
+        "chosen": " ".join("fedcba"[: 1 + n % 4]),
+        "rejected": "a a " + "b " * (1 + n % 3),
+    }
+    for n in range(NUM)
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,111 +52,93 @@ def codec() -> TextCodec:
     return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<e>"))
 
 
-def _jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+def _jsonl(path: Path, rows: Iterable[dict[str, Any]] = ROWS) -> Path:
+    """With a byte order mark, blank lines, a Windows line end, and no line end behind the last row."""
     path = path / "rows.jsonl"
-    path.write_text("\ufeff" + "\n\n".join(json.dumps(row) for row in rows) + "\r\n", encoding="utf-8")
+    text = "\ufeff\n" + "\n \n".join(json.dumps(row) for row in rows).replace("\n", "\r\n", 1)
+    path.write_text(text, encoding="utf-8", newline="")
     return path
 
 
-def _array(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path = path / "rows.json"
-    path.write_text("\n " + json.dumps(rows, indent=1), encoding="utf-8")
-    return path
+def _compressed(path: Path) -> Path:
+    (path / "rows.jsonl.gz").write_bytes(gzip.compress(_jsonl(path).read_bytes()))
+    return path / "rows.jsonl.gz"
 
 
-def _csv(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path = path / "rows.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+def _array(path: Path) -> Path:
+    (path / "rows.jsonl").write_text("\n " + json.dumps(ROWS, indent=1), encoding="utf-8")
+    return path / "rows.jsonl"
+
+
+def _csv(path: Path) -> Path:
+    with (path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(ROWS[0]))
         writer.writeheader()
-        writer.writerows(rows)
-    return path
+        writer.writerows(ROWS)
+    assert '\n"' in (path / "rows.csv").read_text(), "line breaks in quotes"
+    return path / "rows.csv"
 
 
-def _parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+def _parquet(path: Path) -> Path:
     pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path / "rows.parquet")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(ROWS), path / "rows.parquet")
     return path / "rows.parquet"
 
 
-@pytest.mark.parametrize("write", [_jsonl, _array, _csv, _parquet])
-@pytest.mark.parametrize("limit", [None, 5])
-def test_batches_are_those_of_a_data_set_in_memory(
-    write: Callable[..., Path], limit: int | None, tmp_path: Path, codec: TextCodec
+def read(config: DataConfig, codec: Any, reader: Any = demonstration_reader, room: int = 99, **options: Any) -> Any:
+    return read_data(config, None, codec, room, "data", reader, **options)
+
+
+@pytest.mark.parametrize("write", [_jsonl, _compressed, _array, _csv, _parquet])
+@pytest.mark.parametrize("limit", [None, 7])
+@pytest.mark.parametrize("reader", [demonstration_reader, pair_reader("keep")])
+def test_batches_do_not_depend_on_what_was_checked_before(
+    write: Callable[[Path], Path], limit: int | None, reader: Any, tmp_path: Path, codec: TextCodec
 ) -> None:
-    config = DataConfig(path=str(write(tmp_path, ROWS)), limit=limit)
-    rows = stored_rows(config)
-    assert isinstance(rows, JsonLinesRows if write is _jsonl else SpooledRows)
-    lazy = LazyDemonstrations(rows, codec, TokenLimit(99))
-    whole = SFTData.build(demonstrations(read_data_rows(config)), codec, TokenLimit(99))
-    assert len(lazy) == len(whole) == (limit or 13)
-    assert lazy.longest == max(len(item.input_ids) for item in whole.items)
+    path = str(write(tmp_path))
+    whole = read(DataConfig(path=path, limit=limit), codec, reader)
+    data = read(DataConfig(path=path, limit=limit, check_rows=4), codec, reader)
+    assert len(data) == len(whole) == (limit or NUM) and len(data.lengths) == 4
+    (remark,) = data.warnings
+    assert f"the first 4 of {limit or NUM} rows were checked" in remark and not whole.warnings
+    assert list(data.items) == list(whole.items) == data.items[:] and data.items[-1] == whole.items[-1]
     for number in (0, 7, 3, 0):
-        ours, theirs = lazy.batch(number, 4, seed=2), whole.batch(number, 4, seed=2)
+        ours, theirs = data.batch(number, 4, seed=2), whole.batch(number, 4, seed=2)
         assert ours.ids == theirs.ids and torch.equal(ours.input_ids, theirs.input_ids)
         assert torch.equal(ours.token["loss_mask"], theirs.token["loss_mask"])
-        assert sum(len(b.input_ids) for b in [ours]) * 9 <= lazy.most_batch_bytes(4)
+    assert data.seen == whole.seen and read(DataConfig(path=path, check_rows=4), codec, check_all=True).remarks == ()
 
 
-@pytest.mark.parametrize("write", [_jsonl, _array, _csv, _parquet, None])
-def test_a_copy_in_another_process_reads_the_rows_itself(
-    write: Callable[..., Path] | None, tmp_path: Path, codec: TextCodec
-) -> None:
-    """It is sent what was found about the rows, not the rows, unless Python code holds them."""
-    rows = [{**row, "other": f"{n} " * 5000} for n, row in enumerate(ROWS)]
-    path = write(tmp_path, rows) if write is not None else None
-    stored = stored_rows(DataConfig(path=str(path), limit=9)) if path is not None else ListedRows(rows[:9], "mine")
-    lazy = LazyDemonstrations(stored, codec, TokenLimit(9, "skip"))
-    sent = pickle.dumps(lazy)
-    # Through a tokenizer of its own, as a process that was started fresh has it.
-    assert len(sent) < len(pickle.dumps(codec)) + (3000 if path is not None else 200_000)
-    copy = pickle.loads(sent)
-    assert 0 < len(copy) == len(lazy) < 9, "rows that were left out stay so"
-    for number in (5, 0, 5):
-        ours, theirs = copy.batch(number, 4, seed=2), lazy.batch(number, 4, seed=2)
-        assert ours.ids == theirs.ids and torch.equal(ours.input_ids, theirs.input_ids)
-    if path is not None:
-        elsewhere = pickle.loads(sent)
-        path.unlink()
-        with pytest.raises(UserError, match=r"cannot be read|is not there|no such|not found"):
-            elsewhere.batch(0, 4, seed=2)
+def test_prompts_keep_their_ids_and_weighted_sources_their_order(tmp_path: Path, codec: TextCodec) -> None:
+    sources = [{"path": str(_jsonl(tmp_path)), "weight": 3}, {"path": str(_csv(tmp_path)), "weight": 1}]
+    whole = prompt_data(DataConfig(sources=sources), None, codec, 99, "data")
+    data = prompt_data(DataConfig(sources=sources, check_rows=5), None, codec, 99, "data")
+    assert list(data) == list(whole) and data.order == whole.order and len(whole.hashes) == 26
+    assert {item.prompt_id for item in data} == {f"{p}{n}" for p in ("p", "s1p") for n in range(NUM)}
+    assert data.columns == whole.columns and len(data.unchecked) == 2 and len(data.warnings) == 4
+    mixture = Mixture((9, 5), (1.0, 2.0))
+    drawn = [mixture.draw(3, place) for place in range(300)]
+    assert len(mixture._orders) == 4, "two of each source, however many passes there are"
+    assert drawn == [Mixture((9, 5), (1.0, 2.0)).draw(3, place) for place in range(300)]
 
 
-def test_rows_from_python_and_mapped_columns(codec: TextCodec) -> None:
-    rows = [{"q": row["prompt"], "a": row["completion"]} for row in ROWS]
-    lazy = LazyDemonstrations(
-        ListedRows(rows, "mine"), codec, TokenLimit(99), Reading({"prompt": "q", "completion": "a"})
+def test_the_next_row_stands_for_one_that_is_left_out(tmp_path: Path, codec: TextCodec) -> None:
+    """Whatever was drawn before; it is counted once, and said."""
+    long = {**ROWS[0], "completion": "a " * 50}
+    rows = [*ROWS[:3], long, ROWS[4], long, long, *ROWS[7:12], {**ROWS[12], "chosen": "a", "rejected": "a"}]
+    config = DataConfig(path=str(_jsonl(tmp_path, rows)), check_rows=2, overlong="skip")
+    data, other = read(config, codec, room=20), read(config, codec, room=20)
+    assert len(data) == NUM and len(data.remarks) == 1
+    lines = [int(data.items[n].place.rpartition(":")[2]) for n in (6, 3, 5, 4, 6)]
+    assert lines == [int(other.items[n].place.rpartition(":")[2]) for n in (6, 3, 5, 4, 6)] == [16, 10, 16, 10, 16]
+    assert "when drawn: 3 rows left out: sequence longer than 20 tokens" in data.remarks[1]
+    pairs = read(config, codec, pair_reader("keep"), room=20)
+    assert pairs.items[12] == pairs.items[2] and "chosen and rejected are the same" in pairs.remarks[1]
+    nothing = read(
+        DataConfig(path=str(_jsonl(tmp_path, [ROWS[0], long, long])), check_rows=1, overlong="skip"), codec, room=20
     )
-    whole = LazyDemonstrations(ListedRows(ROWS, "mine"), codec, TokenLimit(99))
-    assert torch.equal(lazy.batch(1, 5, 0).input_ids, whole.batch(1, 5, 0).input_ids)
-
-
-class Short:
-    """Reads a prompt's number, so that a test of memory is not one of a tokenizer."""
-
-    def encode_example(self, example: Any) -> tuple[list[int], list[bool]]:
-        return [int(example.prompt), 1], [False, True]
-
-
-def test_memory_holds_a_few_bytes_per_row_and_not_the_file(tmp_path: Path) -> None:
-    path, filler = tmp_path / "rows.jsonl", "x" * 2000
-    with path.open("w") as file:
-        for n in range(4000):
-            file.write(json.dumps({"prompt": str(n), "completion": "y", "other": filler}) + "\n")
-    config, codec = DataConfig(path=str(path)), Short()
-    peaks = []
-    for build in (
-        lambda: LazyDemonstrations(stored_rows(config), codec, TokenLimit(9)),  # type: ignore[arg-type]
-        lambda: SFTData.build(demonstrations(read_data_rows(config)), codec, TokenLimit(9)),  # type: ignore[arg-type]
-    ):
-        tracemalloc.start()
-        data = build()
-        batch = data.batch(3, 8, 0)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-        assert len(batch) == 8 and len(data) == 4000
-    assert peaks[0] < 4000 * 60 + 500_000, "60 bytes per row, and what one row and one batch need"
-    assert peaks[1] > 8_000_000, "the file has 8 MB"
+    with pytest.raises(UserError, match="no row is left to use"):
+        _ = nothing.items[2]
 
 
 @pytest.mark.parametrize(
@@ -147,50 +146,131 @@ def test_memory_holds_a_few_bytes_per_row_and_not_the_file(tmp_path: Path) -> No
     [
         ('{"prompt": "a"}', "completion"),
         ('{"prompt": "a", "completion": ""}', "is empty"),
+        ('{"prompt": "a", "completion": "b b b b b b b b b"}', "longer than allowed"),
         ("{oops", "not valid JSON"),
         ("[1]", "not an object"),
         (b'{"prompt": "\xff", "completion": "a"}', "not UTF-8"),
     ],
 )
-def test_a_bad_row_is_found_at_the_start_with_its_line(
-    line: str | bytes, found: str, tmp_path: Path, codec: TextCodec
-) -> None:
+def test_a_bad_row_is_named_when_it_is_met(line: str | bytes, found: str, tmp_path: Path, codec: TextCodec) -> None:
+    """At the start among those that are checked, else when it is drawn; other rows are not in its way."""
     path = tmp_path / "rows.jsonl"
     data = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"prompt": "a", "completion": "b"}\n' * 6 + data + b"\n")
     with pytest.raises(UserError) as raised:
-        LazyDemonstrations(stored_rows(DataConfig(path=str(path))), codec, TokenLimit(9))
-    assert f"{path}:7" in raised.value.found and found in str(raised.value)
+        read(DataConfig(path=str(path)), codec, room=9)
+    later = read(DataConfig(path=str(path), check_rows=3), codec, room=9)
+    assert len(later.items[5].input_ids) == 3
+    with pytest.raises(UserError) as drawn:
+        _ = later.items[6]
+    for error in (raised.value, drawn.value):
+        assert f"{path}:7" in error.found and found in str(error)
 
 
-def test_long_rows_are_an_error_or_left_out(tmp_path: Path, codec: TextCodec) -> None:
-    path = _jsonl(tmp_path, ROWS)
-    config = DataConfig(path=str(path))
-    with pytest.raises(UserError) as raised:
-        LazyDemonstrations(stored_rows(config), codec, TokenLimit(9))
-    whole = demonstrations(read_data_rows(config))
-    with pytest.raises(UserError) as expected:
-        SFTData.build(whole, codec, TokenLimit(9))
-    assert str(raised.value) == str(expected.value)
-    lazy = LazyDemonstrations(stored_rows(config), codec, TokenLimit(9, "skip"))
-    data = SFTData.build(whole, codec, TokenLimit(9, "skip"))
-    assert lazy.warnings == data.warnings and len(lazy) == len(data) < 13
-    assert torch.equal(lazy.batch(0, 6, 1).input_ids, data.batch(0, 6, 1).input_ids)
-    with pytest.raises(UserError, match="every sequence"):
-        LazyDemonstrations(stored_rows(config), codec, TokenLimit(1, "skip"))
+def test_rows_of_another_kind_are_named(tmp_path: Path, codec: TextCodec) -> None:
+    judged = {"prompt": "a", "completion": "b", "label": True}
+    config = DataConfig(path=str(_jsonl(tmp_path, [*ROWS, judged])), check_rows=4)
+    data = read(config, codec, pair_or_judgement_reader("keep"))
+    with pytest.raises(UserError, match="some rows hold pairs and others answers") as raised:
+        _ = data.items[13]
+    assert raised.value.found.endswith(":28")
 
 
-def test_conversions_are_reported_once_with_their_count(codec: TextCodec) -> None:
-    rows = [*ROWS, {"prompt": "a", "completion": 7}, {"prompt": "b", "completion": 8}]
-    (warning,) = LazyDemonstrations(ListedRows(rows, "mine"), codec, TokenLimit(99)).warnings
-    assert warning.startswith("2 rows: completion was not text") and "14" in warning
+@pytest.mark.parametrize("change", [lambda data: data + b'{"prompt": "a"}\n', lambda data: data[:-40]])
+def test_a_file_that_grows_or_shrinks_under_way_stops_the_run(
+    change: Callable[[bytes], bytes], tmp_path: Path, codec: TextCodec
+) -> None:
+    """Rows that were checked do not need it any more."""
+    path = _jsonl(tmp_path)
+    data = read(DataConfig(path=str(path), check_rows=4), codec)
+    size, before = path.stat().st_size, list(data.items)
+    path.write_bytes(changed := change(path.read_bytes()))
+    assert data.items[:4] == before[:4]
+    with pytest.raises(UserError, match="was written to while the run reads from it") as raised:
+        _ = data.items[4]
+    assert f"{path}: {size:,} bytes when it began, {len(changed):,} now" in raised.value.found
+    # One that takes its place by name leaves the run the former.
+    data = read(DataConfig(path=str(path), check_rows=4), codec)
+    (tmp_path / "other").write_text("{}")
+    (tmp_path / "other").replace(path)
+    assert data.items[4] == before[4]
 
 
-def test_data_without_rows_are_refused(tmp_path: Path, codec: TextCodec) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n\n")
-    with pytest.raises(UserError, match="no rows"):
-        LazyDemonstrations(stored_rows(DataConfig(path=str(tmp_path / "rows.jsonl"))), codec, TokenLimit(9))
-    with pytest.raises(UserError, match="no such data file"):
-        LazyDemonstrations(stored_rows(DataConfig(path=str(tmp_path / "none.jsonl"))), codec, TokenLimit(9))
-    with pytest.raises(UserError, match="no rows"):
-        LazyDemonstrations(ListedRows([], "mine"), codec, TokenLimit(9))
+# Memory --------------------------------------------------------------------------------------------------
+
+
+class Short:
+    """Reads a prompt's number, so that a test of memory is not one of a tokenizer."""
+
+    def limited(self, _: int) -> Short:
+        return self
+
+    def encode_completion(self, prompt: Any, text: str) -> tuple[list[int], list[int]]:
+        return [int(prompt) % 7, 1], [2] * len(text)
+
+
+def _sizes(path: Path, num: int, write: str, check_rows: int) -> tuple[float, int]:
+    """Bytes at the peak, and objects that the garbage collector knows, of ``num`` pairs, read and drawn."""
+    pair = {"chosen": "y" * 9, "rejected": "z" * 30, "other": "x" * 300}
+    rows = ({"prompt": str(n), **pair} for n in range(num))
+    if write == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(list(rows)), path)
+        del pyarrow
+    del rows
+    gc.collect()
+    known = len(gc.get_objects())
+    tracemalloc.start()
+    data = read(DataConfig(path=str(path), check_rows=check_rows), Short(), pair_reader("keep"))
+    batches = [data.batch(number, 8, seed=0) for number in range(20)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    gc.collect()
+    assert len(data) == num and len(batches[0]) == 16
+    return peak, len(gc.get_objects()) - known
+
+
+@pytest.mark.parametrize(("write", "check_rows"), [("jsonl", 300), ("parquet", 300), ("jsonl", 20_000)])
+def test_memory_holds_a_few_bytes_per_row(
+    write: str, check_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty times the rows, of half a kilobyte each: 16 bytes of place and 4 of order for each, and no object."""
+    monkeypatch.setattr("quartet.data.spool._IN_MEMORY", 1 << 17)
+    _sizes(tmp_path / f"warm.{write}", 50, write, 300)
+    few, many = (_sizes(tmp_path / f"{num}.{write}", num, write, check_rows) for num in (300, 6_000))
+    assert many[1] - few[1] < 300, "none for each row"
+    assert many[0] - few[0] < 5_700 * 60 + (1 << 19), "tuples of their ids alone would be 2 MB"
+
+
+def test_a_spool_is_read_from_disk_and_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quartet.data.spool._IN_MEMORY", 1000)
+    rows = [{"n": n, "text": "ü" * (n % 50)} for n in range(200)]
+    spool = Spool(rows)
+    assert spool._file is not None and spool._waiting, "a part is written, a part waits"
+    assert list(spool) == rows and spool[-1] == rows[-1] and spool[3:190:7] == rows[3:190:7]
+    assert spool.digest == Spool(rows).digest != Spool(rows[:-1]).digest
+    both = Chained([spool, Spool[Any](), Spool(rows[:5])])
+    assert len(both) == 205 and [both[n] for n in (0, 199, 200, 204)] == [rows[n] for n in (0, 199, 0, 4)]
+    with pytest.raises(IndexError, match="row 205 of 205"):
+        _ = both[205]
+
+    def full(**_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(UserError, match="temporary file") as raised:
+        Spool(rows)
+    assert "No space left" in raised.value.found and "TMPDIR" in raised.value.remedy
+
+
+def test_json_lines_stay_where_they_are(tmp_path: Path) -> None:
+    source = DataConfig(path=str(_jsonl(tmp_path))).parts[0]
+    given = iter_rows(source)
+    first = [next(given) for _ in range(3)]
+    rest = remaining_rows(source, given, 3)
+    assert isinstance(rest, JsonLines) and [*first, *rest] == list(iter_rows(source))
+    passed = iter([Row({"prompt": "a"}, "mine", n) for n in range(5)])
+    assert [row.line for row in remaining_rows(None, passed, 0)] == list(range(5))
+    assert len(remaining_rows(source, iter(()), 13)) == 0

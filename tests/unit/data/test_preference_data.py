@@ -215,7 +215,7 @@ def test_answers_to_other_prompts(codec: TextCodec) -> None:
 def test_the_last_rows_find_a_partner_at_the_beginning(codec: TextCodec) -> None:
     prompts = ("b", "b", "a", "b", "b")
     data = JudgedData.build(Parsed(tuple(Judgement(p, "c", True) for p in prompts)), codec, TokenLimit(9))
-    assert data._partners == (2, 2, 3, 2, 2)
+    assert [data._partner(row) for row in range(5)] == [2, 2, 3, 2, 2]
     alone = JudgedData.build(Parsed((Judgement("a", "b", True), Judgement("a", "c", False))), codec, TokenLimit(9))
     with pytest.raises(UserError, match="all rows have the same prompt"):
         alone.check_mismatched()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quartet.config import UserError
-from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, DataConfig, LogConfig, OptimConfig, TrainConfig
 from quartet.config.preference import (
     CachedReferenceConfig,
     DPOLoss,
@@ -339,3 +339,20 @@ def test_margins_from_the_data_reach_the_loss(train: Any, untimed: Any, pairs: A
         for k, coef in enumerate((0.0, 2.0))
     ]
     assert losses == pytest.approx([math.log(2), math.log1p(math.exp(1.0))], abs=1e-5)
+
+
+def test_of_many_rows_the_reference_scores_those_that_are_drawn(
+    train: Callable[..., PreferenceTrainer], pairs: Any, tmp_path: Path
+) -> None:
+    """A run that begins before all rows are checked: its two steps draw eight of twelve."""
+    whole = train("whole", steps=2).train()
+    few = train("few", steps=2, data=DataConfig(check_rows=5)).train()
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, few.model.state_dict()[name]), name
+    rows = {len(load_file(file)["answers"]) for file in (tmp_path / "few" / "reference").iterdir()}
+    assert rows == {8, 12}, "of the rows trained on, and of the held-out ones"
+    shutil.rmtree(tmp_path / "few" / "reference")
+    again = train("few", steps=2, data=DataConfig(check_rows=5), resume=True).train()
+    assert torch.equal(again.model.lm_head.weight, whole.model.lm_head.weight)
+    with pytest.raises(UserError, match="training data are not those the run began with"):
+        train("few", steps=2, data=DataConfig(check_rows=5), rows=pairs[::-1], resume=True).train()

@@ -111,7 +111,7 @@ def test_the_actors_worker_reads_them_and_the_driver_never(
     def forbidden(*_: Any) -> Any:
         raise AssertionError("the driver reads demonstrations")
 
-    monkeypatch.setattr(drivers.data, "batch", forbidden)
+    monkeypatch.setattr(drivers._batches, "_make", forbidden)
     told: list[tuple[int, bytes]] = []
     update = worker.update
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.common import DataConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
 from quartet.train.engine import TrainEngine
 from quartet.trainers.process_reward import ProcessRewardTrainer
@@ -46,8 +46,10 @@ def reward_model(
     )
 
 
-def process_reward(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool = False) -> ProcessRewardTrainer:
-    values = {**COMMON, "answers_per_step": 8, "separator": ";", "output_dir": str(path)}
+def process_reward(
+    path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool = False, **changes: Any
+) -> ProcessRewardTrainer:
+    values = {**COMMON, "answers_per_step": 8, "separator": ";", "output_dir": str(path), **changes}
     labelled = [
         {"prompt": row["prompt"], "steps": (steps := row["chosen"].split(";")), "labels": [0.5] * len(steps)}
         for row in rows
@@ -62,16 +64,26 @@ def process_reward(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume:
     )
 
 
+@pytest.mark.parametrize("check_rows", [50_000, 3])
 @pytest.mark.parametrize("make", [sft, reward_model, process_reward])
 def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
-    make: Any, request: pytest.FixtureRequest, break_off: Any, untimed: Any, causal_lm: Any, tmp_path: Path
+    make: Any,
+    check_rows: int,
+    request: pytest.FixtureRequest,
+    break_off: Any,
+    untimed: Any,
+    causal_lm: Any,
+    tmp_path: Path,
 ) -> None:
+    """Also where it begins before all rows are checked: then as the one that had checked them."""
     fixtures = ("tokenizer", "demonstrations" if make is sft else "pairs")
     tokenizer, rows = (request.getfixturevalue(name) for name in fixtures)
+    rows = [row for row in rows if make is sft or row["chosen"] != row["rejected"]]
     whole = make(tmp_path / "whole", causal_lm(), tokenizer, rows).train()
-    break_off(make(tmp_path / "broken", causal_lm(), tokenizer, rows), 3)
+    data = DataConfig(check_rows=check_rows)
+    break_off(make(tmp_path / "broken", causal_lm(), tokenizer, rows, data=data), 3)
     assert len(untimed(tmp_path / "broken")) == 3, "one row more than the checkpoint"
-    resumed = make(tmp_path / "broken", causal_lm(seed=9), tokenizer, rows, resume=True).train()
+    resumed = make(tmp_path / "broken", causal_lm(seed=9), tokenizer, rows, data=data, resume=True).train()
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "broken")

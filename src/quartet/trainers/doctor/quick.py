@@ -1,6 +1,6 @@
 """Checks that only read text: the chat template, the tokenizer, the data. They take a second and run with every run.
 
-Tokens are looked at of some prompts; lengths are known of all, and all are compared with each other.
+Tokens are looked at of some prompts; lengths are known of all that were checked, which are compared with each other.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
-from quartet.data.datasets import PromptItem
+from quartet.data.datasets import PromptData, PromptItem
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.doctor.answers import answer_column
@@ -39,7 +41,7 @@ def quick_findings(roles: RLRoles, directory: Path) -> list[Finding]:
         *(check(codec, encoded) for check in (check_begin_of_text, check_unknown_tokens)),
         check_prompt_lengths(roles),
         *check_answers(recipe, codec, sampled),
-        check_duplicates(items),
+        check_duplicates(roles.prompts),
         check_held_out(roles),
         check_disk(roles, directory),
     ]
@@ -139,12 +141,12 @@ def _plain(codec: TextCodec, text: str) -> list[int]:
 
 def check_prompt_lengths(roles: RLRoles) -> Finding:
     """Prompts that are too long, or leave an answer no room."""
-    recipe, items = roles.recipe, roles.prompts.items
+    recipe, lengths = roles.recipe, roles.prompts.lengths[:, 0]
     counts = [re.match(r"([\d,]+) rows left out: prompt longer", text) for text in roles.prompts.warnings]
     left_out = sum(int(count[1].replace(",", "")) for count in counts if count)
     new = recipe.rollout.sampling.max_new_tokens
-    short = 0 if recipe.environment else sum(item.num_tokens + new > roles.context for item in items)
-    total, longest = left_out + len(items), max(item.num_tokens for item in items)
+    short = 0 if recipe.environment else int((lengths + new > roles.context).sum())
+    total, longest = left_out + len(lengths), int(lengths.max())
     found = f"{left_out / total:.1%} of {total:,} prompts are over the limit, {short / total:.1%} leave fewer than "
     found += f"max_new_tokens={new} of the context; the longest used has {longest} tokens"
     wrong = 20 * (left_out + short) > total
@@ -171,22 +173,19 @@ def check_answers(recipe: RLRecipe, codec: TextCodec, items: Sequence[PromptItem
 # Data, disk ----------------------------------------------------------------------------------------------
 
 
-def _hashes(items: Sequence[PromptItem]) -> list[int]:
-    return [hash(repr(item.prompt)) for item in items]
-
-
-def check_duplicates(items: Sequence[PromptItem]) -> Finding:
-    more = len(items) - len(set(_hashes(items)))
-    found = f"{more} of {len(items):,} prompts stand in the data more than once"
-    return judged("duplicates", found, warning=10 * more > len(items))
+def check_duplicates(prompts: PromptData) -> Finding:
+    num = len(prompts.hashes)
+    more = num - len(np.unique(prompts.hashes))
+    found = f"{more} of {num:,} prompts stand in the data more than once"
+    return judged("duplicates", found, warning=10 * more > num)
 
 
 def check_held_out(roles: RLRoles) -> Finding:
     """Prompts of the evaluation are not trained on."""
     if roles.evaluation_prompts is None:
         return judged("held_out", "no held-out prompts")
-    trained, held_out = set(_hashes(roles.prompts.items)), _hashes(roles.evaluation_prompts.items)
-    both = sum(one in trained for one in held_out)
+    held_out = roles.evaluation_prompts.hashes
+    both = int(np.isin(held_out, roles.prompts.hashes).sum())
     return judged("held_out", f"{both} of {len(held_out)} held-out prompts are trained on", warning=both > 0)
 
 

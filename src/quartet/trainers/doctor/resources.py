@@ -46,9 +46,7 @@ def _coming_bytes(run: ExaminedRun, sizes: Sizes) -> float:
     packed, train = roles.actor.packed, recipe.actor.train
     config = packed.model.config.get_text_config()
     width = 2 if packed.precision == "bf16" else 4
-    longest = min(
-        roles.context, max(i.num_tokens for i in roles.prompts.items) + recipe.rollout.sampling.max_new_tokens
-    )
+    longest = min(roles.context, int(roles.prompts.lengths.max()) + recipe.rollout.sampling.max_new_tokens)
     step_tokens = recipe.prompts_per_step * recipe.responses_per_prompt * longest
     hidden = config.hidden_size
     per_layer = width * (10 * hidden + 4 * (getattr(config, "intermediate_size", None) or 4 * hidden))

@@ -1,0 +1,123 @@
+"""Sequences whose contents are on disk: memory holds eight bytes per object, however many there are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import tempfile
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import BinaryIO, TypeVar, overload
+
+from quartet.config.errors import UserError
+
+T = TypeVar("T")
+_IN_MEMORY = 4 << 20
+"""Bytes that wait in memory to be written; few rows never reach the disk."""
+
+
+class Rows(Sequence[T]):
+    """A sequence that says how to get one of its objects."""
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the contents, in their order."""
+        raise NotImplementedError
+
+    def _one(self, number: int) -> T:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self._one(number) for number in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._one(number)
+
+
+class Spool(Rows[T]):
+    """Objects kept, pickled, in a temporary file that vanishes with the process.
+
+    They may be read by several threads at a time, and by forked processes.
+    """
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._offsets = array("Q", [0])
+        self._waiting = bytearray()
+        self._file: BinaryIO | None = None
+        self._written = 0
+        self._digest = hashlib.sha256()
+        for item in items:
+            self.append(item)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def append(self, item: T) -> None:
+        """Adds an object.
+
+        Raises:
+            UserError: the temporary file cannot be written.
+        """
+        data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+        self._digest.update(data)
+        self._waiting += data
+        self._offsets.append(self._offsets[-1] + len(data))
+        if len(self._waiting) > _IN_MEMORY:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="quartet-rows-")  # noqa: SIM115 - held as long as the rows
+            self._file.write(self._waiting)
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                "rows cannot be kept in a temporary file",
+                found=f"{error.strerror or error} in {tempfile.gettempdir()}",
+                remedy="make room there, or set TMPDIR to a directory on a larger disk",
+            ) from error
+        self._written += len(self._waiting)
+        self._waiting = bytearray()
+
+    def _one(self, number: int) -> T:
+        start, stop = self._offsets[number], self._offsets[number + 1]
+        if self._file is None or start >= self._written:
+            data = bytes(self._waiting[start - self._written : stop - self._written])
+        else:
+            data = os.pread(self._file.fileno(), stop - start, start)
+        item: T = pickle.loads(data)
+        return item
+
+    @property
+    def digest(self) -> bytes:
+        return self._digest.digest()
+
+
+class Chained(Rows[T]):
+    """Sequences one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[T]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    @property
+    def digest(self) -> bytes:
+        parts = (part.digest for part in self._parts if isinstance(part, Rows))
+        return hashlib.sha256(b"".join(parts)).digest()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _one(self, number: int) -> T:
+        part = bisect_right(self._ends, number)
+        return self._parts[part][number - (self._ends[part - 1] if part else 0)]
