@@ -100,7 +100,7 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, depth: int | None = None) -> Tensor:
-        """``[B, D] → [B, K, V]`` logits in fp32 (fp64 stays), without gradients; of the first ``depth`` heads or all."""
+        """``[B, D] → [B, K, V]`` logits in fp32 (fp64 stays), no gradients; of the first ``depth`` heads, or all."""
         with self.trunk.autocast():
             states = torch.stack([block(hidden) for block in self.blocks[:depth]])
             if self.lm_heads is None:
