@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from quartet.cli.options import PrecisionOption
+from quartet.cli.options import PrecisionOption, Revision, TrustRemoteCode
 from quartet.config import UserError
 
 
@@ -29,6 +29,8 @@ def serve(
     max_requests: Annotated[int, typer.Option(help="Answers under way; more are turned away (429).", min=1)] = 1024,
     api_key_env: Annotated[str | None, typer.Option(help="Variable with the key that clients must send.")] = None,
     grace_s: Annotated[float, typer.Option(help="Seconds for what is under way at the end.", min=0.0)] = 5.0,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """OpenAI-compatible server of a model."""
     missing = [each for each in ("starlette", "uvicorn") if find_spec(each) is None]
@@ -38,9 +40,16 @@ def serve(
             found=f"no {' and no '.join(missing)}",
             remedy="pip install 'quartet-rl[serve]'",
         )
+    from quartet.config.engines import NativeEngineConfig
     from quartet.config.load import load_engine
 
     config = load_engine(engine or [])
+    if trust_remote_code and isinstance(config, NativeEngineConfig):
+        raise UserError(
+            "the native engine serves no models that come with their own code",
+            found="--trust-remote-code, and no type=vllm",
+            remedy="serve it by vLLM: type=vllm engine_args='{trust_remote_code: true}'",
+        )
     key = None if api_key_env is None else os.environ.get(api_key_env)
     if api_key_env is not None and not key:
         raise UserError(
@@ -59,11 +68,11 @@ def serve(
     from quartet.trainers.engines import Policy, open_engine
     from quartet.trainers.input_sources import vocabulary_size
 
-    path = local_or_hub(model, "model")
+    path = local_or_hub(model if revision is None else f"{model}@{revision}", "model")
     # Before the engine starts, which takes long.
     with closing(listen(host, port)) as bound:
-        sizes = load_causal_lm(path, empty=True)
-        codec = TextCodec.from_pretrained(path, tokenizer)
+        sizes = load_causal_lm(path, empty=True, trust_remote_code=trust_remote_code)
+        codec = TextCodec.from_pretrained(path, tokenizer, trust_remote_code=trust_remote_code)
         vocab_size, context = vocabulary_size(sizes), model_context_length(sizes)
         check_vocabulary(codec.tokenizer, vocab_size)
         if (most := getattr(config, "max_model_len", None)) is not None:
@@ -77,7 +86,7 @@ def serve(
             device=where,
         )
         with closing(open_engine(config, policy)) as router:
-            name = name or Path(path).resolve().name
+            name = name or Path(model).resolve().name
             settings = ServerSettings(name, ModelLimits(context, vocab_size), max_requests, key, grace_s)
             shown, number = bound.getsockname()[:2]
             typer.echo(f"serving {name} at http://{f'[{shown}]' if ':' in shown else shown}:{number}/v1")
