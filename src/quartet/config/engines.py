@@ -177,7 +177,8 @@ def own_code_misfit(key: str, model: ModelConfig | None, engine: EngineConfig) -
     if model is None or not model.trust_remote_code or not isinstance(engine, NativeEngineConfig) or not engine.process:
         return None
     return (
-        f"{key}.process: a process of its own runs no code that comes with a model (trust_remote_code): set it to false"
+        f"{key}.process is true, but an engine in a process of its own runs no code that comes with a model "
+        "(trust_remote_code): set it to false"
     )
 
 

@@ -21,7 +21,6 @@ from huggingface_hub.errors import (
     HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -35,7 +34,7 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"
 _OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 """The same weights once more, or those of other models."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_NO_ANSWER = (HTTPError, OSError, OfflineModeIsEnabled)
+_FAILURES = (HTTPError, OSError, RuntimeError, ValueError)
 _TIMEOUT_S = 10.0
 _LOG_IN = "log in by `hf auth login`, or set HF_TOKEN"
 
@@ -89,12 +88,10 @@ def pin(name: str, *, weights: bool = True) -> tuple[str, str | None]:
     with _explained(name):
         try:
             HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_S)
-        except _NO_ANSWER as error:
+        except _FAILURES as error:
             if not _is_unreachable(error):
                 raise
-            remark = (
-                "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else f"no answer: {_line(error)}"
-            )
+            remark = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no answer: {_line(error)}"
     commit = fetch(name, weights=weights).name
     if remark is not None:
         remark = f"{name}: the hub was not asked ({remark}); the cache's commit {commit[:12]} is used"
@@ -106,7 +103,7 @@ def current_commit(name: str) -> str | None:
     repo, revision = split_name(name)
     try:
         return HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_S).sha
-    except (*_NO_ANSWER, HFValidationError):
+    except _FAILURES:
         return None
 
 
@@ -176,12 +173,14 @@ def _explained(name: str, folder: Path | None = None, token: str | None = None) 
             found=f"{name!r}: {_line(error)}",
             remedy="name owner/name, or a directory that is there",
         ) from None
-    except _NO_ANSWER as error:
+    except _FAILURES as error:
         if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
             raise write_error(Path(error.filename), error, what="the hub's cache: ") from error
+        if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # why the hub was of no help
         sent = token or get_token()
         problem, remedy = _upload_problem(name, error, folder) if folder is not None else _problem(name, error)
-        found = f"{_line(error)}; {'a token was sent' if sent else 'no token: nobody is logged in'}"
+        found = f"{_line(error)}; {'a token is set' if sent else 'no token: nobody is logged in'}"
         # The library's errors hold requests with their headers, so none is kept as the cause.
         raise UserError(problem, found=found.replace(sent, "…") if sent else found, remedy=remedy) from None
 
@@ -197,13 +196,16 @@ def _problem(name: str, error: Exception) -> tuple[str, str]:
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no revision {revision or 'main'!r}", "name a branch, a tag or a whole commit of it"
-    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
+    if status == 401 and not isinstance(error, RepositoryNotFoundError):
+        return "the hub does not accept the token that is set", f"{_LOG_IN}, with a token that has not expired"
+    if isinstance(error, RepositoryNotFoundError):
         return f"the hub has no model {repo}, or does not show it to you", (
             f"check the name; for a private or gated model {_LOG_IN}; for a model of your own give its directory"
         )
     if constants.HF_HUB_OFFLINE:
+        which = f"{repo} --revision {revision}" if revision else repo
         return f"the hub's cache has no whole {name}, and HF_HUB_OFFLINE forbids to ask the hub", (
-            f"run `hf download {repo}` where there is a network, with this cache ({constants.HF_HUB_CACHE}), or unset "
+            f"run `hf download {which}` where there is a network, with this cache ({constants.HF_HUB_CACHE}), or unset "
             "HF_HUB_OFFLINE"
         )
     return f"{name} could not be fetched from the hub, and is not in the cache", (
@@ -219,7 +221,8 @@ def _upload_problem(name: str, error: Exception, folder: Path) -> tuple[str, str
         return f"this token may not write to {name}", f"use a token with write access to its owner; {kept}"
     if status in (409, 412):
         return f"{name} was changed while the model was being uploaded", f"push again; {kept}"
-    return f"the model could not be uploaded to {name}", f"push again later; {kept}, and nothing there was changed"
+    when = "without HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "later"
+    return f"the model could not be uploaded to {name}", f"push again {when}; {kept}"
 
 
 def _status(error: Exception) -> int | None:
@@ -232,9 +235,7 @@ def _is_unreachable(error: Exception) -> bool:
 
 
 def _line(error: Exception) -> str:
-    """The first line that says something, and the cause's where the library only hints at it."""
-    told = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None else error
-    lines = [line.strip() for line in str(told).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     status = _status(error)
-    text = lines[0] if lines else type(told).__name__
+    text = lines[0] if lines else type(error).__name__
     return text if status is None or str(status) in text else f"{status} {text}"

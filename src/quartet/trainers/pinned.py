@@ -1,4 +1,4 @@
-"""The commits of a recipe's models on the hub: found as a run begins, recorded in its ``run.json``, kept by a resume."""
+"""The commits of a recipe's models on the hub: found as a run begins, kept in ``run.json`` and by a resume."""
 
 from __future__ import annotations
 
