@@ -19,7 +19,7 @@ def push(
         str | None, typer.Option(help="model, adapter or critic; model, or the adapters that are alone, if left out.")
     ] = None,
 ) -> None:
-    """Upload a run's model, tokenizer and model card to the hub.
+    """A run's exported model to the hub.
 
     Log in before by `hf auth login`, or set HF_TOKEN. The card, README.md beside the model, names files and the whole
     recipe: read it first.
