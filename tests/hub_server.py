@@ -55,7 +55,9 @@ class Hub:
 
     def downloads(self) -> Counter[str]:
         """How often each file was sent."""
-        return Counter({k.rpartition("/")[2]: n for k, n in self.asked.items() if k.startswith("GET") and "/resolve/" in k})
+        return Counter(
+            {k.rpartition("/")[2]: n for k, n in self.asked.items() if k.startswith("GET") and "/resolve/" in k}
+        )
 
     def files(self, repo: str, revision: str) -> tuple[str, Files] | None:
         commit = self.branches[repo].get(revision, revision)

@@ -15,9 +15,6 @@ def push(
         bool | None, typer.Option("--private/--public", help="Of a new repository; the account's default if left out.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="A branch, made where there is none; main if left out.")] = None,
-    what: Annotated[
-        str | None, typer.Option(help="model, adapter or critic; model, or the adapters that are alone, if left out.")
-    ] = None,
 ) -> None:
     """A run's exported model to the hub.
 
@@ -27,4 +24,4 @@ def push(
     from quartet.remote.hub import push as upload
     from quartet.trainers.results import exported
 
-    typer.echo(upload(exported(run, what), repo_id, private=private, revision=revision))
+    typer.echo(upload(exported(run), repo_id, private=private, revision=revision))

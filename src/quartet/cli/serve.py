@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from quartet.cli.options import PrecisionOption, Revision, TrustRemoteCode
+from quartet.cli.options import PrecisionOption, Revision
 from quartet.config import UserError
 
 
@@ -30,7 +30,6 @@ def serve(
     api_key_env: Annotated[str | None, typer.Option(help="Variable with the key that clients must send.")] = None,
     grace_s: Annotated[float, typer.Option(help="Seconds for what is under way at the end.", min=0.0)] = 5.0,
     revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """OpenAI-compatible server of a model."""
     missing = [each for each in ("starlette", "uvicorn") if find_spec(each) is None]
@@ -40,16 +39,9 @@ def serve(
             found=f"no {' and no '.join(missing)}",
             remedy="pip install 'quartet-rl[serve]'",
         )
-    from quartet.config.engines import NativeEngineConfig
     from quartet.config.load import load_engine
 
     config = load_engine(engine or [])
-    if trust_remote_code and isinstance(config, NativeEngineConfig):
-        raise UserError(
-            "the native engine serves no models that come with their own code",
-            found="--trust-remote-code, and no type=vllm",
-            remedy="serve it by vLLM: type=vllm engine_args='{trust_remote_code: true}'",
-        )
     key = None if api_key_env is None else os.environ.get(api_key_env)
     if api_key_env is not None and not key:
         raise UserError(
@@ -71,8 +63,8 @@ def serve(
     path = local_or_hub(model if revision is None else f"{model}@{revision}", "model")
     # Before the engine starts, which takes long.
     with closing(listen(host, port)) as bound:
-        sizes = load_causal_lm(path, empty=True, trust_remote_code=trust_remote_code)
-        codec = TextCodec.from_pretrained(path, tokenizer, trust_remote_code=trust_remote_code)
+        sizes = load_causal_lm(path, empty=True)
+        codec = TextCodec.from_pretrained(path, tokenizer)
         vocab_size, context = vocabulary_size(sizes), model_context_length(sizes)
         check_vocabulary(codec.tokenizer, vocab_size)
         if (most := getattr(config, "max_model_len", None)) is not None:

@@ -64,7 +64,9 @@ def fetch(name: str, *, weights: bool = True) -> Path:
         listing = _cache_of(repo) / "trees" / f"{revision}.json"
         if listing.is_file():  # of a commit: what belongs to it is known
             with contextlib.suppress(LocalEntryNotFoundError):
-                return Path(get(revision=revision, allow_patterns=_FILES, local_files_only=True))
+                found = Path(get(revision=revision, allow_patterns=_FILES, local_files_only=True))
+                if not weights or any(found.glob("*.safetensors")):
+                    return found
         with _once_per_machine(repo) as is_writable:
             get = partial(get, local_files_only=not is_writable)
             found = Path(get(revision=revision, allow_patterns=_FILES))
@@ -147,16 +149,11 @@ def _cache_of(repo: str) -> Path:
 def _once_per_machine(repo: str) -> Iterator[bool]:
     """Within, no other process on this cache fetches ``repo``; False: the cache can be read, and not written."""
     locks = _cache_of(repo).parent / ".locks" / _cache_of(repo).name
-    try:
+    with contextlib.suppress(OSError):
         locks.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        yield False
-        return
-    if not os.access(locks, os.W_OK):
-        yield False
-        return
-    with WeakFileLock(locks / "quartet.lock"):
-        yield True
+    is_writable = os.access(locks, os.W_OK)
+    with WeakFileLock(locks / "quartet.lock") if is_writable else contextlib.nullcontext():
+        yield is_writable
 
 
 # Errors -----------------------------------------------------------------------------------------------------
@@ -176,11 +173,12 @@ def _explained(name: str, folder: Path | None = None, token: str | None = None) 
     except _FAILURES as error:
         if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
             raise write_error(Path(error.filename), error, what="the hub's cache: ") from error
+        why: Exception = error
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-            error = error.__cause__  # why the hub was of no help
+            why = error.__cause__  # of no help from the hub, before the cache was looked into
         sent = token or get_token()
-        problem, remedy = _upload_problem(name, error, folder) if folder is not None else _problem(name, error)
-        found = f"{_line(error)}; {'a token is set' if sent else 'no token: nobody is logged in'}"
+        problem, remedy = _upload_problem(name, why, folder) if folder is not None else _problem(name, why)
+        found = f"{_line(why)}; {'a token is set' if sent else 'no token: nobody is logged in'}"
         # The library's errors hold requests with their headers, so none is kept as the cause.
         raise UserError(problem, found=found.replace(sent, "…") if sent else found, remedy=remedy) from None
 

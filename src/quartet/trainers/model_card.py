@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,24 @@ import yaml
 from huggingface_hub import metadata_load
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, HubConfig
+from quartet.config.common import DataConfig, ModelConfig
 from quartet.config.load import dump_recipe
-from quartet.config.recipe import Recipe
+from quartet.config.recipe import Recipe, RLRecipe
 from quartet.observe.metrics import find_metric
 from quartet.remote.hub import split_name
 from quartet.text.loading import local_or_hub
 
-_EXPORTS = ("model", "critic", "adapter", "critic_adapter")
 _DATA = ("data", "evaluation_data", "evaluation.data", "ptx.data")
 _SAID = ("loss/", "reward/", "kl/", "sft/", "reward_model/", "preference/", "process_reward/")
 """Figures of the last step that say how well it learned; seconds, memory and such are left out."""
+_FROM_BASE = ("base_model", "license", "license_name", "license_link")
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def write_cards(path: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str, Any]) -> None:
-    """Writes a card into each model that the run in ``path`` has exported; a link to another run's keeps its own.
+    """Writes a card into the model and the adapters that the run in ``path`` has exported; a link to another run's
+    keeps its own.
 
     Args:
         pinned: the recipe with the commits of its models.
@@ -39,38 +39,45 @@ def write_cards(path: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str
     Raises:
         OSError: it cannot be written.
     """
-    for name in _EXPORTS:
-        if (folder := path / name).is_dir() and not folder.is_symlink():
+    for folder in (path / "model", path / "adapter"):
+        if folder.is_dir() and not folder.is_symlink():
             text = _PASSWORD.sub("…", model_card(folder, recipe, pinned, summary))
             (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def model_card(folder: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str, Any]) -> str:
     """The card of the model in ``folder``: metadata as the hub has it, then text."""
-    job, base = str(summary["job"]), _base(pinned)
+    start: ModelConfig | None = getattr(pinned.actor if isinstance(pinned, RLRecipe) else pinned, "model", None)
     is_adapter, is_scalar = _kind(folder)
+    kind = "SequenceClassification" if is_scalar else "CausalLM"
+    package, name = ("peft", f"AutoPeftModelFor{kind}") if is_adapter else ("transformers", f"AutoModelFor{kind}")
     method = [str(part.name) for key in ("algorithm", "loss") if (part := getattr(recipe, key, None)) is not None]
+    sources = list(_sources(recipe, summary.get("rows") or {}))
+    datasets = sorted({source for _, source, _ in sources if _HUB_NAME.fullmatch(source) and not Path(source).exists()})
+    base = {} if start is None else _base(start.path)
     metadata = {
-        "library_name": "peft" if is_adapter else "transformers",
+        "library_name": package,
         "pipeline_tag": "text-classification" if is_scalar else "text-generation",
         **base,
-        "tags": ["quartet", job, *method],
+        **({"base_model_relation": "adapter" if is_adapter else "finetune"} if "base_model" in base else {}),
+        **({"datasets": datasets} if datasets else {}),
+        "tags": ["quartet", str(summary["job"]), *method],
     }
-    if "base_model" in base:
-        metadata["base_model_relation"] = "adapter" if is_adapter else "finetune"
-    if datasets := sorted({s for _, s, _ in _sources(recipe, {}) if _HUB_NAME.fullmatch(s) and not Path(s).exists()}):
-        metadata["datasets"] = datasets
-    own = _start(pinned)
-    begun = f"`{own.path}`" if own is not None else "a model passed from Python"
-    how = f"`quartet {job}`{f' ({method[0]})' if method else ''}"
-    what = "Adapters of a model" if is_adapter else "A critic" if folder.name == "critic" else "A model"
+    begun = "a model passed from Python" if start is None else f"`{start.path}`"
+    code = ", trust_remote_code=True" if start is not None and start.trust_remote_code else ""
+    loading = (
+        f"from {package} import {name}\nfrom transformers import AutoTokenizer\n\n"
+        f'path = "."  # this directory, or its name on the hub\nmodel = {name}.from_pretrained(path{code})\n'
+        f"tokenizer = AutoTokenizer.from_pretrained(path{code})"
+    )
+    last: Mapping[str, float] = summary["stages"][-1]["metrics"]
     parts = [
-        f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---",
-        f"# {folder.parent.name}",
-        f"{what} trained with Quartet by {how} from {begun}, seed {summary['seed']}.",
-        f"## Loading\n\n````python\n{_loading(is_adapter, is_scalar, own is not None and own.trust_remote_code)}\n````",
-        *_data_section(recipe, summary.get("rows") or {}),
-        *_figures(summary),
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n\n# {folder.parent.name}",
+        f"Trained by `quartet {' '.join([str(summary['job']), *method])}` from {begun}, seed {summary['seed']}.",
+        f"## Loading\n\n````python\n{loading}\n````",
+        *_table("Data", "key | source | rows used", [(f"`{key}`", path, num) for key, path, num in sources]),
+        *_figures("Held-out evaluation", {n: value for n, value in last.items() if n.startswith("eval/")}),
+        *_figures("Last step of training", {n: value for n, value in last.items() if n.startswith(_SAID)}),
         f"## Recipe\n\n````yaml\n{dump_recipe(recipe.model_copy(update={'output_dir': None}))}````",
         "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
     ]
@@ -85,69 +92,36 @@ def _kind(folder: Path) -> tuple[bool, bool]:
     return False, any("SequenceClassification" in name for name in found.get("architectures") or [])
 
 
-def _start(recipe: Recipe) -> Any:
-    """The section of the model that the trained one started as; None where Python passed it."""
-    return getattr(recipe.actor if hasattr(recipe, "actor") else recipe, "model", None)
-
-
-def _base(pinned: Recipe) -> dict[str, str]:
+def _base(path: str) -> dict[str, Any]:
     """Base model and licence, as far as they are known: a directory hands on what its own card says."""
-    start = _start(pinned)
-    if not isinstance(start, HubConfig):
-        return {}
-    name, found = str(attrgetter("path")(start)), {}
+    found: dict[str, Any] = {}
     with contextlib.suppress(UserError, ValueError, OSError, yaml.YAMLError):
-        found = metadata_load(Path(local_or_hub(name, "model")) / "README.md") or {}
-    repo, commit = split_name(name)
-    if commit is not None and not Path(name).expanduser().exists():
+        found = metadata_load(Path(local_or_hub(path, "model")) / "README.md") or {}
+    repo, commit = split_name(path)
+    if commit is not None and not Path(path).expanduser().exists():
         found["base_model"] = repo
-    return {key: found[key] for key in ("base_model", "license", "license_name", "license_link") if key in found}
+    return {key: found[key] for key in _FROM_BASE if key in found}
 
 
-def _sources(recipe: Recipe, rows: Mapping[str, int]) -> Iterator[tuple[str, str, int | None]]:
+def _sources(recipe: Recipe, rows: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
     """Key, file or data set, and rows of every source; those of several together are counted with the first."""
     for key in _DATA:
-        try:
-            config: DataConfig | None = attrgetter(key)(recipe)
-        except AttributeError:  # another job's
-            config = None
-        named = [str(part.path) for part in config.parts] if config is not None else []
+        section: Any = recipe
+        for name in key.split("."):
+            section = getattr(section, name, None)
+        named = [str(part.path) for part in section.parts] if isinstance(section, DataConfig) else []
         if not named and rows.get(key):
             named = ["rows passed from Python"]
         for number, path in enumerate(named):
-            yield key, path, rows.get(key) if number == 0 else None
+            yield key, path, f"{rows[key]:,}" if number == 0 and key in rows else ""
 
 
-def _data_section(recipe: Recipe, rows: Mapping[str, int]) -> list[str]:
-    lines = [f"| `{k}` | {path} | {'' if num is None else f'{num:,}'} |" for k, path, num in _sources(recipe, rows)]
-    return ["## Data\n\n| key | source | rows used |\n|---|---|---:|\n" + "\n".join(lines)] if lines else []
+def _figures(title: str, figures: Mapping[str, float]) -> list[str]:
+    rows = [(f"`{name}`", f"{value:.4g}", find_metric(name).meaning) for name, value in figures.items()]
+    return _table(title, "figure | value | meaning", rows)
 
 
-def _figures(summary: Mapping[str, Any]) -> list[str]:
-    last: Mapping[str, float] = summary["stages"][-1]["metrics"] if summary.get("stages") else {}
-    parts = {
-        "Held-out evaluation": [name for name in last if name.startswith("eval/")],
-        "Last step of training": [name for name in last if name.startswith(_SAID)],
-    }
-    return [
-        f"## {title}\n\n| figure | value | meaning |\n|---|---:|---|\n"
-        + "\n".join(f"| `{name}` | {last[name]:.4g} | {find_metric(name).meaning} |" for name in names)
-        for title, names in parts.items()
-        if names
-    ]
-
-
-def _loading(is_adapter: bool, is_scalar: bool, has_code: bool) -> str:
-    kind = "SequenceClassification" if is_scalar else "CausalLM"
-    package, name = ("peft", f"AutoPeftModelFor{kind}") if is_adapter else ("transformers", f"AutoModelFor{kind}")
-    code = ", trust_remote_code=True" if has_code else ""
-    imports = (
-        f"from peft import {name}\nfrom transformers import AutoTokenizer"
-        if package == "peft"
-        else f"from transformers import {name}, AutoTokenizer"
-    )
-    return (
-        f'{imports}\n\npath = "."  # this directory, or its name on the hub\n'
-        f"model = {name}.from_pretrained(path{code})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained(path{code})"
-    )
+def _table(title: str, head: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    """A section with a table; none without rows."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return [f"## {title}\n\n| {head} |\n|---|---|---|\n" + "\n".join(lines)] if rows else []

@@ -79,28 +79,21 @@ class TrainResult:
         Raises:
             UserError: the hub refuses it or cannot be reached, or the run's export is gone.
         """
-        return push(
-            exported(self.path),
-            repo_id,
-            private=private,
-            token=token,
-            revision=revision,
-            message=commit_message,
-        )
+        source = exported(self.path)
+        return push(source, repo_id, private=private, token=token, revision=revision, message=commit_message)
 
 
-def exported(run: Path, name: str | None = None) -> Path:
-    """The directory that the run in ``run`` has exported: ``name``, or ``model``, or ``adapter`` where it is alone.
+def exported(run: Path) -> Path:
+    """The directory that the run in ``run`` has exported: ``model``, or ``adapter`` where it is alone.
 
     Raises:
         UserError: there is none.
     """
-    names = [name] if name is not None else ["model", "adapter"]
-    for each in names:
-        if any((run / each).glob("*.safetensors")):
-            return run / each
+    for name in ("model", "adapter"):
+        if any((run / name).glob("*.safetensors")):
+            return run / name
     raise UserError(
-        f"{run} holds no exported {' or '.join(names)}",
+        f"{run} holds no exported model or adapter",
         found=", ".join(sorted(p.name for p in run.iterdir())[:8]) if run.is_dir() else "no such directory",
         remedy="name a run that is done; one that was stopped exports its model once it went on to its end (--resume)",
     )

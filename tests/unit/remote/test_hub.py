@@ -9,9 +9,9 @@ import traceback
 from pathlib import Path
 
 import pytest
-from hub_server import Hub
 from huggingface_hub import constants
 
+from hub_server import Hub
 from quartet.config import UserError
 from quartet.remote.hub import current_commit, fetch, pin, push
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from hub_server import Hub
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
+from hub_server import Hub
 from quartet.cli.main import app
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig
