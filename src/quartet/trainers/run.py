@@ -282,8 +282,8 @@ class RunDirectory:
         self.drain()
         summary = {"job": self.job, "seed": self.recipe.seed, "versions": software_versions(), **results}
         with writing(self.path):
-            write_cards(self.path, self.recipe, self._pinned, summary)
             write_models(self.path)
+            write_cards(self.path, self.recipe, self._pinned, summary)  # which its users may edit
         write_json(self.path / "summary.json", summary)
         return summary
 
