@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -75,6 +76,25 @@ def leeway() -> Callable[..., dict[str, float]]:
     """By how much each of several results may differ between two ways to compute it; see ``tolerances.py``."""
     derive: Callable[..., dict[str, float]] = _beside("tolerances").leeway
     return derive
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A stand-in for the hub with an empty cache, and nobody logged in; see ``hub_server.py``."""
+    from huggingface_hub import constants
+
+    with _beside("hub_server").served() as served:
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        template = served.url + constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        # It waits between attempts; nobody else's clock is touched.
+        monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+        yield served
 
 
 @pytest.fixture(scope="module")

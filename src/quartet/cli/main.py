@@ -16,7 +16,18 @@ from typing import Annotated, Any
 import typer
 
 from quartet.cli.doctor import doctor
-from quartet.cli.options import RESUME, GroupedHelp, PrecisionOption, Resume, ResumeChoice, Version, as_argument
+from quartet.cli.options import (
+    RESUME,
+    GroupedHelp,
+    PrecisionOption,
+    Resume,
+    ResumeChoice,
+    Revision,
+    TrustRemoteCode,
+    Version,
+    as_argument,
+)
+from quartet.cli.push import push
 from quartet.cli.recipe_commands import config, init
 from quartet.cli.serve import serve
 from quartet.config import Interrupted, UserError
@@ -98,6 +109,8 @@ def generate(
     engine: Annotated[
         list[str] | None, typer.Option(help="A key of rollout.engine, e.g. type=vllm; may be given several times.")
     ] = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answers of a model to prompts on the command line."""
     from quartet.config.common import ModelConfig
@@ -122,9 +135,10 @@ def generate(
     )
     where = find_device(device)
     frozen = FrozenModels(where, precision_on(where, precision.value))
-    model = local_or_hub(model, "model")
-    codec = TextCodec.from_pretrained(model)
-    packed = frozen.causal(load_causal_lm(model))
+    model = local_or_hub(model if revision is None else f"{model}@{revision}", "model")
+    given = ModelConfig(path=model, trust_remote_code=trust_remote_code)
+    codec = TextCodec.from_pretrained(model, trust_remote_code=trust_remote_code)
+    packed = frozen.causal(load_causal_lm(model, trust_remote_code=trust_remote_code))
     check_vocabulary(codec.tokenizer, packed.vocab_size)
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
     lengths = [len(codec.encode_prompt(each)) for each in prompts]
@@ -132,7 +146,7 @@ def generate(
     for warning in (*packed.warnings, *short):
         typer.echo(printable(warning), err=True)
     chosen = load_engine(engine) if engine else NativeEngineConfig()
-    with step_engine(chosen, packed, codec, ModelConfig(path=model), packed.device) as generator:
+    with step_engine(chosen, packed, codec, given, packed.device) as generator:
         found = run(packed, codec, prompts, sampling, num_responses=num, seed=seed, engine=generator)
     for text, answers in zip(prompt, found, strict=True):
         for answer in answers:
@@ -156,6 +170,7 @@ app.command()(config)
 app.command()(init)
 app.command()(serve)
 app.command()(doctor)
+app.command()(push)
 
 
 def _add_job(job: str, kind: str, meaning: str) -> None:

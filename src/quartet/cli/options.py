@@ -14,7 +14,7 @@ RESUME = "--resume"
 GROUPS = {
     "Begin": ("quickstart", "init", "config"),
     "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl", "iterated-reward-model"),
-    "Look at a model or a run": ("doctor", "eval", "generate", "serve", "report"),
+    "Look at a model or a run": ("doctor", "eval", "generate", "serve", "report", "push"),
 }
 """Commands in the order of the help; each of them is in one group."""
 
@@ -101,3 +101,9 @@ Resume = Annotated[
 def as_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:
     """The option as the trainers' argument ``resume``."""
     return "auto" if chosen is ResumeChoice.auto else chosen is not None
+
+
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, with your rights.")
+]

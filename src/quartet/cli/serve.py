@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from quartet.cli.options import PrecisionOption
+from quartet.cli.options import PrecisionOption, Revision
 from quartet.config import UserError
 
 
@@ -29,6 +29,7 @@ def serve(
     max_requests: Annotated[int, typer.Option(help="Answers under way; more are turned away (429).", min=1)] = 1024,
     api_key_env: Annotated[str | None, typer.Option(help="Variable with the key that clients must send.")] = None,
     grace_s: Annotated[float, typer.Option(help="Seconds for what is under way at the end.", min=0.0)] = 5.0,
+    revision: Revision = None,
 ) -> None:
     """OpenAI-compatible server of a model."""
     missing = [each for each in ("starlette", "uvicorn") if find_spec(each) is None]
@@ -59,7 +60,7 @@ def serve(
     from quartet.trainers.engines import Policy, open_engine
     from quartet.trainers.input_sources import vocabulary_size
 
-    path = local_or_hub(model, "model")
+    path = local_or_hub(model if revision is None else f"{model}@{revision}", "model")
     # Before the engine starts, which takes long.
     with closing(listen(host, port)) as bound:
         sizes = load_causal_lm(path, empty=True)
@@ -77,7 +78,7 @@ def serve(
             device=where,
         )
         with closing(open_engine(config, policy)) as router:
-            name = name or Path(path).resolve().name
+            name = name or Path(model).resolve().name
             settings = ServerSettings(name, ModelLimits(context, vocab_size), max_requests, key, grace_s)
             shown, number = bound.getsockname()[:2]
             typer.echo(f"serving {name} at http://{f'[{shown}]' if ':' in shown else shown}:{number}/v1")

@@ -75,7 +75,29 @@ class Strict(BaseModel):
 # Models, optimisation ------------------------------------------------------------------------------------
 
 
-class ModelConfig(Strict):
+class HubConfig(Strict):
+    """What a section says of a model on the hub beside its name."""
+
+    revision: str | None = Field(
+        None, min_length=1, description="Branch, tag or commit of a model on the hub; its main branch when left out."
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description="Run Python code that comes with the model, on this machine and with your rights, where its "
+        "architecture is not one of transformers'.",
+    )
+
+    @model_validator(mode="after")
+    def _belongs_to_a_name(self) -> HubConfig:
+        name = getattr(self, "path", getattr(self, "model", None))
+        if name is None and (self.revision is not None or self.trust_remote_code):
+            raise ValueError("revision and trust_remote_code say something of a path: set it, too")
+        if self.revision is not None and "@" in str(name):
+            raise ValueError(f"{name} names a revision already: leave one of them out")
+        return self
+
+
+class ModelConfig(HubConfig):
     """A transformers model directory or hub name."""
 
     path: str = Field(description="Model directory or hub name.")

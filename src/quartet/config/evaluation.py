@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import (
     DataConfig,
+    HubConfig,
     ModelConfig,
     PrecisionChoice,
     Recipe,
@@ -15,7 +16,7 @@ from quartet.config.common import (
     ShardingConfig,
     Strict,
 )
-from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights
+from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights, own_code_misfit
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
 from quartet.config.units import Prompts, Samples
 
@@ -130,7 +131,7 @@ class EvaluationConfig(Strict):
 # On its own ------------------------------------------------------------------------------------------------
 
 
-class ComparisonConfig(Strict):
+class ComparisonConfig(HubConfig):
     """Good, same, bad of the evaluated model against another one, prompt by prompt."""
 
     model: str = Field(description="Model directory or hub name, or the answers.jsonl of an earlier evaluation.")
@@ -155,6 +156,15 @@ class ComparisonConfig(Strict):
     def is_file(self) -> bool:
         return self.model.endswith(".jsonl")
 
+    def as_model(self) -> ModelConfig:
+        """The section of the model compared with, which is no file."""
+        return ModelConfig(
+            path=self.model,
+            tokenizer=self.tokenizer,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
 
 class EvalRecipe(Recipe):
     """Generates answers to held-out prompts and scores them with rewards."""
@@ -176,8 +186,11 @@ class EvalRecipe(Recipe):
 
     @model_validator(mode="after")
     def _engine_draws_so(self) -> EvalRecipe:
-        if (reason := draw_misfit("sampling", self.sampling, self.engine)) is not None:
-            raise ValueError(reason)
+        models = [self.model, *([self.compare.as_model()] if self.compare is not None else [])]
+        reasons = [draw_misfit("sampling", self.sampling, self.engine)]
+        for reason in [*reasons, *(own_code_misfit("engine", model, self.engine) for model in models)]:
+            if reason is not None:
+                raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

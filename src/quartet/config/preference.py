@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quartet.config.common import Strict
+from quartet.config.common import HubConfig, Strict
 from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Pairs
 
@@ -167,7 +167,7 @@ REFERENCE_FREE = (SimPOLoss, ORPOLoss)
 # The job -------------------------------------------------------------------------------------------------
 
 
-class CachedReferenceConfig(Strict):
+class CachedReferenceConfig(HubConfig):
     """The policy that log-ratios are taken against. Its log-probabilities are computed once, before training."""
 
     path: str | None = Field(None, description="Model directory or hub name; the model as it starts when left out.")

@@ -16,6 +16,7 @@ from quartet.config.cluster import ClusterConfig, LocalCluster, OffloadConfig, W
 from quartet.config.common import CheckpointConfig as CheckpointConfig
 from quartet.config.common import (
     DataConfig,
+    HubConfig,
     ModelConfig,
     OptimConfig,
     Recipe,
@@ -82,7 +83,7 @@ class ActorConfig(Strict):
     sharding: ShardingConfig = ShardingConfig()
 
 
-class CriticConfig(Strict):
+class CriticConfig(HubConfig):
     """PPO's value model: one value for every token."""
 
     path: str | None = Field(
@@ -93,7 +94,7 @@ class CriticConfig(Strict):
     sharding: ShardingConfig = ShardingConfig()
 
 
-class ReferenceConfig(Strict):
+class ReferenceConfig(HubConfig):
     """The frozen policy that KL is measured against; the teacher of distillation."""
 
     path: str | None = Field(None, description="Model directory or hub name; the actor as it starts when left out.")

@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quartet.config.common import ShardingConfig, Strict
+from quartet.config.common import HubConfig, ShardingConfig, Strict
 from quartet.config.remote import DAY_S, BreakerConfig, RemoteServer
 from quartet.config.units import Processes, Responses, Tokens
 
@@ -76,7 +76,7 @@ class Fallible(RewardSourceConfig):
 # In this process ------------------------------------------------------------------------------------------
 
 
-class ModelReward(RewardSourceConfig):
+class ModelReward(HubConfig, RewardSourceConfig):
     """A sequence-classification model with one label, run in the trainer's own forward."""
 
     type: Literal["model"] = "model"
@@ -109,7 +109,7 @@ class DiscountedSteps(Strict):
 CombineConfig = Annotated[SumSteps | MinSteps | DiscountedSteps, Field(discriminator="name")]
 
 
-class ProcessModelReward(RewardSourceConfig):
+class ProcessModelReward(HubConfig, RewardSourceConfig):
     """A model that judges every step of a completion, as `quartet process-reward` trains it.
 
     A step's score lands on its last token, where the method has rewards of tokens; elsewhere the combined score is one

@@ -94,6 +94,7 @@ _THEIRS: dict[str, str] = {
     "centring": "center_rewards_coefficient",
     # Models, data, runs
     "model.path": "model_name model_name_or_path pretrain sft_model_path",
+    "model.revision": "model_revision",
     "reference.path": "ref_model ref_model_path",
     "rewards.0.path": "reward_model_path reward_pretrain",
     "rewards.0.target": "reward_funcs",

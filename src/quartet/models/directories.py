@@ -11,6 +11,7 @@ import copy
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.modeling_utils import load_state_dict
 
 from quartet.config import UserError
 from quartet.models.weight_files import INDEX, weight_paths
+from quartet.text.loading import needs_own_code
 
 _SIZES = (
     "num_hidden_layers",
@@ -47,6 +49,8 @@ def loading(path: str, kind: str) -> Iterator[None]:
         raise
     # Broken configs and weights come back as almost every kind of exception there is.
     except Exception as error:
+        if (refused := needs_own_code(error, path)) is not None:
+            raise refused from None
         only_pickled = any(Path(path).glob("*.bin")) and not any(Path(path).glob("*.safetensors"))
         if isinstance(error, UnpicklingError | EOFError) or only_pickled:
             code = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -69,8 +73,8 @@ def _line(error: BaseException) -> str:
     return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
 
 
-def read_config(source: str) -> PreTrainedConfig:
-    """The config of a model directory or hub name, once its sizes and the directory's weights have been looked at.
+def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a model directory, once its sizes and the directory's weights have been looked at.
 
     Raises:
         UserError: sizes that no model has, quantised weights, or an index that leads nowhere.
@@ -88,12 +92,10 @@ def read_config(source: str) -> PreTrainedConfig:
     for name, value in sizes:
         if isinstance(value, int) and value < 1:
             raise _nonsense(source, f"{name}: {value}")
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         raise _quantised(source, f"quantization_config: {quantised}")
-    if not Path(source).is_dir():
-        return config
     tensors = _tensors(Path(source))
     # Of pickled weights nothing is known before they are read.
     if tensors and num_layers > len(tensors):
@@ -146,7 +148,7 @@ def _tensors(directory: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def _headers(source: str) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory or hub name, on the meta device.
+    """All tensors of a model directory, on the meta device.
 
     Raises:
         OSError: there are none.
@@ -162,7 +164,7 @@ def named(names: Collection[str]) -> str:
 
 
 def load_weights(
-    kind: Any, source: str, config: PreTrainedConfig, *, empty: bool = False
+    kind: Any, source: str, config: PreTrainedConfig, *, empty: bool = False, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of an auto class in fp32, and what ``from_pretrained`` says about it with ``output_loading_info``.
 
@@ -173,21 +175,24 @@ def load_weights(
         UserError: tensors of another shape than the config's, which are named.
     """
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    made = partial(kind.from_config, config, trust_remote_code=trust_remote_code)
     try:
         if empty:
             options |= {"state_dict": _headers(source), "device_map": "meta"}
-            model, info = kind._model_mapping[type(config)].from_pretrained(None, **options)
+            with torch.device("meta"):
+                found = type(made()) if trust_remote_code else kind._model_mapping[type(config)]
+            model, info = found.from_pretrained(None, **options)
             model.name_or_path = model.config.name_or_path = source
         else:
-            model, info = kind.from_pretrained(source, **options)
+            model, info = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         return model, info
     except RuntimeError as error:
         # transformers prints the shapes and raises without them; to draw the weights anew could take any memory.
         if "ignore_mismatched_sizes" not in str(error):
             raise
         with torch.device("meta"):
-            expected = {name: list(values.shape) for name, values in kind.from_config(config).state_dict().items()}
-        tensors = _tensors(Path(source)) if Path(source).is_dir() else {}
+            expected = {name: list(values.shape) for name, values in made().state_dict().items()}
+        tensors = _tensors(Path(source))
         wrong = sorted(name for name, (_, shape) in tensors.items() if expected.get(name, shape) != shape)
         first = [f"{n} is {_shape(tensors[n][1])}, by the config {_shape(expected[n])}" for n in wrong[:1]]
         raise UserError(

@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from quartet.config import UserError
@@ -42,7 +41,8 @@ from quartet.models.packing_probe import positions_are_relative, probe
 from quartet.models.pad_token import padding_with, with_pad_token
 from quartet.models.saving import WHOLE, save_gathered
 from quartet.models.tiny_model import tiny_random_model
-from quartet.text.loading import load_generation_config, local_or_hub, save_tokenizer
+from quartet.remote.hub import split_name
+from quartet.text.loading import brings_code, load_generation_config, local_or_hub, save_tokenizer
 
 _OTHER_HEADS = ("score", "classifier", "qa_outputs")
 """Heads of classes that are no language models."""
@@ -63,20 +63,22 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def load_causal_lm(path: str, *, empty: bool = False) -> PreTrainedModel:
+def load_causal_lm(path: str, *, empty: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal LM at ``path`` in fp32 (master weights), in evaluation mode.
 
     Args:
         empty: on the meta device, made from config.json and the headers of the weights; contents are not read.
+        trust_remote_code: run Python code that comes with the model, where transformers lacks its architecture.
 
     Raises:
         UserError: not a model, one whose weights do not fit its config, or one without a language-model head (a reward
             model, say): transformers would quietly take embeddings or random numbers for it.
     """
     source = local_or_hub(path, "model")
+    trust = {"trust_remote_code": trust_remote_code}
     with _quiet(), loading(path, "causal language model"):
-        config = read_config(source)
-        model, info = load_weights(AutoModelForCausalLM, source, config, empty=empty)
+        config = read_config(source, **trust)
+        model, info = load_weights(AutoModelForCausalLM, source, config, empty=empty, **trust)
         generation = load_generation_config(source)
         if empty and generation is not None:  # else read beside the weights
             model.generation_config = generation
@@ -95,36 +97,46 @@ def load_causal_lm(path: str, *, empty: bool = False) -> PreTrainedModel:
             remedy="download the directory again, or correct its config.json; name a language model's directory",
         )
     check_loaded(model, path, info)
-    return model.eval()
+    return _named(model, path).eval()
 
 
-def outlined(path: str) -> PreTrainedModel:
+def _named(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The model with its name on the hub, where it is from there, in place of a directory of this machine's cache."""
+    if not Path(path).expanduser().is_dir():
+        model.name_or_path = model.config.name_or_path = split_name(path)[0]
+    return model
+
+
+def outlined(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal LM that config.json at ``path`` describes, on the meta device; weights need not be there.
 
     Raises:
         UserError: it describes none.
     """
+    trust = {"trust_remote_code": trust_remote_code}
     with _quiet(), loading(path, "causal language model"), torch.device("meta"):
-        outline: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(local_or_hub(path, "model")))
+        config = read_config(local_or_hub(path, "model"), **trust)
+        outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, **trust)
     return outline
 
 
-def load_scalar_model(path: str, *, empty: bool = False) -> PreTrainedModel:
-    """The reward model or critic at ``path`` in fp32; ``empty`` as for ``load_causal_lm``.
+def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The reward model or critic at ``path`` in fp32; arguments as of ``load_causal_lm``.
 
     Raises:
         UserError: the directory holds no scalar head (a causal LM, say), more than one label, or no whole model.
     """
     source = local_or_hub(path, "model")
+    trust = {"trust_remote_code": trust_remote_code}
     with _quiet(), loading(path, "sequence-classification model"):
-        config = read_config(source)
+        config = read_config(source, **trust)
         if config.num_labels != 1:
             raise UserError(
                 f"{path!r} is not a reward model",
                 found=f"architectures {config.architectures}, num_labels {config.num_labels}",
                 remedy="train one with `quartet reward-model`, or save a sequence-classification model with one label",
             )
-        model, info = load_weights(AutoModelForSequenceClassification, source, config, empty=empty)
+        model, info = load_weights(AutoModelForSequenceClassification, source, config, empty=empty, **trust)
     if info["missing_keys"]:
         raise UserError(
             f"{path!r} is not a reward model",
@@ -132,7 +144,7 @@ def load_scalar_model(path: str, *, empty: bool = False) -> PreTrainedModel:
             remedy="train one with `quartet reward-model`",
         )
     check_loaded(model, path, info)
-    return model.eval()
+    return _named(model, path).eval()
 
 
 def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
@@ -148,7 +160,10 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
         try:
             # The body may be held, and its config may name another dtype than its weights have.
             scalar = AutoModelForSequenceClassification.from_config(
-                config, dtype=torch.float32, attn_implementation=own_attention(model)
+                config,
+                dtype=torch.float32,
+                attn_implementation=own_attention(model),
+                trust_remote_code=brings_code(model),
             )
         except ValueError as error:
             raise UserError(
@@ -374,12 +389,11 @@ def load_step_separator(path: str) -> str | None:
     Raises:
         UserError: the file is there, but does not say how steps end.
     """
-    try:
-        file = cached_file(local_or_hub(path, "model"), _PROCESS_FILE)
-    except OSError:
+    file = Path(local_or_hub(path, "model"), _PROCESS_FILE)
+    if not file.is_file():
         return None
     try:
-        separator = json.loads(Path(file).read_text(encoding="utf-8"))["separator"]
+        separator = json.loads(file.read_text(encoding="utf-8"))["separator"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
     if not isinstance(separator, str) or not separator:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.utils import cached_file
+
+from quartet.text.loading import local_or_hub
 
 INDEX = "model.safetensors.index.json"
 Slices = tuple[slice, ...]
@@ -49,14 +50,15 @@ def weight_paths(source: str) -> list[Path]:
     Raises:
         OSError: there are none.
     """
+    folder = Path(local_or_hub(source, "model"))
     for name in ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"):
-        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if file is None:
+        file = folder / name
+        if not file.is_file():
             continue
         if not name.endswith(".json"):
-            return [Path(file)]
-        weight_map = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
-        return [Path(str(cached_file(source, shard))) for shard in sorted(set(weight_map.values()))]
+            return [file]
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return [folder / shard for shard in sorted(set(weight_map.values()))]
     raise OSError(f"no file named model.safetensors or pytorch_model.bin in {source}")
 
 

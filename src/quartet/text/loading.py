@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import cached_file
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
 from quartet.config.stages import made_by
+from quartet.remote.hub import fetch, split_name
 
 
 def local_or_hub(name: str | Path, what: str) -> str:
-    """``name`` with ``~`` expanded, after checking that a local path is a directory.
+    """The directory that ``name`` stands for: a local one, or the cache's with a model of the hub, which is fetched.
+
+    Args:
+        name: a path, or ``owner/name`` or ``owner/name@revision`` of the hub.
+        what: ``model`` or ``tokenizer``, of which weights are not fetched.
+
+    Raises:
+        UserError: a local path that does not exist, or a file; what the hub does not have or give.
+    """
+    return local_directory(name, what) or str(fetch(str(name), weights=what == "model"))
+
+
+def local_directory(name: str | Path, what: str) -> str | None:
+    """``name`` with ``~`` expanded where it is a local path; None where it is a name of the hub.
 
     Raises:
         UserError: a local path that does not exist, or a file.
@@ -31,11 +45,36 @@ def local_or_hub(name: str | Path, what: str) -> str:
         return str(path)
     if path.exists():
         raise UserError(f"the {what} is not a directory", found=text, remedy="name the directory that holds it")
-    # A hub name is ``name`` or ``owner/name``.
+    directory, revision = split_name(text)
+    if revision is not None and Path(directory).expanduser().exists():
+        raise UserError(
+            "only models of the hub have revisions",
+            found=f"revision {revision} of the local {directory}",
+            remedy="leave the revision out, or give the model's name on the hub",
+        )
+    # A hub name is ``name`` or ``owner/name``; a revision may be refs/pr/1.
+    text = directory
     is_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith("/") or "\\" in text
     if is_path or made_by(path) is not None:
         raise missing_file(f"there is no {what} directory here", path)
-    return text
+    return None
+
+
+def needs_own_code(error: BaseException, name: str) -> UserError | None:
+    """The error for a model or tokenizer that brings its own code, where ``error`` is transformers' refusal of it."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return UserError(
+        f"{name!r} comes with Python code of its own, which would run on this machine with your rights",
+        found="trust_remote_code is off",
+        remedy="read that code, pin it by `revision`, and set trust_remote_code: true beside the model's path "
+        "(--trust-remote-code on the command line); or use a model whose architecture transformers has",
+    )
+
+
+def brings_code(value: object) -> bool:
+    """Whether a model or tokenizer is of a class from its own directory, which was trusted when it was loaded."""
+    return type(value).__module__.startswith("transformers_modules")
 
 
 PAD_TOKEN = "<|quartet_pad|>"
@@ -52,14 +91,17 @@ _VOCABULARIES = {"tokenizer.json", "tekken.json", "tiktoken.model"}
 """Files that classes read without naming them."""
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub name; with a ``tokenizer.json`` there, texts get that file's ids.
+
+    Args:
+        trust_remote_code: run Python code that comes with it, where it needs that.
 
     Raises:
         UserError: no such directory, no tokenizer in it, one that cannot be read, or a hub name that cannot be fetched.
     """
     source = local_or_hub(path, "tokenizer")
-    tokenizer = _read_tokenizer(AutoTokenizer, source)
+    tokenizer = _read_tokenizer(AutoTokenizer, source, trust_remote_code=trust_remote_code)
     own = set(type(tokenizer).vocab_files_names.values())
     # Without files some classes come with a vocabulary of their special tokens alone; a few (bytes) need none.
     if not len(tokenizer) or (own and all(_file(source, name) is None for name in own | _VOCABULARIES)):
@@ -72,34 +114,30 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer if saved is None else _as_its_file(tokenizer, saved, source)
 
 
-def _read_tokenizer(reader: Any, source: str, **special: str) -> PreTrainedTokenizerBase:
+def _read_tokenizer(reader: Any, source: str, **options: Any) -> PreTrainedTokenizerBase:
     try:
-        tokenizer: PreTrainedTokenizerBase = reader.from_pretrained(source, **special)
+        tokenizer: PreTrainedTokenizerBase = reader.from_pretrained(source, **options)
     # The tokenizers library raises plain exceptions, transformers whatever a broken file leads it to.
     except Exception as error:
+        if (refused := needs_own_code(error, source)) is not None:
+            raise refused from None
         found = f"{source}: {_first_line(error)}"
-        if Path(source).is_dir():
-            remedy = "put tokenizer.json and tokenizer_config.json there, or name another `tokenizer:`"
-            slow = sorted(file.name for file in Path(source).glob("*.model"))
-            if slow and not (Path(source) / "tokenizer.json").is_file():
-                found = f"{source} has {', '.join(slow)} and no tokenizer.json: {_first_line(error)}"
-                remedy = (
-                    "install sentencepiece (or tiktoken) and protobuf, or save the tokenizer once with "
-                    "AutoTokenizer.from_pretrained(...).save_pretrained(...) where they are installed"
-                )
-        else:
-            remedy = "check the name and the network, or give a local directory"
+        remedy = "put tokenizer.json and tokenizer_config.json there, or name another `tokenizer:`"
+        slow = sorted(file.name for file in Path(source).glob("*.model"))
+        if slow and not (Path(source) / "tokenizer.json").is_file():
+            found = f"{source} has {', '.join(slow)} and no tokenizer.json: {_first_line(error)}"
+            remedy = (
+                "install sentencepiece (or tiktoken) and protobuf, or save the tokenizer once with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...) where they are installed"
+            )
         raise UserError("the tokenizer cannot be loaded", found=found, remedy=remedy) from error
     return tokenizer
 
 
 def _file(source: str, name: str) -> Path | None:
-    """``name`` in a directory or of a hub name; None where there is none."""
-    try:
-        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError):
-        return None
-    return None if found is None else Path(found)
+    """``name`` in a directory; None where there is none."""
+    file = Path(source, name)
+    return file if file.is_file() else None
 
 
 # As the directory's own file tokenises --------------------------------------------------------------------
@@ -181,13 +219,15 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str |
         UserError: no class makes the same ids of what was written.
     """
     tokenizer.save_pretrained(directory)
-    if differing_text(tokenizer, AutoTokenizer.from_pretrained(directory)) is None:
+    # What this process has written names no code but that of models that were trusted.
+    read = partial(AutoTokenizer.from_pretrained, directory, trust_remote_code=True)
+    if brings_code(tokenizer) or differing_text(tokenizer, read()) is None:
         return None
     # Its class has rules of its own, which this object does not follow: the file alone says them.
     settings = directory / "tokenizer_config.json"
     values = {**json.loads(settings.read_text(encoding="utf-8")), "tokenizer_class": PreTrainedTokenizerFast.__name__}
     settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    auto = AutoTokenizer.from_pretrained(directory)
+    auto = read()
     if (text := differing_text(tokenizer, auto)) is None:
         return None
     reloaded = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -210,14 +250,11 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
     """
     source = local_or_hub(path, "model")
     for name in ("generation_config.json", "config.json"):
-        is_local = Path(source).is_dir()
-        if is_local and not (Path(source) / name).is_file():
+        if not (Path(source) / name).is_file():
             continue
         try:
             found = GenerationConfig.from_pretrained(source, config_file_name=name)
         except Exception as error:  # as many kinds as a file can be broken
-            if not is_local:  # a hub model without that file
-                continue
             raise _no_generation_config(f"{path}/{name}: {_first_line(error)}") from error
         eos = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id or 0]
         if not all(isinstance(token, int) for token in eos):

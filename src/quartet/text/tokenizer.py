@@ -66,9 +66,13 @@ class TextCodec:
         return cls(tokenizer, tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),))
 
     @classmethod
-    def from_pretrained(cls, model: str | Path, tokenizer: str | Path | None = None) -> TextCodec:
+    def from_pretrained(
+        cls, model: str | Path, tokenizer: str | Path | None = None, *, trust_remote_code: bool = False
+    ) -> TextCodec:
         """The codec of a model directory or hub name; ``tokenizer`` where it lives elsewhere."""
-        return cls.of(load_tokenizer(tokenizer or model), load_generation_config(model))
+        return cls.of(
+            load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code), load_generation_config(model)
+        )
 
     def limited(self, max_tokens: int) -> TextCodec:
         """The same, for a caller that throws away what has more than ``max_tokens``.

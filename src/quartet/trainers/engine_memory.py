@@ -13,6 +13,7 @@ from quartet.config.recipe import RLRecipe
 from quartet.models.directories import loading, read_config
 from quartet.models.weight_files import stored_tensors
 from quartet.observe.memory import available_bytes, total_bytes
+from quartet.text.loading import local_or_hub
 from quartet.trainers.devices import precision_on
 
 _GIB = 2**30
@@ -37,7 +38,9 @@ def check_engine_fits(recipe: RLRecipe, path: str, device: torch.device, process
     try:
         with loading(path, "causal LM"), stored_tensors(path) as stored:
             num_weights = sum(prod(tensor.shape) for tensor in stored.values())
-            config = read_config(path)
+            given = recipe.actor.model
+            trust = given is not None and given.trust_remote_code
+            config = read_config(local_or_hub(path, "model"), trust_remote_code=trust)
     except UserError:
         return  # who loads it says what is wrong with it
     is_half = precision_on(device, recipe.actor.train.precision) == "bf16"

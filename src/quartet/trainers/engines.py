@@ -40,6 +40,7 @@ from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
 from quartet.rollout.stepped import SteppedEngine
 from quartet.rollout.stop_strings import Decode
+from quartet.text.loading import local_or_hub
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.disk import checkpoint_shapes
 
@@ -232,17 +233,18 @@ def _devices_of(number: int, config: VLLMEngineConfig, visible: Sequence[str]) -
 
 
 def has_folder(config: ModelConfig | None) -> bool:
-    """Whether the recipe names a directory that has the model and its tokenizer."""
-    return config is not None and config.tokenizer is None and os.path.isdir(config.path)
+    """Whether the recipe names a directory, or a model of the hub, that has the model and its tokenizer."""
+    return config is not None and config.tokenizer is None
 
 
 @contextmanager
 def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
-    """A directory with the model as it started and its tokenizer: the recipe's, or one that is gone afterwards."""
+    """A directory with the model as it started and its tokenizer: the recipe's, the hub cache's, or one that is gone
+    afterwards."""
     temporary = Path(tempfile.gettempdir())
     if config is not None and has_folder(config):
         remove_left(temporary, _POLICY)
-        yield config.path
+        yield local_or_hub(config.path, "model")
         return
     folder = OwnedFolder(temporary, _POLICY, mode=0o700)
     try:

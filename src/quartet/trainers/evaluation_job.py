@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import Interrupted, UserError
-from quartet.config.common import ModelConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.models.directories import load_warnings
 from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
-from quartet.text.loading import load_tokenizer, local_or_hub
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import (
@@ -49,6 +47,7 @@ from quartet.trainers.input_sources import (
     as_rewards,
     check_recipe,
     check_unweighted,
+    resolve_tokenizer,
     with_names,
 )
 from quartet.trainers.run import Stopwatch, open_run
@@ -99,11 +98,11 @@ class Evaluator:
     ) -> None:
         check_recipe(recipe, EvalRecipe)
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer)
-        self.recipe = recipe
+        self.run_directory, self.progress, device = open_run(recipe, resume, progress, own_model)
+        self.recipe = recipe = self.run_directory.pin(recipe)
         self.judge: AnswerJudge | None = BothOrders(judge) if judge is not None else None
         if judge is None and recipe.compare is not None and recipe.compare.judge is not None:
             self.judge = Comparer(recipe.compare.judge)
-        self.run_directory, self.progress, device = open_run(recipe, resume, progress, own_model)
         self.path = self.run_directory.path
         if recipe.data is not None:
             check_unweighted(recipe.data, "data")
@@ -146,8 +145,7 @@ class Evaluator:
             )
         check_named("compare.source", config.source, list(self.weights), "the weighted sum")
         if not config.is_file:
-            local_or_hub(config.model, "model")
-            load_tokenizer(config.tokenizer or config.model)
+            resolve_tokenizer(config.as_model(), None)
             return []
         stored = read_answers(Path(config.model))
         matched(stored, self.prompts.items)
@@ -222,7 +220,7 @@ class Evaluator:
         self._notes += evaluation_model.warnings()
         del evaluation_model
         if compare is not None and not compare.is_file:
-            other = self._open_model(ModelConfig(path=compare.model, tokenizer=compare.tokenizer))
+            other = self._open_model(compare.as_model())
             self._notes += load_warnings(other.packed.model)
             with contextlib.closing(other):
                 others = self._of(other, recorder, "against", f"answers of {compare.model}")

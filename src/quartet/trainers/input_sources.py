@@ -141,7 +141,7 @@ def _set(recipe: Any, dotted: str, value: Any) -> Any:
 
 
 def resolve_model(
-    config: ModelConfig | None, model: PreTrainedModel | None, load: Callable[[str], PreTrainedModel], key: str
+    config: ModelConfig | None, model: PreTrainedModel | None, load: Callable[..., PreTrainedModel], key: str
 ) -> PreTrainedModel:
     """The object if there is one, else what the recipe's path names.
 
@@ -151,7 +151,7 @@ def resolve_model(
     if model is not None:
         found = model
     elif config is not None:
-        found = load(config.path)
+        found = load(config.path, trust_remote_code=config.trust_remote_code)
     else:
         raise UserError("there is no model", found=f"{key} is missing", remedy=f"set {key}.path, or pass a model")
     try:
@@ -177,8 +177,9 @@ def resolve_scalar_model(
     Args:
         empty: on the meta device, as ``model`` is then.
     """
-    if model is None and config is not None and _is_scalar(config.path):
-        return load_scalar_model(config.path, empty=empty), load_generation_config(config.path)
+    if model is None and config is not None and _is_scalar(config):
+        found = load_scalar_model(config.path, empty=empty, trust_remote_code=config.trust_remote_code)
+        return found, load_generation_config(config.path)
     found = resolve_model(config, model, partial(load_causal_lm, empty=empty), "model")
     generation = getattr(found, "generation_config", None)
     if getattr(found, "score", None) is not None:
@@ -186,10 +187,11 @@ def resolve_scalar_model(
     return scalar_model_from(found, seed=seed), generation
 
 
-def _is_scalar(path: str) -> bool:
+def _is_scalar(given: ModelConfig) -> bool:
     """Whether the directory holds a sequence-classification model already."""
     try:
-        config = AutoConfig.from_pretrained(local_or_hub(path, "model"))
+        source = local_or_hub(given.path, "model")
+        config = AutoConfig.from_pretrained(source, trust_remote_code=given.trust_remote_code)
     except Exception:
         return False  # the loader that follows says what is wrong
     return any("SequenceClassification" in name for name in config.architectures or [])
@@ -204,7 +206,7 @@ def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizer
         )
     if config.tokenizer is None:
         local_or_hub(config.path, "model")  # what is missing is the model, of which the tokenizer is a part
-    return load_tokenizer(config.tokenizer or config.path)
+    return load_tokenizer(config.tokenizer or config.path, trust_remote_code=config.trust_remote_code)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

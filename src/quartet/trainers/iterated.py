@@ -46,9 +46,10 @@ from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import Answer, write_answers, write_rows
 from quartet.trainers.evaluation_metrics import by_prompt
 from quartet.trainers.input_sources import check_recipe, check_unweighted
+from quartet.trainers.results import TrainResult
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import Stopwatch, TrainResult, open_run
+from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, completed, writing
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 
@@ -69,8 +70,8 @@ class IteratedTrainer:
 
     def __init__(self, recipe: IteratedRecipe, *, resume: Resume = False, progress: Progress | None = None) -> None:
         check_recipe(recipe, IteratedRecipe)
-        self.recipe = recipe
         self.run, self.progress, self.device = open_run(recipe, resume, progress)
+        self.recipe = self.run.pin(recipe)
         self.path = self.run.path
         self._stages: list[dict[str, Any]] = []
         self._signals = StopSignals()

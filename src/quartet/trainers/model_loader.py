@@ -175,7 +175,7 @@ class ModelLoader:
         if path is None and lora is not None and self._shares_reference:
             return self.actor
         if path is not None:
-            model = self._load_causal(path)
+            model = self._load_causal(path, trust_remote_code=recipe.reference.trust_remote_code)
         else:
             with self.actor.without_adapters() if lora is not None else contextlib.nullcontext():
                 model = copy.deepcopy(self.actor_model)
@@ -248,13 +248,13 @@ class ModelLoader:
     def _critic_model(self) -> PreTrainedModel:
         """What the recipe names; else a copy of the first reward model that reads the policy's tokens; else the actor's
         body with a new head."""
-        if self.recipe.critic.path is not None:
-            return self._load_scalar(self.recipe.critic.path)
+        if (given := self.recipe.critic).path is not None:
+            return self._load_scalar(given.path, trust_remote_code=given.trust_remote_code)
         if native := [role for role in self.reward_models if role.codec is None]:
             # From the directory once more where there is one: what is frozen may have rounded weights.
             for config in self.recipe.rewards:
                 if config.name == native[0].name and isinstance(config, ModelReward | ProcessModelReward):
-                    return self._load_scalar(config.path)
+                    return self._load_scalar(config.path, trust_remote_code=config.trust_remote_code)
             return copy.deepcopy(native[0].model.model)
         # Fresh adapters add nothing, but their modules would come along.
         with self.actor.without_adapters():

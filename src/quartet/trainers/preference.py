@@ -155,7 +155,10 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         """The model passed, or the one that the recipe names; given back once its log-probabilities are known."""
         recipe, train = self.recipe, self.recipe.train
         path = str(recipe.reference.path)
-        model = passed if passed is not None else load_causal_lm(path, empty=self.mesh is not None)
+        model = passed
+        if model is None:
+            trust = recipe.reference.trust_remote_code
+            model = load_causal_lm(path, empty=self.mesh is not None, trust_remote_code=trust)
         held, needed = vocabulary_size(model), vocabulary_size(self.packed.model)
         if held != needed:
             raise UserError(
@@ -313,8 +316,8 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
         )
         self._reference = None  # the worker's, which gives it back before the first step
 
-    def _models(self) -> list[tuple[str | None, PreTrainedModel | None]]:
-        return [*super()._models(), (self.recipe.reference.path, self._reference)]
+    def _models(self) -> list[tuple[Any, PreTrainedModel | None]]:
+        return [*super()._models(), (self.recipe.reference, self._reference)]
 
     async def _prepare(self, group: RoleGroup[PreferenceWorker]) -> None:
         """Has the reference's log-probabilities computed where they are not there."""

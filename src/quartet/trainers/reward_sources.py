@@ -203,8 +203,9 @@ def _loaded(
     config: ModelReward | ProcessModelReward, frozen: FrozenModels
 ) -> tuple[PreTrainedTokenizerBase, PackedScalarModel, TokenBudget]:
     """The model's own tokenizer, the model, and its token budget."""
-    tokenizer = load_tokenizer(config.tokenizer or config.path)
-    packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.device == META))
+    trust = config.trust_remote_code
+    tokenizer = load_tokenizer(config.tokenizer or config.path, trust_remote_code=trust)
+    packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.device == META, trust_remote_code=trust))
     check_vocabulary(tokenizer, vocabulary_size(packed.model))
     budget = TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")
     return tokenizer, packed, budget

@@ -28,6 +28,7 @@ from quartet.schedule.iteration import run_iteration
 from quartet.schedule.model_worker import HEADS, CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker
+from quartet.text.loading import brings_code
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, DRAFTS, hold_buffered, restored_buffered, write_rollouts
@@ -46,8 +47,9 @@ from quartet.trainers.input_sources import (
 )
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.periodic_evaluation import PeriodicEvaluation
+from quartet.trainers.results import TrainResult
 from quartet.trainers.roles import RLRoles, needs_greedy
-from quartet.trainers.run import Stopwatch, TrainResult, open_run
+from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume
 from quartet.trainers.signals import take_back_signals
 from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference
@@ -110,8 +112,8 @@ class RLTrainer:
         check_recipe(recipe, RLRecipe)
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer, "actor.model")
         recipe, own_critic = with_name(recipe, critic, "critic.path")
-        self.recipe = recipe
         self.run, self.progress, device = open_run(recipe, resume, progress, own_model)
+        self.recipe = recipe = self.run.pin(recipe)
         self.path = self.run.path
         objects = UserObjects(
             own_model,
@@ -272,10 +274,12 @@ class RLTrainer:
         notes = [*self._warnings(), *self._deaths, *self.run.warnings, *(note for notes in exported for note in notes)]
         rows = read_metrics(self.path / "metrics.jsonl")
         last = {name: value for row in rows for name, value in row.items() if name not in ("step", "time_s")}
+        held_out = len(self.evaluation.prompts) if self.evaluation.prompts is not None else 0
         summary = self.run.finish(
             {
                 "stages": [{"name": "rl", "seconds": round(seconds, 3), "metrics": last}],
                 "notes": notes,
+                "rows": {"data": len(self.roles.prompts), "evaluation.data": held_out},
                 **self.evaluation.summary(),
             }
         )
@@ -383,4 +387,5 @@ def _trained_model(packed: PackedModel, path: Path) -> PreTrainedModel:
     """The model of ``packed``, or, where that has no contents, what was saved at ``path``; as ``load_trained``."""
     if packed.device.type != "meta":
         return packed.model
-    return load_trained(path, load_causal_lm if isinstance(packed, PackedCausalLM) else load_scalar_model)
+    load = load_causal_lm if isinstance(packed, PackedCausalLM) else load_scalar_model
+    return load_trained(path, partial(load, trust_remote_code=brings_code(packed.model)))

@@ -20,12 +20,11 @@ import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -57,6 +56,8 @@ from quartet.train.checkpoint import (
 from quartet.train.state import snapshot
 from quartet.trainers.devices import compute_device, device_changes, resolved, use_threads
 from quartet.trainers.mirror import SharedStorage
+from quartet.trainers.model_card import write_cards
+from quartet.trainers.pinned import pinned
 from quartet.trainers.run_files import (
     Resume,
     changed_inputs,
@@ -73,6 +74,7 @@ from quartet.trainers.run_files import (
 )
 from quartet.trainers.signals import StopSignals, stop_signals
 
+R = TypeVar("R", bound=Recipe)
 _CHECKPOINT, _WRITER = "checkpoint", "writer"
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
@@ -137,7 +139,14 @@ class RunDirectory:
         self._signals = StopSignals()
         self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
-        self._inspect()
+        self._pinned, self._commits = recipe, dict[str, str]()
+        self._found = self._inspect() or {}
+
+    def pin(self, recipe: R) -> R:
+        """The recipe of the run, as ``pinned`` gives it: what is loaded, and noted in ``run.json``."""
+        found, self._commits = pinned(recipe, self._found.get("commits"), self.warning)
+        self._pinned = found
+        return found
 
     # Ownership -------------------------------------------------------------------------------------------
 
@@ -158,6 +167,7 @@ class RunDirectory:
             **cpu.record(),
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
             "inputs": input_digests(named),
+            **({"commits": self._commits} if self._commits else {}),
         }
         if found is None:
             with writing(self.path / "recipe.yaml"):
@@ -270,9 +280,10 @@ class RunDirectory:
         """Writes ``summary.json``, after all that is being written, and returns what it holds: job, seed, versions and
         ``results``. The run counts as finished from here on."""
         self.drain()
+        summary = {"job": self.job, "seed": self.recipe.seed, "versions": software_versions(), **results}
         with writing(self.path):
             write_models(self.path)
-        summary = {"job": self.job, "seed": self.recipe.seed, "versions": software_versions(), **results}
+            write_cards(self.path, self.recipe, self._pinned, summary)  # which its users may edit
         write_json(self.path / "summary.json", summary)
         return summary
 
@@ -442,34 +453,6 @@ def open_run(
     path, device = output_path(recipe.output_dir, job_of(recipe), resume), compute_device(recipe, passed)
     record = resolved(recipe, device)
     return RunDirectory(path, recipe, resume=resume, tell=progress.print, resolved=record), progress, device
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """Where a training run is, and what ``summary.json`` holds.
-
-    Args:
-        load_model, load_critic: give the trained models; no critic where the job trains none.
-    """
-
-    path: Path
-    summary: dict[str, Any]
-    load_model: Callable[[], PreTrainedModel]
-    load_critic: Callable[[], PreTrainedModel] | None = None
-
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        """The trained model: the object trained in this process, or what a worker wrote, loaded when first asked for.
-
-        Raises:
-            UserError: what a worker wrote is not there any more, or only its adapters were saved.
-        """
-        return self.load_model()
-
-    @cached_property
-    def critic(self) -> PreTrainedModel | None:
-        """The trained critic, where the method has one; as ``model``."""
-        return self.load_critic() if self.load_critic is not None else None
 
 
 def resident_bytes() -> float:

@@ -37,7 +37,8 @@ from quartet.trainers.input_sources import (
     check_recipe,
     with_names,
 )
-from quartet.trainers.run import Stopwatch, TrainResult, open_run
+from quartet.trainers.results import TrainResult
+from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, read_json
 from quartet.trainers.signals import stop_signals, take_back_signals
 from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker
@@ -84,8 +85,8 @@ class SupervisedTrainer(Generic[R, W]):
     ) -> None:
         check_recipe(recipe, self.recipe_class)
         recipe, passed, own = with_names(recipe, model, tokenizer)
-        self.recipe = recipe
         self.run, self.progress, device = open_run(recipe, resume, progress, passed)
+        self.recipe = recipe = self.run.pin(recipe)
         self.path = self.run.path
         # A worker in another process may be in another directory itself.
         self._path_of_workers = self.path if recipe.cluster.type == "local" else self.path.absolute()
@@ -108,16 +109,17 @@ class SupervisedTrainer(Generic[R, W]):
             UserError: a model cannot be cut as the recipe says.
         """
         recipe = self.recipe
-        for path, passed in self._models() if recipe.sharding.copy_size > recipe.sharding.shard else ():
+        for config, passed in self._models() if recipe.sharding.copy_size > recipe.sharding.shard else ():
+            path, trust = (config.path, config.trust_remote_code) if config is not None else (None, False)
             if passed is None and (path is None or not os.path.isdir(os.path.expanduser(path))):
                 continue
-            model = on_meta([passed])[0] if passed is not None else outlined(str(path))
+            model = on_meta([passed])[0] if passed is not None else outlined(str(path), trust_remote_code=trust)
             kind = PackedScalarModel if getattr(model, "score", None) is not None else PackedCausalLM
             check_cut(kind(model), **recipe.sharding.peers)
 
-    def _models(self) -> list[tuple[str | None, PreTrainedModel | None]]:
-        """Path or object of each model that processes hold between them."""
-        return [(self.recipe.model.path if self.recipe.model is not None else None, self._given.model)]
+    def _models(self) -> list[tuple[Any, PreTrainedModel | None]]:
+        """Section or object of each model that processes hold between them."""
+        return [(self.recipe.model, self._given.model)]
 
     @property
     def worker(self) -> W:
@@ -256,6 +258,7 @@ class SupervisedTrainer(Generic[R, W]):
             {
                 "stages": [{"name": self._stage, "seconds": round(watch.seconds, 3), "metrics": metrics}],
                 "notes": [*about.warnings, *self.run.warnings, *([warning] if warning else [])],
+                "rows": {"data": about.num_rows, "evaluation_data": about.num_evaluation_rows},
             }
         )
 
@@ -277,7 +280,7 @@ class SupervisedTrainer(Generic[R, W]):
             while step < about.steps:
                 metrics = await self._step(step, group, about)
                 step += 1
-                if about.has_evaluation and (step % self.recipe.evaluate_every_steps == 0 or step == about.steps):
+                if about.num_evaluation_rows and (step % self.recipe.evaluate_every_steps == 0 or step == about.steps):
                     with run.recorder.span("evaluate", step=step - 1):
                         metrics.update(await group.call(SupervisedWorker.evaluate))
                 run.tracker.log(step, metrics)
@@ -325,7 +328,8 @@ class SupervisedTrainer(Generic[R, W]):
         if self._worker is not None:
             found: PreTrainedModel = self._worker.packed.model
             return found
-        return load_trained(self.path / "model", self.worker_class.load_written)
+        trust = self.recipe.model is not None and self.recipe.model.trust_remote_code
+        return load_trained(self.path / "model", partial(self.worker_class.load_written, trust_remote_code=trust))
 
 
 def _end(

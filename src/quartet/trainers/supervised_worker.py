@@ -80,13 +80,13 @@ class SupervisedDescription(Described):
 
     Attributes:
         num_rows: to train on.
-        has_evaluation: there are held-out rows.
+        num_evaluation_rows: held-out ones.
     """
 
     steps: int
     num_rows: int
     rows_per_step: int
-    has_evaluation: bool
+    num_evaluation_rows: int
 
 
 class SupervisedWorker(TrainWorker, Generic[R, D, P]):
@@ -230,7 +230,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
             steps=self.steps,
             num_rows=len(self.data),
             rows_per_step=self._rows_per_step,
-            has_evaluation=self.evaluation is not None,
+            num_evaluation_rows=len(self.evaluation) if self.evaluation is not None else 0,
         )
 
     def step(self, step: int) -> dict[str, float]:

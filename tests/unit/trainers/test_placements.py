@@ -32,7 +32,7 @@ from quartet.train.checkpoint import checkpoint_path
 from quartet.train.checkpoint_shares import Share
 from quartet.train.state import REST
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import TrainResult
+from quartet.trainers.results import TrainResult
 
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
 BIG = 10**9

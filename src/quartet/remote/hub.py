@@ -1,0 +1,239 @@
+"""Models of the Hugging Face hub: fetched once per machine, then read from the cache; and uploaded.
+
+A name is ``owner/name`` or ``owner/name@revision``, where the revision is a branch, a tag or a commit. Cache, endpoint
+and credentials are huggingface_hub's own (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_ENDPOINT``, ``HF_TOKEN`` or
+``hf auth login``); a token is neither kept nor shown here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_token, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import WeakFileLock
+
+from quartet.config.errors import UserError
+from quartet.config.file_errors import write_error
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+_OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "*/*.bin"]
+"""The same weights once more, or those of other models."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FAILURES = (HTTPError, OSError, RuntimeError, ValueError)
+_TIMEOUT_S = 10.0
+_LOG_IN = "log in by `hf auth login`, or set HF_TOKEN"
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """Repository and revision; None for its main branch."""
+    repo, _, revision = name.partition("@")
+    return repo, revision or None
+
+
+def fetch(name: str, *, weights: bool = True) -> Path:
+    """The directory of the cache with the model's files, all of them there; its name is the commit.
+
+    Of several processes of a machine one downloads, and the others wait. What is there is not asked for again.
+
+    Args:
+        weights: False for a tokenizer.
+
+    Raises:
+        UserError: the hub has no such model or revision, does not give it to this user, or cannot be reached and the
+            cache lacks it.
+    """
+    repo, revision = split_name(name)
+    ignored = _OTHER_WEIGHTS if weights else [*_OTHER_WEIGHTS, "*.safetensors"]
+    with _explained(name):
+        get = partial(snapshot_download, repo, ignore_patterns=ignored)
+        listing = _cache_of(repo) / "trees" / f"{revision}.json"
+        if listing.is_file():  # of a commit: what belongs to it is known
+            with contextlib.suppress(LocalEntryNotFoundError):
+                found = Path(get(revision=revision, allow_patterns=_FILES, local_files_only=True))
+                if not weights or any(found.glob("*.safetensors")):
+                    return found
+        with _once_per_machine(repo) as is_writable:
+            get = partial(get, local_files_only=not is_writable)
+            found = Path(get(revision=revision, allow_patterns=_FILES))
+            pickled = weights and not any(found.glob("*.safetensors"))
+            more = ["README.md", *(["pytorch_model*.bin"] if pickled else [])]
+            with contextlib.suppress(LocalEntryNotFoundError):  # who loads it says which weights are missing
+                get(revision=found.name, allow_patterns=more)
+    return found
+
+
+def pin(name: str, *, weights: bool = True) -> tuple[str, str | None]:
+    """``owner/name@commit`` of what the revision is now, and a remark where only the cache could tell.
+
+    Raises:
+        UserError: as of ``fetch``.
+    """
+    repo, revision = split_name(name)
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return name, None
+    remark = None
+    with _explained(name):
+        try:
+            HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_S)
+        except _FAILURES as error:
+            if not _is_unreachable(error):
+                raise
+            remark = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no answer: {_line(error)}"
+    commit = fetch(name, weights=weights).name
+    if remark is not None:
+        remark = f"{name}: the hub was not asked ({remark}); the cache's commit {commit[:12]} is used"
+    return f"{repo}@{commit}", remark
+
+
+def current_commit(name: str) -> str | None:
+    """The commit that the revision is now; None where the hub does not say."""
+    repo, revision = split_name(name)
+    try:
+        return HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_S).sha
+    except _FAILURES:
+        return None
+
+
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+    message: str | None = None,
+) -> str:
+    """Uploads ``folder`` into a repository, which is made where there is none; returns the commit's address.
+
+    Args:
+        private: of a new repository; None: as the owner's account has it.
+        token: None: the one that is logged in.
+        revision: a branch, which is made where there is none; None: the main one.
+
+    Raises:
+        UserError: the hub refuses it or cannot be reached; ``folder`` is left as it is.
+    """
+    with _explained(repo_id, folder, token):
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo, folder_path=folder, revision=revision, commit_message=message or "Upload a model"
+        ).commit_url
+
+
+# One download per machine -----------------------------------------------------------------------------------
+
+
+def _cache_of(repo: str) -> Path:
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+
+
+@contextlib.contextmanager
+def _once_per_machine(repo: str) -> Iterator[bool]:
+    """Within, no other process on this cache fetches ``repo``; False: the cache can be read, and not written."""
+    locks = _cache_of(repo).parent / ".locks" / _cache_of(repo).name
+    with contextlib.suppress(OSError):
+        locks.mkdir(parents=True, exist_ok=True)
+    is_writable = os.access(locks, os.W_OK)
+    with WeakFileLock(locks / "quartet.lock") if is_writable else contextlib.nullcontext():
+        yield is_writable
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _explained(name: str, folder: Path | None = None, token: str | None = None) -> Iterator[None]:
+    """Within, what the hub refuses becomes a user error, without any token in it."""
+    try:
+        yield
+    except HFValidationError as error:
+        raise UserError(
+            "this is no name of the hub",
+            found=f"{name!r}: {_line(error)}",
+            remedy="name owner/name, or a directory that is there",
+        ) from None
+    except _FAILURES as error:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+            raise write_error(Path(error.filename), error, what="the hub's cache: ") from error
+        why: Exception = error
+        if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+            why = error.__cause__  # of no help from the hub, before the cache was looked into
+        sent = token or get_token()
+        problem, remedy = _upload_problem(name, why, folder) if folder is not None else _problem(name, why)
+        found = f"{_line(why)}; {'a token is set' if sent else 'no token: nobody is logged in'}"
+        # The library's errors hold requests with their headers, so none is kept as the cause.
+        raise UserError(problem, found=found.replace(sent, "…") if sent else found, remedy=remedy) from None
+
+
+def _problem(name: str, error: Exception) -> tuple[str, str]:
+    """What is wrong, and what to do, where a model could not be had."""
+    repo, revision = split_name(name)
+    status = _status(error)
+    if isinstance(error, GatedRepoError) or (status == 403 and not isinstance(error, RepositoryNotFoundError)):
+        page = f"{constants.ENDPOINT}/{repo}"
+        return f"{repo} is gated: its owners give it to those who accept its licence", (
+            f"accept the licence at {page} with your account, then {_LOG_IN}; a token needs read access to gated models"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repo} has no revision {revision or 'main'!r}", "name a branch, a tag or a whole commit of it"
+    if status == 401 and not isinstance(error, RepositoryNotFoundError):
+        return "the hub does not accept the token that is set", f"{_LOG_IN}, with a token that has not expired"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"the hub has no model {repo}, or does not show it to you", (
+            f"check the name; for a private or gated model {_LOG_IN}; for a model of your own give its directory"
+        )
+    if constants.HF_HUB_OFFLINE:
+        which = f"{repo} --revision {revision}" if revision else repo
+        return f"the hub's cache has no whole {name}, and HF_HUB_OFFLINE forbids to ask the hub", (
+            f"run `hf download {which}` where there is a network, with this cache ({constants.HF_HUB_CACHE}), or unset "
+            "HF_HUB_OFFLINE"
+        )
+    return f"{name} could not be fetched from the hub, and is not in the cache", (
+        f"check the network and HF_ENDPOINT ({constants.ENDPOINT}), or give a local directory"
+    )
+
+
+def _upload_problem(name: str, error: Exception, folder: Path) -> tuple[str, str]:
+    status, kept = _status(error), f"the model is whole in {folder}"
+    if status == 401 or isinstance(error, RepositoryNotFoundError):
+        return f"the hub does not let this user write to {name}", f"{_LOG_IN}, with a token that may write; {kept}"
+    if status == 403:
+        return f"this token may not write to {name}", f"use a token with write access to its owner; {kept}"
+    if status in (409, 412):
+        return f"{name} was changed while the model was being uploaded", f"push again; {kept}"
+    when = "without HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "later"
+    return f"the model could not be uploaded to {name}", f"push again {when}; {kept}"
+
+
+def _status(error: Exception) -> int | None:
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+def _is_unreachable(error: Exception) -> bool:
+    status = _status(error)
+    return status is None or status >= 500 or status == 429
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    status = _status(error)
+    text = lines[0] if lines else type(error).__name__
+    return text if status is None or str(status) in text else f"{status} {text}"
