@@ -77,7 +77,7 @@ class WandbTracker:
             settings=wandb.Settings(console="off", silent=True, init_timeout=_START_S, finish_timeout=_FINISH_S),
         )
         self.id: str | None = str(self._run.id)
-        self.url: str | None = self._run.url
+        self.url: str | None = self._run.url if _mode(config) == "online" else None
         self._last_step = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -150,8 +150,7 @@ class MLflowTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-        # Its names have neither of these two characters.
-        rows = [self._metric(n.replace("@", "_").replace("+", "_"), v, now_ms, step) for n, v in metrics.items()]
+        rows = [self._metric(_mlflow_name(name), value, now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self.id, metrics=rows)
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
@@ -160,6 +159,13 @@ class MLflowTracker:
 
     def close(self, *, failed: bool = False) -> None:
         self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
+
+
+def _mlflow_name(name: str) -> str:
+    """Without characters that MLflow refuses, and with one slash at most: stores of files make folders of them, and
+    ``eval/judge`` and ``eval/judge/exact_match`` cannot both be there."""
+    family, slash, rest = name.replace("@", "_").replace("+", "_").partition("/")
+    return family + slash + rest.replace("/", ".")
 
 
 def _tensorboard(config: Any, run: TrackedRun, known: str | None) -> TensorBoardTracker:
@@ -266,7 +272,7 @@ class DeliveredTracker:
         self._thread.close(partial(self._end, failed))
         if self._thread.num_dropped:
             self._warn(
-                f"the tracker {self._kind} lacks {self._thread.num_dropped} rows or tables; metrics.jsonl has all"
+                f"the tracker {self._kind} lacks {self._thread.num_dropped} of the run's rows and tables; metrics.jsonl has all rows"
             )
 
     # In the thread -----------------------------------------------------------------------------------------
