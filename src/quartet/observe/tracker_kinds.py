@@ -26,11 +26,10 @@ from quartet.observe.background import BestEffortThread
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.trackers import Row, TensorBoardTracker, Tracker
 
-_START_S, _FINISH_S = 20.0, 20.0
-"""Longest wait of wandb for its server when a run begins and ends; it keeps the process that long."""
-_PARAMS = 100
-"""So many parameters, each of so many characters at most, a server of MLflow takes at a time."""
-_PARAM_CHARACTERS = 500
+_WAIT_S = 20.0
+"""Longest wait of wandb for its server when a run begins and when it ends; it keeps the process that long."""
+_PARAMS, _PARAM_CHARACTERS = 100, 500
+"""So many parameters, each of so many characters at most, servers of MLflow take at a time."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class WandbTracker:
             dir=str(run.directory),
             config=dict(run.recipe),
             reinit="create_new",
-            settings=wandb.Settings(console="off", silent=True, init_timeout=_START_S, finish_timeout=_FINISH_S),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=_WAIT_S, finish_timeout=_WAIT_S),
         )
         self.id: str | None = str(self._run.id)
         self.url: str | None = self._run.url if _mode(config) == "online" else None
@@ -259,7 +258,7 @@ class DeliveredTracker:
         self._path = directory / "trackers" / f"{kind}.json"
         self._tracker: Tracker | None = None
         self._known: dict[str, Any] = {}
-        self._logged_before = -1
+        self._last: dict[str, int] = {}  # step of metrics, and of each table
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._thread.submit(partial(self._log, step, dict(metrics)))
@@ -270,10 +269,8 @@ class DeliveredTracker:
 
     def close(self, *, failed: bool = False) -> None:
         self._thread.close(partial(self._end, failed))
-        if self._thread.num_dropped:
-            self._warn(
-                f"the tracker {self._kind} lacks {self._thread.num_dropped} of the run's rows and tables; metrics.jsonl has all rows"
-            )
+        if lost := self._thread.num_dropped:
+            self._warn(f"the tracker {self._kind} lacks {lost} of the run's rows and tables; metrics.jsonl has all rows")
 
     # In the thread -----------------------------------------------------------------------------------------
 
@@ -281,9 +278,8 @@ class DeliveredTracker:
         if self._tracker is None:
             if self._path.is_file():
                 self._known = json.loads(self._path.read_text(encoding="utf-8"))
-                self._logged_before = self._known["step"]
             self._tracker = self._start(self._known.get("id"))
-            self._note(self._logged_before)
+            self._note(self._known.get("step", -1))
             if self._tracker.url is not None:
                 self._tell(f"{self._kind}: {self._tracker.url}")
         return self._tracker
@@ -293,16 +289,22 @@ class DeliveredTracker:
             self._path.parent.mkdir(exist_ok=True)
             replace_atomically(self._path, json.dumps({"id": self._tracker.id, "step": step}).encode())
 
+    def _is_new(self, step: int, name: str = "") -> bool:
+        """False for what was logged already: by the process before, or before a worker died."""
+        return step > self._last.get(name, self._known.get("step", -1))
+
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         tracker = self._opened()
-        if step > self._logged_before:
+        if self._is_new(step):
             tracker.log(step, metrics)
+            self._last[""] = step
             self._note(step)
 
     def _show(self, step: int, name: str, rows: Callable[[int], Sequence[Row]]) -> None:
         tracker, table = self._opened(), rows(self._num_samples)
-        if table and step > self._logged_before:
+        if table and self._is_new(step, name):
             tracker.samples(step, name, table)
+            self._last[name] = step
 
     def _end(self, failed: bool) -> None:
         if self._tracker is not None:

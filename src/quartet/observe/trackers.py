@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,8 +48,6 @@ class Delivered(Protocol):
 
     def samples(self, step: int, name: str, rows: Callable[[int], Sequence[Row]]) -> None: ...
 
-    def close(self, *, failed: bool = False) -> None: ...
-
 
 class JsonlTracker:
     """One JSON object per line: ``{"step": 3, "time_s": 1700000000.0, "loss/policy": 0.1}``.
@@ -60,7 +57,7 @@ class JsonlTracker:
     run is dropped on opening.
 
     Args:
-        others: get the same metrics, and are closed with this one.
+        others: get the same metrics.
         clock: Unix time in seconds.
     """
 
@@ -95,15 +92,8 @@ class JsonlTracker:
         """Of all rows that are in the file by now."""
         return self._rows.written()
 
-    def close(self, *, failed: bool = False) -> None:
-        """
-        Args:
-            failed: the run did not reach its end.
-        """
-        with contextlib.ExitStack() as closing:
-            for tracker in self._others:
-                closing.callback(tracker.close, failed=failed)
-            self._rows.close()
+    def close(self) -> None:
+        self._rows.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

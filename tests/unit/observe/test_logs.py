@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
@@ -15,29 +14,28 @@ import pytest
 from quartet.observe.logs import logging_variables, set_up_logging
 
 
-@pytest.fixture
-def stderr(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
     logger = logging.getLogger("quartet")
     before = (logger.level, logger.propagate, list(logger.handlers))
-    found = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", found)
-    yield found
+    yield
     logger.setLevel(before[0])
     logger.propagate, logger.handlers[:] = before[1], before[2]
 
 
-def test_records_have_role_and_rank_once(stderr: io.StringIO) -> None:
+def test_records_have_role_and_rank_once(capsys: pytest.CaptureFixture) -> None:
     root = logging.getLogger()
     before = (root.level, list(root.handlers), logging.getLogger("transformers").level)
     set_up_logging("info", "driver")
     set_up_logging("info", "actor+reference", 3)  # another run in the same process
     logging.getLogger("quartet.trainers.run").info("saved %d", 7)
     logging.getLogger("quartet.trainers.run").debug("not this")
-    assert re.fullmatch(r"\S+ \S+ INFO \[actor\+reference 3\] quartet\.trainers\.run: saved 7\n", stderr.getvalue())
+    text = capsys.readouterr().err
+    assert re.fullmatch(r"\S+ \S+ INFO \[actor\+reference 3\] quartet\.trainers\.run: saved 7\n", text)
     assert before == (root.level, root.handlers, logging.getLogger("transformers").level)
 
 
-def test_a_started_process_has_level_role_and_rank_of_its_own(stderr: io.StringIO) -> None:
+def test_a_started_process_has_level_role_and_rank_of_its_own() -> None:
     set_up_logging("debug", "driver")
     code = "import quartet, logging; logging.getLogger('quartet.rollout').debug('here')"
     variables = {**os.environ, **logging_variables("vllm engine", 1)}

@@ -75,7 +75,7 @@ def test_addresses_of_the_environment_and_of_a_saved_recipe(tmp_path: Path, monk
     with served(lambda body: (200, {})) as asked:
         monkeypatch.setenv("MY_URLS", f"{address(asked.url)} {address(asked.url)}2")
         notified(NotifyConfig(urls_env="MY_URLS"), tmp_path, [])(Callback.on_train_end)
-    assert [path for path in asked.paths] == ["/hook/", "/hook2/"]
+    assert asked.paths == ["/hook", "/hook2"]
     recipe = SFTRecipe(log=LogConfig(notify=NotifyConfig(urls=("json://h/secret-token",))))
     saved = dump_recipe(recipe.model_copy(update={"seed": 1}))
     assert "secret-token" not in saved + repr(recipe)

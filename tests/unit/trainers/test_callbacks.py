@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO
 from quartet.config.common import CheckpointConfig, SamplingConfig
-from quartet.config.evaluation import EvaluationConfig
 from quartet.config.logs import CallbackConfig, LogConfig
 from quartet.config.medusa import MedusaRecipe
 from quartet.config.preference import PreferenceRecipe
@@ -113,7 +111,7 @@ def test_a_stopped_run_ends_as_others_do_and_can_go_on(point: str, sft: Any, unt
     ended = [("step", 3), ("evaluate", 3), ("log", 3), ("save", 3), ("end",)]
     assert notes.calls[-5:] == ended if point == "step" else notes.calls[-3:] == ended[-3:]
     assert json.loads((path / "run.json").read_text())["status"] == "done"
-    assert stopped.summary["notes"] == ["Notes ended the run after step 3 of 5"]
+    assert "Notes ended the run after step 3 of 5" in stopped.summary["notes"]
     again = Notes()
     resumed = sft("stopped", again, resume=True).train()
     assert again.calls[:2] == [("begin",), ("step", 4)] and again.calls[-1] == ("end",)
@@ -153,7 +151,7 @@ def test_a_recipe_names_callbacks(sft: Any, tmp_path: Path) -> None:
     )
     target = f"{tmp_path / 'mine.py'}:Stop"
     result = sft("run", callbacks=(CallbackConfig(target=target, options={"after": 2}),)).train()
-    assert result.summary["notes"] == ["Stop ended the run after step 2 of 5"]
+    assert "Stop ended the run after step 2 of 5" in result.summary["notes"]
     with pytest.raises(UserError, match="cannot be made"):
         sft("other", callbacks=(CallbackConfig(target=target, options={"befor": 2}),))
 
@@ -174,10 +172,7 @@ def test_every_job_takes_callbacks(
     steps = [{"prompt": p["prompt"], "steps": ["1", "2"], "labels": [1.0, 0.0]} for p in pairs]
     rows = {"process-reward": steps, "medusa": prompts}.get(job, pairs)
     values = {"threads": 1, "steps": 3, "log": QUIET, "output_dir": str(tmp_path / "run"), **own}
-    if job == "medusa":
-        notes = Notes("log", 1)
-    else:
-        notes = Notes("step", 1)
+    notes = Notes("step", 1)
     made = trainer(recipe(**values), model=causal_lm(), tokenizer=tokenizer, rows=rows, callbacks=[notes])
     if job == "medusa":  # which leaves the model where it was
         notes.on_train_end = lambda: notes.calls.append(("end",))  # type: ignore[method-assign]
@@ -194,26 +189,23 @@ AHEAD = {
 
 @pytest.mark.parametrize("placement", [None, AHEAD], ids=["one after the other", "asynchronous"])
 def test_rl_ends_early_and_goes_on(placement: Any, tiny_rl: Any, digits: Any, tmp_path: Path) -> None:
-    evaluation = EvaluationConfig(every_steps=5, sampling=SamplingConfig(max_new_tokens=5))
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": "3+4="}\n')
+    held_out = {"data": {"path": str(tmp_path / "held_out.jsonl")}, "every_steps": 5}
     values: dict[str, Any] = {
-        "algorithm": GRPO(),
-        "steps": 4,
-        "prompts_per_step": 4,
-        "responses_per_prompt": 2,
-        "placement": placement,
+        "algorithm": {"name": "grpo"} if placement is None else {"name": "grpo", "off_policy": {}, "kl": {"coef": 0.0}},
+        "evaluation": {**held_out, "sampling": {"max_new_tokens": 5}},
+        **{"steps": 4, "prompts_per_step": 4, "responses_per_prompt": 2, "placement": placement},
     }
-    if placement is not None:
-        values["algorithm"] = {"name": "grpo", "off_policy": {}, "kl": {"coef": 0.0}}
     notes = Notes("step", 2)
-    trainer = tiny_rl(tmp_path / "run", digits, callbacks=[notes], **values, evaluation=evaluation)
-    result = trainer.train()
-    assert notes.calls[-3:] == [("log", 2), ("save", 2), ("end",)]
-    assert any("Notes ended the run after step 2 of 4" in note for note in result.summary["notes"])
+    result = tiny_rl(tmp_path / "run", digits, callbacks=[notes], **values).train()
+    assert notes.calls[:2] == [("begin",), ("evaluate",)]
+    assert notes.calls[-5:] == [("step", 2), ("evaluate", 2), ("log", 2), ("save", 2), ("end",)]
+    assert "Notes ended the run after step 2 of 4" in result.summary["notes"]
     assert sorted(p.name for p in (tmp_path / "run" / "rollouts").iterdir())[-1] == "step_000002.jsonl.gz"
-    resumed = tiny_rl(tmp_path / "run", digits, resume=True, **values, evaluation=evaluation).train()
-    assert [row["step"] for row in read_metrics(resumed.path / "metrics.jsonl")] == [0, 1, 2, 3, 4][-4:]
+    resumed = tiny_rl(tmp_path / "run", digits, resume=True, **values).train()
+    assert [row["step"] for row in read_metrics(resumed.path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     if placement is None:
-        whole = tiny_rl(tmp_path / "whole", digits, **values, evaluation=evaluation).train()
+        whole = tiny_rl(tmp_path / "whole", digits, **values).train()
         for name, value in whole.model.state_dict().items():
             assert torch.equal(value, resumed.model.state_dict()[name]), name
 
