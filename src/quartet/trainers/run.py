@@ -38,7 +38,7 @@ from quartet.observe.jsonl import begins_with, replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
-from quartet.observe.tracker_kinds import TrackedRun, build_trackers
+from quartet.observe.tracker_kinds import DeliveredTracker, TrackedRun, build_trackers
 from quartet.observe.trackers import JsonlTracker
 from quartet.train.checkpoint import (
     Checkpoint,
@@ -122,6 +122,7 @@ class RunDirectory:
         self._writer = BackgroundWriter(limits={_CHECKPOINT: 1})
         self.callbacks = Callbacks(callbacks, Control(recipe, path))
         self.has_stopped = self._has_failed = False
+        self._trackers: list[DeliveredTracker] = []
         self._signals = StopSignals()
         self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
@@ -222,7 +223,9 @@ class RunDirectory:
             raise failure
 
     def _close_records(self, *, abandon: bool) -> None:
-        with self._records:
+        with contextlib.ExitStack() as trackers, self._records:
+            for tracker in self._trackers:
+                trackers.callback(tracker.close, failed=self._has_failed)
             # First: it may still have spans to record.
             try:
                 self._writer.close(abandon=abandon)
@@ -245,12 +248,12 @@ class RunDirectory:
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
             truncate_rows_after(self.path / "spans.jsonl", step - 1)
             rollout_store.truncate_rollouts_after(self.path / "rollouts", step)
-            about = TrackedRun(
-                self.path.absolute().name, self.path.absolute(), self.recipe.model_dump(mode="json"), step
-            )
-            trackers = build_trackers(self.recipe.log, about, self._tell, self.warning)
-            self.tracker = JsonlTracker(self.path / "metrics.jsonl", trackers)
-            self._records.callback(lambda: self.tracker.close(failed=self._has_failed))
+            if not self._trackers:  # they stay when workers are replaced
+                path = self.path.absolute()
+                about = TrackedRun(path.name, path, self.recipe.model_dump(mode="json"), step)
+                self._trackers = build_trackers(self.recipe.log, about, self._tell, self.warning)
+            self.tracker = JsonlTracker(self.path / "metrics.jsonl", self._trackers)
+            self._records.callback(self.tracker.close)
             self.recorder = SpanRecorder(self.path / "spans.jsonl")
             self._records.callback(self.recorder.close)
         self.callbacks.begin()

@@ -33,8 +33,8 @@ def track(config: LogConfig, path: Path, told: list[str], steps: range, resumed_
     """Logs a figure and a table for each step, as a run does, to the end."""
     path.mkdir(exist_ok=True)
     run = TrackedRun(path.name, path, RECIPE, resumed_after)
-    tracker = JsonlTracker(path / "metrics.jsonl", build_trackers(config, run, told.append, told.append))
-    for step in steps:
+    (tracker,) = build_trackers(config, run, told.append, told.append)
+    for step in (*steps, steps[-1]):  # a step that is done again, as after a worker's death
         tracker.log(step, {"loss/policy": step / 4, "eval/judge": float(step), "eval/judge/exact_match": 0.5})
         tracker.samples(step, "samples/rollouts", lambda num: ROWS[:num])
     tracker.close()
@@ -85,6 +85,7 @@ def test_wandb_offline_has_metrics_samples_and_the_recipe(tmp_path: Path, told: 
         "data": [[1, "1+1=", "2", 1.0], [1, "2+2=", "5", None]],
     }
     # A resumed run has the same id, and what it repeats is not logged twice.
+    time.sleep(1.5)  # wandb still puts the first one away
     track(config, path, told, range(3, 5), resumed_after=2)
     (again,) = [f for f in path.glob("wandb/offline-run-*/run-*.wandb") if f != file]
     assert again.name == file.name == f"run-{json.loads((path / 'trackers' / 'wandb.json').read_text())['id']}.wandb"
@@ -214,11 +215,13 @@ def test_what_an_unreachable_tracker_lacks_is_counted_and_costs_no_time(
 ) -> None:
     quick(monkeypatch, first_wait_s=60.0, limit=4)
     path = tmp_path / "metrics.jsonl"
-    tracker = JsonlTracker(path, [delivered(Remote(failures=10**6), tmp_path, told)])
+    remote = delivered(Remote(failures=10**6), tmp_path, told)
+    tracker = JsonlTracker(path, [remote])
     begun = time.monotonic()
     for step in range(10):
         tracker.log(step, {"loss/policy": 1.0})
     tracker.close()
+    remote.close()
     assert time.monotonic() - begun < 5
     assert len(path.read_text().splitlines()) == 10
     assert len(told) == 2 and "lacks 10 of the run's rows" in told[1]

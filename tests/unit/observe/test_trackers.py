@@ -151,26 +151,13 @@ def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
     assert tensorboard_scalars(tmp_path) == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-class Broken:
-    """Raises when it is closed."""
-
-    def __init__(self, board: TensorBoardTracker) -> None:
-        self.log = board.log
-
-    def samples(self, step: int, name: str, rows: object) -> None: ...
-
-    def close(self, *, failed: bool = False) -> None:
-        raise OSError("disk full")
-
-
-def test_others_get_the_same_names_and_all_are_closed(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl", [Broken(TensorBoardTracker(tmp_path / "board"))])
+def test_others_get_the_same_names(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", [TensorBoardTracker(tmp_path / "board")])
     tracker.log(1, {"loss/policy": 0.5})
     with pytest.raises(ValueError, match="unknown metric"):
         tracker.log(2, {"loss/policy": 0.5, "nonsense": 1.0})
     assert tensorboard_scalars(tmp_path / "board") == [(1, 0.5)] and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
-    with pytest.raises(OSError, match="disk full"):
-        tracker.close()
+    tracker.close()
     with pytest.raises(ValueError, match="closed"):
         tracker.log(2, {"loss/policy": 0.5})
 
