@@ -26,8 +26,8 @@ class _Place(logging.Filter):
 
 
 def set_up_logging(level: str, role: str, rank: int = 0) -> None:
-    """Has records of ``quartet`` and below written to stderr from ``level`` on. The root and loggers of libraries stay as
-    they are.
+    """Has records of ``quartet`` and below written to stderr from ``level`` on. The root and loggers of libraries stay
+    as they are.
 
     Args:
         level: debug, info, warning or error.

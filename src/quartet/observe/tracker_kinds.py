@@ -270,7 +270,9 @@ class DeliveredTracker:
     def close(self, *, failed: bool = False) -> None:
         self._thread.close(partial(self._end, failed))
         if lost := self._thread.num_dropped:
-            self._warn(f"the tracker {self._kind} lacks {lost} of the run's rows and tables; metrics.jsonl has all rows")
+            self._warn(
+                f"the tracker {self._kind} lacks {lost} rows and tables of the run; metrics.jsonl has all"
+            )
 
     # In the thread -----------------------------------------------------------------------------------------
 

@@ -20,7 +20,10 @@ from quartet.observe.rollouts import RolloutRecord, rollout_rows, write_step
 from quartet.observe.tracker_kinds import DeliveredTracker, TrackedRun, build_trackers, check_trackers
 from quartet.observe.trackers import JsonlTracker, Row
 
-ROWS: list[Row] = [{"prompt": "1+1=", "response": "2", "score": 1.0}, {"prompt": "2+2=", "response": "5", "score": None}]
+ROWS: list[Row] = [
+    {"prompt": "1+1=", "response": "2", "score": 1.0},
+    {"prompt": "2+2=", "response": "5", "score": None},
+]
 RECIPE = {"seed": 3, "log": {"level": "info"}, "tags": ["a", "b"]}
 
 
