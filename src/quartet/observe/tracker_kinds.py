@@ -270,9 +270,7 @@ class DeliveredTracker:
     def close(self, *, failed: bool = False) -> None:
         self._thread.close(partial(self._end, failed))
         if lost := self._thread.num_dropped:
-            self._warn(
-                f"the tracker {self._kind} lacks {lost} rows and tables of the run; metrics.jsonl has all"
-            )
+            self._warn(f"the tracker {self._kind} lacks {lost} rows and tables of the run; metrics.jsonl has all")
 
     # In the thread -----------------------------------------------------------------------------------------
 

@@ -227,7 +227,7 @@ def test_what_an_unreachable_tracker_lacks_is_counted_and_costs_no_time(
     remote.close()
     assert time.monotonic() - begun < 5
     assert len(path.read_text().splitlines()) == 10
-    assert len(told) == 2 and "lacks 10 of the run's rows" in told[1]
+    assert len(told) == 2 and "lacks 10 rows and tables" in told[1]
 
 
 def test_a_call_that_hangs_does_not_keep_the_run(tmp_path: Path, told: list[str]) -> None:
