@@ -49,7 +49,6 @@ from .config.common import (
     CheckpointConfig as CheckpointConfig,
     DataConfig as DataConfig,
     LoRAConfig as LoRAConfig,
-    LogConfig as LogConfig,
     ModelConfig as ModelConfig,
     OptimConfig as OptimConfig,
     SamplingConfig as SamplingConfig,
@@ -86,6 +85,15 @@ from .config.evaluation import (
 from .config.load import (
     dump_recipe as dump_recipe,
     load_recipe as load_recipe,
+)
+from .config.logs import (
+    CallbackConfig as CallbackConfig,
+    LogConfig as LogConfig,
+    MLflowConfig as MLflowConfig,
+    NotifyConfig as NotifyConfig,
+    TensorBoardConfig as TensorBoardConfig,
+    TrackioConfig as TrackioConfig,
+    WandbConfig as WandbConfig,
 )
 from .config.medusa import (
     HeadsConfig as HeadsConfig,
@@ -158,6 +166,10 @@ from .config.rewards import (
 from .envs.protocol import (
     Observation as Observation,
     StepResult as StepResult,
+)
+from .observe.callbacks import (
+    Callback as Callback,
+    Control as Control,
 )
 from .observe.progress import Progress as Progress
 from .observe.report import build_report as build_report

@@ -3,74 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from quartet.config.errors import UserError
-from quartet.config.schema import item_annotation
-from quartet.config.units import Processes, Rows, Steps, Tokens
-from quartet.config.validation import explain
-
-_FILES = ("path", "output_dir", "tokenizer", "cache", "directory", "target")
-"""Keys that name files or directories."""
-
-
-class Strict(BaseModel):
-    """Frozen, and unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    if not TYPE_CHECKING:  # the type checker keeps each model's own signature
-
-        def __init__(self, /, **values: Any) -> None:
-            """Raises ``UserError`` for mistakes in ``values``, with the command line's suggestions."""
-            try:
-                super().__init__(**{name: self._listed(name, value) for name, value in values.items()})
-            except ValidationError as error:
-                raise explain(error, type(self), type(self).__name__) from None
-
-        # Tells pydantic to build nested sections without this method, so that all mistakes are listed together.
-        __init__.__pydantic_base_init__ = True
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            raise UserError(
-                "recipes and their sections cannot be changed",
-                found=f"an assignment to {type(self).__name__}.{name}",
-                remedy=f"make another one: recipe.model_copy(update={{{name!r}: …}})",
-            )
-
-    @classmethod
-    def _listed(cls, name: str, value: Any) -> Any:
-        """A section that stands alone where there may be several is one of them."""
-        field = cls.model_fields.get(name)
-        is_one = isinstance(value, BaseModel) and field is not None and item_annotation(field.annotation) is not None
-        return (value,) if is_one else value
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other values, which are checked as those of a new recipe are.
-
-        Raises:
-            UserError: a mistake in them.
-        """
-        if not update:
-            return super().model_copy(deep=deep)
-        return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | dict(update))
-
-    @field_validator("path", "output_dir", "tokenizer", mode="before", check_fields=False)
-    @classmethod
-    def _path_as_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, PurePath) else value
-
-    @model_validator(mode="after")
-    def _names_files(self) -> Strict:
-        for name in _FILES:
-            if "\0" in str(getattr(self, name, None)):
-                raise ValueError(f"{name} holds a zero byte, which no file's name can")
-        return self
-
+from quartet.config.logs import CallbackConfig
+from quartet.config.logs import LogConfig as LogConfig
+from quartet.config.strict import Strict as Strict
+from quartet.config.units import Processes, Rows, Tokens
 
 # Models, optimisation ------------------------------------------------------------------------------------
 
@@ -371,13 +311,6 @@ class CheckpointConfig(Strict):
     )
 
 
-class LogConfig(Strict):
-    """What is written beside metrics.jsonl."""
-
-    tensorboard: bool = Field(True, description="Write the metrics for TensorBoard too.")
-    rollouts_every: Steps = Field(1, ge=1, description="Steps between kept rollouts.")
-
-
 class Recipe(Strict):
     """What every job has."""
 
@@ -396,3 +329,11 @@ class Recipe(Strict):
         if not re.fullmatch(DEVICES, value):
             raise ValueError(f"{value!r} is no device: use auto, cpu, cuda, or cuda:N with the number of a GPU")
         return value
+
+
+class TrainingRecipe(Recipe):
+    """What every job has that trains."""
+
+    callbacks: tuple[CallbackConfig, ...] = Field(
+        (), description="Classes that are told of steps, and may end the run."
+    )

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from quartet.config.schema import bare, item_annotation, members, tags
 from quartet.config.units import IN_NAMES
 from quartet.config.yamls import parse_yaml
 
-_SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text"}
+_SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text", SecretStr: "text"}
 _BOUNDS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
 
 

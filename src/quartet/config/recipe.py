@@ -24,6 +24,7 @@ from quartet.config.common import (
     ShardingConfig,
     Strict,
     TrainConfig,
+    TrainingRecipe,
 )
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.cross_checks import misfits
@@ -126,7 +127,7 @@ class EnvironmentConfig(Strict):
     weight: float = Field(1.0, description="Factor of the environment's own rewards in the score.")
 
 
-class RLRecipe(Recipe):
+class RLRecipe(TrainingRecipe):
     """Reinforcement learning of one actor against rewards."""
 
     job: Literal["rl"] = "rl"
@@ -197,7 +198,7 @@ class CollectConfig(Strict):
         return self
 
 
-class IteratedRecipe(Recipe):
+class IteratedRecipe(TrainingRecipe):
     """``rounds`` times: fresh pairs of the present policy, the reward model on old and new pairs, RL against it.
 
     The sections ``reward_model`` and ``rl`` are recipes of those jobs; seeds, directories and the device are the

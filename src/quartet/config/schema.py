@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -64,3 +64,14 @@ def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
         below = members(field.annotation) or members(inner)
         for member in below:
             yield from dotted_fields(member, f"{prefix}{name}." + ("0." if inner is not None else ""))
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping with dotted keys."""
+    if isinstance(value, Mapping):
+        pairs = [(str(k), v) for k, v in value.items()]
+    elif isinstance(value, list):
+        pairs = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {prefix: value}
+    return {k: v for key, child in pairs for k, v in flatten(child, f"{prefix}.{key}" if prefix else key).items()}

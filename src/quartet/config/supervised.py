@@ -5,11 +5,11 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from quartet.config.cluster import LocalCluster, SupervisedClusterConfig, device_misfit
-from quartet.config.common import DataConfig, ModelConfig, Recipe, ShardingConfig, TrainConfig
+from quartet.config.common import DataConfig, ModelConfig, ShardingConfig, TrainConfig, TrainingRecipe
 from quartet.config.units import Processes
 
 
-class SupervisedRecipe(Recipe):
+class SupervisedRecipe(TrainingRecipe):
     """What every job has that trains one model on rows."""
 
     job: str

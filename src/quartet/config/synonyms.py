@@ -107,6 +107,8 @@ _THEIRS: dict[str, str] = {
     "data.max_tokens": "max_length max_seq_length max_prompt_length",
     "checkpoint.every_steps": "save_steps save_freq",
     "checkpoint.keep": "save_total_limit max_actor_ckpt_to_keep",
+    "log.trackers": "report_to logger",
+    "trackers.0.project": "project_name",
     "evaluate_every_steps": "eval_steps test_freq",
     "evaluation.every_steps": "eval_steps test_freq",
 }

@@ -7,6 +7,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from quartet.config.foreign import described
+
 
 class BackgroundWriter:
     """Does pieces of work on a thread of its own, strictly one after another.
@@ -107,3 +109,104 @@ class BackgroundWriter:
                     self._error = error
                     self._drop_waiting()
                 self._changed.notify_all()
+
+
+class BestEffortThread:
+    """Does pieces of work on a thread of its own, in order; whoever hands them over never waits, and meets no error.
+
+    A piece that raises is tried again after 1, 2, 4, … seconds, while others wait; with too many waiting the oldest is
+    dropped. The thread is a daemon: a call that hangs does not keep the process.
+
+    Args:
+        name: what the work is for, in messages.
+        tell: is told of the first failure, in this thread.
+        limit: most pieces that wait.
+        attempts: of one piece.
+        first_wait_s, longest_wait_s: before its second attempt, and at most.
+
+    Attributes:
+        num_dropped: pieces that were not done, and never will be.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tell: Callable[[str], object],
+        *,
+        limit: int = 1000,
+        attempts: int = 8,
+        first_wait_s: float = 1.0,
+        longest_wait_s: float = 60.0,
+    ) -> None:
+        self._name, self._tell, self._limit, self._attempts = name, tell, limit, attempts
+        self._first_wait_s, self._longest_wait_s = first_wait_s, longest_wait_s
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._closed = self._has_failed = False
+        self._last: Callable[[], object] = lambda: None
+        self._thread: threading.Thread | None = None
+        self.num_dropped = 0
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Hands ``work`` over; nothing it reads may change from here on. After ``close`` it does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            if len(self._waiting) == self._limit:
+                self._waiting.popleft()
+                self.num_dropped += 1
+            self._waiting.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"quartet-{self._name}", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self, last: Callable[[], object] = lambda: None, patience_s: float = 30.0) -> None:
+        """Returns once all is done, and ``last`` after it, or ``patience_s`` later. A piece that fails now takes those
+        behind it along.
+        """
+        with self._lock:
+            self._closed, self._last = True, last
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(patience_s)
+            with self._lock:
+                self.num_dropped += self._thread.is_alive() + len(self._waiting)
+                self._waiting.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._changed.wait_for(lambda: self._closed or self._waiting)
+                work = self._waiting.popleft() if self._waiting else None
+            if work is None:
+                try:
+                    self._last()
+                except BaseException as error:
+                    self._report(error)
+                return
+            self._do(work)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        for attempt in range(self._attempts):
+            is_last = self._closed
+            try:
+                work()
+                return
+            except BaseException as error:  # Of a library that may raise anything, SystemExit too.
+                self._report(error)
+            with self._lock:
+                if is_last:
+                    self.num_dropped += len(self._waiting)
+                    self._waiting.clear()
+                    break
+                wait_s = min(self._first_wait_s * 2.0**attempt, self._longest_wait_s)
+                if attempt + 1 < self._attempts:
+                    self._changed.wait_for(lambda: self._closed, wait_s)
+        self.num_dropped += 1
+
+    def _report(self, error: BaseException) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._tell(f"{self._name} fails ({described(error)}): the run goes on, and it is tried again")

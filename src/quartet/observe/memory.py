@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ def held_bytes(device: torch.device) -> int:
     if trim is not None:
         trim(0)
     return _line_of("/proc/self/status", "RssAnon")
+
+
+def resident_bytes() -> float:
+    """Memory of this process that is in RAM now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return float(pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def peak_resident_bytes() -> int:

@@ -69,7 +69,7 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Every figure a run logs to `metrics.jsonl` and TensorBoard. This page is written from the table in",
+        "Every figure a run logs to `metrics.jsonl` and its trackers. This page is written from the table in",
         "`src/quartet/observe/metrics.toml` by `python -m quartet.observe.metrics > docs/metrics.md`; a test",
         "keeps the two equal, and a name that is not here cannot be logged. Names in angle brackets stand",
         "for any name: a reward source called `style` is logged as `reward/style`. The thresholds are rules",

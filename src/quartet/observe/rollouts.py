@@ -13,12 +13,15 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.file_errors import read_file
+from quartet.config.printable import printable
 from quartet.observe.jsonl import as_dataclass, decode_lines, encode_row, replace_atomically
+from quartet.observe.trackers import Row
 
 _FILE_NAME = re.compile(r"step_([0-9]{6,18})\.jsonl\.gz")
 
@@ -150,6 +153,37 @@ def read_step(directory: Path, step: int) -> list[RolloutRecord]:
             found=f"{path}: {error}",
             remedy="delete the file; the run and the report do without it",
         ) from error
+
+
+def rollout_rows(directory: Path, step: int, num: int) -> list[Row]:
+    """The first ``num`` sequences of a step for people to read; none where its file is gone. Advantages are means over
+    the tokens that are trained on.
+    """
+    path = rollouts_path(directory, step)
+    if not path.is_file():
+        return []
+    with gzip.open(path) as file:
+        records = [_decode(row) for row in decode_lines(b"".join(islice(file, num)), path)]
+    return [
+        {
+            "prompt": printable(record.prompt_text),
+            "response": printable(record.response_text),
+            "finish_reason": record.finish_reason,
+            "tokens": len(record.response_ids),
+            "policy_version": record.policy_version,
+            **{f"reward/{name}": value for name, value in record.rewards.items()},
+            "score": record.score,
+            "advantage": _mean_advantage(record.columns),
+        }
+        for record in records
+    ]
+
+
+def _mean_advantage(columns: Mapping[str, list[float]]) -> float | None:
+    values = columns.get("advantages", [])
+    mask = columns.get("loss_mask", [1.0] * len(values))
+    trained = [value for value, is_trained in zip(values, mask, strict=True) if is_trained]
+    return math.fsum(trained) / len(trained) if trained else None
 
 
 def list_steps(directory: Path) -> list[int]:

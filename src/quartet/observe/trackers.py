@@ -1,12 +1,12 @@
-"""Where metrics go: JSON Lines, and TensorBoard beside it."""
+"""Where metrics go: JSON Lines, which has everything, and the trackers beside it."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -18,6 +18,37 @@ _NUMBERS = TypeAdapter(dict[str, float | None], config=ConfigDict(strict=True))
 _NONFINITE = TypeAdapter(dict[str, Literal["nan", "inf", "-inf"]])
 
 
+Row = Mapping[str, str | float | None]
+"""One sample: its columns by name. All rows of a table have the same ones."""
+
+
+class Tracker(Protocol):
+    """What shows a run's metrics and samples. It may raise anything, and take its time: see ``DeliveredTracker``.
+
+    Attributes:
+        id: by which a resumed run finds its own again; None where nothing needs to be found.
+        url: where people see the run; None where there is no such place.
+    """
+
+    id: str | None
+    url: str | None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """A table of what was sampled in ``step``; ``name`` as ``samples/rollouts``."""
+
+    def close(self, *, failed: bool = False) -> None: ...
+
+
+class Delivered(Protocol):
+    """A tracker as the run uses it: no call waits or raises."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, name: str, rows: Callable[[int], Sequence[Row]]) -> None: ...
+
+
 class JsonlTracker:
     """One JSON object per line: ``{"step": 3, "time_s": 1700000000.0, "loss/policy": 0.1}``.
 
@@ -26,15 +57,13 @@ class JsonlTracker:
     run is dropped on opening.
 
     Args:
-        tensorboard: gets the same metrics, and is closed with this one.
+        others: get the same metrics.
         clock: Unix time in seconds.
     """
 
-    def __init__(
-        self, path: Path, tensorboard: TensorBoardTracker | None = None, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, others: Sequence[Delivered] = (), *, clock: Callable[[], float] = time.time) -> None:
         self._rows = RowAppender(path)
-        self._tensorboard = tensorboard
+        self._others = others
         self._clock = clock
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -47,19 +76,24 @@ class JsonlTracker:
         if nonfinite:
             row["nonfinite"] = nonfinite
         self._rows.append(row)
-        if self._tensorboard is not None:
-            self._tensorboard.log(step, values)
+        for tracker in self._others:
+            tracker.log(step, values)
+
+    def samples(self, step: int, name: str, rows: Callable[[int], Sequence[Row]]) -> None:
+        """Gives the other trackers a table.
+
+        Args:
+            rows: makes its first so many rows, in another thread.
+        """
+        for tracker in self._others:
+            tracker.samples(step, name, rows)
 
     def written(self) -> FileDigest:
         """Of all rows that are in the file by now."""
         return self._rows.written()
 
     def close(self) -> None:
-        try:
-            self._rows.close()
-        finally:
-            if self._tensorboard is not None:
-                self._tensorboard.close()
+        self._rows.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -87,6 +121,9 @@ class TensorBoardTracker:
         resume_after: last step to keep; TensorBoard then hides what earlier event files hold of later steps.
     """
 
+    id: str | None = None
+    url: str | None = None
+
     def __init__(self, directory: Path, resume_after: int | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -105,5 +142,16 @@ class TensorBoardTracker:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(step, summary=self._summary(value=values))
 
-    def close(self) -> None:
+    def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+        self._add(step, summary=text_pb(name, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)))
+
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()
+
+
+def _cell(value: str | float | None) -> str:
+    """Of a table in Markdown."""
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", "<br>")

@@ -19,6 +19,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.engines import is_served
 from quartet.config.placement import HEADS, AsynchronousPlacement
+from quartet.observe.memory import resident_bytes
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.rollout.protocol import EngineStats
 from quartet.schedule.barriers import Barriers
@@ -42,7 +43,7 @@ from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.estimators import BASELINE, learned_from
 from quartet.trainers.experience import Assembler, Experience, KLCoefficient, sampled_and_greedy, sampled_only
 from quartet.trainers.roles import RLRoles, limits_of, needs_greedy
-from quartet.trainers.run import RunDirectory, Stopwatch, resident_bytes
+from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.run_files import writing
 from quartet.trainers.throughput import throughput
 from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes

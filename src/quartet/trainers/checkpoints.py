@@ -18,7 +18,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
 from quartet.data.datasets import PromptItem
-from quartet.observe.rollouts import rollouts_path
+from quartet.observe.rollouts import rollout_rows, rollouts_path
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.groups import Group, by_group
@@ -182,12 +182,18 @@ async def write_rollouts(run: RunDirectory, writer: RoleGroup[Writer], step: int
         with run.recorder.span("write_rollouts", step=step - 1, role="writer"):
             await writing
         await bring(run, writer, rollouts_path(directory, step))
+        _show_samples(run, step)
 
 
 async def _finished(run: RunDirectory, writer: RoleGroup[Writer], step: int) -> None:
     with suppress(WorkerDied):  # which the run meets by itself
         await told(partial(writer.call, Writer.finish_rollouts, step))
         await bring(run, writer, rollouts_path(run.path / "rollouts", step))
+        _show_samples(run, step)
+
+
+def _show_samples(run: RunDirectory, step: int) -> None:
+    run.tracker.samples(step, "samples/rollouts", partial(rollout_rows, run.path / "rollouts", step))
 
 
 async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups[Group]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +16,14 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.config.common import DEVICES, PrecisionChoice
 from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
+from quartet.config.schema import flatten
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
+from quartet.observe.logs import set_up_logging
 from quartet.schedule.role_group import RolesWorker
 from quartet.train.parallel.group import DataParallelGroup
-from quartet.trainers.run_files import flatten
 
+_log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 META = torch.device("meta")
 """Of models that have names, shapes and configs, and no contents."""
@@ -115,10 +119,13 @@ def use_threads(recipe: Recipe) -> None:
         torch.set_num_threads(threads)
 
 
-def enter_process(process: RolesWorker, recipe: Recipe, directory: str, *, is_group: bool) -> DataParallelGroup | None:
+def enter_process(
+    process: RolesWorker, role: str, recipe: Recipe, directory: str, *, is_group: bool
+) -> DataParallelGroup | None:
     """Makes a worker's process ready to load what a recipe names.
 
     Args:
+        role: what the process is for, in its log records.
         directory: of the driver; paths of the recipe begin there, where a node has it.
         is_group: the processes of the worker's group train one model together.
 
@@ -127,6 +134,8 @@ def enter_process(process: RolesWorker, recipe: Recipe, directory: str, *, is_gr
     """
     if os.path.isdir(directory):
         os.chdir(directory)
+    set_up_logging(recipe.log.level, role, process.rank)
+    _log.info("started as process %d on %s", os.getpid(), socket.gethostname())
     use_threads(recipe)
     if not is_group:
         return None

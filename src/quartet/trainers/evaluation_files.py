@@ -30,8 +30,10 @@ from typing import Any
 
 from quartet.config import UserError
 from quartet.config.nearest import missing_file
+from quartet.config.printable import printable
 from quartet.data.datasets import PromptItem
 from quartet.observe.jsonl import RowAppender, as_dataclass, encode_row, malformed, read_rows, replace_atomically
+from quartet.observe.trackers import Row
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.text.examples import PromptText
 from quartet.trainers.run_files import writing
@@ -103,6 +105,27 @@ def read_answers(path: Path) -> list[Answer]:
         except (ValueError, TypeError, AttributeError) as error:
             raise malformed(path, number, str(error)) from error
     return found
+
+
+def as_text(prompt: PromptText) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def answer_rows(path: Path, num: int) -> list[Row]:
+    """The first ``num`` answers of a file for people to read; none where it is gone."""
+    answers = read_answers(path)[:num] if path.is_file() else []
+    return [
+        {
+            "prompt": printable(as_text(answer.prompt)),
+            "response": printable(answer.completion),
+            "finish_reason": answer.finish_reason,
+            "tokens": answer.length,
+            **{f"reward/{name}": or_null(value) for name, value in answer.rewards.items()},
+        }
+        for answer in answers
+    ]
 
 
 def matched(stored: Sequence[Answer], items: Sequence[PromptItem]) -> dict[str, list[Answer]]:

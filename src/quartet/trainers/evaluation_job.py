@@ -20,6 +20,7 @@ from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import (
     Answer,
     EvaluationCache,
+    answer_rows,
     matched,
     read_answers,
     write_answers,
@@ -50,7 +51,8 @@ from quartet.trainers.input_sources import (
     resolve_tokenizer,
     with_names,
 )
-from quartet.trainers.run import Stopwatch, open_run
+from quartet.trainers.open_run import open_run
+from quartet.trainers.run import Stopwatch
 from quartet.trainers.run_files import Resume, writing
 from quartet.trainers.signals import number_of, stop_signals
 
@@ -187,7 +189,8 @@ class Evaluator:
                 against=tuple(against),
                 comparison=compared,
             )
-            run.tracker.log(0, result.metrics)
+            run.log(0, result.metrics)
+            run.tracker.samples(0, "samples/answers", partial(answer_rows, self.path / "answers.jsonl"))
             run.finish(self._summary(result, watch.seconds))
         return result
 

@@ -38,6 +38,7 @@ from quartet.data.formats import preferences
 from quartet.data.order import draws
 from quartet.data.readers import iter_rows
 from quartet.models.loading import load_causal_lm
+from quartet.observe.callbacks import Callback
 from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
@@ -46,10 +47,11 @@ from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import Answer, write_answers, write_rows
 from quartet.trainers.evaluation_metrics import by_prompt
 from quartet.trainers.input_sources import check_recipe, check_unweighted
+from quartet.trainers.open_run import open_run
 from quartet.trainers.results import TrainResult
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import Stopwatch, open_run
+from quartet.trainers.run import Stopwatch
 from quartet.trainers.run_files import Resume, completed, writing
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 
@@ -62,15 +64,23 @@ class IteratedTrainer:
 
     Args:
         recipe: the loop, and in its sections the two jobs.
+        callbacks: are told of rounds, and may end the loop; those of a stage are in the recipe's section of it.
         resume: go on with the loop in ``recipe.output_dir``; ``auto``: or start it, without a word.
 
     Raises:
         UserError: the directory holds another run.
     """
 
-    def __init__(self, recipe: IteratedRecipe, *, resume: Resume = False, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        recipe: IteratedRecipe,
+        *,
+        callbacks: Sequence[Callback] = (),
+        resume: Resume = False,
+        progress: Progress | None = None,
+    ) -> None:
         check_recipe(recipe, IteratedRecipe)
-        self.run, self.progress, self.device = open_run(recipe, resume, progress)
+        self.run, self.progress, self.device = open_run(recipe, resume, progress, callbacks=callbacks)
         self.recipe = self.run.pin(recipe)
         self.path = self.run.path
         self._stages: list[dict[str, Any]] = []
@@ -92,9 +102,12 @@ class IteratedTrainer:
     def _train(self) -> TrainResult:
         # Rows of complete rounds are made anew from what their stages have left.
         self.run.start(0)
-        for number in range(1, self.recipe.rounds + 1):
-            self.run.tracker.log(number, self._round(number))
-        last = self.recipe.rounds
+        last = 0
+        while last == 0 or not self.run.is_last(last, self.recipe.rounds):
+            last += 1
+            metrics = self._round(last)
+            self.run.callbacks(Callback.on_step_end, last, metrics)
+            self.run.log(last, metrics)
         for name, stage in (("model", "rl"), ("reward_model", "reward_model")):
             link, target = self.path / name, Path(f"round_{last}_{stage}") / "model"
             with writing(link):

@@ -25,10 +25,10 @@ from quartet.observe.report.collect import read_alarms
 from quartet.schedule.iteration import side_by_side
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.rollout import Rollout
-from quartet.text.examples import PromptText
 from quartet.trainers.evaluation import prompt_requests, sampling_params, score_groups
 from quartet.trainers.evaluation_files import (
     Answer,
+    as_text,
     drop_after,
     evaluation_path,
     or_null,
@@ -85,9 +85,11 @@ class PeriodicEvaluation:
         if self.alarm is not None:
             self.alarm.note_training(step, reward)
 
-    async def evaluate(self, leases: LeaseContext, rollout: Rollout, step: int) -> dict[str, float]:
+    async def evaluate(
+        self, leases: LeaseContext, rollout: Rollout, step: int, *, is_last: bool = False
+    ) -> dict[str, float]:
         """Answers, scores and judges after ``step`` complete steps, where an evaluation is due; returns the metrics."""
-        if self.prompts is None or not (step % self.config.every_steps == 0 or step == self.steps):
+        if self.prompts is None or not (is_last or step % self.config.every_steps == 0):
             return {}
         # Counted with the step it follows.
         answers = await self._answers(self.prompts, leases, rollout, max(0, step - 1))
@@ -223,7 +225,7 @@ def hacking_examples(
         if not change < 0 or (known is not None and known[1] <= change):
             continue
         row = {
-            "prompt": _as_text(new.prompt),
+            "prompt": as_text(new.prompt),
             "before": old.completion,
             "now": new.completion,
             "training_reward_before": or_null(reward_then),
@@ -234,9 +236,3 @@ def hacking_examples(
         }
         lost[old.prompt_id] = (0.0 if math.isnan(gain) else -gain, change, row)
     return [row for _, _, row in sorted(lost.values(), key=lambda found: found[:2])]
-
-
-def _as_text(prompt: PromptText) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

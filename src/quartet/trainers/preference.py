@@ -30,6 +30,7 @@ from quartet.data.order import draws
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.models.directories import on_meta
 from quartet.models.loading import load_causal_lm, packed_causal_lm
+from quartet.observe.callbacks import Callback
 from quartet.observe.progress import Progress
 from quartet.schedule.role_group import RoleGroup
 from quartet.train.engine import Objective
@@ -300,6 +301,7 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
         tokenizer: TokenizerLike | None = None,
         rows: Sequence[Any] | None = None,
         evaluation_rows: Sequence[Any] | None = None,
+        callbacks: Sequence[Callback] = (),
         resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
@@ -311,6 +313,7 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
             tokenizer=tokenizer,
             rows=rows,
             evaluation_rows=evaluation_rows,
+            callbacks=callbacks,
             resume=resume,
             progress=progress,
         )

@@ -20,6 +20,7 @@ from quartet.config.speculation import head_training
 from quartet.envs.protocol import Environment
 from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
 from quartet.models.packed_model import PackedCausalLM, PackedModel
+from quartet.observe.callbacks import Callback
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
@@ -34,6 +35,7 @@ from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, DRAFTS, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.doctor.quick import quick_warnings
 from quartet.trainers.engine_memory import check_engine_fits
+from quartet.trainers.evaluation_files import answer_rows, evaluation_path
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.experience import KLCoefficient
 from quartet.trainers.input_sources import (
@@ -46,10 +48,11 @@ from quartet.trainers.input_sources import (
     with_names,
 )
 from quartet.trainers.model_loader import UserObjects
+from quartet.trainers.open_run import open_run
 from quartet.trainers.periodic_evaluation import PeriodicEvaluation
 from quartet.trainers.results import TrainResult
 from quartet.trainers.roles import RLRoles, needs_greedy
-from quartet.trainers.run import Stopwatch, open_run
+from quartet.trainers.run import Stopwatch
 from quartet.trainers.run_files import Resume
 from quartet.trainers.signals import take_back_signals
 from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference
@@ -85,6 +88,7 @@ class RLTrainer:
             actor's body.
         environment: the class behind the recipe's ``environment``, where that names no ``target``.
         ptx_rows: demonstrations as ``SFTTrainer`` takes them, in place of the recipe's ``ptx.data``.
+        callbacks: are told of the run's steps, and may end it.
         resume: go on with the run in ``recipe.output_dir``; ``auto``: or start it, without a word.
         shuffle_scores: control experiment: scores are shuffled within each step's batch.
 
@@ -105,6 +109,7 @@ class RLTrainer:
         critic: ModelLike | None = None,
         environment: Callable[..., Environment] | None = None,
         ptx_rows: Sequence[Any] | None = None,
+        callbacks: Sequence[Callback] = (),
         resume: Resume = False,
         progress: Progress | None = None,
         shuffle_scores: bool = False,
@@ -112,7 +117,7 @@ class RLTrainer:
         check_recipe(recipe, RLRecipe)
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer, "actor.model")
         recipe, own_critic = with_name(recipe, critic, "critic.path")
-        self.run, self.progress, device = open_run(recipe, resume, progress, own_model)
+        self.run, self.progress, device = open_run(recipe, resume, progress, own_model, callbacks)
         self.recipe = recipe = self.run.pin(recipe)
         self.path = self.run.path
         objects = UserObjects(
@@ -202,9 +207,9 @@ class RLTrainer:
             self._at = await self._point(step, attempt)
             if step == 0:
                 self.evaluation.restore(None)
-                self.run.tracker.log(0, await self.evaluation.evaluate(attempt.leases, attempt.rollout, 0))
+                self.run.log(0, await self._evaluate(attempt, 0))
                 self.run.recorder.drop_through(0)
-            while step < self.recipe.steps:
+            while step < self.recipe.steps and not self.run.has_stopped:
                 step = await self._step(step, attempt)
 
     async def _after_death(self, error: ClusterError | WeightSyncError) -> _ResumePoint:
@@ -240,11 +245,12 @@ class RLTrainer:
         # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
         metrics = {**learned, **experience.metrics, **await attempt.metrics(step, experience, watch)}
         self.kl.adapt(experience.batch, step)
-        if step % self.recipe.log.rollouts_every == 0 or done == self.recipe.steps:
+        self.run.callbacks(Callback.on_step_end, done, metrics)
+        if step % self.recipe.log.rollouts_every == 0 or self.run.is_last(done, self.recipe.steps):
             await write_rollouts(self.run, self.workers.writer, done, experience)
         self.evaluation.note_training(done, metrics)
-        metrics |= await self.evaluation.evaluate(attempt.leases, attempt.rollout, done)
-        self.run.tracker.log(done, metrics)
+        metrics |= await self._evaluate(attempt, done)
+        self.run.log(done, metrics)
         self.run.recorder.drop_through(step)  # those of the next one may have begun
         self._show(metrics)
         self._at = await self._point(done, attempt)
@@ -252,6 +258,16 @@ class RLTrainer:
             await self._save(self._at)
         self.run.check_stop(done)
         return done
+
+    async def _evaluate(self, attempt: RunAttempt, step: int) -> dict[str, float]:
+        """Held-out figures after ``step`` complete steps, where they are due."""
+        is_last = step > 0 and self.run.is_last(step, self.recipe.steps)
+        found = await self.evaluation.evaluate(attempt.leases, attempt.rollout, step, is_last=is_last)
+        if found:
+            self.run.callbacks(Callback.on_evaluate, step, found)
+            rows = partial(answer_rows, evaluation_path(self.path / "evaluations", step))
+            self.run.tracker.samples(step, "samples/evaluation", rows)
+        return found
 
     def _show(self, metrics: Mapping[str, float]) -> None:
         shown = {"score": "reward/score_mean", "kl": "kl/ref", "tokens/s": "rollout/tokens_per_s"}

@@ -4,7 +4,7 @@
 
     run.json          job, name, date, status (running, interrupted, failed, done), versions
     recipe.yaml       the resolved recipe
-    metrics.jsonl     one line per step            tensorboard/   the same for TensorBoard
+    metrics.jsonl     one line per step            tensorboard/, wandb/, trackers/   what trackers keep
     spans.jsonl       when each stage ran          rollouts/      every token of every response
     checkpoints/      step_00000050/, atomic       summary.json   at the end
     model/, critic/   Hugging Face directories, at the end
@@ -15,19 +15,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import json
-import os
-import platform
+import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
-
-import torch
-from transformers import PreTrainedModel
 
 from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
@@ -35,17 +29,19 @@ from quartet.config.recipe import Recipe
 from quartet.observe import cpu
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
+from quartet.observe.callbacks import Callback, Callbacks, Control
 from quartet.observe.digests import FileDigest
 from quartet.observe.jsonl import begins_with, replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
-from quartet.observe.progress import Progress
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
-from quartet.observe.trackers import JsonlTracker, TensorBoardTracker
+from quartet.observe.tracker_kinds import DeliveredTracker, TrackedRun, build_trackers
+from quartet.observe.trackers import JsonlTracker
 from quartet.train.checkpoint import (
     Checkpoint,
     Shares,
     begin_checkpoint,
+    checkpoint_path,
     claimed_steps,
     complete_checkpoint,
     discard_draft,
@@ -54,7 +50,7 @@ from quartet.train.checkpoint import (
     set_aside_after,
 )
 from quartet.train.state import snapshot
-from quartet.trainers.devices import compute_device, device_changes, resolved, use_threads
+from quartet.trainers.devices import device_changes
 from quartet.trainers.mirror import SharedStorage
 from quartet.trainers.model_card import write_cards
 from quartet.trainers.pinned import pinned
@@ -66,9 +62,10 @@ from quartet.trainers.run_files import (
     input_digests,
     inspect,
     job_of,
-    output_path,
+    software_versions,
     take_lock,
     with_defaults,
+    write_json,
     write_models,
     writing,
 )
@@ -79,23 +76,7 @@ _CHECKPOINT, _WRITER = "checkpoint", "writer"
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of the disk, not of the code that was writing."""
-
-
-def software_versions() -> dict[str, str]:
-    """Of torch with its build (``2.13.0+cpu``), which the installed package does not always name."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("quartet-rl", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def write_json(path: Path, value: object) -> None:
-    """Writes atomically: a reader sees the old file or the new one."""
-    with writing(path):
-        replace_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+_log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -107,9 +88,11 @@ class RunDirectory:
         resume: go on with the run that is there (start it when there is none, which ``auto`` takes for granted).
         tell: shows the user a warning (a damaged checkpoint that was passed over).
         resolved: what the run has in the place of the recipe's ``auto``; see ``devices.resolved``.
+        callbacks: are told of the run's steps.
 
     Attributes:
         tracker, recorder: of metrics and of spans, once ``start`` was called.
+        has_stopped: a callback has ended the run before its last step.
         storage: of the other machines, where they do not share this one's.
 
     Raises:
@@ -124,6 +107,7 @@ class RunDirectory:
         resume: Resume = False,
         tell: Callable[[str], object] = lambda text: None,
         resolved: Mapping[str, str] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.path = path
         self.recipe = recipe
@@ -136,6 +120,9 @@ class RunDirectory:
         self._lock: TextIO | None = None
         self._records = contextlib.ExitStack()
         self._writer = BackgroundWriter(limits={_CHECKPOINT: 1})
+        self.callbacks = Callbacks(callbacks, Control(recipe, path))
+        self.has_stopped = self._has_failed = False
+        self._trackers: list[DeliveredTracker] = []
         self._signals = StopSignals()
         self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
@@ -214,7 +201,10 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         failure = error
+        self._has_failed = error is not None
         try:
+            if error is not None:
+                self.callbacks.fail(error)
             try:
                 with writing(self.path):
                     self._close_records(abandon=kind is not None and issubclass(kind, KeyboardInterrupt))
@@ -241,7 +231,9 @@ class RunDirectory:
             raise failure
 
     def _close_records(self, *, abandon: bool) -> None:
-        with self._records:
+        with contextlib.ExitStack() as trackers, self._records:
+            for tracker in self._trackers:
+                trackers.callback(tracker.close, failed=self._has_failed)
             # First: it may still have spans to record.
             try:
                 self._writer.close(abandon=abandon)
@@ -264,11 +256,20 @@ class RunDirectory:
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
             truncate_rows_after(self.path / "spans.jsonl", step - 1)
             rollout_store.truncate_rollouts_after(self.path / "rollouts", step)
-            board = TensorBoardTracker(self.path / "tensorboard", step or None) if self.recipe.log.tensorboard else None
-            self.tracker = JsonlTracker(self.path / "metrics.jsonl", board)
+            if not self._trackers:  # they stay when workers are replaced
+                path = self.path.absolute()
+                about = TrackedRun(path.name, path, self.recipe.model_dump(mode="json"), step)
+                self._trackers = build_trackers(self.recipe.log, about, self._tell, self.warning)
+            self.tracker = JsonlTracker(self.path / "metrics.jsonl", self._trackers)
             self._records.callback(self.tracker.close)
             self.recorder = SpanRecorder(self.path / "spans.jsonl")
             self._records.callback(self.recorder.close)
+        self.callbacks.begin()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of ``step`` everywhere."""
+        self.tracker.log(step, metrics)
+        self.callbacks(Callback.on_log, step, metrics)
 
     def rewind(self, step: int) -> None:
         """Goes back to where ``step`` steps were complete: what was recorded after them is dropped."""
@@ -281,10 +282,12 @@ class RunDirectory:
         ``results``. The run counts as finished from here on."""
         self.drain()
         summary = {"job": self.job, "seed": self.recipe.seed, "versions": software_versions(), **results}
+        self.callbacks.tell_saved()
         with writing(self.path):
             write_models(self.path)
             write_cards(self.path, self.recipe, self._pinned, summary)  # which its users may edit
         write_json(self.path / "summary.json", summary)
+        self.callbacks(Callback.on_train_end)
         return summary
 
     # Checkpoints -----------------------------------------------------------------------------------------
@@ -378,6 +381,8 @@ class RunDirectory:
             else:
                 complete_checkpoint(draft, parts, info, written, keep=config.keep, elsewhere=self.storage.commit)
                 self.storage.keep(self.checkpoints)
+                self.callbacks.saved.append((step, checkpoint_path(self.checkpoints, step)))
+                _log.info("the checkpoint of step %d is complete", step)
 
         self.write_later(_CHECKPOINT, step, complete)
 
@@ -412,7 +417,15 @@ class RunDirectory:
     def due(self, step: int, total_steps: int) -> bool:
         """A checkpoint is due after ``step`` steps: on its cadence, at the end, or because a signal came."""
         self._signals.check()
-        return self._signals.requested or step == total_steps or step % self.recipe.checkpoint.every_steps == 0
+        is_last = self.is_last(step, total_steps)
+        return self._signals.requested or is_last or step % self.recipe.checkpoint.every_steps == 0
+
+    def is_last(self, step: int, total_steps: int) -> bool:
+        """``step`` is the last one, or a callback makes it that."""
+        if self.callbacks.control.should_stop and step < total_steps and not self.has_stopped:
+            self.has_stopped = True
+            self.warning(f"{self.callbacks.stopped_by} ended the run after step {step} of {total_steps}")
+        return step == total_steps or self.has_stopped
 
     def check_stop(self, step: int | None) -> None:
         """Raises ``Interrupted`` when a signal came, once the checkpoint is written; call after ``save``.
@@ -423,7 +436,10 @@ class RunDirectory:
         self._signals.check()
         if self._signals.first is not None:
             self.drain()
+            self.callbacks.tell_saved()
             raise Interrupted(self.path, step, self._signals.first)
+
+        self.callbacks.tell_saved()
 
     @property
     def is_stopped_at_once(self) -> bool:
@@ -435,30 +451,6 @@ class RunDirectory:
         """Inside, the first signal lets the step end and be saved, a second Ctrl-C stops at once (``signals``)."""
         with stop_signals() as self._signals, self._signals.graceful():
             yield
-
-
-def open_run(
-    recipe: Recipe, resume: Resume, progress: Progress | None, passed: PreTrainedModel | None = None
-) -> tuple[RunDirectory, Progress, torch.device]:
-    """The directory of a job that is about to run, what shows its progress, and the device of its models.
-
-    Args:
-        passed: the object that is trained or evaluated.
-
-    Raises:
-        UserError: as ``RunDirectory``, or there is no such device.
-    """
-    use_threads(recipe)
-    progress = progress if progress is not None else Progress()
-    path, device = output_path(recipe.output_dir, job_of(recipe), resume), compute_device(recipe, passed)
-    record = resolved(recipe, device)
-    return RunDirectory(path, recipe, resume=resume, tell=progress.print, resolved=record), progress, device
-
-
-def resident_bytes() -> float:
-    """Memory of this process that is in RAM now."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return float(pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 class Stopwatch:

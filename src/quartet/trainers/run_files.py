@@ -19,12 +19,15 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+import torch
 import yaml
 from safetensors import SafetensorError
 
@@ -32,6 +35,7 @@ from quartet.config import UserError
 from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
+from quartet.config.schema import flatten
 from quartet.config.yamls import parse_yaml, yaml_complaint
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
 from quartet.observe.jsonl import replace_atomically
@@ -39,6 +43,7 @@ from quartet.observe.jsonl import replace_atomically
 FREE_KEYS = (
     "output_dir",
     "log",
+    "callbacks",
     "checkpoint",
     "cluster",
     "processes",
@@ -328,17 +333,6 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
     ]
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping with dotted keys."""
-    if isinstance(value, Mapping):
-        pairs = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, list):
-        pairs = [(str(i), v) for i, v in enumerate(value)]
-    else:
-        return {prefix: value}
-    return {k: v for key, child in pairs for k, v in flatten(child, f"{prefix}.{key}" if prefix else key).items()}
-
-
 def take_lock(path: Path) -> TextIO:
     """The lock file of a run, open and locked; closing it gives the run back.
 
@@ -424,3 +418,20 @@ def _digest_inputs(files: list[Path]) -> str:
                 file.seek(n * _BLOCK if whole else n * (size - _BLOCK) // (_NUM_BLOCKS - 1))
                 state.update(file.read(_BLOCK))
     return state.hexdigest()
+
+
+def software_versions() -> dict[str, str]:
+    """Of torch with its build (``2.13.0+cpu``), which the installed package does not always name."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("quartet-rl", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes atomically: a reader sees the old file or the new one."""
+    with writing(path):
+        replace_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())

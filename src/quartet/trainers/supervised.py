@@ -25,6 +25,7 @@ from quartet.config.supervised import SupervisedRecipe
 from quartet.models.directories import on_meta
 from quartet.models.loading import load_trained, outlined
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.observe.callbacks import Callback
 from quartet.observe.progress import Progress
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup
@@ -37,8 +38,9 @@ from quartet.trainers.input_sources import (
     check_recipe,
     with_names,
 )
+from quartet.trainers.open_run import open_run
 from quartet.trainers.results import TrainResult
-from quartet.trainers.run import Stopwatch, open_run
+from quartet.trainers.run import Stopwatch
 from quartet.trainers.run_files import Resume, read_json
 from quartet.trainers.signals import stop_signals, take_back_signals
 from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker
@@ -58,6 +60,7 @@ class SupervisedTrainer(Generic[R, W]):
         model, tokenizer: what is trained, in place (on Ray copies are), and its tokenizer; objects, or paths or hub
             names. An object stays on its device unless the recipe names another.
         rows, evaluation_rows: mappings, with the columns that the job reads from files.
+        callbacks: are told of the run's steps, and may end it.
         resume: go on with the run in ``recipe.output_dir``; ``auto``: or start it, without a word.
 
     Raises:
@@ -80,12 +83,13 @@ class SupervisedTrainer(Generic[R, W]):
         tokenizer: TokenizerLike | None = None,
         rows: Sequence[Any] | None = None,
         evaluation_rows: Sequence[Any] | None = None,
+        callbacks: Sequence[Callback] = (),
         resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
         check_recipe(recipe, self.recipe_class)
         recipe, passed, own = with_names(recipe, model, tokenizer)
-        self.run, self.progress, device = open_run(recipe, resume, progress, passed)
+        self.run, self.progress, device = open_run(recipe, resume, progress, passed, callbacks)
         self.recipe = recipe = self.run.pin(recipe)
         self.path = self.run.path
         # A worker in another process may be in another directory itself.
@@ -277,13 +281,17 @@ class SupervisedTrainer(Generic[R, W]):
         run.start(step)
         with self.progress.stage(name, about.steps) as bar:
             bar.advance(step)
-            while step < about.steps:
+            while step < about.steps and not run.has_stopped:
                 metrics = await self._step(step, group, about)
                 step += 1
-                if about.num_evaluation_rows and (step % self.recipe.evaluate_every_steps == 0 or step == about.steps):
+                run.callbacks(Callback.on_step_end, step, metrics)
+                is_last = run.is_last(step, about.steps)
+                if about.num_evaluation_rows and (step % self.recipe.evaluate_every_steps == 0 or is_last):
                     with run.recorder.span("evaluate", step=step - 1):
-                        metrics.update(await group.call(SupervisedWorker.evaluate))
-                run.tracker.log(step, metrics)
+                        held_out = await group.call(SupervisedWorker.evaluate)
+                    metrics.update(held_out)
+                    run.callbacks(Callback.on_evaluate, step, held_out)
+                run.log(step, metrics)
                 run.recorder.drop_through(step)
                 last.update(metrics)
                 bar.advance(1, **{label: round(last[key], 4) for label, key in shown.items() if key in last})

@@ -313,6 +313,6 @@ class SupervisedProcess(RolesWorker):
     def __init__(
         self, kind: type[SupervisedWorker[Any, Any, Any]], recipe: SupervisedRecipe, given: Given, directory: str
     ) -> None:
-        group = enter_process(self, recipe, directory, is_group=self.world_size > 1)
+        group = enter_process(self, recipe.job, recipe, directory, is_group=self.world_size > 1)
         mesh = Mesh.cut(group, recipe.sharding) if group is not None else None
         self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), mesh)}

@@ -138,7 +138,7 @@ class PoolWorker(RolesWorker):
         of_role = shardings(recipe, shares_reference=shares)
         cut_roles = {role for role, sharding in of_role.items() if sharding.copy_size > 1}
         is_group = self.world_size > 1 and not cut_roles.union(TRAINED_ROLES).isdisjoint(names)
-        meshes = Meshes(enter_process(self, recipe, directory, is_group=is_group), of_role)
+        meshes = Meshes(enter_process(self, "+".join(names), recipe, directory, is_group=is_group), of_role)
         if "rollout" in names and objects.model is None and recipe.actor.model is not None:
             check_engine_fits(recipe, recipe.actor.model.path, device, self.place.local_world_size)
         loader = ModelLoader(

@@ -116,6 +116,7 @@ def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTra
         model: Any = None,
         critic_model: Any = None,
         ptx_rows: Any = None,
+        callbacks: Any = (),
         **values: Any,
     ) -> RLTrainer:
         common: dict[str, Any] = {
@@ -129,7 +130,8 @@ def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTra
         }
         objects = {"model": model or causal_lm(), "tokenizer": tokenizer, "rewards": rewards, "prompts": prompts}
         recipe = RLRecipe(**{**common, **values})
-        return RLTrainer(recipe, resume=resume, critic=critic_model, ptx_rows=ptx_rows, **objects)
+        objects |= {"callbacks": callbacks, "ptx_rows": ptx_rows, "critic": critic_model}
+        return RLTrainer(recipe, resume=resume, **objects)
 
     return make
 

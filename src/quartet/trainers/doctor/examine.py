@@ -64,10 +64,11 @@ def examine(
 
 
 def _scratch_recipe(recipe: RLRecipe, directory: Path) -> RLRecipe:
-    """The recipe with another directory, and without a journal to follow."""
+    """The recipe with another directory, without a journal to follow, and without anybody who is told."""
     changes: dict[str, Any] = {
         "output_dir": str(directory / "run"),
-        "log": recipe.log.model_copy(update={"tensorboard": False}),
+        "log": recipe.log.model_copy(update={"trackers": (), "notify": None}),
+        "callbacks": (),
     }
     if isinstance(recipe.placement, AsynchronousPlacement):
         changes["placement"] = recipe.placement.model_copy(update={"follow": None})
