@@ -20,7 +20,7 @@ from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.data.datasets import Overlength, SFTData, SFTItem, TokenLimit
 from quartet.data.fields import AS_GIVEN, Reading, placed
-from quartet.data.files import decoded, opened, raw_lines
+from quartet.data.files import decoded, located, opened, raw_lines
 from quartet.data.formats import Parsed, demonstrations
 from quartet.data.json_rows import parse_line
 from quartet.data.order import draws
@@ -46,7 +46,7 @@ def stored_rows(config: DataConfig) -> StoredRows:
             remedy="put them into one file",
         )
     (source,) = config.parts
-    path = Path(str(source.path)).expanduser()
+    path = located(str(source.path))
     if path.suffix.lower() in _LINES and path.is_file() and not _is_array(path):
         check_file_options(source)
         return JsonLinesRows(path, source)

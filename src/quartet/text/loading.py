@@ -10,18 +10,20 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
+from quartet.config.addresses import is_url
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
 from quartet.config.stages import made_by
+from quartet.remote.store import local_copy
 
 
 def local_or_hub(name: str | Path, what: str) -> str:
-    """``name`` with ``~`` expanded, after checking that a local path is a directory.
+    """``name`` with ``~`` expanded, after checking that a local path is a directory; of a URL the copy on this machine.
 
     Raises:
-        UserError: a local path that does not exist, or a file.
+        UserError: a local path that does not exist, or a file; a URL that cannot be read.
     """
-    text = str(name)
+    text = str(local_copy(str(name)) if is_url(name) else name)
     path = Path(text).expanduser()
     if path.is_dir():
         if (path / "run.json").is_file() and not (path / "config.json").is_file():

@@ -57,6 +57,7 @@ from quartet.train.checkpoint import (
 from quartet.train.state import snapshot
 from quartet.trainers.devices import compute_device, device_changes, resolved, use_threads
 from quartet.trainers.mirror import SharedStorage
+from quartet.trainers.remote_run import remote_run
 from quartet.trainers.run_files import (
     Resume,
     changed_inputs,
@@ -109,6 +110,7 @@ class RunDirectory:
     Attributes:
         tracker, recorder: of metrics and of spans, once ``start`` was called.
         storage: of the other machines, where they do not share this one's.
+        remote: of the store, where ``output_dir`` is a URL.
 
     Raises:
         UserError: the directory holds another run (or other files), is in use, or the recipe has changed.
@@ -137,7 +139,10 @@ class RunDirectory:
         self._signals = StopSignals()
         self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
-        self._inspect()
+        self.remote = remote_run(recipe, path, tell)
+        self.remote.check(bool(resume))
+        if not self.remote.is_remote:  # else the store decides whether what is here counts
+            self._inspect()
 
     # Ownership -------------------------------------------------------------------------------------------
 
@@ -145,8 +150,10 @@ class RunDirectory:
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path / LOCK)
+        self.remote.restore(bool(self._resume))
         # Looked at again: another process may have come between.
         found = self._inspect()
+        self.remote.claim()
         former, named = found or {}, self.recipe.model_dump(mode="json")
         self._info = {
             "job": self.job,
@@ -173,6 +180,7 @@ class RunDirectory:
             self.warning(f"the process that ran it before {ENDED}: its status was still running")
         elif found is None and self._resume is True:
             self._tell(f"{self.path} holds nothing to resume: a new run starts")
+        self.remote.saved()
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -222,6 +230,12 @@ class RunDirectory:
             )
             with contextlib.suppress(UserError) if failure else contextlib.nullcontext():
                 write_json(self.path / "run.json", self._info)
+            try:
+                self.remote.finish(at_once=isinstance(failure, KeyboardInterrupt))
+            except UserError as lacking:
+                if failure is not None:
+                    self._tell(str(lacking))
+                failure = failure or lacking
         finally:
             self._release()
         if isinstance(failure, OSError) and failure.errno in _DISK:
@@ -367,6 +381,7 @@ class RunDirectory:
             else:
                 complete_checkpoint(draft, parts, info, written, keep=config.keep, elsewhere=self.storage.commit)
                 self.storage.keep(self.checkpoints)
+                self.remote.saved()
 
         self.write_later(_CHECKPOINT, step, complete)
 

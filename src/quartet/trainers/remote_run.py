@@ -1,0 +1,463 @@
+"""A run whose ``output_dir`` is a URL: it works in a directory on this machine, and a thread uploads what is finished.
+
+::
+
+    owner.json            written first: the run's id, and the process that may write there
+    run.json, …           as in the run's directory, each whole; run.json after the others
+    checkpoints/step_…/   files first, manifest.json last; without it, or where files disagree with it, there is none
+
+The directory here decides as long as no other process has written to the store since. Where one has, or nothing is
+here, a resumed run brings everything from there, and what was here is set aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import uuid4
+
+from quartet.config import UserError
+from quartet.config.addresses import is_url
+from quartet.config.recipe import Recipe
+from quartet.observe.jsonl import replace_atomically
+from quartet.observe.run_status import LOCK
+from quartet.remote.store import Store, StoreError, copied_files, fetch, file_stamp
+from quartet.train.checkpoint import begin_checkpoint, checkpoint_path, list_checkpoints, path_of_draft
+from quartet.train.manifest import NAME, CheckpointManifest, Damage
+from quartet.trainers.run_files import MARKER, RECIPE, read_json, read_recipe, take_lock, writing
+
+OWNER, CHECKPOINTS, _STATE, _PINNED = "owner.json", "checkpoints", ".remote.json", ".uploading"
+_MODELS, _ADDED_TO = ("model", "critic", "adapter", "reward_model"), {"rollouts", "tensorboard"}
+"""Directories that a resumed run does not need: it writes the first once more, and adds files to the others."""
+_EVERY_S, _LONGEST_PAUSE_S = 60.0, 60.0
+"""Seconds between uploads of records without a checkpoint; between tries while the store is away."""
+
+
+class LocalRun:
+    """What a run does for a store where its ``output_dir`` is a directory: nothing."""
+
+    is_remote = False
+
+    def check(self, resume: bool) -> None:
+        """Raises UserError where the URL holds another run, or cannot be read."""
+
+    def restore(self, resume: bool) -> None:
+        """Brings what a run needs to go on to this machine; the run's lock is held."""
+
+    def claim(self) -> None:
+        """Makes this process the one that may write there, and begins to upload."""
+
+    def saved(self) -> None:
+        """There is a new checkpoint, or a stage has ended. Raises UserError where another process has gone on."""
+
+    def finish(self, *, at_once: bool) -> None:
+        """Returns when everything is uploaded. Raises UserError where that does not get on, or is not waited for."""
+
+
+def remote_run(recipe: Recipe, path: Path, tell: Callable[[str], object]) -> LocalRun:
+    if not is_url(recipe.output_dir):
+        return LocalRun()
+    config = recipe.checkpoint
+    return RemoteRun(str(recipe.output_dir), path, tell, keep=config.keep, timeout_s=config.upload_timeout_s)
+
+
+class RemoteRun(LocalRun):
+    """
+    Args:
+        path: the run's directory here.
+        tell: shows a line to the user.
+        keep: complete checkpoints that stay in the store.
+        timeout_s: longest wait for uploads that make no progress, at the end.
+
+    Raises:
+        UserError: a package is missing for such URLs.
+    """
+
+    is_remote = True
+
+    def __init__(
+        self, url: str, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float = 600.0
+    ) -> None:
+        self.url, self.path = url.rstrip("/"), path
+        self._store = Store(url)
+        self._tell, self._keep, self._timeout_s = tell, keep, timeout_s
+        self._run, self._process = uuid4().hex, uuid4().hex
+        self._had_owner = False
+        self._uploaded: dict[str, list[int]] = {}
+        self._newest: dict[str, str] = {}
+        self._state = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_due, self._is_closing, self._has_ended = False, False, False
+        self._error: UserError | None = None
+        self._refusal: StoreError | None = None
+        self._last_progress = time.monotonic()
+
+    # Ownership -------------------------------------------------------------------------------------------
+
+    def check(self, resume: bool) -> None:
+        owner = self._owner()
+        if owner is not None and not resume:
+            raise self._taken(owner)
+        if owner is None and (found := self._store.list()):
+            raise UserError(
+                f"output_dir {self.url} is not empty and holds no run",
+                found=", ".join(list(found)[:5]),
+                remedy="choose another output_dir",
+            )
+
+    def _owner(self) -> dict[str, Any] | None:
+        data = self._store.read(OWNER)
+        try:
+            found = None if data is None else json.loads(data)
+            if found is None or (isinstance(found["run"], str) and isinstance(found["process"], str)):
+                return found
+        except (ValueError, LookupError, TypeError):
+            pass
+        raise UserError(f"{self.url}/{OWNER} is damaged", found="not what a run writes there", remedy="restore it")
+
+    def _taken(self, owner: Mapping[str, Any]) -> UserError:
+        return UserError(
+            f"output_dir {self.url} already holds a run",
+            found=f"of {owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}",
+            remedy="add --resume to go on with it once that process has ended, or choose another output_dir",
+        )
+
+    def _read_state(self) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = read_json(self.path / _STATE)
+            return found if isinstance(found["processes"], list) and isinstance(found["uploaded"], dict) else None
+        except (UserError, ValueError, LookupError, TypeError):
+            return None
+
+    def _write_state(self, processes: Collection[str]) -> None:
+        state = {"run": self._run, "processes": list(processes), "uploaded": self._uploaded}
+        replace_atomically(self.path / _STATE, json.dumps(state).encode())
+
+    def restore(self, resume: bool) -> None:
+        owner, state = self._owner(), self._read_state()
+        self._had_owner = owner is not None
+        if owner is None:
+            if resume and state is not None:
+                self._run = state["run"]  # the store has lost it, or never had it
+            else:
+                self._set_aside()
+            return
+        if not resume:
+            raise self._taken(owner)
+        self._run = owner["run"]
+        if state is not None and state["run"] == self._run and owner["process"] in state["processes"]:
+            self._uploaded = state["uploaded"]
+            return
+        if state is None or state["run"] != self._run or state["processes"]:
+            self._set_aside()
+        with writing(self.path):
+            self._write_state([])
+        self._tell(f"bringing the run from {self.url} to {self.path}")
+        self._bring()
+
+    def _set_aside(self) -> None:
+        """Nothing that is here is deleted: it may be the only copy."""
+        found = [entry for entry in self.path.iterdir() if entry.name != LOCK]
+        if any(not entry.name.startswith(".") for entry in found):
+            aside = self.path.with_name(f"{self.path.name}.aside-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
+            with writing(aside):
+                aside.mkdir()
+                for entry in found:
+                    os.replace(entry, aside / entry.name)
+            self._tell(f"{self.path} held what {self.url} does not; it is now in {aside}")
+        else:
+            for entry in found:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def _bring(self) -> None:
+        names = self._store.list()
+        fetch(self._store, self.path, [n for n in names if n != OWNER and not _is_left_out(n)])
+        for root in sorted({n.partition("step_")[0] for n in names if f"{CHECKPOINTS}/step_" in n}):
+            whole = {_step(n) for n in names if n.startswith(f"{root}step_") and n.endswith(f"/{NAME}")}
+            for step in sorted(whole, reverse=True):
+                try:
+                    self._bring_checkpoint(root, step)
+                    break
+                except Damage as damage:
+                    self._tell(f"damaged checkpoint in the store: {root}step_{step:08d}: {damage}")
+
+    def _bring_checkpoint(self, root: str, step: int) -> None:
+        """
+        Raises:
+            Damage: its files are not those that its manifest names.
+        """
+        draft = begin_checkpoint(self.path / root, step)
+        final = path_of_draft(draft)
+        base = f"{root}{final.name}"
+        with writing(draft):
+            self._store.download(f"{base}/{NAME}", draft / NAME)
+            manifest = CheckpointManifest.read(draft / NAME)
+            there = self._store.list(base)
+            for name, digest in manifest.files.items():
+                if there.get(f"{base}/{name}") is None or there[f"{base}/{name}"].size != digest.bytes:
+                    raise Damage(f"{name} is missing, or of another size")
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                self._store.download(f"{base}/{name}", draft / name)
+            manifest.check_names(draft)
+            manifest.check_content(draft)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(draft, final)
+
+    def adopt(self) -> None:
+        """Makes this process the one that may write there, without a run.
+
+        Raises:
+            UserError: another run is there, or another process has gone on with this one.
+        """
+        owner, state = self._owner(), self._read_state()
+        self._had_owner = owner is not None
+        if owner is not None:
+            if state is None or state["run"] != owner["run"] or owner["process"] not in state["processes"]:
+                raise self._taken(owner)
+            self._uploaded = state["uploaded"]
+        self._run = state["run"] if state is not None else self._run
+        self._take()
+
+    def claim(self) -> None:
+        self._take()
+        self._tell(f"the run is written to {self.path} and uploaded to {self.url}")
+        self._thread = threading.Thread(target=self._work, name="quartet-upload", daemon=True)
+        self._thread.start()
+
+    def _take(self) -> None:
+        state = self._read_state()
+        with writing(self.path):
+            former = state["processes"] if state is not None and state["run"] == self._run else []
+            self._write_state([*former, self._process])
+            shutil.rmtree(self.path / _PINNED, ignore_errors=True)
+        owner = {"run": self._run, "process": self._process, "host": socket.gethostname(), "pid": os.getpid()}
+        owner["since"] = datetime.now().isoformat(timespec="seconds")
+        if not self._store.write(OWNER, json.dumps(owner, indent=2).encode(), create=not self._had_owner):
+            raise self._taken(self._owner() or {})
+
+    def _check_owner(self) -> None:
+        """
+        Raises:
+            UserError: another process has taken the run over.
+        """
+        owner = self._owner() or {}
+        if owner.get("process") != self._process:
+            raise UserError(
+                f"another process has gone on with {self.url}",
+                found=f"{owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}",
+                remedy=f"let one of them run; what this one wrote since is in {self.path}",
+            )
+
+    # Uploading -------------------------------------------------------------------------------------------
+
+    def saved(self) -> None:
+        with self._state:
+            self._is_due = True
+            self._state.notify_all()
+        if self._error is not None:
+            raise self._error
+
+    def finish(self, *, at_once: bool) -> None:
+        if self._thread is None:
+            return
+        with self._state:
+            self._is_due = self._is_closing = True
+            self._state.notify_all()
+            self._last_progress = time.monotonic()
+            while not self._has_ended and not at_once and time.monotonic() - self._last_progress < self._timeout_s:
+                self._state.wait(0.2)
+        if self._error is not None:
+            raise self._error
+        if not self._has_ended:
+            lacking = [name for name, file in self._records() if self._uploaded.get(name) != file_stamp(file)]
+            lacking += [f"{root}/{newest.name}" for root, newest in self._unsaved()]
+            raise UserError(
+                f"{self.url} lacks what the run has written last; it is all in {self.path}",
+                found=f"{', '.join(lacking[:8])}{', …' if len(lacking) > 8 else ''}"
+                + (
+                    f"; {self._refusal.problem}: {self._refusal.found}" if self._refusal else "; uploads were under way"
+                ),
+                remedy=f"quartet upload {self.path}, when the store is there (or --resume on this machine)",
+            )
+
+    def _work(self) -> None:
+        pause_s = _EVERY_S
+        while True:
+            with self._state:
+                # While the store is away, checkpoints do not shorten the pause; the end of the run does, once.
+                self._state.wait_for(lambda: self._is_due and (not self._refusal or self._is_closing), pause_s)
+                closing, self._is_due = self._is_closing, False
+            try:
+                self.push()
+                if self._refusal is not None:
+                    self._tell(f"{self.url} can be written to again: everything is uploaded")
+                self._refusal, pause_s = None, _EVERY_S
+            except StoreError as error:
+                if self._refusal is None:
+                    self._tell(f"not uploaded now, and tried again until it is: {error}")
+                    pause_s = 0.5
+                self._refusal, pause_s = error, min(2 * pause_s, _LONGEST_PAUSE_S / 12 if closing else _LONGEST_PAUSE_S)
+                continue
+            except UserError as error:
+                self._error = error
+            except Exception as error:  # of this machine's disk; the run must not go on as if all were well
+                self._error = UserError(f"{self.path} could not be uploaded", found=repr(error), remedy="see there")
+            with self._state:
+                if self._error or (closing and not self._is_due):
+                    self._has_ended = True
+                    self._state.notify_all()
+                    return
+
+    def push(self) -> None:
+        """Uploads everything that has changed.
+
+        Raises:
+            StoreError: the store is away; another call goes on where this one stopped.
+            UserError: another process has taken the run over.
+        """
+        self._check_owner()
+        # First, so that the records that follow have all that this checkpoint's had.
+        pinned = [(root, self._pin(root)) for root, _ in self._unsaved()]
+        # Of a stage and of the run, what says that it is done comes after what it has made.
+        for name, file in sorted(self._records(), key=lambda pair: _order(pair[0])):
+            if self._uploaded.get(name) != (stamp := file_stamp(file)):
+                with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                    self._store.upload(file, name, self._progress)
+                    self._uploaded[name] = stamp
+                    self._progress()
+        for root, checkpoint in pinned:
+            self._push_checkpoint(root, checkpoint)
+            self._newest[root] = checkpoint.name
+        shutil.rmtree(self.path / _PINNED, ignore_errors=True)
+        with contextlib.suppress(OSError):  # without it files are uploaded once more
+            self._write_state((self._read_state() or {"processes": [self._process]})["processes"])
+
+    def _progress(self) -> None:
+        self._last_progress = time.monotonic()
+
+    def _records(self) -> Iterator[tuple[str, Path]]:
+        """Files but those of checkpoints; links are followed, as a model that is a stage's is one."""
+        for directory, below, files in os.walk(self.path, followlinks=True):
+            below[:] = [name for name in below if not name.startswith(".") and name != CHECKPOINTS]
+            for name in files:
+                if not name.startswith("."):
+                    file = Path(directory, name)
+                    yield file.relative_to(self.path).as_posix(), file
+
+    def _unsaved(self) -> Iterator[tuple[str, Path]]:
+        """Of the run and of its stages the newest checkpoint, where it is not in the store."""
+        for root in sorted(
+            {CHECKPOINTS, *(p.relative_to(self.path).as_posix() for p in self.path.glob("*/checkpoints"))}
+        ):
+            if steps := list_checkpoints(self.path / root):
+                newest = checkpoint_path(self.path / root, steps[-1])
+                if self._newest.get(root) != newest.name:
+                    yield root, newest
+
+    def _pin(self, root: str) -> Path:
+        """Links to the files of the newest checkpoint, which may be deleted here before it is uploaded."""
+        while True:
+            newest = checkpoint_path(self.path / root, list_checkpoints(self.path / root)[-1])
+            pinned = self.path / _PINNED / root / newest.name
+            try:
+                shutil.rmtree(pinned.parent, ignore_errors=True)
+                shutil.copytree(newest, pinned, copy_function=_link)
+                return pinned
+            except (OSError, shutil.Error) as error:
+                if newest.exists():
+                    raise StoreError(
+                        f"{newest} cannot be held for its upload", found=str(error), remedy="see there"
+                    ) from error
+
+    def _push_checkpoint(self, root: str, checkpoint: Path) -> None:
+        base, sealed = f"{root}/{checkpoint.name}", (checkpoint / NAME).read_bytes()
+        manifest = CheckpointManifest.read(checkpoint / NAME)
+        if self._store.read(f"{base}/{NAME}") != sealed:
+            self._store.delete(f"{base}/{NAME}")
+            for name in manifest.files:
+                self._store.upload(checkpoint / name, f"{base}/{name}", self._progress)
+            there = self._store.list(base)
+            for name, digest in manifest.files.items():
+                if (entry := there.get(f"{base}/{name}")) is None or entry.size != digest.bytes:
+                    raise StoreError(f"{self.url}/{base}/{name} did not arrive", found=str(entry), remedy="try again")
+            self._check_owner()
+            self._store.write(f"{base}/{NAME}", sealed)
+            self._progress()
+        self._prune(root, manifest.step)
+
+    def _prune(self, root: str, step: int) -> None:
+        """Leaves of the checkpoints in the store the newest complete ones up to ``step``."""
+        names = [name for name in self._store.list(root) if name.startswith(f"{root}/step_")]
+        whole = sorted(s for n in names if n.endswith(f"/{NAME}") and (s := _step(n)) <= step)
+        dropped = [name for name in names if _step(name) not in whole[-self._keep :]]
+        self._store.delete(*sorted(dropped, key=lambda name: not name.endswith(f"/{NAME}")))
+
+
+def _order(name: str) -> tuple[bool, bool]:
+    return PurePosixPath(name).name in (MARKER, "summary.json"), name == MARKER
+
+
+def _is_left_out(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return CHECKPOINTS in parts or parts[0] in _MODELS or bool(_ADDED_TO & set(parts))
+
+
+def _step(name: str) -> int:
+    digits = name.partition("step_")[2].partition("/")[0]
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+# Commands ------------------------------------------------------------------------------------------------------
+
+
+def is_draft(path: Path) -> bool:
+    """Whether the directory is one in which a run works whose ``output_dir`` is a URL."""
+    return (path / _STATE).is_file()
+
+
+def copied_run(url: str) -> Path:
+    """A copy of a run's records on this machine, brought up to date: without models and checkpoints.
+
+    Raises:
+        UserError: there is no run, or the store cannot be used.
+    """
+    path = copied_files(url, lambda n: CHECKPOINTS not in n.split("/") and n.split("/")[0] not in _MODELS)
+    if not (path / MARKER).is_file():
+        raise UserError(f"{url} holds no run", found=f"no {MARKER}", remedy="name the output_dir of a run")
+    return path
+
+
+def upload_run(path: Path, url: str | None, tell: Callable[[str], object]) -> str:
+    """Uploads a run's directory, what is there already excepted; returns the URL.
+
+    Raises:
+        UserError: the run is in use, nothing says where to, the URL holds another run, or one that has gone on since.
+        StoreError: the store cannot be used.
+    """
+    if not (path / MARKER).is_file():
+        raise UserError(f"{path} holds no run", found=f"no {MARKER}", remedy="name the directory of a run")
+    recipe = read_recipe(path / RECIPE)
+    url = url or recipe.get("output_dir")
+    if not is_url(url):
+        raise UserError("nothing says where to upload to", found=f"{path}, url {url}", remedy="name the URL after it")
+    with take_lock(path / LOCK):
+        remote = RemoteRun(str(url), path, tell, keep=int(recipe.get("checkpoint", {}).get("keep", 2)))
+        remote.adopt()
+        remote.push()
+    return remote.url
