@@ -75,7 +75,10 @@ class Store:
         if self._root in found and not below:
             self.is_object = True
             return {PurePosixPath(self._root).name: _entry(found[self._root])}
-        return {path[len(self._root) :].lstrip("/"): _entry(info) for path, info in sorted(found.items())}
+        names = {path[len(self._root) :].lstrip("/"): _entry(info) for path, info in sorted(found.items())}
+        if out := [name for name in names if {"", ".", ".."} & set(name.split("/")) or "\0" in name]:
+            raise UserError(f"{self.url} has a name that is no path", found=out[0], remedy="rename that object")
+        return names
 
     def read(self, name: str) -> bytes | None:
         """None where there is no such object."""
@@ -105,7 +108,7 @@ class Store:
         """
         with self._asking(name):
             try:
-                self._fs.put_file(str(file), self._path(name), callback=_Told(progress))
+                self._fs.put_file(str(file), self._path(name), callback=Callback(hooks={"": lambda *_: progress()}))
             except FileNotFoundError as error:
                 if not file.exists():
                     raise
@@ -121,6 +124,8 @@ class Store:
                 file.unlink()
             if isinstance(error, FileNotFoundError):
                 raise _refused(f"{self.url}/{name}", error) from error
+            if isinstance(cause := error.__cause__, OSError) and cause.errno in _DISK:
+                raise write_error(file, cause, what=f"a copy of {self.url}/{name} in ") from cause
             raise
 
     def delete(self, *names: str) -> None:
@@ -140,18 +145,7 @@ class Store:
             raise
         # Every store's package has exceptions of its own.
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in _DISK and error.filename is not None:
-                raise write_error(Path(error.filename), error, what=f"a copy of {self.url} in ") from error
             raise _refused(f"{self.url}/{name}".rstrip("/"), error) from error
-
-
-class _Told(Callback):  # type: ignore[misc]  # fsspec has no types
-    def __init__(self, progress: Callable[[], object]) -> None:
-        super().__init__()
-        self._progress = progress
-
-    def call(self, hook_name: str | None = None, **kwargs: Any) -> None:
-        self._progress()
 
 
 def _entry(info: dict[str, Any]) -> Entry:
@@ -241,8 +235,6 @@ def _fetch(store: Store, target: Path, names: Collection[str]) -> None:
     entries = store.list()
     try:
         for name in (name for name in names if name in entries):
-            if not _is_inside(name):
-                raise UserError(f"{store.url} has a name that is no path", found=name, remedy="rename that object")
             file, entry = target / name, entries[name]
             if known.get(name) == [*file_stamp(file), entry.mark]:
                 continue
@@ -260,10 +252,6 @@ def _fetch(store: Store, target: Path, names: Collection[str]) -> None:
             (target / name).unlink(missing_ok=True)
     finally:
         record.write_text(json.dumps(known), encoding="utf-8")
-
-
-def _is_inside(name: str) -> bool:
-    return bool(name) and not name.startswith("/") and not {"..", ""} & set(name.split("/")) and "\0" not in name
 
 
 def file_stamp(file: Path) -> list[int]:

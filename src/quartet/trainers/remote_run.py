@@ -19,7 +19,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,7 +30,7 @@ from quartet.config.addresses import is_url
 from quartet.config.recipe import Recipe
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.run_status import LOCK
-from quartet.remote.store import Store, StoreError, copied_files, fetch, file_stamp
+from quartet.remote.store import Entry, Store, StoreError, copied_files, fetch, file_stamp
 from quartet.train.checkpoint import begin_checkpoint, checkpoint_path, list_checkpoints, path_of_draft
 from quartet.train.manifest import NAME, CheckpointManifest, Damage
 from quartet.trainers.run_files import MARKER, RECIPE, read_json, read_recipe, take_lock, writing
@@ -38,17 +38,17 @@ from quartet.trainers.run_files import MARKER, RECIPE, read_json, read_recipe, t
 OWNER, CHECKPOINTS, _STATE, _PINNED = "owner.json", "checkpoints", ".remote.json", ".uploading"
 _MODELS, _ADDED_TO = ("model", "critic", "adapter", "reward_model"), {"rollouts", "tensorboard"}
 """Directories that a resumed run does not need: it writes the first once more, and adds files to the others."""
-_EVERY_S, _LONGEST_PAUSE_S = 60.0, 60.0
-"""Seconds between uploads of records without a checkpoint; between tries while the store is away."""
+_EVERY_S = 60.0
+"""Longest time between uploads of records, and between tries while the store is away."""
 
 
 class LocalRun:
     """What a run does for a store where its ``output_dir`` is a directory: nothing."""
 
-    is_remote = False
-
-    def check(self, resume: bool) -> None:
-        """Raises UserError where the URL holds another run, or cannot be read."""
+    def check(self, resume: bool) -> bool:
+        """Whether what is in the run's directory here decides. Raises UserError where the URL holds another run, or
+        cannot be read."""
+        return True
 
     def restore(self, resume: bool) -> None:
         """Brings what a run needs to go on to this machine; the run's lock is held."""
@@ -59,8 +59,9 @@ class LocalRun:
     def saved(self) -> None:
         """There is a new checkpoint, or a stage has ended. Raises UserError where another process has gone on."""
 
-    def finish(self, *, at_once: bool) -> None:
-        """Returns when everything is uploaded. Raises UserError where that does not get on, or is not waited for."""
+    def finish(self, failure: BaseException | None) -> BaseException | None:
+        """Waits until everything is uploaded. Returns ``failure``, the run's own, or else what is wrong with that."""
+        return failure
 
 
 def remote_run(recipe: Recipe, path: Path, tell: Callable[[str], object]) -> LocalRun:
@@ -82,28 +83,25 @@ class RemoteRun(LocalRun):
         UserError: a package is missing for such URLs.
     """
 
-    is_remote = True
-
     def __init__(
         self, url: str, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float = 600.0
     ) -> None:
         self.url, self.path = url.rstrip("/"), path
-        self._store = Store(url)
-        self._tell, self._keep, self._timeout_s = tell, keep, timeout_s
-        self._run, self._process = uuid4().hex, uuid4().hex
-        self._had_owner = False
+        self._store, self._tell, self._keep, self._timeout_s = Store(url), tell, keep, timeout_s
+        self._run, self._process, self._had_owner = uuid4().hex, uuid4().hex, False
+        self._processes: list[str] = []
         self._uploaded: dict[str, list[int]] = {}
-        self._newest: dict[str, str] = {}
-        self._state = threading.Condition()
+        self._newest: dict[str, tuple[str, list[int]]] = {}
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._is_due, self._is_closing, self._has_ended = False, False, False
+        self._is_due = self._is_closing = self._has_ended = False
         self._error: UserError | None = None
         self._refusal: StoreError | None = None
         self._last_progress = time.monotonic()
 
     # Ownership -------------------------------------------------------------------------------------------
 
-    def check(self, resume: bool) -> None:
+    def check(self, resume: bool) -> bool:
         owner = self._owner()
         if owner is not None and not resume:
             raise self._taken(owner)
@@ -113,188 +111,161 @@ class RemoteRun(LocalRun):
                 found=", ".join(list(found)[:5]),
                 remedy="choose another output_dir",
             )
+        return False
 
-    def _owner(self) -> dict[str, Any] | None:
-        data = self._store.read(OWNER)
-        try:
-            found = None if data is None else json.loads(data)
-            if found is None or (isinstance(found["run"], str) and isinstance(found["process"], str)):
-                return found
-        except (ValueError, LookupError, TypeError):
-            pass
-        raise UserError(f"{self.url}/{OWNER} is damaged", found="not what a run writes there", remedy="restore it")
-
-    def _taken(self, owner: Mapping[str, Any]) -> UserError:
-        return UserError(
-            f"output_dir {self.url} already holds a run",
-            found=f"of {owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}",
-            remedy="add --resume to go on with it once that process has ended, or choose another output_dir",
-        )
-
-    def _read_state(self) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = read_json(self.path / _STATE)
-            return found if isinstance(found["processes"], list) and isinstance(found["uploaded"], dict) else None
-        except (UserError, ValueError, LookupError, TypeError):
-            return None
-
-    def _write_state(self, processes: Collection[str]) -> None:
-        state = {"run": self._run, "processes": list(processes), "uploaded": self._uploaded}
-        replace_atomically(self.path / _STATE, json.dumps(state).encode())
-
-    def restore(self, resume: bool) -> None:
+    def restore(self, resume: bool, *, here_only: bool = False) -> None:
         owner, state = self._owner(), self._read_state()
         self._had_owner = owner is not None
-        if owner is None:
-            if resume and state is not None:
-                self._run = state["run"]  # the store has lost it, or never had it
-            else:
-                self._set_aside()
-            return
-        if not resume:
-            raise self._taken(owner)
-        self._run = owner["run"]
-        if state is not None and state["run"] == self._run and owner["process"] in state["processes"]:
-            self._uploaded = state["uploaded"]
-            return
-        if state is None or state["run"] != self._run or state["processes"]:
+        is_known = state["run"] == (owner["run"] if owner else state["run"])
+        if owner is None and not (here_only or (resume and state["run"])):
             self._set_aside()
+        elif owner is None or (is_known and owner["process"] in state["processes"]):
+            self._run, self._processes = state["run"] or self._run, state["processes"]
+            self._uploaded = state["uploaded"] if owner else {}  # a store that has lost the run gets all of it
+        elif here_only or not resume:
+            raise self._taken(owner)
+        else:
+            if not is_known or state["processes"]:  # else it was being brought
+                self._set_aside()
+            self._run = owner["run"]
+            with writing(self.path):
+                self._write_state()
+            self._tell(f"bringing the run from {self.url} to {self.path}")
+            self._bring()
+
+    def claim(self, *, upload: bool = True) -> None:
+        self._processes.append(self._process)
         with writing(self.path):
-            self._write_state([])
-        self._tell(f"bringing the run from {self.url} to {self.path}")
-        self._bring()
+            self._write_state()
+        owner = {"run": self._run, "process": self._process, "host": socket.gethostname(), "pid": os.getpid()}
+        owner["since"] = datetime.now().isoformat(timespec="seconds")
+        if not self._store.write(OWNER, json.dumps(owner, indent=2).encode(), create=not self._had_owner):
+            raise self._taken(self._owner() or {})
+        if upload:
+            self._tell(f"the run is written to {self.path} and uploaded to {self.url}")
+            self._thread = threading.Thread(target=self._work, name="quartet-upload", daemon=True)
+            self._thread.start()
+
+    def _owner(self) -> dict[str, Any] | None:
+        if (data := self._store.read(OWNER)) is None:
+            return None
+        try:
+            found: dict[str, Any] = json.loads(data)
+            return {**found, "run": str(found["run"]), "process": str(found["process"])}
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{self.url}/{OWNER} is damaged", found=str(error), remedy="restore it") from error
+
+    def _taken(self, owner: Mapping[str, Any], problem: str = "already holds a run", remedy: str = "") -> UserError:
+        return UserError(
+            f"output_dir {self.url} {problem}",
+            found=f"of {owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}",
+            remedy=remedy or "add --resume to go on with it once that process has ended, or choose another output_dir",
+        )
+
+    def _check_owner(self) -> None:
+        if (owner := self._owner() or {}).get("process") != self._process:
+            remedy = f"let one of them run; what this one has written is in {self.path}"
+            raise self._taken(owner, "is another process's now", remedy)
+
+    def _read_state(self) -> dict[str, Any]:
+        with contextlib.suppress(UserError, ValueError, LookupError, TypeError):
+            found: dict[str, Any] = read_json(self.path / _STATE)
+            return {"run": found["run"], "processes": list(found["processes"]), "uploaded": dict(found["uploaded"])}
+        return {"run": "", "processes": [], "uploaded": {}}
+
+    def _write_state(self) -> None:
+        state = {"run": self._run, "processes": self._processes, "uploaded": self._uploaded}
+        replace_atomically(self.path / _STATE, json.dumps(state).encode())
 
     def _set_aside(self) -> None:
         """Nothing that is here is deleted: it may be the only copy."""
-        found = [entry for entry in self.path.iterdir() if entry.name != LOCK]
-        if any(not entry.name.startswith(".") for entry in found):
+        if found := [entry for entry in self.path.iterdir() if entry.name != LOCK]:
             aside = self.path.with_name(f"{self.path.name}.aside-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             with writing(aside):
                 aside.mkdir()
                 for entry in found:
                     os.replace(entry, aside / entry.name)
-            self._tell(f"{self.path} held what {self.url} does not; it is now in {aside}")
-        else:
-            for entry in found:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            self._tell(f"{self.path} held what {self.url} does not: it is in {aside} now")
 
     def _bring(self) -> None:
         names = self._store.list()
-        fetch(self._store, self.path, [n for n in names if n != OWNER and not _is_left_out(n)])
-        for root in sorted({n.partition("step_")[0] for n in names if f"{CHECKPOINTS}/step_" in n}):
-            whole = {_step(n) for n in names if n.startswith(f"{root}step_") and n.endswith(f"/{NAME}")}
-            for step in sorted(whole, reverse=True):
+        fetch(self._store, self.path, [name for name in names if name != OWNER and not _is_left_out(name)])
+        for root in sorted({name.partition("/step_")[0] for name in names if f"{CHECKPOINTS}/step_" in name}):
+            of_root = [name for name in names if name.startswith(f"{root}/step_")]
+            damaged: list[str] = []
+            for step in sorted({_step(name) for name in of_root if name.endswith(f"/{NAME}")}, reverse=True):
                 try:
-                    self._bring_checkpoint(root, step)
+                    self._bring_checkpoint(root, step, names)
+                    damaged.clear()
                     break
                 except Damage as damage:
-                    self._tell(f"damaged checkpoint in the store: {root}step_{step:08d}: {damage}")
+                    damaged.append(f"step {step}: {damage}")
+                    self._tell(f"damaged checkpoint in {self.url}/{root}: {damaged[-1]}")
+            if damaged:
+                remedy = "restore one of them, or choose another output_dir"
+                raise UserError(
+                    f"no checkpoint in {self.url}/{root} can be used", found="; ".join(damaged), remedy=remedy
+                )
 
-    def _bring_checkpoint(self, root: str, step: int) -> None:
+    def _bring_checkpoint(self, root: str, step: int, names: Mapping[str, Entry]) -> None:
         """
         Raises:
             Damage: its files are not those that its manifest names.
         """
         draft = begin_checkpoint(self.path / root, step)
         final = path_of_draft(draft)
-        base = f"{root}{final.name}"
+        base = f"{root}/{final.name}"
         with writing(draft):
             self._store.download(f"{base}/{NAME}", draft / NAME)
             manifest = CheckpointManifest.read(draft / NAME)
-            there = self._store.list(base)
-            for name, digest in manifest.files.items():
-                if there.get(f"{base}/{name}") is None or there[f"{base}/{name}"].size != digest.bytes:
-                    raise Damage(f"{name} is missing, or of another size")
+            _check_sizes(names, base, manifest)
+            for name in manifest.files:
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
                 self._store.download(f"{base}/{name}", draft / name)
-            manifest.check_names(draft)
             manifest.check_content(draft)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(draft, final)
 
-    def adopt(self) -> None:
-        """Makes this process the one that may write there, without a run.
-
-        Raises:
-            UserError: another run is there, or another process has gone on with this one.
-        """
-        owner, state = self._owner(), self._read_state()
-        self._had_owner = owner is not None
-        if owner is not None:
-            if state is None or state["run"] != owner["run"] or owner["process"] not in state["processes"]:
-                raise self._taken(owner)
-            self._uploaded = state["uploaded"]
-        self._run = state["run"] if state is not None else self._run
-        self._take()
-
-    def claim(self) -> None:
-        self._take()
-        self._tell(f"the run is written to {self.path} and uploaded to {self.url}")
-        self._thread = threading.Thread(target=self._work, name="quartet-upload", daemon=True)
-        self._thread.start()
-
-    def _take(self) -> None:
-        state = self._read_state()
-        with writing(self.path):
-            former = state["processes"] if state is not None and state["run"] == self._run else []
-            self._write_state([*former, self._process])
-            shutil.rmtree(self.path / _PINNED, ignore_errors=True)
-        owner = {"run": self._run, "process": self._process, "host": socket.gethostname(), "pid": os.getpid()}
-        owner["since"] = datetime.now().isoformat(timespec="seconds")
-        if not self._store.write(OWNER, json.dumps(owner, indent=2).encode(), create=not self._had_owner):
-            raise self._taken(self._owner() or {})
-
-    def _check_owner(self) -> None:
-        """
-        Raises:
-            UserError: another process has taken the run over.
-        """
-        owner = self._owner() or {}
-        if owner.get("process") != self._process:
-            raise UserError(
-                f"another process has gone on with {self.url}",
-                found=f"{owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}",
-                remedy=f"let one of them run; what this one wrote since is in {self.path}",
-            )
-
     # Uploading -------------------------------------------------------------------------------------------
 
     def saved(self) -> None:
-        with self._state:
+        with self._changed:
             self._is_due = True
-            self._state.notify_all()
+            self._changed.notify_all()
         if self._error is not None:
             raise self._error
 
-    def finish(self, *, at_once: bool) -> None:
+    def finish(self, failure: BaseException | None) -> BaseException | None:
         if self._thread is None:
-            return
-        with self._state:
+            return failure
+        timeout_s = 0.0 if isinstance(failure, KeyboardInterrupt) else self._timeout_s
+        with self._changed:
             self._is_due = self._is_closing = True
-            self._state.notify_all()
+            self._changed.notify_all()
             self._last_progress = time.monotonic()
-            while not self._has_ended and not at_once and time.monotonic() - self._last_progress < self._timeout_s:
-                self._state.wait(0.2)
-        if self._error is not None:
-            raise self._error
-        if not self._has_ended:
-            lacking = [name for name, file in self._records() if self._uploaded.get(name) != file_stamp(file)]
-            lacking += [f"{root}/{newest.name}" for root, newest in self._unsaved()]
-            raise UserError(
-                f"{self.url} lacks what the run has written last; it is all in {self.path}",
-                found=f"{', '.join(lacking[:8])}{', …' if len(lacking) > 8 else ''}"
-                + (
-                    f"; {self._refusal.problem}: {self._refusal.found}" if self._refusal else "; uploads were under way"
-                ),
-                remedy=f"quartet upload {self.path}, when the store is there (or --resume on this machine)",
-            )
+            while not self._has_ended and time.monotonic() - self._last_progress < timeout_s:
+                self._changed.wait(0.2)
+        found = self._error if self._has_ended else self._lacking()
+        if found is not None and failure is not None:
+            self._tell(str(found))
+        return failure or found
+
+    def _lacking(self) -> UserError:
+        names = [name for name, file in self._records() if self._uploaded.get(name) != file_stamp(file)]
+        names += [f"{root}/{newest.name}" for root, newest in self._unsaved()]
+        why = f"{self._refusal.problem}: {self._refusal.found}" if self._refusal else "uploads were under way"
+        return UserError(
+            f"{self.url} lacks what the run has written last; all of it is in {self.path}",
+            found=f"{', '.join(names[:8])}{', …' * (len(names) > 8)}; {why}",
+            remedy=f"quartet upload {self.path}, once the store is there (or --resume on this machine)",
+        )
 
     def _work(self) -> None:
         pause_s = _EVERY_S
-        while True:
-            with self._state:
-                # While the store is away, checkpoints do not shorten the pause; the end of the run does, once.
-                self._state.wait_for(lambda: self._is_due and (not self._refusal or self._is_closing), pause_s)
+        while not self._has_ended:
+            with self._changed:
+                # While the store is away, checkpoints do not shorten the pause; the end of the run does.
+                self._changed.wait_for(lambda: self._is_due and (not self._refusal or self._is_closing), pause_s)
                 closing, self._is_due = self._is_closing, False
             try:
                 self.push()
@@ -303,19 +274,18 @@ class RemoteRun(LocalRun):
                 self._refusal, pause_s = None, _EVERY_S
             except StoreError as error:
                 if self._refusal is None:
-                    self._tell(f"not uploaded now, and tried again until it is: {error}")
-                    pause_s = 0.5
-                self._refusal, pause_s = error, min(2 * pause_s, _LONGEST_PAUSE_S / 12 if closing else _LONGEST_PAUSE_S)
+                    self._tell(f"not uploaded now, but tried again until it is: {error}")
+                pause_s = min(2 * pause_s, _EVERY_S, 5.0 if closing else _EVERY_S) if self._refusal else 1.0
+                self._refusal = error
                 continue
             except UserError as error:
                 self._error = error
-            except Exception as error:  # of this machine's disk; the run must not go on as if all were well
-                self._error = UserError(f"{self.path} could not be uploaded", found=repr(error), remedy="see there")
-            with self._state:
-                if self._error or (closing and not self._is_due):
-                    self._has_ended = True
-                    self._state.notify_all()
-                    return
+            except Exception as error:  # of the disk here; a run must not go on as if it were uploaded
+                remedy = "mend what the message names, then go on with --resume"
+                self._error = UserError(f"{self.path} cannot be uploaded", found=repr(error), remedy=remedy)
+            with self._changed:
+                self._has_ended = self._error is not None or (closing and not self._is_due)
+                self._changed.notify_all()
 
     def push(self) -> None:
         """Uploads everything that has changed.
@@ -333,13 +303,12 @@ class RemoteRun(LocalRun):
                 with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                     self._store.upload(file, name, self._progress)
                     self._uploaded[name] = stamp
-                    self._progress()
         for root, checkpoint in pinned:
             self._push_checkpoint(root, checkpoint)
-            self._newest[root] = checkpoint.name
+            self._newest[root] = _identity(checkpoint)
         shutil.rmtree(self.path / _PINNED, ignore_errors=True)
         with contextlib.suppress(OSError):  # without it files are uploaded once more
-            self._write_state((self._read_state() or {"processes": [self._process]})["processes"])
+            self._write_state()
 
     def _progress(self) -> None:
         self._last_progress = time.monotonic()
@@ -355,12 +324,11 @@ class RemoteRun(LocalRun):
 
     def _unsaved(self) -> Iterator[tuple[str, Path]]:
         """Of the run and of its stages the newest checkpoint, where it is not in the store."""
-        for root in sorted(
-            {CHECKPOINTS, *(p.relative_to(self.path).as_posix() for p in self.path.glob("*/checkpoints"))}
-        ):
+        stages = sorted(path.relative_to(self.path).as_posix() for path in self.path.glob(f"*/{CHECKPOINTS}"))
+        for root in (CHECKPOINTS, *stages):
             if steps := list_checkpoints(self.path / root):
                 newest = checkpoint_path(self.path / root, steps[-1])
-                if self._newest.get(root) != newest.name:
+                if self._newest.get(root) != _identity(newest):
                     yield root, newest
 
     def _pin(self, root: str) -> Path:
@@ -374,8 +342,9 @@ class RemoteRun(LocalRun):
                 return pinned
             except (OSError, shutil.Error) as error:
                 if newest.exists():
+                    remedy = "see that the disk is well and not full"
                     raise StoreError(
-                        f"{newest} cannot be held for its upload", found=str(error), remedy="see there"
+                        f"{newest} cannot be held for its upload", found=str(error), remedy=remedy
                     ) from error
 
     def _push_checkpoint(self, root: str, checkpoint: Path) -> None:
@@ -385,10 +354,10 @@ class RemoteRun(LocalRun):
             self._store.delete(f"{base}/{NAME}")
             for name in manifest.files:
                 self._store.upload(checkpoint / name, f"{base}/{name}", self._progress)
-            there = self._store.list(base)
-            for name, digest in manifest.files.items():
-                if (entry := there.get(f"{base}/{name}")) is None or entry.size != digest.bytes:
-                    raise StoreError(f"{self.url}/{base}/{name} did not arrive", found=str(entry), remedy="try again")
+            try:
+                _check_sizes(self._store.list(base), base, manifest)
+            except Damage as damage:
+                raise StoreError(f"{self.url}/{base} did not arrive", found=str(damage), remedy="try again") from damage
             self._check_owner()
             self._store.write(f"{base}/{NAME}", sealed)
             self._progress()
@@ -400,6 +369,17 @@ class RemoteRun(LocalRun):
         whole = sorted(s for n in names if n.endswith(f"/{NAME}") and (s := _step(n)) <= step)
         dropped = [name for name in names if _step(name) not in whole[-self._keep :]]
         self._store.delete(*sorted(dropped, key=lambda name: not name.endswith(f"/{NAME}")))
+
+
+def _check_sizes(names: Mapping[str, Entry], base: str, manifest: CheckpointManifest) -> None:
+    """Raises ``Damage`` where objects are missing below ``base``, or are of other sizes than the manifest says."""
+    for name, digest in manifest.files.items():
+        if (entry := names.get(f"{base}/{name}")) is None or entry.size != digest.bytes:
+            raise Damage(f"{name} is missing or cut off")
+
+
+def _identity(checkpoint: Path) -> tuple[str, list[int]]:
+    return checkpoint.name, file_stamp(checkpoint / NAME)
 
 
 def _order(name: str) -> tuple[bool, bool]:
@@ -458,6 +438,7 @@ def upload_run(path: Path, url: str | None, tell: Callable[[str], object]) -> st
         raise UserError("nothing says where to upload to", found=f"{path}, url {url}", remedy="name the URL after it")
     with take_lock(path / LOCK):
         remote = RemoteRun(str(url), path, tell, keep=int(recipe.get("checkpoint", {}).get("keep", 2)))
-        remote.adopt()
+        remote.restore(resume=True, here_only=True)
+        remote.claim(upload=False)
         remote.push()
     return remote.url

@@ -140,8 +140,7 @@ class RunDirectory:
         self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
         self.remote = remote_run(recipe, path, tell)
-        self.remote.check(bool(resume))
-        if not self.remote.is_remote:  # else the store decides whether what is here counts
+        if self.remote.check(bool(resume)):
             self._inspect()
 
     # Ownership -------------------------------------------------------------------------------------------
@@ -230,12 +229,7 @@ class RunDirectory:
             )
             with contextlib.suppress(UserError) if failure else contextlib.nullcontext():
                 write_json(self.path / "run.json", self._info)
-            try:
-                self.remote.finish(at_once=isinstance(failure, KeyboardInterrupt))
-            except UserError as lacking:
-                if failure is not None:
-                    self._tell(str(lacking))
-                failure = failure or lacking
+            failure = self.remote.finish(failure)
         finally:
             self._release()
         if isinstance(failure, OSError) and failure.errno in _DISK:
