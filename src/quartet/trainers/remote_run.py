@@ -158,14 +158,16 @@ class RemoteRun(LocalRun):
     def _taken(self, owner: Mapping[str, Any], problem: str = "already holds a run", remedy: str = "") -> UserError:
         return UserError(
             f"output_dir {self.url} {problem}",
-            found=f"of {owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}",
+            found=f"of {owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}"
+            if owner
+            else f"no {OWNER} there",
             remedy=remedy or "add --resume to go on with it once that process has ended, or choose another output_dir",
         )
 
     def _check_owner(self) -> None:
         if (owner := self._owner() or {}).get("process") != self._process:
-            remedy = f"let one of them run; what this one has written is in {self.path}"
-            raise self._taken(owner, "is another process's now", remedy)
+            problem = "is another process's now" if owner else "has lost its run"
+            raise self._taken(owner, problem, f"what this process has written is in {self.path}; let one of them run")
 
     def _read_state(self) -> dict[str, Any]:
         with contextlib.suppress(UserError, ValueError, LookupError, TypeError):
@@ -245,7 +247,9 @@ class RemoteRun(LocalRun):
             self._last_progress = time.monotonic()
             while not self._has_ended and time.monotonic() - self._last_progress < timeout_s:
                 self._changed.wait(0.2)
-        found = self._error if self._has_ended else self._lacking()
+            found = self._error if self._has_ended else self._lacking()
+            self._has_ended = True
+            self._changed.notify_all()
         if found is not None and failure is not None:
             self._tell(str(found))
         return failure or found
@@ -265,7 +269,11 @@ class RemoteRun(LocalRun):
         while not self._has_ended:
             with self._changed:
                 # While the store is away, checkpoints do not shorten the pause; the end of the run does.
-                self._changed.wait_for(lambda: self._is_due and (not self._refusal or self._is_closing), pause_s)
+                self._changed.wait_for(
+                    lambda: self._has_ended or (self._is_due and (not self._refusal or self._is_closing)), pause_s
+                )
+                if self._has_ended:
+                    return
                 closing, self._is_due = self._is_closing, False
             try:
                 self.push()
@@ -284,7 +292,7 @@ class RemoteRun(LocalRun):
                 remedy = "mend what the message names, then go on with --resume"
                 self._error = UserError(f"{self.path} cannot be uploaded", found=repr(error), remedy=remedy)
             with self._changed:
-                self._has_ended = self._error is not None or (closing and not self._is_due)
+                self._has_ended |= self._error is not None or (closing and not self._is_due)
                 self._changed.notify_all()
 
     def push(self) -> None:

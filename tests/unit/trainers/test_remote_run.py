@@ -16,6 +16,7 @@ import pytest
 from quartet.config import Interrupted, UserError
 from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
 from quartet.remote.store import Store, StoreError
+from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint
 from quartet.trainers import remote_run
 from quartet.trainers.remote_run import RemoteRun, copied_run, upload_run
 from quartet.trainers.run import RunDirectory
@@ -120,6 +121,7 @@ def test_of_two_that_start_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatc
     one = opened("auto")
     move_to("second", monkeypatch, tmp_path)
     two = opened("auto")
+    two.path.mkdir(parents=True)
     two.remote.restore(True)
     with one:
         with pytest.raises(UserError, match="already holds a run"):
@@ -198,7 +200,6 @@ def test_a_failure_of_any_call_leaves_no_checkpoint_that_is_not_whole(
         run.path.mkdir(parents=True)
         remote.restore(False)
         remote.claim(upload=False)
-        run.tracker = remote_run.Path  # type: ignore[assignment]
         for step in (1, 2, 3):
             (run.path / "run.json").write_text("{}")
             (run.path / "metrics.jsonl").write_text("{}\n" * step)
@@ -229,8 +230,6 @@ def test_a_failure_of_any_call_leaves_no_checkpoint_that_is_not_whole(
 
 
 def write_checkpoint(run: RunDirectory, step: int) -> None:
-    from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint
-
     draft = begin_checkpoint(run.checkpoints, step)
     complete_checkpoint(draft, {"engine": {"x": step}}, {}, {}, keep=2)
 
@@ -323,6 +322,7 @@ def test_a_checkpoint_that_is_deleted_here_while_it_is_uploaded_arrives(
 
         monkeypatch.setattr(Store, "upload", slow)
         save(run, 1)
+        until(lambda: whole(store) == [1, 4])
     assert whole(store) == [1, 4] and not (run.path / ".uploading").exists()
 
 
