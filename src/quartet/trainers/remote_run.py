@@ -92,6 +92,7 @@ class RemoteRun(LocalRun):
         self._processes: list[str] = []
         self._uploaded: dict[str, list[int]] = {}
         self._newest: dict[str, tuple[str, list[int]]] = {}
+        self._damaged: set[tuple[str, int]] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_due = self._is_closing = self._has_ended = False
@@ -202,6 +203,7 @@ class RemoteRun(LocalRun):
                     break
                 except Damage as damage:
                     damaged.append(f"step {step}: {damage}")
+                    self._damaged.add((root, step))
                     self._tell(f"damaged checkpoint in {self.url}/{root}: {damaged[-1]}")
             if damaged:
                 remedy = "restore one of them, or choose another output_dir"
@@ -369,12 +371,13 @@ class RemoteRun(LocalRun):
             self._check_owner()
             self._store.write(f"{base}/{NAME}", sealed)
             self._progress()
-        self._prune(root, manifest.step)
+            self._prune(root, manifest.step)
 
     def _prune(self, root: str, step: int) -> None:
-        """Leaves of the checkpoints in the store the newest complete ones up to ``step``."""
+        """Leaves of the checkpoints in the store the newest good ones up to ``step``."""
         names = [name for name in self._store.list(root) if name.startswith(f"{root}/step_")]
-        whole = sorted(s for n in names if n.endswith(f"/{NAME}") and (s := _step(n)) <= step)
+        steps = sorted(s for name in names if name.endswith(f"/{NAME}") and (s := _step(name)) <= step)
+        whole = [s for s in steps if s == step or (root, s) not in self._damaged]
         dropped = [name for name in names if _step(name) not in whole[-self._keep :]]
         self._store.delete(*sorted(dropped, key=lambda name: not name.endswith(f"/{NAME}")))
 
