@@ -20,7 +20,6 @@ from quartet.cli.options import RESUME, GroupedHelp, PrecisionOption, Resume, Re
 from quartet.cli.recipe_commands import config, init
 from quartet.cli.serve import serve
 from quartet.config import Interrupted, UserError
-from quartet.config.addresses import is_url
 from quartet.config.printable import printable
 from quartet.trainers.signals import stop_signals
 
@@ -148,6 +147,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where to write; default <run>/report.html.")] = None,
 ) -> None:
     """One HTML file: curves, timing, every token."""
+    from quartet.config.addresses import is_url
     from quartet.observe.report import build_report
 
     if not is_url(run):
@@ -167,7 +167,7 @@ def upload(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     url: Annotated[str | None, typer.Argument(help="Where to; the run's output_dir when left out.")] = None,
 ) -> None:
-    """Bring a run to object storage, or what is missing there."""
+    """Upload a run to object storage."""
     from quartet.trainers.remote_run import upload_run
 
     typer.echo(upload_run(run, url, typer.echo))

@@ -78,7 +78,7 @@ class Strict(BaseModel):
 class ModelConfig(Strict):
     """A transformers model directory, its URL, or a hub name."""
 
-    path: str = Field(description="Model directory, URL (s3://…) or hub name.")
+    path: str = Field(description="Model directory, URL or hub name.")
     tokenizer: str | None = Field(None, description="Directory, URL or hub name; the model's own when left out.")
 
 
@@ -242,7 +242,7 @@ class TrainConfig(Strict):
 class _Rows(Strict):
     """Which rows are read, and under which names."""
 
-    path: str | None = Field(None, description="File, directory, URL (s3://…), or hub name (owner/name).")
+    path: str | None = Field(None, description="File, directory, URL, or hub name (owner/name).")
     config: str | None = Field(None, description="Configuration of a hub data set that has several.")
     split: str = Field("train", description="Split of a hub data set, also a slice: train[:1000]; files have none.")
     columns: dict[str, str] = Field(default_factory=dict, description="Our name: the file's, as {prompt: question}.")
@@ -342,7 +342,9 @@ class CheckpointConfig(Strict):
         "a checkpoint is one more copy of the trained state in host memory.",
     )
     upload_timeout_s: float = Field(
-        600.0, ge=0, description="At the end, with output_dir a URL: longest wait for uploads that make no progress."
+        600.0,
+        ge=0,
+        description="Longest wait for uploads that make no progress, at the end of a run whose output_dir is a URL.",
     )
 
 
@@ -358,7 +360,7 @@ class Recipe(Strict):
 
     seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
     output_dir: str | None = Field(
-        None, description="Where the run is kept, a directory or a URL (s3://…); runs/<job>-<date>-<time> if left out."
+        None, description="Directory or URL where the run is kept; runs/<job>-<date>-<time> when left out."
     )
     device: str = Field(
         "auto", description="auto, cpu, cuda or cuda:N; auto: the GPU if there is one, or where a model passed lies."
