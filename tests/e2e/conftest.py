@@ -270,16 +270,24 @@ class Processes:
         answer: dict[str, int] = json.loads(self._server.stdout.readline())
         return answer
 
-    def start(self, *argv: object, cwd: Path, output: Path, kill: tuple[str, int] | None = None) -> int:
-        command = {"argv": [str(a) for a in argv], "cwd": str(cwd), "output": str(output), "kill": kill}
+    def start(
+        self,
+        *argv: object,
+        cwd: Path,
+        output: Path,
+        kill: tuple[str, int] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> int:
+        words = [str(a) for a in argv]
+        command = {"argv": words, "cwd": str(cwd), "output": str(output), "kill": kill, "env": dict(env or {})}
         return self._ask(command)["pid"]
 
     def wait(self, pid: int) -> int:
         """Exit status, or minus the signal that killed it."""
         return os.waitstatus_to_exitcode(self._ask({"wait": pid})["status"])
 
-    def run(self, *argv: object, cwd: Path, output: Path, kill: tuple[str, int] | None = None) -> int:
-        return self.wait(self.start(*argv, cwd=cwd, output=output, kill=kill))
+    def run(self, *argv: object, **options: Any) -> int:
+        return self.wait(self.start(*argv, **options))
 
     def close(self) -> None:
         assert self._server.stdin is not None

@@ -4,8 +4,9 @@ Reads one JSON object per line: ``{"argv": […], "cwd": …, "output": path, "k
 command and answers ``{"pid": …}``; ``{"wait": pid}`` answers ``{"status": …}`` as ``os.waitpid`` has it. ``kill`` sends
 SIGKILL to the command right before the n-th event (from 1): ``fsync``, ``replace``, ``log`` (a row of metrics),
 ``update`` (an optimizer step), ``decode`` (an engine step), ``snapshot`` (the copy for a checkpoint), ``meanwhile`` (an
-engine step or an update while a checkpoint is being written, which is slowed down so that there are such) or ``finish``
-(the summary).
+engine step or an update while a checkpoint is being written, which is slowed down so that there are such), ``finish``
+(the summary), ``upload`` or ``manifest`` (a file of a checkpoint to a store, and what makes it count). ``env`` holds
+variables.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import preload
 from quartet.cli.main import main
 from quartet.observe.trackers import JsonlTracker
+from quartet.remote.store import Store
 from quartet.rollout.engine import NativeEngine
 from quartet.train import checkpoint_shares
 from quartet.train.companion import Companion
@@ -41,8 +43,12 @@ EVENTS: dict[str, tuple[Any, str]] = {
     "head": (HeadTrainer, "learn"),
     "decode": (NativeEngine, "step"),
     "snapshot": (checkpoint_shares, "snapshot"),
+    "upload": (Store, "upload"),
+    "manifest": (Store, "write"),
     "finish": (run_module.RunDirectory, "finish"),
 }
+ABOUT = {"upload": "checkpoints/", "manifest": "manifest.json"}
+"""What an argument must hold for the event to count."""
 SLOWED_S = 0.5
 
 
@@ -59,7 +65,7 @@ def kill_before(event: str, n: int) -> None:
     def counted(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal seen
-            seen += saving.is_set()
+            seen += saving.is_set() and any(ABOUT.get(event, "") in str(argument) for argument in args)
             if seen == n:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
@@ -97,6 +103,7 @@ def run(command: dict[str, Any]) -> int:
         os.dup2(descriptor, target)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(command["cwd"])
+    os.environ.update(command["env"])
     sys.argv = ["quartet", *command["argv"]]
     if command["kill"]:
         kill_before(*command["kill"])

@@ -91,7 +91,7 @@ def quickstart(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help="Model directory or hub name.")],
+    model: Annotated[str, typer.Option(help="Model directory, URL or hub name.")],
     prompt: Annotated[list[str], typer.Option(help="Prompt; may be given several times.")],
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 1.0,
@@ -157,13 +157,34 @@ def generate(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    run: Annotated[str, typer.Argument(help="Run directory, or its URL.", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="Where to write; default <run>/report.html.")] = None,
 ) -> None:
     """One HTML file: curves, timing, every token."""
+    from quartet.config.addresses import is_url
     from quartet.observe.report import build_report
 
-    typer.echo(build_report(run, out))
+    if not is_url(run):
+        typer.echo(build_report(Path(run), out))
+        return
+    from quartet.remote.store import Store
+    from quartet.trainers.remote_run import copied_run
+
+    written = build_report(copied_run(run), out)
+    if out is None:
+        Store(run).upload(written, written.name)
+    typer.echo(written if out is not None else f"{run.rstrip('/')}/{written.name}")
+
+
+@app.command()
+def upload(
+    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    url: Annotated[str | None, typer.Argument(help="Where to; the run's output_dir when left out.")] = None,
+) -> None:
+    """Upload a run to object storage."""
+    from quartet.trainers.remote_run import upload_run
+
+    typer.echo(upload_run(run, url, typer.echo))
 
 
 app.command()(config)
@@ -273,7 +294,10 @@ def _resume_command(arguments: list[str], path: Path) -> str:
         named = any(word.startswith("--out") for word in arguments)
         where = [] if named else ["--out", shlex.quote(str(path))]
     else:
-        where = [] if any(str(path) in word for word in arguments) else [f"output_dir={shlex.quote(str(path))}"]
+        from quartet.trainers.remote_run import is_draft
+
+        named = is_draft(path) or any(str(path) in word for word in arguments)
+        where = [] if named else [f"output_dir={shlex.quote(str(path))}"]
     resume = "--resume=auto" if "--resume=auto" in arguments else "--resume"
     return " ".join([command_name(), *words, *where, resume])
 

@@ -1,4 +1,4 @@
-"""Addresses of servers in recipes."""
+"""Addresses of servers and of objects in recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator
 
 _FORM = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
+
+
+def is_url(name: object) -> bool:
+    """Whether a path is the URL of an object or of a directory of objects, as s3://bucket/name."""
+    return isinstance(name, str) and _URL.match(name) is not None
 
 
 def http_address(url: str) -> str:

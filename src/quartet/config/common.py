@@ -38,10 +38,10 @@ class HubConfig(Strict):
 
 
 class ModelConfig(HubConfig):
-    """A transformers model directory or hub name."""
+    """A transformers model directory, its URL, or a hub name."""
 
-    path: str = Field(description="Model directory or hub name.")
-    tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
+    path: str = Field(description="Model directory, URL or hub name.")
+    tokenizer: str | None = Field(None, description="Directory, URL or hub name; the model's own when left out.")
 
 
 DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]?))?"
@@ -204,7 +204,7 @@ class TrainConfig(Strict):
 class _Rows(Strict):
     """Which rows are read, and under which names."""
 
-    path: str | None = Field(None, description="File, directory, or hub name (owner/name).")
+    path: str | None = Field(None, description="File, directory, URL, or hub name (owner/name).")
     config: str | None = Field(None, description="Configuration of a hub data set that has several.")
     split: str = Field("train", description="Split of a hub data set, also a slice: train[:1000]; files have none.")
     columns: dict[str, str] = Field(default_factory=dict, description="Our name: the file's, as {prompt: question}.")
@@ -309,13 +309,20 @@ class CheckpointConfig(Strict):
         description="Write checkpoints and rollouts while the next step computes; until it is written, "
         "a checkpoint is one more copy of the trained state in host memory.",
     )
+    upload_timeout_s: float = Field(
+        600.0,
+        ge=0,
+        description="Longest wait for uploads that make no progress, at the end of a run whose output_dir is a URL.",
+    )
 
 
 class Recipe(Strict):
     """What every job has."""
 
     seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
-    output_dir: str | None = Field(None, description="Where the run is kept; runs/<job>-<date>-<time> when left out.")
+    output_dir: str | None = Field(
+        None, description="Directory or URL where the run is kept; runs/<job>-<date>-<time> when left out."
+    )
     device: str = Field(
         "auto", description="auto, cpu, cuda or cuda:N; auto: the GPU if there is one, or where a model passed lies."
     )

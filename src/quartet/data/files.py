@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from quartet.config.addresses import is_url
 from quartet.config.errors import UserError
+from quartet.remote.store import local_copy
 
 INSTALL = "pip install 'quartet-rl[data]'"
 COMPRESSIONS = (".gz", ".zst")
@@ -22,6 +24,11 @@ _MAX_EXPANSION = 200
 """Text shrinks by a factor of 3 to 20, and rarely by more than 50."""
 _UNSUSPICIOUS_BYTES = 1 << 28
 """Expanded size from which on the expansion counts."""
+
+
+def located(name: str) -> Path:
+    """The path on this machine; of a URL, of the copy that is brought here once."""
+    return local_copy(name) if is_url(name) else Path(name).expanduser()
 
 
 def format_of(path: Path) -> str:

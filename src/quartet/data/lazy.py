@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from quartet.config.common import SourceConfig
 from quartet.config.errors import UserError
-from quartet.data.files import decoded, opened, raw_lines
+from quartet.data.files import decoded, located, opened, raw_lines
 from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.json_rows import parse_line
 from quartet.data.readers import Row
@@ -35,7 +35,7 @@ def remaining_rows(source: SourceConfig | None, rows: Iterator[Row], first: int)
     head = list(islice(rows, 1))
     if not head or source is None:
         return Spool(chain(head, rows))
-    path = Path(str(source.path)).expanduser()
+    path = located(str(source.path))
     if path.suffix.lower() in _LINES and path.is_file() and not _is_array(path):
         return JsonLines(path, source, first)
     return Spool(chain(head, rows))

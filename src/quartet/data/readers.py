@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quartet.config.addresses import is_url
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
@@ -20,6 +21,7 @@ from quartet.data.files import (
     MAX_ROW_BYTES,
     check_blank,
     format_of,
+    located,
     numbered_lines,
     opened,
     too_long,
@@ -72,7 +74,7 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
     name = config.path
     if name is None:
         raise ValueError("the data have no path of their own")
-    path = Path(name).expanduser()
+    path = located(name)
     reader = _READERS.get(format_of(path))
     if path.is_file() and reader is None:
         raise UserError(
@@ -82,7 +84,7 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
     if is_meant_as_path and not path.is_file():
         raise missing_file("there is no such data file", path)
     if reader is None:
-        found = _hub(name, config.config, config.split)
+        found = _hub(str(path) if is_url(name) else name, config.config, config.split)
     else:
         check_file_options(config)
         found = reader(path)

@@ -10,10 +10,12 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from quartet.config.addresses import is_url
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
 from quartet.config.stages import made_by
 from quartet.remote.hub import fetch, split_name
+from quartet.remote.store import local_copy
 
 
 def local_or_hub(name: str | Path, what: str) -> str:
@@ -30,12 +32,12 @@ def local_or_hub(name: str | Path, what: str) -> str:
 
 
 def local_directory(name: str | Path, what: str) -> str | None:
-    """``name`` with ``~`` expanded where it is a local path; None where it is a name of the hub.
+    """``name`` with ``~`` expanded where it is a path, of a URL the copy on this machine; None of names of the hub.
 
     Raises:
-        UserError: a local path that does not exist, or a file.
+        UserError: a local path that does not exist, or a file; a URL that cannot be read.
     """
-    text = str(name)
+    text = str(local_copy(str(name)) if is_url(name) else name)
     path = Path(text).expanduser()
     if path.is_dir():
         if (path / "run.json").is_file() and not (path / "config.json").is_file():

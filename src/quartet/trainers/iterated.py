@@ -226,6 +226,7 @@ class IteratedTrainer:
         if (done := completed(self.path / name, self.run.warning)) is None:
             done = trainer(recipe(), resume="auto", progress=self.progress).train().summary["stages"][0]
         self._stages.append({**done, "name": name})
+        self.run.remote.saved()
         self._signals.check()  # one that came when the stage had nothing more to save
 
     def _reward_model_recipe(self, number: int) -> RewardModelRecipe:

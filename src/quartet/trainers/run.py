@@ -54,6 +54,7 @@ from quartet.trainers.devices import device_changes
 from quartet.trainers.mirror import SharedStorage
 from quartet.trainers.model_card import write_cards
 from quartet.trainers.pinned import pinned
+from quartet.trainers.remote_run import remote_run
 from quartet.trainers.run_files import (
     Resume,
     changed_inputs,
@@ -94,6 +95,7 @@ class RunDirectory:
         tracker, recorder: of metrics and of spans, once ``start`` was called.
         has_stopped: a callback has ended the run before its last step.
         storage: of the other machines, where they do not share this one's.
+        remote: of the store, where ``output_dir`` is a URL.
 
     Raises:
         UserError: the directory holds another run (or other files), is in use, or the recipe has changed.
@@ -127,7 +129,8 @@ class RunDirectory:
         self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
         self._pinned, self._commits = recipe, dict[str, str]()
-        self._found = self._inspect() or {}
+        self.remote = remote_run(recipe, path, tell)
+        self._found = (self._inspect() if self.remote.check(bool(resume)) else None) or {}
 
     def pin(self, recipe: R) -> R:
         """The recipe of the run, as ``pinned`` gives it: what is loaded, and noted in ``run.json``."""
@@ -141,8 +144,10 @@ class RunDirectory:
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path / LOCK)
+        self.remote.restore(bool(self._resume))
         # Looked at again: another process may have come between.
         found = self._inspect()
+        self.remote.claim()
         former, named = found or {}, self.recipe.model_dump(mode="json")
         self._info = {
             "job": self.job,
@@ -170,6 +175,7 @@ class RunDirectory:
             self.warning(f"the process that ran it before {ENDED}: its status was still running")
         elif found is None and self._resume is True:
             self._tell(f"{self.path} holds nothing to resume: a new run starts")
+        self.remote.saved()
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -222,6 +228,7 @@ class RunDirectory:
             )
             with contextlib.suppress(UserError) if failure else contextlib.nullcontext():
                 write_json(self.path / "run.json", self._info)
+            failure = self.remote.finish(failure)
         finally:
             self._release()
         if isinstance(failure, OSError) and failure.errno in _DISK:
@@ -383,6 +390,7 @@ class RunDirectory:
                 self.storage.keep(self.checkpoints)
                 self.callbacks.saved.append((step, checkpoint_path(self.checkpoints, step)))
                 _log.info("the checkpoint of step %d is complete", step)
+                self.remote.saved()
 
         self.write_later(_CHECKPOINT, step, complete)
 

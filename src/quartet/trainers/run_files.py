@@ -32,6 +32,7 @@ import yaml
 from safetensors import SafetensorError
 
 from quartet.config import UserError
+from quartet.config.addresses import is_url
 from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
@@ -39,6 +40,7 @@ from quartet.config.schema import flatten
 from quartet.config.yamls import parse_yaml, yaml_complaint
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
 from quartet.observe.jsonl import replace_atomically
+from quartet.remote.store import cache_path, copied_files, fingerprint
 
 FREE_KEYS = (
     "output_dir",
@@ -57,6 +59,8 @@ FREE_KEYS = (
 """Recipe keys that may differ when a run is resumed, beside ``sharding`` of any role: they change no weight, or
 (``device``, ``processes``, ``nodes``, ``sharding``) its last bits only."""
 
+DRAFTS = "runs"
+"""Of caches: those of runs whose ``output_dir`` is a URL."""
 MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "models.json"
 Resume = bool | Literal["auto"]
 
@@ -83,13 +87,13 @@ def default_output_dir(job: str) -> Path:
 
 
 def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
-    """``output_dir``, or a dated directory where it is not set.
+    """``output_dir``, or a dated directory where it is not set; of a URL the directory here in which the run works.
 
     Raises:
         UserError: a run is to be resumed, and nothing says where it is.
     """
     if output_dir:
-        return Path(output_dir)
+        return cache_path(DRAFTS, output_dir) if is_url(output_dir) else Path(output_dir)
     if resume:
         raise UserError(
             "nothing says which run to go on with",
@@ -101,14 +105,17 @@ def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
 
 
 def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]] | None:
-    """Under ``auto``: the directory and ``summary.json`` of this very run, where it is done.
+    """Under ``auto``: the directory and ``summary.json`` of this very run, where it is done. Of a URL it is a copy.
 
     Raises:
         UserError: the directory holds another run.
     """
     if resume != "auto":
         return None
-    path = output_path(recipe.output_dir, job_of(recipe), resume)
+    if is_url(recipe.output_dir):
+        path = copied_files(str(recipe.output_dir), (MARKER, RECIPE, SUMMARY))
+    else:
+        path = output_path(recipe.output_dir, job_of(recipe), resume)
     marker = inspect(path, recipe, resume=True)
     if marker is None or marker["status"] != "done":
         return None
@@ -255,7 +262,7 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
             found=f"job {found['job']}",
             remedy=f"run `quartet {found['job']}`, or choose another output_dir",
         )
-    if changed := changed_keys(with_defaults(_read_recipe(path / RECIPE), recipe), parse_yaml(dump_recipe(recipe))):
+    if changed := changed_keys(with_defaults(read_recipe(path / RECIPE), recipe), parse_yaml(dump_recipe(recipe))):
         is_length = all(key.startswith("steps:") for key in changed)
         raise UserError(
             f"{path} was started with another recipe",
@@ -266,7 +273,7 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
         )
 
 
-def _read_recipe(path: Path) -> Any:
+def read_recipe(path: Path) -> Any:
     try:
         return parse_yaml(read_file(path).decode("utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -296,7 +303,7 @@ def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str,
             "rest of the run might have other bits than without the stop",
             remedy=f"start it again in another output_dir; with {compiled[0]}: false runs can be resumed",
         )
-    then = flatten(_read_recipe(path / RECIPE)) | dict(found.get("resolved") or {})
+    then = flatten(read_recipe(path / RECIPE)) | dict(found.get("resolved") or {})
     for key, now in resolved.items():
         if key.rpartition(".")[2] == "precision" and then.get(key) not in (None, "auto", now):
             raise UserError(
@@ -371,13 +378,18 @@ everywhere."""
 
 
 def input_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Key → digest, of every local file or directory that the recipe names as data, model, tokenizer or function.
+    """Key → digest, of every file or directory that the recipe names as data, model, tokenizer or function; of a URL
+    what the store says of its content.
 
     What cannot be read, or is on the hub, is left out.
     """
     found = {}
     for key, value in flatten(recipe).items():
         if key.rpartition(".")[2] not in _INPUT_KEYS or not isinstance(value, str):
+            continue
+        if is_url(value):
+            with contextlib.suppress(UserError):  # what reads it says what is wrong
+                found[key] = fingerprint(value)
             continue
         # A function is file.py:name.
         name = value.rpartition(":")[0] if key.endswith("target") else value

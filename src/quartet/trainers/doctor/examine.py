@@ -48,15 +48,15 @@ def examine(
         objects: in the place of what the recipe names, as ``RLTrainer`` takes them.
     """
     findings = Findings(tell)
+    path = output_path(recipe.output_dir, "rl", False)
     with findings.errors_of("output_dir", "warning"):
-        path = output_path(recipe.output_dir, "rl", False)
         RunDirectory(path, recipe)
-        findings.add(judged("output_dir", f"{path} is free"))
+        findings.add(judged("output_dir", f"{recipe.output_dir or path} is free"))
     with tempfile.TemporaryDirectory(prefix="quartet-doctor-") as scratch, findings.errors_of("start"):
         trainer = RLTrainer(_scratch_recipe(recipe, Path(scratch)), **objects)
         examination = _Examination(trainer, findings, max_new_tokens)
         with contextlib.closing(trainer.roles), contextlib.closing(trainer.workers):
-            findings.add(*quick_findings(trainer.roles, Path(recipe.output_dir or "runs")))
+            findings.add(*quick_findings(trainer.roles, path))
             run_async(examination.start())
             with trainer.run:
                 run_async(examination.run())

@@ -1,0 +1,269 @@
+"""Objects at URLs that fsspec knows (s3://, gs://, az://, https://, file://, …), and copies of them on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+from fsspec.callbacks import Callback
+
+from quartet.config.errors import UserError
+from quartet.config.file_errors import write_error
+
+_PACKAGES = {"s3": "'quartet-rl[storage]'", "s3a": "'quartet-rl[storage]'", "gs": "gcsfs", "gcs": "gcsfs"} | {
+    name: "adlfs" for name in ("az", "abfs", "abfss", "adl")
+}
+_MARKS = ("ETag", "etag", "md5Hash", "content_settings", "mtime", "LastModified", "last_modified", "created")
+"""Under which stores tell that the content of an object has changed."""
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_FETCHED = ".fetched.json"
+
+
+class StoreError(UserError):
+    """A store did not do what it was asked for; it may at another time."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Of one object: bytes (None where the store does not say), and what changes with its content."""
+
+    size: int | None
+    mark: str
+
+
+class Store:
+    """The objects below ``url`` by their names from there on; where ``url`` is one object, that one by its own name.
+
+    Attributes:
+        is_object: whether ``url`` is one object, once ``list`` was called.
+
+    Raises:
+        UserError: a package is missing, or nothing knows such URLs.
+        StoreError: every method, where the store refuses or is not there.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.is_object = False
+        # Listings are read each time: other machines write there, too.
+        options: dict[str, Any] = {"use_listings_cache": False}
+        if self.url.startswith("file:"):
+            options["auto_mkdir"] = True
+        with self._asking():
+            self._fs, self._root = fsspec.url_to_fs(self.url, **options)
+
+    def list(self, below: str = "") -> dict[str, Entry]:
+        """All objects below a name; none where there are none."""
+        with self._asking():
+            try:
+                if self._fs.protocol and "http" in self._fs.protocol:
+                    found = {self._root: self._fs.info(self._root)}
+                else:
+                    self._fs.invalidate_cache()
+                    found = self._fs.find(f"{self._root}/{below}" if below else self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+        if self._root in found and not below:
+            self.is_object = True
+            return {PurePosixPath(self._root).name: _entry(found[self._root])}
+        names = {path[len(self._root) :].lstrip("/"): _entry(info) for path, info in sorted(found.items())}
+        if out := [name for name in names if {"", ".", ".."} & set(name.split("/")) or "\0" in name]:
+            raise UserError(f"{self.url} has a name that is no path", found=out[0], remedy="rename that object")
+        return names
+
+    def read(self, name: str) -> bytes | None:
+        """None where there is no such object."""
+        with self._asking(name):
+            try:
+                data: bytes = self._fs.cat_file(self._path(name))
+            except FileNotFoundError:
+                return None
+        return data
+
+    def write(self, name: str, data: bytes, *, create: bool = False) -> bool:
+        """False where ``create`` is set and the object was there already, which is then as it was."""
+        with self._asking(name):
+            try:
+                self._fs.pipe_file(self._path(name), data, **({"mode": "create"} if create else {}))
+            except FileExistsError:
+                return False
+            except FileNotFoundError as error:
+                raise _refused(self.url, error) from error
+        return True
+
+    def upload(self, file: Path, name: str, progress: Callable[[], object] = lambda: None) -> None:
+        """Raises FileNotFoundError where there is no such file here.
+
+        Args:
+            progress: called as parts of it arrive, where the store's package tells that.
+        """
+        with self._asking(name):
+            try:
+                self._fs.put_file(str(file), self._path(name), callback=Callback(hooks={"": lambda *_: progress()}))
+            except FileNotFoundError as error:
+                if not file.exists():
+                    raise
+                raise _refused(self.url, error) from error
+
+    def download(self, name: str, file: Path) -> None:
+        """Raises UserError where the disk here is full; nothing of the file is left then."""
+        try:
+            with self._asking(name):
+                self._fs.get_file(self._path(name), str(file))
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                file.unlink()
+            if isinstance(error, FileNotFoundError):
+                raise _refused(f"{self.url}/{name}", error) from error
+            if isinstance(cause := error.__cause__, OSError) and cause.errno in _DISK:
+                raise write_error(file, cause, what=f"a copy of {self.url}/{name} in ") from cause
+            raise
+
+    def delete(self, *names: str) -> None:
+        """In this order; what is not there does no harm."""
+        for name in names:
+            with self._asking(name), contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return self._root if self.is_object else f"{self._root}/{name}"
+
+    @contextlib.contextmanager
+    def _asking(self, name: str = "") -> Iterator[None]:
+        try:
+            yield
+        except (UserError, FileNotFoundError):
+            raise
+        # Every store's package has exceptions of its own.
+        except Exception as error:
+            raise _refused(f"{self.url}/{name}".rstrip("/"), error) from error
+
+
+def _entry(info: dict[str, Any]) -> Entry:
+    return Entry(info.get("size"), str(next((info[key] for key in _MARKS if info.get(key)), "")))
+
+
+def _refused(url: str, error: Exception) -> UserError:
+    scheme, said = url.partition("://")[0], " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ImportError):
+        package = _PACKAGES.get(scheme, "what the message names")
+        return UserError(f"{scheme}:// needs a package that is missing", found=said, remedy=f"pip install {package}")
+    if isinstance(error, ValueError) and "Protocol not known" in said:
+        return UserError(f"nothing knows the URL {url}", found=said, remedy="use s3://, gs://, az://, file://, …")
+    found = f"{type(error).__name__}: {said}"
+    if isinstance(error, PermissionError) or "redential" in found:
+        remedy = "give credentials that may read, write, list and delete there, as docs/storage.md says for each store"
+        return StoreError(
+            f"the store of {url} refuses these credentials, or there are none", found=found, remedy=remedy
+        )
+    if isinstance(error, FileNotFoundError):
+        return StoreError(f"{url} is not there", found=found, remedy="make the bucket, or correct the name")
+    remedy = "look at the network, the name and the address of the store (for S3: AWS_ENDPOINT_URL, AWS_REGION)"
+    return StoreError(f"the store of {url} cannot be used", found=found, remedy=remedy)
+
+
+# Copies on this machine ----------------------------------------------------------------------------------------
+
+
+def cache_path(kind: str, url: str) -> Path:
+    """Where this machine keeps what belongs to ``url``, below ``$XDG_CACHE_HOME/quartet`` (``~/.cache/quartet``)."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quartet"
+    url = url.rstrip("/")
+    return base / kind / hashlib.sha256(url.encode()).hexdigest()[:12] / PurePosixPath(url).name
+
+
+def local_copy(url: str) -> Path:
+    """The file or directory at ``url`` on this machine, brought there once: only what has changed comes again.
+
+    Raises:
+        UserError: there is nothing, it is a run, the store cannot be used, or the disk is full.
+    """
+    store, target = Store(url), cache_path("downloads", url)
+    found = store.list()
+    if not found:
+        raise UserError(f"there is nothing at {url}", found="no object of that name or below it", remedy="correct it")
+    if "run.json" in found and "config.json" not in found:
+        raise UserError(f"{url} is a run, no model or data", found="run.json", remedy=f"name {url}/model")
+    fetch(store, target, found)
+    return target / next(iter(found)) if store.is_object else target
+
+
+def copied_files(url: str, names: Collection[str] | Callable[[str], bool]) -> Path:
+    """A directory on this machine with those of the objects below ``url`` that are there, brought up to date.
+
+    Raises:
+        UserError: as ``fetch``.
+    """
+    store, target = Store(url), cache_path("views", url)
+    wanted = names if callable(names) else names.__contains__
+    fetch(store, target, [name for name in store.list() if wanted(name)])
+    return target
+
+
+def fetch(store: Store, target: Path, names: Collection[str]) -> None:
+    """Brings objects into a directory: those that have changed since, each whole under its name or not there.
+
+    What was brought before and is no longer in the store goes. Processes of this machine take turns.
+
+    Raises:
+        UserError: the store cannot be used, has names that lead out of the directory, or the disk is full.
+    """
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with open(target.with_name(f".{target.name}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _fetch(store, target, names)
+    except OSError as error:
+        raise write_error(target, error, what=f"a copy of {store.url} in ") from error
+
+
+def _fetch(store: Store, target: Path, names: Collection[str]) -> None:
+    record = target / _FETCHED
+    try:
+        known: dict[str, Any] = json.loads(record.read_bytes())
+    except (OSError, ValueError):
+        known = {}
+    entries = store.list()
+    try:
+        for name in (name for name in names if name in entries):
+            file, entry = target / name, entries[name]
+            if known.get(name) == [*file_stamp(file), entry.mark]:
+                continue
+            part = file.with_name(f".{file.name}.part")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            store.download(name, part)
+            if entry.size not in (None, size := part.stat().st_size):
+                raise StoreError(
+                    f"{store.url}/{name} did not arrive whole", found=f"{size:,} bytes", remedy="try again"
+                )
+            os.replace(part, file)
+            known[name] = [*file_stamp(file), entry.mark]
+        for name in known.keys() - entries.keys():
+            del known[name]
+            (target / name).unlink(missing_ok=True)
+    finally:
+        record.write_text(json.dumps(known), encoding="utf-8")
+
+
+def file_stamp(file: Path) -> list[int]:
+    """Changes when a file is written to; empty where there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return []
+    return [status.st_size, status.st_mtime_ns]
+
+
+def fingerprint(url: str) -> str:
+    """Changes with what is at ``url``; nothing is downloaded for it. Raises as ``Store``."""
+    entries = Store(url).list()
+    return hashlib.sha256("\n".join(f"{n} {e.size} {e.mark}" for n, e in entries.items()).encode()).hexdigest()

@@ -1,0 +1,455 @@
+"""A run whose ``output_dir`` is a URL: it works in a directory on this machine, and a thread uploads what is finished.
+
+::
+
+    owner.json            written first: the run's id, and the process that may write there
+    run.json, …           as in the run's directory, each whole; run.json after the others
+    checkpoints/step_…/   files first, manifest.json last; without it, or where files disagree with it, there is none
+
+The directory here decides as long as no other process has written to the store since. Where one has, or nothing is
+here, a resumed run brings everything from there, and what was here is set aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import uuid4
+
+from quartet.config import UserError
+from quartet.config.addresses import is_url
+from quartet.config.recipe import Recipe
+from quartet.observe.jsonl import replace_atomically
+from quartet.observe.run_status import LOCK
+from quartet.remote.store import Entry, Store, StoreError, copied_files, fetch, file_stamp
+from quartet.train.checkpoint import begin_checkpoint, checkpoint_path, list_checkpoints, path_of_draft
+from quartet.train.manifest import NAME, CheckpointManifest, Damage
+from quartet.trainers.run_files import MARKER, RECIPE, read_json, read_recipe, take_lock, writing
+
+OWNER, CHECKPOINTS, _STATE, _PINNED = "owner.json", "checkpoints", ".remote.json", ".uploading"
+_MODELS, _ADDED_TO = ("model", "critic", "adapter", "reward_model"), {"rollouts", "tensorboard"}
+"""Directories that a resumed run does not need: it writes the first once more, and adds files to the others."""
+_EVERY_S = 60.0
+"""Longest time between uploads of records, and between tries while the store is away."""
+
+
+class LocalRun:
+    """What a run does for a store where its ``output_dir`` is a directory: nothing."""
+
+    def check(self, resume: bool) -> bool:
+        """Whether what is in the run's directory here decides. Raises UserError where the URL holds another run, or
+        cannot be read."""
+        return True
+
+    def restore(self, resume: bool) -> None:
+        """Brings what a run needs to go on to this machine; the run's lock is held."""
+
+    def claim(self) -> None:
+        """Makes this process the one that may write there, and begins to upload."""
+
+    def saved(self) -> None:
+        """There is a new checkpoint, or a stage has ended. Raises UserError where another process has gone on."""
+
+    def finish(self, failure: BaseException | None) -> BaseException | None:
+        """Waits until everything is uploaded. Returns ``failure``, the run's own, or else what is wrong with that."""
+        return failure
+
+
+def remote_run(recipe: Recipe, path: Path, tell: Callable[[str], object]) -> LocalRun:
+    if not is_url(recipe.output_dir):
+        return LocalRun()
+    config = recipe.checkpoint
+    return RemoteRun(str(recipe.output_dir), path, tell, keep=config.keep, timeout_s=config.upload_timeout_s)
+
+
+class RemoteRun(LocalRun):
+    """
+    Args:
+        path: the run's directory here.
+        tell: shows a line to the user.
+        keep: complete checkpoints that stay in the store.
+        timeout_s: longest wait for uploads that make no progress, at the end.
+
+    Raises:
+        UserError: a package is missing for such URLs.
+    """
+
+    def __init__(
+        self, url: str, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float = 600.0
+    ) -> None:
+        self.url, self.path = url.rstrip("/"), path
+        self._store, self._tell, self._keep, self._timeout_s = Store(url), tell, keep, timeout_s
+        self._run, self._process, self._had_owner = uuid4().hex, uuid4().hex, False
+        self._processes: list[str] = []
+        self._uploaded: dict[str, list[int]] = {}
+        self._newest: dict[str, tuple[str, list[int]]] = {}
+        self._damaged: set[tuple[str, int]] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_due = self._is_closing = self._has_ended = False
+        self._error: UserError | None = None
+        self._refusal: StoreError | None = None
+        self._last_progress = time.monotonic()
+
+    # Ownership -------------------------------------------------------------------------------------------
+
+    def check(self, resume: bool) -> bool:
+        owner = self._owner()
+        if owner is not None and not resume:
+            raise self._taken(owner)
+        if owner is None and (found := self._store.list()):
+            raise UserError(
+                f"output_dir {self.url} is not empty and holds no run",
+                found=", ".join(list(found)[:5]),
+                remedy="choose another output_dir",
+            )
+        return False
+
+    def restore(self, resume: bool, *, here_only: bool = False) -> None:
+        owner, state = self._owner(), self._read_state()
+        self._had_owner = owner is not None
+        is_known = state["run"] == (owner["run"] if owner else state["run"])
+        if owner is None and not (here_only or (resume and state["run"])):
+            self._set_aside()
+        elif owner is None or (is_known and owner["process"] in state["processes"]):
+            self._run, self._processes = state["run"] or self._run, state["processes"]
+            self._uploaded = state["uploaded"] if owner else {}  # a store that has lost the run gets all of it
+        elif here_only or not resume:
+            raise self._taken(owner)
+        else:
+            if not is_known or state["processes"]:  # else it was being brought
+                self._set_aside()
+            self._run = owner["run"]
+            with writing(self.path):
+                self._write_state()
+            self._tell(f"bringing the run from {self.url} to {self.path}")
+            self._bring()
+
+    def claim(self, *, upload: bool = True) -> None:
+        self._processes.append(self._process)
+        with writing(self.path):
+            self._write_state()
+        owner = {"run": self._run, "process": self._process, "host": socket.gethostname(), "pid": os.getpid()}
+        owner["since"] = datetime.now().isoformat(timespec="seconds")
+        if not self._store.write(OWNER, json.dumps(owner, indent=2).encode(), create=not self._had_owner):
+            raise self._taken(self._owner() or {})
+        if upload:
+            self._tell(f"the run is written to {self.path} and uploaded to {self.url}")
+            self._thread = threading.Thread(target=self._work, name="quartet-upload", daemon=True)
+            self._thread.start()
+
+    def _owner(self) -> dict[str, Any] | None:
+        if (data := self._store.read(OWNER)) is None:
+            return None
+        try:
+            found: dict[str, Any] = json.loads(data)
+            return {**found, "run": str(found["run"]), "process": str(found["process"])}
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{self.url}/{OWNER} is damaged", found=str(error), remedy="restore it") from error
+
+    def _taken(self, owner: Mapping[str, Any], problem: str = "already holds a run", remedy: str = "") -> UserError:
+        return UserError(
+            f"output_dir {self.url} {problem}",
+            found=f"of {owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}"
+            if owner
+            else f"no {OWNER} there",
+            remedy=remedy or "add --resume to go on with it once that process has ended, or choose another output_dir",
+        )
+
+    def _check_owner(self) -> None:
+        if (owner := self._owner() or {}).get("process") != self._process:
+            problem = "is another process's now" if owner else "has lost its run"
+            raise self._taken(owner, problem, f"what this process has written is in {self.path}; let one of them run")
+
+    def _read_state(self) -> dict[str, Any]:
+        with contextlib.suppress(UserError, ValueError, LookupError, TypeError):
+            found: dict[str, Any] = read_json(self.path / _STATE)
+            return {"run": found["run"], "processes": list(found["processes"]), "uploaded": dict(found["uploaded"])}
+        return {"run": "", "processes": [], "uploaded": {}}
+
+    def _write_state(self) -> None:
+        state = {"run": self._run, "processes": self._processes, "uploaded": self._uploaded}
+        replace_atomically(self.path / _STATE, json.dumps(state).encode())
+
+    def _set_aside(self) -> None:
+        """Nothing that is here is deleted: it may be the only copy."""
+        if found := [entry for entry in self.path.iterdir() if entry.name != LOCK]:
+            aside = self.path.with_name(f"{self.path.name}.aside-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
+            with writing(aside):
+                aside.mkdir()
+                for entry in found:
+                    os.replace(entry, aside / entry.name)
+            self._tell(f"{self.path} held what {self.url} does not: it is in {aside} now")
+
+    def _bring(self) -> None:
+        names = self._store.list()
+        fetch(self._store, self.path, [name for name in names if name != OWNER and not _is_left_out(name)])
+        for root in sorted({name.partition("/step_")[0] for name in names if f"{CHECKPOINTS}/step_" in name}):
+            of_root = [name for name in names if name.startswith(f"{root}/step_")]
+            damaged: list[str] = []
+            for step in sorted({_step(name) for name in of_root if name.endswith(f"/{NAME}")}, reverse=True):
+                try:
+                    self._bring_checkpoint(root, step, names)
+                    damaged.clear()
+                    break
+                except Damage as damage:
+                    damaged.append(f"step {step}: {damage}")
+                    self._damaged.add((root, step))
+                    self._tell(f"damaged checkpoint in {self.url}/{root}: {damaged[-1]}")
+            if damaged:
+                remedy = "restore one of them, or choose another output_dir"
+                raise UserError(
+                    f"no checkpoint in {self.url}/{root} can be used", found="; ".join(damaged), remedy=remedy
+                )
+
+    def _bring_checkpoint(self, root: str, step: int, names: Mapping[str, Entry]) -> None:
+        """
+        Raises:
+            Damage: its files are not those that its manifest names.
+        """
+        draft = begin_checkpoint(self.path / root, step)
+        final = path_of_draft(draft)
+        base = f"{root}/{final.name}"
+        with writing(draft):
+            self._store.download(f"{base}/{NAME}", draft / NAME)
+            manifest = CheckpointManifest.read(draft / NAME)
+            _check_sizes(names, base, manifest)
+            for name in manifest.files:
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                self._store.download(f"{base}/{name}", draft / name)
+            manifest.check_content(draft)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(draft, final)
+
+    # Uploading -------------------------------------------------------------------------------------------
+
+    def saved(self) -> None:
+        with self._changed:
+            self._is_due = True
+            self._changed.notify_all()
+        if self._error is not None:
+            raise self._error
+
+    def finish(self, failure: BaseException | None) -> BaseException | None:
+        if self._thread is None:
+            return failure
+        timeout_s = 0.0 if isinstance(failure, KeyboardInterrupt) else self._timeout_s
+        with self._changed:
+            self._is_due = self._is_closing = True
+            self._changed.notify_all()
+            self._last_progress = time.monotonic()
+            while not self._has_ended and time.monotonic() - self._last_progress < timeout_s:
+                self._changed.wait(0.2)
+            found = self._error if self._has_ended else self._lacking()
+            self._has_ended = True
+            self._changed.notify_all()
+        if found is not None and failure is not None:
+            self._tell(str(found))
+        return failure or found
+
+    def _lacking(self) -> UserError:
+        names = [name for name, file in self._records() if self._uploaded.get(name) != file_stamp(file)]
+        names += [f"{root}/{newest.name}" for root, newest in self._unsaved()]
+        why = f"{self._refusal.problem}: {self._refusal.found}" if self._refusal else "uploads were under way"
+        return UserError(
+            f"{self.url} lacks what the run has written last; all of it is in {self.path}",
+            found=f"{', '.join(names[:8])}{', …' * (len(names) > 8)}; {why}",
+            remedy=f"quartet upload {self.path}, once the store is there (or --resume on this machine)",
+        )
+
+    def _work(self) -> None:
+        pause_s = _EVERY_S
+        while not self._has_ended:
+            with self._changed:
+                # While the store is away, checkpoints do not shorten the pause; the end of the run does.
+                self._changed.wait_for(
+                    lambda: self._has_ended or (self._is_due and (not self._refusal or self._is_closing)), pause_s
+                )
+                if self._has_ended:
+                    return
+                closing, self._is_due = self._is_closing, False
+            try:
+                self.push()
+                if self._refusal is not None:
+                    self._tell(f"{self.url} can be written to again: everything is uploaded")
+                self._refusal, pause_s = None, _EVERY_S
+            except StoreError as error:
+                if self._refusal is None:
+                    self._tell(f"not uploaded now, but tried again until it is: {error}")
+                pause_s = min(2 * pause_s, _EVERY_S, 5.0 if closing else _EVERY_S) if self._refusal else 1.0
+                self._refusal = error
+                continue
+            except UserError as error:
+                self._error = error
+            except Exception as error:  # of the disk here; a run must not go on as if it were uploaded
+                remedy = "mend what the message names, then go on with --resume"
+                self._error = UserError(f"{self.path} cannot be uploaded", found=repr(error), remedy=remedy)
+            with self._changed:
+                self._has_ended |= self._error is not None or (closing and not self._is_due)
+                self._changed.notify_all()
+
+    def push(self) -> None:
+        """Uploads everything that has changed.
+
+        Raises:
+            StoreError: the store is away; another call goes on where this one stopped.
+            UserError: another process has taken the run over.
+        """
+        self._check_owner()
+        # First, so that the records that follow have all that this checkpoint's had.
+        pinned = [(root, self._pin(root)) for root, _ in self._unsaved()]
+        # Of a stage and of the run, what says that it is done comes after what it has made.
+        for name, file in sorted(self._records(), key=lambda pair: _order(pair[0])):
+            if self._uploaded.get(name) != (stamp := file_stamp(file)):
+                with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                    self._store.upload(file, name, self._progress)
+                    self._uploaded[name] = stamp
+        for root, checkpoint in pinned:
+            self._push_checkpoint(root, checkpoint)
+            self._newest[root] = _identity(checkpoint)
+        shutil.rmtree(self.path / _PINNED, ignore_errors=True)
+        with contextlib.suppress(OSError):  # without it files are uploaded once more
+            self._write_state()
+
+    def _progress(self) -> None:
+        self._last_progress = time.monotonic()
+
+    def _records(self) -> Iterator[tuple[str, Path]]:
+        """Files but those of checkpoints; links are followed, as a model that is a stage's is one."""
+        for directory, below, files in os.walk(self.path, followlinks=True):
+            below[:] = [name for name in below if not name.startswith(".") and name != CHECKPOINTS]
+            for name in files:
+                if not name.startswith("."):
+                    file = Path(directory, name)
+                    yield file.relative_to(self.path).as_posix(), file
+
+    def _unsaved(self) -> Iterator[tuple[str, Path]]:
+        """Of the run and of its stages the newest checkpoint, where it is not in the store."""
+        stages = sorted(path.relative_to(self.path).as_posix() for path in self.path.glob(f"*/{CHECKPOINTS}"))
+        for root in (CHECKPOINTS, *stages):
+            if steps := list_checkpoints(self.path / root):
+                newest = checkpoint_path(self.path / root, steps[-1])
+                if self._newest.get(root) != _identity(newest):
+                    yield root, newest
+
+    def _pin(self, root: str) -> Path:
+        """Links to the files of the newest checkpoint, which may be deleted here before it is uploaded."""
+        while True:
+            newest = checkpoint_path(self.path / root, list_checkpoints(self.path / root)[-1])
+            pinned = self.path / _PINNED / root / newest.name
+            try:
+                shutil.rmtree(pinned.parent, ignore_errors=True)
+                shutil.copytree(newest, pinned, copy_function=_link)
+                return pinned
+            except (OSError, shutil.Error) as error:
+                if newest.exists():
+                    remedy = "see that the disk is well and not full"
+                    raise StoreError(
+                        f"{newest} cannot be held for its upload", found=str(error), remedy=remedy
+                    ) from error
+
+    def _push_checkpoint(self, root: str, checkpoint: Path) -> None:
+        base, sealed = f"{root}/{checkpoint.name}", (checkpoint / NAME).read_bytes()
+        manifest = CheckpointManifest.read(checkpoint / NAME)
+        if self._store.read(f"{base}/{NAME}") != sealed:
+            self._store.delete(f"{base}/{NAME}")
+            for name in manifest.files:
+                self._store.upload(checkpoint / name, f"{base}/{name}", self._progress)
+            try:
+                _check_sizes(self._store.list(base), base, manifest)
+            except Damage as damage:
+                raise StoreError(f"{self.url}/{base} did not arrive", found=str(damage), remedy="try again") from damage
+            self._check_owner()
+            self._store.write(f"{base}/{NAME}", sealed)
+            self._progress()
+            self._prune(root, manifest.step)
+
+    def _prune(self, root: str, step: int) -> None:
+        """Leaves of the checkpoints in the store the newest good ones up to ``step``."""
+        names = [name for name in self._store.list(root) if name.startswith(f"{root}/step_")]
+        steps = sorted(s for name in names if name.endswith(f"/{NAME}") and (s := _step(name)) <= step)
+        whole = [s for s in steps if s == step or (root, s) not in self._damaged]
+        dropped = [name for name in names if _step(name) not in whole[-self._keep :]]
+        self._store.delete(*sorted(dropped, key=lambda name: not name.endswith(f"/{NAME}")))
+
+
+def _check_sizes(names: Mapping[str, Entry], base: str, manifest: CheckpointManifest) -> None:
+    """Raises ``Damage`` where objects are missing below ``base``, or are of other sizes than the manifest says."""
+    for name, digest in manifest.files.items():
+        if (entry := names.get(f"{base}/{name}")) is None or entry.size != digest.bytes:
+            raise Damage(f"{name} is missing or cut off")
+
+
+def _identity(checkpoint: Path) -> tuple[str, list[int]]:
+    return checkpoint.name, file_stamp(checkpoint / NAME)
+
+
+def _order(name: str) -> tuple[bool, bool]:
+    return PurePosixPath(name).name in (MARKER, "summary.json"), name == MARKER
+
+
+def _is_left_out(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return CHECKPOINTS in parts or parts[0] in _MODELS or bool(_ADDED_TO & set(parts))
+
+
+def _step(name: str) -> int:
+    digits = name.partition("step_")[2].partition("/")[0]
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+# Commands ------------------------------------------------------------------------------------------------------
+
+
+def is_draft(path: Path) -> bool:
+    """Whether the directory is one in which a run works whose ``output_dir`` is a URL."""
+    return (path / _STATE).is_file()
+
+
+def copied_run(url: str) -> Path:
+    """A copy of a run's records on this machine, brought up to date: without models and checkpoints.
+
+    Raises:
+        UserError: there is no run, or the store cannot be used.
+    """
+    path = copied_files(url, lambda n: CHECKPOINTS not in n.split("/") and n.split("/")[0] not in _MODELS)
+    if not (path / MARKER).is_file():
+        raise UserError(f"{url} holds no run", found=f"no {MARKER}", remedy="name the output_dir of a run")
+    return path
+
+
+def upload_run(path: Path, url: str | None, tell: Callable[[str], object]) -> str:
+    """Uploads a run's directory, what is there already excepted; returns the URL.
+
+    Raises:
+        UserError: the run is in use, nothing says where to, the URL holds another run, or one that has gone on since.
+        StoreError: the store cannot be used.
+    """
+    if not (path / MARKER).is_file():
+        raise UserError(f"{path} holds no run", found=f"no {MARKER}", remedy="name the directory of a run")
+    recipe = read_recipe(path / RECIPE)
+    url = url or recipe.get("output_dir")
+    if not is_url(url):
+        raise UserError("nothing says where to upload to", found=f"{path}, url {url}", remedy="name the URL after it")
+    with take_lock(path / LOCK):
+        remote = RemoteRun(str(url), path, tell, keep=int(recipe.get("checkpoint", {}).get("keep", 2)))
+        remote.restore(resume=True, here_only=True)
+        remote.claim(upload=False)
+        remote.push()
+    return remote.url
