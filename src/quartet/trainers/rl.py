@@ -20,6 +20,7 @@ from quartet.config.speculation import head_training
 from quartet.envs.protocol import Environment
 from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
 from quartet.models.packed_model import PackedCausalLM, PackedModel
+from quartet.observe.diagnostics import LanguageChange
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
@@ -139,6 +140,7 @@ class RLTrainer:
             self.evaluation = PeriodicEvaluation(self.roles, self.path, self.progress)
             self.workers = workers or LocalRunWorkers(recipe, placement, self.roles)
             taken.pop_all()
+        self._language = LanguageChange(self.path / "metrics.jsonl")
         self.kl = KLCoefficient(recipe.algorithm, self.roles.warmup_steps)
         shuffle = partial(_permutation, recipe.seed) if shuffle_scores else None
         self._context = RunContext(self.roles, self.workers, self.run, self.kl, self._on_finished, shuffle)
@@ -237,6 +239,7 @@ class RLTrainer:
                 experience, learned = await run_iteration(step, attempt.stages)
         # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
         metrics = {**learned, **experience.metrics, **await attempt.metrics(step, experience, watch)}
+        metrics |= self._language.metrics(metrics)
         self.kl.adapt(experience.batch, step)
         if step % self.recipe.log.rollouts_every == 0 or done == self.recipe.steps:
             await write_rollouts(self.run, self.workers.writer, done, experience)
