@@ -19,6 +19,7 @@ from quartet.cli.doctor import doctor
 from quartet.cli.options import RESUME, GroupedHelp, PrecisionOption, Resume, ResumeChoice, Version, as_argument
 from quartet.cli.recipe_commands import config, init
 from quartet.cli.serve import serve
+from quartet.cli.watch import compare, replay, report, watch
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
 from quartet.trainers.signals import stop_signals
@@ -141,17 +142,10 @@ def generate(
             typer.echo(printable(whole) if sys.stdout.isatty() else whole)
 
 
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="Where to write; default <run>/report.html.")] = None,
-) -> None:
-    """One HTML file: curves, timing, every token."""
-    from quartet.observe.report import build_report
-
-    typer.echo(build_report(run, out))
-
-
+app.command()(report)
+app.command()(watch)
+app.command()(compare)
+app.command()(replay)
 app.command()(config)
 app.command()(init)
 app.command()(serve)

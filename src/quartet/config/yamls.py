@@ -10,7 +10,7 @@ expanded by aliases into millions of values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -162,3 +162,14 @@ def yaml_complaint(error: yaml.YAMLError) -> tuple[str, int | None]:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     text = getattr(error, "problem", None) or str(error)
     return " ".join(str(text).split()), None if mark is None else mark.line + 1
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping with dotted keys."""
+    if isinstance(value, Mapping):
+        pairs = [(str(k), v) for k, v in value.items()]
+    elif isinstance(value, list):
+        pairs = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {prefix: value}
+    return {k: v for key, child in pairs for k, v in flatten(child, f"{prefix}.{key}" if prefix else key).items()}

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects
 
@@ -139,7 +139,12 @@ class SpanRecorder:
 
 def read_spans(path: Path) -> list[Span]:
     """The spans of a ``spans.jsonl``, in the order in which they ended; UserError for a damaged row."""
-    return read_objects(path, partial(as_dataclass, Span))
+    return read_objects(path, span_of_row)
+
+
+def span_of_row(row: Mapping[str, Any]) -> Span:
+    """The span of a row; ValueError or TypeError for one of another shape."""
+    return as_dataclass(Span, row)
 
 
 def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.config.common import DEVICES, PrecisionChoice
 from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
+from quartet.config.yamls import flatten
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
 from quartet.schedule.role_group import RolesWorker
 from quartet.train.parallel.group import DataParallelGroup
-from quartet.trainers.run_files import flatten
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

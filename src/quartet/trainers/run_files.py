@@ -32,7 +32,7 @@ from quartet.config import UserError
 from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
-from quartet.config.yamls import parse_yaml, yaml_complaint
+from quartet.config.yamls import flatten, parse_yaml, yaml_complaint
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
 from quartet.observe.jsonl import replace_atomically
 
@@ -326,17 +326,6 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
         and ".sharding." not in f".{key}."
         and not (key.rpartition(".")[2] == "precision" and "auto" in (then.get(key), now.get(key)))
     ]
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping with dotted keys."""
-    if isinstance(value, Mapping):
-        pairs = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, list):
-        pairs = [(str(i), v) for i, v in enumerate(value)]
-    else:
-        return {prefix: value}
-    return {k: v for key, child in pairs for k, v in flatten(child, f"{prefix}.{key}" if prefix else key).items()}
 
 
 def take_lock(path: Path) -> TextIO:
