@@ -82,17 +82,17 @@ class LanguageChange:
         self._path = path
         self._first: list[dict[str, float]] = []
 
-    def metrics(self, shares: Mapping[str, float]) -> dict[str, float]:
-        """``language/change``: half the sum of the differences of the shares, from 0 to 1; nothing at the first step."""
+    def of(self, shares: Mapping[str, float]) -> float | None:
+        """Half the sum of the differences of the shares, from 0 to 1; None at the first step and without letters."""
         now = _of_scripts(shares)
         if len(self._first) < FIRST_STEPS and self._path.exists():
             rows = (_of_scripts(row) for row in read_metrics(self._path))
             self._first = [row for row in rows if row][:FIRST_STEPS]
         if not now or not self._first:
-            return {}
+            return None
         names = now.keys() | {name for row in self._first for name in row}
         before = {name: sum(row.get(name, 0.0) for row in self._first) / len(self._first) for name in names}
-        return {CHANGE: sum(abs(now.get(name, 0.0) - before[name]) for name in names) / 2}
+        return sum(abs(now.get(name, 0.0) - before[name]) for name in names) / 2
 
 
 def _of_scripts(row: Mapping[str, float]) -> dict[str, float]:

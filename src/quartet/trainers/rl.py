@@ -140,7 +140,7 @@ class RLTrainer:
             self.evaluation = PeriodicEvaluation(self.roles, self.path, self.progress)
             self.workers = workers or LocalRunWorkers(recipe, placement, self.roles)
             taken.pop_all()
-        self._language = LanguageChange(self.path / "metrics.jsonl")
+        self._language_change = LanguageChange(self.path / "metrics.jsonl")
         self.kl = KLCoefficient(recipe.algorithm, self.roles.warmup_steps)
         shuffle = partial(_permutation, recipe.seed) if shuffle_scores else None
         self._context = RunContext(self.roles, self.workers, self.run, self.kl, self._on_finished, shuffle)
@@ -239,7 +239,8 @@ class RLTrainer:
                 experience, learned = await run_iteration(step, attempt.stages)
         # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
         metrics = {**learned, **experience.metrics, **await attempt.metrics(step, experience, watch)}
-        metrics |= self._language.metrics(metrics)
+        if (change := self._language_change.of(metrics)) is not None:
+            metrics["language/change"] = change
         self.kl.adapt(experience.batch, step)
         if step % self.recipe.log.rollouts_every == 0 or done == self.recipe.steps:
             await write_rollouts(self.run, self.workers.writer, done, experience)

@@ -73,7 +73,7 @@ function comparedStage(data, id) {
   const keeps = members.some(({ stage }) => stage.rollouts);
   return el('div', { class: 'stage' },
     el('section', null, el('h3', null, 'Figures'), lastFigures(data, members)),
-    el('section', null, el('h3', null, 'Curves'), el('div', { class: 'chips loose' }, data.runs.map(runKey)), curvesSection(members.map(({ stage, hue }) => ({ metrics: stage.metrics, hue })), data, () => {})),
+    el('section', null, el('h3', null, 'Curves'), el('div', { class: 'meta' }, data.runs.map(runKey)), curvesSection(members.map(({ stage, hue }) => ({ metrics: stage.metrics, hue })), data, () => {})),
     el('section', null, el('h3', null, 'Answers'), keeps ? new AnswerColumns(data.runs, members).node : missing('No run has kept rollouts of this stage.')));
 }
 
