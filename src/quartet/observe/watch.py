@@ -53,8 +53,9 @@ class Watch:
         """Takes in what is new; returns whether the run goes on."""
         try:
             self._notes = []
+            paths = stage_dirs(self._dir)  # raises where the directory is gone
             self._run = read_run(self._dir, self._notes)
-            for path in stage_dirs(self._dir):
+            for path in paths:
                 self._stages.setdefault(path, _WatchedStage(path)).poll()
         except (OSError, UserError) as error:  # moved or deleted meanwhile: what is known stays on the screen
             self._notes.append(f"the run cannot be read: {error}")

@@ -150,7 +150,7 @@ def test_replay_of_an_episode_tells_observations_from_tokens(tmp_path: Path) -> 
     write_step(tmp_path / "rollouts", 7, RECORDS)
     (tmp_path / "run.json").write_text("{}")
     lines = list(replay_lines(kept_trajectory(tmp_path, 7, 0)))
-    assert [line for line in lines if "read, not sampled" in line] == ['     2  "[higher]"               read, not sampled']
+    assert [line.split(maxsplit=2) for line in lines if "read, " in line] == [["2", '"[higher]"', "read, not sampled"]]
     assert sum("sequence" in line for line in lines) == 2 and any('"three"' in line for line in lines)
     assert lines[-1].startswith("score 0 (environment 1)")
     for step, sample, what in ((7, 2, "no sample 2(?s:.)*0 to 1"), (8, 0, "no rollouts of step 8")):

@@ -167,8 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
-        host = self.headers.get("Host", "")
-        if host not in self.server.hosts:  # a page of another site whose name leads here must not read the run
+        if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in ("127.0.0.1", "localhost"):  # a page of another site whose name leads here must not read the run
             self._answer(403, "text/plain", f"the report is at {self.server.url}")
         elif address.path == "/":
             try:
@@ -217,5 +216,4 @@ class LiveServer(ThreadingHTTPServer):
                 found=str(error.strerror or error),
                 remedy="choose another --port; 0 takes a free one",
             ) from error
-        self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
         self.url = f"http://127.0.0.1:{self.server_port}/"
