@@ -59,7 +59,7 @@ def _script(char: str) -> str | None:
 
 
 def script_shares(counts: Iterable[Mapping[str, int]]) -> dict[str, float]:
-    """``language/<script>`` of all texts together; scripts below 1 % are ``language/other``. Nothing without letters."""
+    """``language/<script>`` of all texts together; scripts below 1 % are ``language/other``. {} without letters."""
     total: Counter[str] = Counter()
     for of_text in counts:
         total.update(of_text)

@@ -65,7 +65,8 @@ def replay_lines(trajectory: Sequence[RolloutRecord]) -> Iterator[str]:
             total += values["reward"][i] if "reward" in values and math.isfinite(values["reward"][i]) else 0.0
             bar = "█" * round(12 * math.exp(min(values["log-prob."][i], 0.0))) if "log-prob." in values else ""
             yield head + "".join(f"{column[i]:11.4g}" for _, column in columns) + f"   {bar}"
-        yield f"ended by {record.finish_reason} after {len(record.response_ids)} tokens, policy version {record.policy_version}"
+        version = f"policy version {record.policy_version}"
+        yield f"ended by {record.finish_reason} after {len(record.response_ids)} tokens, {version}"
     last = trajectory[-1]
     rewards = ", ".join(f"{name} {value:.4g}" for name, value in last.rewards.items() if value is not None)
     score = "none" if last.score is None else f"{last.score:.4g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -115,7 +115,10 @@ class _WatchedStage:
         """The lines of the screen that are about this stage."""
         shown: list[RenderableType] = [self._progress(total)]
         shown += [Text(printable(text), style="yellow") for text in self._tails.troubles]
-        shown += [Text(f"ALARM at step {row['step']}: {printable(row['text'])}", style="bold red") for row in self._alarms[-3:]]
+        shown += [
+            Text(f"ALARM at step {row['step']}: {printable(row['text'])}", style="bold red")
+            for row in self._alarms[-3:]
+        ]
         if self._series:
             shown.append(self._figures())
         if self._spans:
@@ -134,11 +137,17 @@ class _WatchedStage:
     def _progress(self, total: int | None) -> RenderableType:
         known = [seconds for seconds in self._times if math.isfinite(seconds)]
         speed = f"{median(known):.3g} s/step" if known else ""
-        left = f"{_clock((total - self.step) * median(known))} left" if known and total is not None and total > self.step else ""
+        left = (
+            f"{_clock((total - self.step) * median(known))} left"
+            if known and total is not None and total > self.step
+            else ""
+        )
         age = f"last step {_clock(max(0.0, time.time() - self.newest_s))} ago" if self.newest_s else ""
         count = f"step {self.step:,}" + (f" of {total:,}" if total is not None else "")
         line = Table.grid(padding=(0, 2))
-        line.add_row(count, ProgressBar(total=total or 1, completed=self.step if total else 0, width=28), speed, left, age)
+        line.add_row(
+            count, ProgressBar(total=total or 1, completed=self.step if total else 0, width=28), speed, left, age
+        )
         return line
 
     def _figures(self) -> Table:
@@ -149,7 +158,9 @@ class _WatchedStage:
         table.add_column("unit", no_wrap=True)
         table.add_column("curve", no_wrap=True, overflow="crop", min_width=_CURVE)
         always = [name for name in ("rollout/repetition_frac", "language/change") if name in self._series]
-        names = [name for name in TELLING if name in self._series and name not in always][: _SHOWN_METRICS - len(always)]
+        names = [name for name in TELLING if name in self._series and name not in always][
+            : _SHOWN_METRICS - len(always)
+        ]
         for name in (names or sorted(self._series)[:_SHOWN_METRICS]) + always:
             series = [value for _, value in self._series[name]]
             table.add_row(name, f"{series[0]:.4g}", f"{series[-1]:.4g}", _unit(name), sparkline(series))

@@ -78,7 +78,10 @@ def test_workers_are_noted_in_the_span_around_the_call(tmp_path: Path) -> None:
     asyncio.run(run())
     recorder.close()
     assert all(span.worker_s == {} for span in recorder.spans() if span.name != "generate")
-    assert [span.worker_s for span in read_spans(tmp_path / "spans.jsonl")][:2] == [{"rollout 0": 1.5}, {"rollout 1": 2.5}]
+    assert [span.worker_s for span in read_spans(tmp_path / "spans.jsonl")][:2] == [
+        {"rollout 0": 1.5},
+        {"rollout 1": 2.5},
+    ]
     assert straggler_metrics(recorder.spans()) == {"time/straggler_generate": pytest.approx(2.5 / 2.0)}
 
 

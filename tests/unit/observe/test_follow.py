@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from test_report_episodes import RECORDS
 
 from quartet.config.errors import UserError
 from quartet.observe import watch as watching
@@ -20,7 +21,6 @@ from quartet.observe.rollouts import write_step
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import JsonlTracker, metrics_of_row
 from quartet.observe.watch import Watch, sparkline
-from test_report_episodes import RECORDS
 
 MakeRun = Callable[..., Path]
 
@@ -91,7 +91,14 @@ def test_screen_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
     watched = Watch(run)
     assert watched.poll() is False, "it has ended"
     text = shown(watched)
-    for part in ("quickstart 2026-03-01", "done", "step 6 of 8", "sft: 100 steps", "reward/score_mean", "samples of step 6"):
+    for part in (
+        "quickstart 2026-03-01",
+        "done",
+        "step 6 of 8",
+        "sft: 100 steps",
+        "reward/score_mean",
+        "samples of step 6",
+    ):
         assert part in text, part
     assert "ALARM at step 4: scores part \\x1b[31m" in text and "\x1b" not in text
     assert "rollout 1 is the slowest of generate in 3 of 3 steps" in text
@@ -130,7 +137,11 @@ def test_watch_follows_a_run_that_is_written_and_goes_away(
     watching.watch(run, console, once=False, every_s=1.0)
     tracker.close()
     assert ["step 3" in looks[0], "step 4" in looks[1], "step 4" in looks[2], "step 5" in looks[3]] == [True] * 4
-    assert "a rollout file is damaged" in looks[1] and "note: the run cannot be read" in looks[2] and "note" not in looks[3]
+    assert (
+        "a rollout file is damaged" in looks[1]
+        and "note: the run cannot be read" in looks[2]
+        and "note" not in looks[3]
+    )
     assert len(looks) == 4 and "failed" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

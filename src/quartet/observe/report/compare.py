@@ -52,7 +52,9 @@ def collect_comparison(run_dirs: Sequence[Path], limits: ReportLimits) -> dict[s
             if stage["id"] == path.name:
                 stage["id"] = data["run"].get("job") or "run"  # the same in every run, whatever its directory's name
         runs.append({**data["run"], "name": name, "stages": data["stages"]})
-    series = {name for run in runs for stage in run["stages"] if stage["metrics"] for name in stage["metrics"]["series"]}
+    series = {
+        name for run in runs for stage in run["stages"] if stage["metrics"] for name in stage["metrics"]["series"]
+    }
     return {
         "run": {"name": " and ".join(run["name"] for run in runs)},
         "runs": runs,
@@ -81,7 +83,7 @@ def _recipe(text: str | None) -> dict[str, Any] | None:
 
 
 def _differences(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | None]]]:
-    """Keys whose values are not the same in all recipes, with the value in each; None where a recipe has no such key."""
+    """Keys whose values are not the same in all recipes, with the value in each; None where it has no such key."""
     found = []
     for key in dict.fromkeys(key for recipe in recipes for key in recipe):
         values = [json.dumps(recipe[key], ensure_ascii=False) if key in recipe else None for recipe in recipes]

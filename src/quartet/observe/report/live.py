@@ -82,7 +82,9 @@ class _Stage:
         self._with_workers += [span for span in spans if span.worker_s]
         spans = self._recent + spans
         oldest = max((span.step for span in spans if span.step is not None), default=0) - RECENT_STEPS + 1
-        past = [span.end_s for span in spans if span.step is not None and span.step < oldest and span.mode != BACKGROUND]
+        past = [
+            span.end_s for span in spans if span.step is not None and span.step < oldest and span.mode != BACKGROUND
+        ]
         self._cut_s = max([self._cut_s, *past])
         self._recent = [
             span
@@ -167,7 +169,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
-        if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in ("127.0.0.1", "localhost"):  # a page of another site whose name leads here must not read the run
+        if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in (
+            "127.0.0.1",
+            "localhost",
+        ):  # a page of another site whose name leads here must not read the run
             self._answer(403, "text/plain", f"the report is at {self.server.url}")
         elif address.path == "/":
             try:
