@@ -111,7 +111,7 @@ def by_group(batch: RaggedBatch) -> dict[int, RaggedBatch]:
 
 
 def without_texts(batch: RaggedBatch) -> RaggedBatch:
-    """Scored batches, of whose objects those are left that are no texts; and the names of the prompts, ``prompt_id``."""
+    """Scored batches without texts: of their objects those that are none, and the prompts' names as ``prompt_id``."""
     names = [item.prompt_id for item in batch.objects["prompt"]]
     kept = {name: batch.objects[name] for name in ("finish_reason", DIAGNOSED)}
     return batch.without_objects().with_objects(prompt_id=names, **kept)
