@@ -57,7 +57,9 @@ class Watch:
             self._run = read_run(self._dir, self._notes)
             for path in paths:
                 self._stages.setdefault(path, _WatchedStage(path)).poll()
-        except (OSError, UserError) as error:  # moved or deleted meanwhile: what is known stays on the screen
+        except UserError as error:
+            self._notes.append(f"{error.problem}: {error.found}")
+        except OSError as error:  # moved or deleted meanwhile: what is known stays on the screen
             self._notes.append(f"the run cannot be read: {error}")
         return self._run.get("status") == "running"
 

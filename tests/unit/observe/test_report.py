@@ -375,6 +375,21 @@ def test_page_runs_and_shows_hostile_text_inertly(tmp_path: Path, make_run: Make
 
 
 @needs_browser
+def test_an_address_leads_into_a_replay(tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    dom_text = render(build_report(run), tmp_path / "profile", "stage=rl&step=2&sample=1&token=3")
+    dom = Dom(dom_text)
+    assert "data-error" not in dom.root, dom.root.get("data-error")
+    record = read_step(run / "rl" / "rollouts", 2)[1]
+    count = len(record.response_tokens)
+    assert dom.classes.count("later") == count - 3 and dom.classes.count("now") == 1
+    readout = re.search(r'class="chips readout".*?</div>', dom_text, re.DOTALL)
+    assert readout is not None and f"token 3 of {count}" in readout[0]
+    for name in ("log-prob.", "probability", "reward so far", "advantage", "value"):
+        assert name in readout[0], name
+
+
+@needs_browser
 @pytest.mark.parametrize("content", ["{}", '{"status": "failed", "name": "x", "versions": null}'])
 def test_page_of_a_run_that_has_only_begun(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)

@@ -15,7 +15,7 @@ function readings(sample, i) {
 
 /**
  * The controls of a replay over the token `nodes` of a sample. `mark(i)` hears the token that is now (null: all are shown),
- * `ended()` that the last one was played. Returns `node`, `play`, `stop`, and `isOn`.
+ * `ended()` that the last one was played. Returns `node`, `show`, `play`, `stop` and `isOn`.
  */
 function replay(sample, nodes, { mark, ended, memory }) {
   const count = nodes.length;
@@ -28,9 +28,9 @@ function replay(sample, nodes, { mark, ended, memory }) {
   const step = (by, sign, title) => el('button', { class: 'round', type: 'button', title, onclick: () => { stop(); show(Math.max(1, Math.min(count, (at ?? (by > 0 ? 0 : count + 1)) + by))); } }, sign);
 
   /** `number` tokens are there; null shows them all, as without a replay. */
-  function show(number_) {
+  function show(shown) {
     nodes[at - 1]?.classList.remove('now');
-    at = number_;
+    at = shown;
     nodes.forEach((node, k) => node.classList.toggle('later', at !== null && k >= at));
     slider.value = at ?? count;
     mark(at === null ? null : at - 1);
@@ -56,5 +56,5 @@ function replay(sample, nodes, { mark, ended, memory }) {
   const speed = select('speed', SPEEDS, memory.speed ?? '12', (value) => { memory.speed = value; if (timer !== null) { stop(); play(); } });
   const node = el('div', { class: 'replay' }, el('div', { class: 'toolbar' }, button, el('span', null, step(-1, '‹', 'token before'), step(1, '›', 'next token')),
     el('label', { class: 'field' }, slider), speed, el('button', { class: 'link', type: 'button', onclick: () => { stop(); show(null); } }, 'show all')), readout);
-  return { node, play, stop, isOn: () => at !== null };
+  return { node, show, play, stop, isOn: () => at !== null };
 }

@@ -127,7 +127,9 @@ class TokenViewer {
         this.following && el('label', { class: 'field' }, this.following, el('span', null, 'follow the newest step'))),
       this.legendBox,
       el('div', { class: 'panes' }, this.list, this.main));
+    const token = Number(state.token); // before drawing, which forgets it
     this.draw();
+    if (token >= 1 && token <= this.samples()[this.chosen].tokens.length) this.replay.show(Math.floor(token));
   }
 
   samples(step = this.step) { return this.rollouts.samples[step]; }
@@ -166,7 +168,7 @@ class TokenViewer {
   draw() {
     const sample = this.samples()[this.chosen];
     this.scale = colourScale(QUANTITIES[this.quantity], this.scope === 'step' ? this.samples() : [sample]);
-    this.remember({ step: this.following?.checked ? '' : this.step, sample: String(this.chosen), colour: this.quantity });
+    this.remember({ step: this.following?.checked ? '' : this.step, sample: String(this.chosen), colour: this.quantity, token: '' });
     clear(this.legendBox, legend(QUANTITIES[this.quantity], this.scale, this.samples().some(hasObservations)));
     this.drawList();
     this.drawSample(sample);
@@ -217,7 +219,7 @@ class TokenViewer {
     const group = this.samples().filter((other) => other.group === sample.group);
     const parts = group.filter((other) => other.trajectory === sample.trajectory);
     this.replay?.stop();
-    this.replay = replay(sample, text.nodes, { mark: (i) => bars.mark(i), memory: this.memory, ended: () => {
+    this.replay = replay(sample, text.nodes, { mark: (i) => { bars.mark(i); this.remember({ token: i === null ? '' : String(i + 1) }); }, memory: this.memory, ended: () => {
       const next = parts[parts.indexOf(sample) + 1];
       if (next) { this.choose(this.samples().indexOf(next)); this.replay.play(); }
     } });
