@@ -126,14 +126,10 @@ class _WatchedStage:
         if self._spans:
             shown.append(self._stages())
         slow = [row for row in worker_table(self._with_workers) if row.slowest > row.steps / 2]
-        shown += [
-            Text(
-                f"{row.worker} is the slowest of {row.stage} in {row.slowest} of {row.steps} steps "
-                f"(median {row.median_s:.3g} s, at most {row.max_s:.3g} s)",
-                style="yellow",
-            )
-            for row in slow
-        ]
+        for row in slow:
+            text = f"{row.worker} is the slowest of {row.stage} in {row.slowest} of {row.steps} steps"
+            seconds = f" (median {row.median_s:.3g} s, at most {row.max_s:.3g} s)"
+            shown.append(Text(printable(text + seconds), style="yellow"))
         return shown + (self._sampled() if self._samples is not None else [])
 
     def _progress(self, total: int | None) -> RenderableType:
@@ -165,7 +161,9 @@ class _WatchedStage:
         ]
         for name in (names or sorted(self._series)[:_SHOWN_METRICS]) + always:
             series = [value for _, value in self._series[name]]
-            table.add_row(name, f"{series[0]:.4g}", f"{series[-1]:.4g}", _unit(name), sparkline(series))
+            table.add_row(
+                Text(printable(name)), f"{series[0]:.4g}", f"{series[-1]:.4g}", _unit(name), sparkline(series)
+            )
         return table
 
     def _stages(self) -> Text:
@@ -173,7 +171,7 @@ class _WatchedStage:
         steps = sorted({span.step for span in self._spans if span.step is not None})
         seconds = seconds_by_name(span for span in self._spans if span.step == steps[0])
         longest = sorted(seconds.items(), key=lambda item: -item[1])[:_SHOWN_STAGES]
-        return Text("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest), style="dim")
+        return Text(printable("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)), style="dim")
 
     def _sampled(self) -> list[RenderableType]:
         """Of the newest rollouts the best, a middling and the worst."""
