@@ -59,13 +59,16 @@ def test_a_run_is_watched_while_it_writes(world: Any, recipes: Any, processes: A
     ):
         os.close(theirs)
         for work in (
-            threading.Thread(target=server.serve_forever, args=(0.05,)),
-            threading.Thread(target=read_all, args=(ours, screens)),
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True),
+            threading.Thread(target=read_all, args=(ours, screens), daemon=True),
         ):
             work.start()
-        news = follow(server.url)
-        assert watching.wait(timeout=60) == 0, "it ends with the run"
-        server.shutdown()
+        try:
+            news = follow(server.url)
+            assert watching.wait(timeout=60) == 0, "it ends with the run"
+        finally:
+            server.shutdown()
+            watching.terminate()
     os.close(ours)
     assert processes.wait(running) == 0
     text = b"".join(screens).decode()
