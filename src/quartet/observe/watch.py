@@ -73,7 +73,9 @@ class Watch:
         )
         notes = [Text(f"note: {printable(note)}", style="yellow") for note in self._notes]
         known = sorted(self._stages.values(), key=lambda stage: stage.newest_s)
-        body = known[-1].parts(_total_steps(self._dir, known[-1].directory)) if known else [Text("nothing logged yet")]
+        body: list[RenderableType] = [Text("nothing logged yet")]
+        if known:
+            body = known[-1].parts(_total_steps(self._dir, known[-1].directory))
         earlier = [Text(f"{stage.directory.name}: {stage.step:,} steps", style="dim") for stage in known[:-1]]
         return Group(head, *notes, *earlier, *body)
 

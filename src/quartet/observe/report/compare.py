@@ -43,7 +43,8 @@ def collect_comparison(run_dirs: Sequence[Path], limits: ReportLimits) -> dict[s
         )
     share = replace(limits, tokens=limits.tokens * 2 // len(run_dirs), scanned_steps=0)
     notes: list[str] = []
-    runs, recipes = [], []
+    runs: list[dict[str, Any]] = []
+    recipes: list[dict[str, Any] | None] = []
     for path, name in zip(run_dirs, _names(list(distinct)), strict=True):
         data = collect_run(path, share)
         notes += [f"{name}: {note}" for note in data["notes"]]

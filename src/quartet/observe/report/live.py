@@ -58,7 +58,7 @@ class _Stage:
         rows, spans = self._tails.metrics.poll(), self._tails.spans.poll()
         if self._tails.restarted:
             return [RELOAD]
-        news = []
+        news: list[dict[str, Any]] = []
         if rows:
             columns = metric_columns(rows)
             news.append({"metrics": columns, "explained": explain(columns["series"] if columns else ())})
