@@ -15,9 +15,21 @@ import torch
 from torch import Tensor
 
 from quartet.batch import ColumnSet, RaggedBatch, join
-from quartet.cluster import RANK_ZERO, SPLIT, BatchFuture, ResourcePool, WorkerError, WorkerGroup, connect, dispatch
+from quartet.cluster import (
+    RANK_ZERO,
+    SPLIT,
+    BatchFuture,
+    PerRank,
+    ResourcePool,
+    WorkerError,
+    WorkerGroup,
+    connect,
+    dispatch,
+)
 from quartet.cluster.backend import Backend
 from quartet.config.common import ShardingConfig
+from quartet.observe.spans import SpanRecorder
+from quartet.observe.stragglers import straggler_metrics
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RolesWorker
 
 TINY = {"cpus": 0.01}
@@ -153,6 +165,22 @@ def test_what_is_left_is_split_over_ranks_selected_and_joined(
     assert torch.equal(columns.token["values"], full.input_ids * 3.0)
     assert columns.sequence["part"].max() < len(full), "each worker had a part"
     assert join(experience, columns).elsewhere == experience.elsewhere and len(experience.elsewhere) == 2
+
+
+def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(model: RemoteGroup[Model]) -> None:
+    recorder = SpanRecorder()
+
+    async def run() -> None:
+        with recorder.span("rest", step=0):
+            await model.call(Model.rest, PerRank([0.05, 0.4]))  # type: ignore[arg-type]
+        with recorder.span("tokens", step=0):
+            await RemoteGroup(model.group, "model", Model, rank=1).call(Model.rest, 0.0)
+
+    asyncio.run(run())
+    rest, tokens = (span.worker_s for span in recorder.spans())
+    assert set(rest) == {"model 0", "model 1"} and rest["model 1"] >= 0.4 > rest["model 0"] >= 0.05
+    assert set(tokens) == {"model 1"}
+    assert straggler_metrics(recorder.spans())["time/straggler_rest"] > 1.2
 
 
 def test_outlines_in_lists_tuples_and_by_keyword(rollout: RemoteGroup[Rollout], model: RemoteGroup[Model]) -> None:

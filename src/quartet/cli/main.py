@@ -30,6 +30,7 @@ from quartet.cli.options import (
 from quartet.cli.push import push
 from quartet.cli.recipe_commands import config, init
 from quartet.cli.serve import serve
+from quartet.cli.watch import compare, replay, report, watch
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
 from quartet.trainers.signals import stop_signals
@@ -156,27 +157,6 @@ def generate(
 
 
 @app.command()
-def report(
-    run: Annotated[str, typer.Argument(help="Run directory, or its URL.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="Where to write; default <run>/report.html.")] = None,
-) -> None:
-    """One HTML file: curves, timing, every token."""
-    from quartet.config.addresses import is_url
-    from quartet.observe.report import build_report
-
-    if not is_url(run):
-        typer.echo(build_report(Path(run), out))
-        return
-    from quartet.remote.store import Store
-    from quartet.trainers.remote_run import copied_run
-
-    written = build_report(copied_run(run), out)
-    if out is None:
-        Store(run).upload(written, written.name)
-    typer.echo(written if out is not None else f"{run.rstrip('/')}/{written.name}")
-
-
-@app.command()
 def upload(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     url: Annotated[str | None, typer.Argument(help="Where to; the run's output_dir when left out.")] = None,
@@ -187,6 +167,10 @@ def upload(
     typer.echo(upload_run(run, url, typer.echo))
 
 
+app.command()(report)
+app.command()(watch)
+app.command()(compare)
+app.command()(replay)
 app.command()(config)
 app.command()(init)
 app.command()(serve)

@@ -14,7 +14,9 @@ RESUME = "--resume"
 GROUPS = {
     "Begin": ("quickstart", "init", "config"),
     "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl", "iterated-reward-model"),
-    "Look at a model or a run": ("doctor", "eval", "generate", "serve", "report", "push", "upload"),
+    "Look at a model or a run": (
+        *("doctor", "eval", "generate", "serve", "watch", "report", "compare", "replay", "push", "upload"),
+    ),
 }
 """Commands in the order of the help; each of them is in one group."""
 

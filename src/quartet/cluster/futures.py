@@ -26,11 +26,17 @@ GRACE_S = 2.0
 
 
 class Pending:
-    """A call in flight: one small reference per rank that says how it ended."""
+    """A call in flight: one small reference per rank that says how it ended.
+
+    Attributes:
+        seconds: from the call to each rank's answer, as far as they have come.
+    """
 
     def __init__(self, processes: ProcessManager, refs: Mapping[int, Ref], answers: Sequence[int], during: str) -> None:
         self._processes = processes
         self._waiting = dict(refs)
+        self._began_s = time.monotonic()
+        self.seconds: dict[int, float] = {}
         self._answers = answers
         self._during = during
         self._values: dict[int, Any] = {}
@@ -103,6 +109,7 @@ class Pending:
             if self._waiting.pop(rank, None) is None:  # another waiter for the same call was first
                 continue
             self._values[rank] = value
+            self.seconds[rank] = time.monotonic() - self._began_s
             if isinstance(value, (Failure, Lost)):
                 self._troubles[rank] = value
                 self._since_s = self._since_s if self._since_s is not None else time.monotonic()

@@ -42,9 +42,9 @@ class GroupMethod:
         """
         return self._submit(args, kwargs, None).result()
 
-    async def ask(self, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, *args: Any, **kwargs: Any) -> BatchFuture:
         """``run`` for a coroutine: results come to the driver as they are made. The shortest way for small ones."""
-        return await self._submit(args, kwargs, None)
+        return self._submit(args, kwargs, None)
 
     def submit(self, *args: Any, **kwargs: Any) -> BatchFuture:
         """Returns at once, whatever the mark says; the future raises what ``run`` would raise."""
@@ -155,11 +155,12 @@ class WorkerGroup:
         bound = GroupMethod(self._processes, self._role, _name_of(method), Mark(mode, blocking))
         return bound(*args, **kwargs)
 
-    async def ask(
+    def ask(
         self, method: str | Callable[..., Any], *args: Any, mode: DispatchMode = BROADCAST, **kwargs: Any
-    ) -> Any:
-        """``call`` for a coroutine: awaits the result, which comes to the driver. The shortest way for small ones."""
-        return await GroupMethod(self._processes, self._role, _name_of(method), Mark(mode)).ask(*args, **kwargs)
+    ) -> BatchFuture:
+        """``call`` for a coroutine, which awaits the result; that comes to the driver. The shortest way for small
+        ones."""
+        return GroupMethod(self._processes, self._role, _name_of(method), Mark(mode)).ask(*args, **kwargs)
 
     def dead(self, timeout_s: float = 1.0) -> list[Death]:
         """The workers that are dead. One that is busy for all of the time counts as living."""

@@ -77,6 +77,12 @@ class RolloutRecord:
             object.__setattr__(self, "trajectory_id", self.sequence_id)
 
 
+def action_ids(record: RolloutRecord) -> list[int]:
+    """The tokens of the response that the policy emitted."""
+    observed = record.columns.get("observation_mask") or [0.0] * len(record.response_ids)
+    return [token for token, mask in zip(record.response_ids, observed, strict=True) if not mask]
+
+
 def _to_json(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(float(value))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects
 
@@ -21,7 +22,8 @@ class Span:
     """One stretch of work; ``start_s`` and ``end_s`` are seconds of the recorder's clock.
 
     ``tokens`` and ``nbytes`` may be set or added to while the span is open. ``failed``: the work raised. ``marks``:
-    when the work itself was going on, where its surroundings wait longer (``SpanRecorder.mark``).
+    when the work itself was going on, where its surroundings wait longer (``SpanRecorder.mark``). ``worker_s``: seconds
+    of each worker that was called in it, by role and rank ("rollout 1").
     """
 
     name: str
@@ -35,10 +37,22 @@ class Span:
     nbytes: int = 0
     failed: bool = False
     marks: list[float] = field(default_factory=list, repr=False, compare=False)
+    worker_s: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
+
+
+_open: ContextVar[Span | None] = ContextVar("open span", default=None)
+
+
+def note_workers(role: str, seconds: Mapping[int, float]) -> None:
+    """Adds what workers of a role took for a call, by rank, to the span that is open around it; lost without one."""
+    if (span := _open.get()) is not None:
+        for rank, took in seconds.items():
+            worker = f"{role} {rank}"
+            span.worker_s[worker] = span.worker_s.get(worker, 0.0) + took
 
 
 def steady_unix_clock() -> Callable[[], float]:
@@ -78,10 +92,13 @@ class SpanRecorder:
         """Opens a span; it is recorded when the block ends, with ``failed`` set when the block raises."""
         now = self._clock()
         span = Span(name, now, now, step, role, mode, chunk, tokens, nbytes, failed=True)
+        around = _open.get()
+        _open.set(span)
         try:
             yield span
             span.failed = False
         finally:
+            _open.set(around)  # no reset: a generator may be closed in another context
             span.end_s = self._clock()
             if span.marks:
                 span.start_s, span.end_s = span.marks[0], span.marks[-1]
@@ -91,6 +108,9 @@ class SpanRecorder:
                     row = {k: value for k, value in asdict(span).items() if value is not None and value is not False}
                     del row["marks"]
                     row["start_s"], row["end_s"] = round(span.start_s, 6), round(span.end_s, 6)
+                    row["worker_s"] = {worker: round(took, 6) for worker, took in span.worker_s.items()}
+                    if not row["worker_s"]:
+                        del row["worker_s"]
                     self._rows.append(row)
 
     def mark(self, span: Span) -> None:
@@ -119,7 +139,12 @@ class SpanRecorder:
 
 def read_spans(path: Path) -> list[Span]:
     """The spans of a ``spans.jsonl``, in the order in which they ended; UserError for a damaged row."""
-    return read_objects(path, partial(as_dataclass, Span))
+    return read_objects(path, span_of_row)
+
+
+def span_of_row(row: Mapping[str, Any]) -> Span:
+    """The span of a row; ValueError or TypeError for one of another shape."""
+    return as_dataclass(Span, row)
 
 
 def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:

@@ -102,10 +102,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     Raises:
         UserError: a row is damaged, or holds something else than numbers.
     """
-    return read_objects(path, _metrics_of_row)
+    return read_objects(path, metrics_of_row)
 
 
-def _metrics_of_row(row: dict[str, Any]) -> dict[str, float]:
+def metrics_of_row(row: dict[str, Any]) -> dict[str, float]:
+    """One row of :func:`read_metrics`; ValueError or KeyError for one of another shape."""
     nonfinite = _NONFINITE.validate_python(row.pop("nonfinite", {}))
     _NUMBERS.validate_python(row)
     if type(row["step"]) is not int or row["time_s"] is None:

@@ -24,6 +24,7 @@ from quartet.cluster.manifests import Noted
 from quartet.cluster.ranks import Ranks
 from quartet.cluster.worker import Worker, local_path
 from quartet.config.common import ShardingConfig
+from quartet.observe.spans import note_workers
 from quartet.schedule.clock import drained
 from quartet.schedule.compute_thread import ComputeThread
 
@@ -163,15 +164,16 @@ class RemoteGroup(RoleGroup[W_co]):
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         name = method.__name__
         mode = self._mode(name)
-        result: Any
+        future: BatchFuture
         if isinstance(mode, Split):
             within = Within(mode, self._modes.layout)
             future = self.group.call(
                 RolesWorker.run_role, self.role, name, *args, mode=within, blocking=False, **kwargs
             )
-            result = await drained(future)
         else:
-            result = await drained(self.group.ask(RolesWorker.run_role, self.role, name, *args, mode=mode, **kwargs))
+            future = self.group.ask(RolesWorker.run_role, self.role, name, *args, mode=mode, **kwargs)
+        result: Any = await drained(future)
+        note_workers(self.role, future.seconds)
         found: R = result[0] if mode == BROADCAST else result
         return found
 

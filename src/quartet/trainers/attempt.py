@@ -19,12 +19,14 @@ from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.engines import is_served
 from quartet.config.placement import HEADS, AsynchronousPlacement
+from quartet.observe.diagnostics import script_shares
 from quartet.observe.memory import resident_bytes
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
+from quartet.observe.stragglers import straggler_metrics
 from quartet.rollout.protocol import EngineStats
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.group_stream import GroupStream
-from quartet.schedule.groups import Group, chunk_of, staleness_metrics, without_texts
+from quartet.schedule.groups import DIAGNOSED, Group, chunk_of, staleness_metrics, without_texts
 from quartet.schedule.iteration import Chunk, IterationStages, Scorer
 from quartet.schedule.iteration import StepLearner as AnyLearner
 from quartet.schedule.journal import Journal
@@ -325,6 +327,7 @@ def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, fl
     """Seconds of each stage and of the step; ``generated`` tokens were sampled in it."""
     seconds = seconds_by_name(spans)
     found = {f"time/{name}_s": value for name, value in seconds.items()}
+    found |= straggler_metrics(spans)
     found["time/step_s"] = wall_s
     found["rollout/tokens"] = float(generated)
     bursts = [span for span in spans if span.name == "generate"]
@@ -366,8 +369,22 @@ def batch_metrics(batch: RaggedBatch) -> dict[str, float]:
         "rollout/length_max": float(emitted.max()),
         "rollout/truncated_frac": float((~batch.sequence["ended"][trajectories.final_N]).float().mean()),
         "tokens/useful": float(batch.num_tokens),
+        **diagnosed_metrics(batch),
         **episode_metrics(batch),
         **greedy_metrics(batch),
+    }
+
+
+def diagnosed_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """Repetition within responses, and the writing systems of their letters."""
+    found = [each for each in batch.objects.get(DIAGNOSED, ()) if each is not None]
+    if not found:
+        return {}
+    shares, longest = zip(*(each["repetition"] for each in found), strict=True)
+    return {
+        "rollout/repetition_frac": sum(shares) / len(shares),
+        "rollout/repetition_max": float(max(longest)),
+        **script_shares(each["scripts"] for each in found),
     }
 
 

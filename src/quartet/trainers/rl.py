@@ -21,6 +21,7 @@ from quartet.envs.protocol import Environment
 from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
 from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.callbacks import Callback
+from quartet.observe.diagnostics import LanguageChange
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
@@ -146,6 +147,7 @@ class RLTrainer:
             self.evaluation = PeriodicEvaluation(self.roles, self.path, self.progress)
             self.workers = workers or LocalRunWorkers(recipe, placement, self.roles)
             taken.pop_all()
+        self._language_change = LanguageChange(self.path / "metrics.jsonl")
         self.kl = KLCoefficient(recipe.algorithm, self.roles.warmup_steps)
         shuffle = partial(_permutation, recipe.seed) if shuffle_scores else None
         self._context = RunContext(self.roles, self.workers, self.run, self.kl, self._on_finished, shuffle)
@@ -244,6 +246,8 @@ class RLTrainer:
                 experience, learned = await run_iteration(step, attempt.stages)
         # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
         metrics = {**learned, **experience.metrics, **await attempt.metrics(step, experience, watch)}
+        if (change := self._language_change.of(metrics)) is not None:
+            metrics["language/change"] = change
         self.kl.adapt(experience.batch, step)
         self.run.callbacks(Callback.on_step_end, done, metrics)
         if step % self.recipe.log.rollouts_every == 0 or self.run.is_last(done, self.recipe.steps):

@@ -27,6 +27,7 @@ from quartet.models.loading import load_trained, outlined
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.callbacks import Callback
 from quartet.observe.progress import Progress
+from quartet.observe.stragglers import straggler_metrics
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup
 from quartet.train.parallel.layer_plan import check_cut
@@ -305,6 +306,7 @@ class SupervisedTrainer(Generic[R, W]):
         with self.run.recorder.span("update", step=step, role=self._stage, mode="train") as span:
             metrics = await group.call(SupervisedWorker.step, step)
             span.tokens = int(metrics["tokens/useful"])
+        metrics |= straggler_metrics([span])
         metrics["time/step_s"] = seconds = watch.seconds
         stats = await group.call(SupervisedWorker.stats)
         cluster, rows, tokens = self.recipe.cluster, about.rows_per_step, int(metrics["tokens/useful"])

@@ -64,6 +64,7 @@ def test_page_is_complete_in_itself(tmp_path: Path, make_run: MakeRun) -> None:
         assert "src" not in attributes
         assert "href" not in attributes
     text = path.read_text(encoding="utf-8")
+    assert "connect-src" not in text
     code = text.replace("http://www.w3.org/2000/svg", "")
     assert "http:" not in code
     assert "https:" not in code
@@ -280,8 +281,8 @@ def test_compact_numbers() -> None:
 # In a browser --------------------------------------------------------------------------------
 
 
-def render(path: Path, profile: Path, fragment: str = "") -> str:
-    """The document after the page's own script has run, as the browser writes it out."""
+def render(page: Path | str, profile: Path, fragment: str = "", budget_ms: int = 2000) -> str:
+    """The document of a file or address after the page's own script has run, as the browser writes it out."""
     assert CHROMIUM is not None
     command = [
         CHROMIUM,
@@ -291,9 +292,9 @@ def render(path: Path, profile: Path, fragment: str = "") -> str:
         "--disable-dev-shm-usage",
         "--no-first-run",
         f"--user-data-dir={profile}",
-        "--virtual-time-budget=2000",
+        f"--virtual-time-budget={budget_ms}",
         "--dump-dom",
-        f"{path.as_uri()}#{fragment}",
+        f"{page.as_uri() if isinstance(page, Path) else page}#{fragment}",
     ]
     return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode("utf-8", "replace")
 
@@ -371,6 +372,21 @@ def test_page_runs_and_shows_hostile_text_inertly(tmp_path: Path, make_run: Make
     assert dom.handlers == []
     assert dom.tags.count("script") == 2
     assert {"pos", "neg"} <= set(dom.classes)
+
+
+@needs_browser
+def test_an_address_leads_into_a_replay(tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    dom_text = render(build_report(run), tmp_path / "profile", "stage=rl&step=2&sample=1&token=3")
+    dom = Dom(dom_text)
+    assert "data-error" not in dom.root, dom.root.get("data-error")
+    record = read_step(run / "rl" / "rollouts", 2)[1]
+    count = len(record.response_tokens)
+    assert dom.classes.count("later") == count - 3 and dom.classes.count("now") == 1
+    readout = re.search(r'class="chips readout".*?</div>', dom_text, re.DOTALL)
+    assert readout is not None and f"token 3 of {count}" in readout[0]
+    for name in ("log-prob.", "probability", "reward so far", "advantage", "value"):
+        assert name in readout[0], name
 
 
 @needs_browser

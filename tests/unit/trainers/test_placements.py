@@ -31,8 +31,8 @@ from quartet.observe.trackers import read_metrics
 from quartet.train.checkpoint import checkpoint_path
 from quartet.train.checkpoint_shares import Share
 from quartet.train.state import REST
-from quartet.trainers.rl import RLTrainer
 from quartet.trainers.results import TrainResult
+from quartet.trainers.rl import RLTrainer
 
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
 BIG = 10**9

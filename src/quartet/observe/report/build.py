@@ -18,7 +18,19 @@ from quartet.observe.jsonl import replace_atomically
 from quartet.observe.report.collect import collect_run
 from quartet.observe.report.samples import ReportLimits
 
-SCRIPTS = ("dom.js", "charts.js", "curves.js", "timing.js", "colours.js", "tokens.js", "alarm.js", "main.js")
+SCRIPTS = (
+    "dom.js",
+    "charts.js",
+    "curves.js",
+    "timing.js",
+    "colours.js",
+    "replay.js",
+    "tokens.js",
+    "alarm.js",
+    "compare.js",
+    "live.js",
+    "main.js",
+)
 """Joined in this order into one function, so that they share names with each other and with nothing else."""
 
 _SLOT = re.compile(r"\{\{ (\w+) \}\}")
@@ -33,7 +45,11 @@ def build_report(run_dir: Path, out: Path | None = None) -> Path:
         UserError: ``run_dir`` holds no run, or the report cannot be written.
     """
     data = collect_run(run_dir, ReportLimits())
-    path = out if out is not None else run_dir / "report.html"
+    return write_page(data, out if out is not None else run_dir / "report.html")
+
+
+def write_page(data: Mapping[str, Any], path: Path) -> Path:
+    """Writes a page with ``data``; UserError where that cannot be done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_atomically(path, render_page(data).encode("utf-8"))
@@ -46,13 +62,18 @@ def build_report(run_dir: Path, out: Path | None = None) -> Path:
     return path
 
 
-def render_page(data: Mapping[str, Any]) -> str:
-    """The page for what :func:`quartet.observe.report.collect.collect_run` returns."""
+def render_page(data: Mapping[str, Any], *, live: bool = False) -> str:
+    """The page for what :func:`quartet.observe.report.collect.collect_run` returns.
+
+    Args:
+        live: the page may ask the server that it came from what is new.
+    """
     style = _asset("report.css")
     script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
     slots = {
         "title": html.escape(printable(f"{data['run'].get('name', 'run')} · Quartet")),
-        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}",
+        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}"
+        + ("; connect-src 'self'" if live else ""),
         "style": style,
         "data": _inert_json(data),
         "script": script,

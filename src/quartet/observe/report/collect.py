@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,36 @@ MAX_METRIC_ROWS = 1_000
 
 T = TypeVar("T")
 
+TELLING = (
+    "eval/exact_match",
+    "reward/score_mean",
+    "kl/ref",
+    "policy/entropy",
+    "critic/explained_variance",
+    "policy/approx_kl",
+    "rollout/length_mean",
+    "rollout/repetition_frac",
+    "agreement/logprob_diff_max",
+    "eval/score_mean",
+    "policy/clip_frac",
+    "language/change",
+    "loss/value",
+    "loss/sft",
+    "eval/loss",
+    "eval/accuracy",
+    "sft/perplexity",
+    "loss/reward_model",
+    "reward_model/accuracy",
+    "reward_model/margin",
+    "loss/preference",
+    "preference/accuracy",
+    "preference/margin",
+    "optim/lr",
+    "throughput/tokens_per_s_per_device",
+    "rollout/tokens_per_s",
+)
+"""Metrics that say most about a run, those first that say most."""
+
 _EXAMPLES = TypeAdapter(list[dict[str, str | float | None]], config=ConfigDict(strict=True))
 _RUN_FILES = ("run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl", "summary.json")
 
@@ -46,7 +76,18 @@ def collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
         raise read_error(Path(error.filename or run_dir), error) from error
 
 
-def _collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
+def check_run(run_dir: Path) -> None:
+    """
+    Raises:
+        UserError: ``run_dir`` is not a directory, cannot be read, or holds no part of a run.
+    """
+    try:
+        _check_run(run_dir)
+    except OSError as error:
+        raise read_error(Path(error.filename or run_dir), error) from error
+
+
+def _check_run(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise UserError(
             "no such run",
@@ -60,27 +101,40 @@ def _collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
             found=", ".join(runs[:5]) + (f" and {len(runs) - 5} more" if len(runs) > 5 else ""),
             remedy="name one of them",
         )
-    notes: list[str] = []
-    stages = [_collect_stage(path, limits, notes) for path in _stage_dirs(run_dir)]
-    if not stages and not has_files:
+    if not has_files and not stage_dirs(run_dir):
         raise UserError(
             "the directory holds no run",
             found=f"none of {', '.join(_RUN_FILES)}, rollouts/ in {run_dir}",
             remedy="name the directory a run has written (the one with run.json)",
         )
+
+
+def _collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
+    check_run(run_dir)
+    notes: list[str] = []
+    stages = [collect_stage(path, limits, notes) for path in stage_dirs(run_dir)]
     stages.sort(key=lambda stage: (stage["started_s"] is None, stage["started_s"] or 0.0))
     names = sorted({name for stage in stages if stage["metrics"] for name in stage["metrics"]["series"]})
     return {
-        "run": _read_run(run_dir, notes),
-        "recipe": _read_text(run_dir / "recipe.yaml", notes.append),
-        "summary": _read_json(run_dir / "summary.json", notes.append),
-        "explained": {name: _explain(name) for name in names},
+        **collect_head(run_dir, notes),
+        "explained": explain(names),
+        "telling": TELLING,
         "stages": stages,
         "notes": notes,
     }
 
 
-def _read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
+def collect_head(run_dir: Path, notes: list[str]) -> dict[str, Any]:
+    """What belongs to the run as a whole: ``run`` (with its true status), ``recipe``, ``summary``."""
+    return {
+        "run": read_run(run_dir, notes),
+        "recipe": _read_text(run_dir / "recipe.yaml", notes.append),
+        "summary": _read_json(run_dir / "summary.json", notes.append),
+    }
+
+
+def read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
+    """``run.json`` with the true status, where it says one."""
     found = _read_info(run_dir / "run.json", notes.append)
     status = true_status(run_dir, found)
     if status == ENDED:
@@ -88,7 +142,7 @@ def _read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
     return {"name": run_dir.resolve().name, **found, **({"status": status} if "status" in found else {})}
 
 
-def _stage_dirs(run_dir: Path) -> list[Path]:
+def stage_dirs(run_dir: Path) -> list[Path]:
     """The run itself where it has figures, and those of its direct sub-directories which have."""
     children = sorted(path for path in run_dir.iterdir() if path.is_dir() and path.name != "rollouts")
     figures = ("metrics.jsonl", "spans.jsonl")
@@ -99,7 +153,8 @@ def _stage_dirs(run_dir: Path) -> list[Path]:
     ]
 
 
-def _collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
+def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
+    """What the page shows of one stage."""
     warn = notes.append
     run = _read_info(path / "run.json", warn)
     rows = _read_or_warn(path / "metrics.jsonl", read_metrics, warn) or []
@@ -109,9 +164,9 @@ def _collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[s
         "id": path.name,
         "job": run.get("job"),
         "started_s": min(starts, default=None),
-        "metrics": _metric_columns(rows),
+        "metrics": metric_columns(rows),
         "timing": show_timing(spans),
-        "alarms": _show_alarms(_read_or_warn(path / "alarms.jsonl", read_alarms, warn) or [], limits),
+        "alarms": collect_alarms(path, limits, warn),
         "rollouts": collect_rollouts(path / "rollouts", limits, warn),
     }
 
@@ -163,6 +218,11 @@ def _as_json(number: str) -> float | str:
     return value if math.isfinite(value) else number
 
 
+def explain(names: Iterable[str]) -> dict[str, dict[str, str] | None]:
+    """By name the row of the table of metrics; None where that has none."""
+    return {name: _explain(name) for name in names}
+
+
 def _explain(name: str) -> dict[str, str] | None:
     try:
         metric = find_metric(name)
@@ -171,20 +231,18 @@ def _explain(name: str) -> dict[str, str] | None:
     return {"unit": metric.unit, "meaning": metric.meaning, "bad": metric.bad}
 
 
-def _metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
-    """Rows as columns: ``steps``, ``time_s`` since the first row, one list per metric with None for gaps."""
+def metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
+    """Rows as columns: ``steps``, and one list per metric with None for gaps."""
     if not rows:
         return None
     merged: dict[int, dict[str, float]] = {}
     for row in rows:
         merged.setdefault(int(row["step"]), {}).update(row)
     steps = evenly(sorted(merged), MAX_METRIC_ROWS)
-    start = rows[0]["time_s"]
     names = sorted({name for row in rows for name in row if name not in ("step", "time_s")})
     note = f"{len(steps):,} of {len(merged):,} logged steps, evenly spaced." if len(steps) < len(merged) else None
     return {
         "steps": steps,
-        "time_s": [compact(merged[step]["time_s"] - start) for step in steps],
         "series": {name: [compact(merged[step].get(name), 6) for step in steps] for name in names},
         "note": note,
     }
@@ -202,6 +260,11 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
     if type(row["step"]) is not int or not isinstance(row["text"], str):
         raise ValueError("no whole step, or no text")
     return {**row, "examples": _EXAMPLES.validate_python(row["examples"])}
+
+
+def collect_alarms(path: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
+    """The alarms of a stage; None without any."""
+    return _show_alarms(_read_or_warn(path / "alarms.jsonl", read_alarms, warn) or [], limits)
 
 
 def _show_alarms(rows: Sequence[Mapping[str, Any]], limits: ReportLimits) -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from quartet.config.errors import UserError
-from quartet.observe.rollouts import RolloutRecord, list_steps, read_step
+from quartet.observe.diagnostics import repetition
+from quartet.observe.rollouts import RolloutRecord, action_ids, list_steps, read_step
 
 Item = TypeVar("Item")
 
@@ -53,12 +54,14 @@ def compact(value: float | None, digits: int = 5) -> float | int | str | None:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def collect_rollouts(directory: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
+def collect_rollouts(
+    directory: Path, limits: ReportLimits, warn: Callable[[str], None], only: Sequence[int] | None = None
+) -> dict[str, Any] | None:
     """What the token viewer shows, as plain JSON data; None where the run kept no rollouts.
 
-    ``warn`` is told of files that cannot be read; the report does without them.
+    ``warn`` is told of files that cannot be read; the report does without them. ``only``: of these steps alone.
     """
-    steps = list_steps(directory)
+    steps = list_steps(directory) if only is None else list(only)
     chosen = evenly(steps, limits.steps)
     by_step = {step: records for step in chosen if (records := _read(directory, step, warn))}
     if not by_step:
@@ -157,6 +160,7 @@ def _sample(record: RolloutRecord, prompt: str, limits: ReportLimits) -> dict[st
         "score": compact(record.score),
         "rewards": {name: compact(value) for name, value in record.rewards.items()},
         "length": len(record.response_ids),
+        "repetition": compact(repetition(action_ids(record))[0], 3),
         "ids": record.response_ids[:cut],
         "tokens": record.response_tokens[:cut],
         "columns": {name: _column(values[:cut]) for name, values in record.columns.items()},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from quartet.observe.report.samples import compact, evenly
 from quartet.observe.spans import BACKGROUND, Span, union
+from quartet.observe.stragglers import WorkerSeconds, worker_table
 
 MAX_TIMED_STEPS = 400
 MAX_DETAILED_STEPS = 16
@@ -40,8 +41,18 @@ def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
         "wall_s": [compact(busy[-1][1] - busy[0][0]) for busy in intervals],
         "busy_s": [compact(sum(end - start for start, end in busy)) for busy in intervals],
         "detail": {"null" if step is None else str(step): _detail(by_step[step]) for step in detailed},
+        "workers": show_workers(spans),
         "note": " ".join(parts) or None,
     }
+
+
+def show_workers(spans: Iterable[Span]) -> list[dict[str, Any]]:
+    """The rows of ``worker_table``; none where every stage has one worker."""
+    return [_short(row) for row in worker_table(spans)]
+
+
+def _short(row: WorkerSeconds) -> dict[str, Any]:
+    return {**asdict(row), "median_s": compact(row.median_s), "max_s": compact(row.max_s)}
 
 
 def with_steps(spans: Sequence[Span]) -> list[Span]:

@@ -1,4 +1,4 @@
-// One small line chart: raw values, optionally a smoothed line over them, markers where a value was not finite.
+// One small line chart: a line per run, raw values, optionally a smoothed line over them, markers where a value was not finite.
 
 const CHART = { width: 340, height: 150, left: 46, right: 10, top: 10, bottom: 22 };
 
@@ -44,21 +44,33 @@ function linePath(points) {
   return points.map(([x, y], i) => `${i ? 'L' : 'M'}${x.toFixed(1)},${y.toFixed(1)}`).join('');
 }
 
-/**
- * Draws `series` over `steps` into an svg.
- * Returns the node and `mark(step)`, which moves the crosshair (null: away) and returns the value there.
- */
-function lineChart(steps, series, { unit, smoothing, label }) {
-  const inner = { w: CHART.width - CHART.left - CHART.right, h: CHART.height - CHART.top - CHART.bottom };
+/** One line: its path, the raw values behind a smoothed one, dots where there are few, crosses where a value was not finite. */
+function drawnLine({ steps, series, hue }, X, Y, floor, smoothing) {
   const known = steps.map((step, i) => [step, series[i]]).filter(([, y]) => finite(y));
   const broken = steps.filter((_, i) => typeof series[i] === 'string');
-  const [low, high] = valueRange(known.map(([, y]) => y));
+  const raw = known.map(([x, y]) => [X(x), Y(y)]);
+  const shown = smoothing ? smooth(known, smoothing).map(([x, y]) => [X(x), Y(y)]) : raw;
+  return svg('g', { class: hue === undefined ? null : `run${hue % NUM_HUES}` },
+    hue === undefined && shown.length > 1 && svg('path', { class: 'area', d: `${linePath(shown)}L${shown[shown.length - 1][0].toFixed(1)},${floor}L${shown[0][0].toFixed(1)},${floor}Z` }),
+    smoothing > 0 && svg('path', { class: 'raw', d: linePath(raw) }),
+    shown.length > 1 && svg('path', { class: 'line', d: linePath(shown) }),
+    shown.length <= 24 && shown.map(([x, y]) => svg('circle', { class: 'dot', cx: x, cy: y, r: shown.length > 1 ? 1.8 : 3 })),
+    broken.map((step) => svg('g', { class: 'broken' }, svg('line', { x1: X(step), x2: X(step), y1: CHART.top, y2: floor }),
+      svg('text', { x: X(step), y: floor - 3, 'text-anchor': 'middle' }, '✕'))));
+}
+
+/**
+ * Draws lines (`steps`, `series`, and where there are several runs a `hue`) over the same axes into an svg.
+ * Returns the node and `mark(step)`, which moves the crosshair (null: away) and returns each line's value there, or undefined.
+ */
+function lineChart(lines, { unit, smoothing, label }) {
+  const inner = { w: CHART.width - CHART.left - CHART.right, h: CHART.height - CHART.top - CHART.bottom };
+  const [low, high] = valueRange(lines.flatMap((line) => line.series.filter(finite)));
+  const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
   const first = steps[0];
   const last = steps[steps.length - 1];
   const X = (step) => CHART.left + (last === first ? 0.5 : (step - first) / (last - first)) * inner.w;
   const Y = (value) => CHART.top + (1 - (value - low) / (high - low)) * inner.h;
-  const raw = known.map(([x, y]) => [X(x), Y(y)]);
-  const shown = smoothing ? smooth(known, smoothing).map(([x, y]) => [X(x), Y(y)]) : raw;
   const floor = CHART.top + inner.h;
   const cross = svg('g', { class: 'cross', visibility: 'hidden' });
   const node = svg('svg', { viewBox: `0 0 ${CHART.width} ${CHART.height}`, class: 'chart', role: 'img', 'aria-label': label },
@@ -67,21 +79,18 @@ function lineChart(steps, series, { unit, smoothing, label }) {
       svg('text', { x: CHART.left - 6, y: Y(tick) + 3.5, 'text-anchor': 'end' }, tickLabel(tick, unit)))),
     svg('text', { x: X(first), y: CHART.height - 6, 'text-anchor': last === first ? 'middle' : 'start', class: 'axis' }, `step ${number(first)}`),
     last !== first && svg('text', { x: X(last), y: CHART.height - 6, 'text-anchor': 'end', class: 'axis' }, number(last)),
-    shown.length > 1 && svg('path', { class: 'area', d: `${linePath(shown)}L${shown[shown.length - 1][0].toFixed(1)},${floor}L${shown[0][0].toFixed(1)},${floor}Z` }),
-    smoothing > 0 && svg('path', { class: 'raw', d: linePath(raw) }),
-    shown.length > 1 && svg('path', { class: 'line', d: linePath(shown) }),
-    shown.length <= 24 && shown.map(([x, y]) => svg('circle', { class: 'dot', cx: x, cy: y, r: shown.length > 1 ? 1.8 : 3 })),
-    broken.map((step) => svg('g', { class: 'broken' }, svg('line', { x1: X(step), x2: X(step), y1: CHART.top, y2: floor }),
-      svg('text', { x: X(step), y: floor - 3, 'text-anchor': 'middle' }, '✕'))),
+    lines.map((line) => drawnLine(line, X, Y, floor, smoothing)),
     cross);
 
   function mark(step) {
-    const i = step === null ? -1 : steps.indexOf(step);
-    cross.setAttribute('visibility', i < 0 ? 'hidden' : 'visible');
-    if (i < 0) return undefined;
-    clear(cross, svg('line', { x1: X(step), x2: X(step), y1: CHART.top, y2: floor }),
-      finite(series[i]) && svg('circle', { cx: X(step), cy: Y(series[i]), r: 3.2 }));
-    return series[i];
+    const values = lines.map((line) => (step === null ? undefined : line.series[line.steps.indexOf(step)]));
+    const isKnown = values.some((value) => value !== undefined);
+    cross.setAttribute('visibility', isKnown ? 'visible' : 'hidden');
+    if (isKnown) {
+      clear(cross, svg('line', { x1: X(step), x2: X(step), y1: CHART.top, y2: floor }),
+        values.map((value, i) => finite(value) && svg('circle', { class: lines[i].hue === undefined ? null : `run${lines[i].hue % NUM_HUES}`, cx: X(step), cy: Y(value), r: 3.2 })));
+    }
+    return values;
   }
 
   function stepAt(event) {

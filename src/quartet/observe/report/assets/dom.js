@@ -9,6 +9,11 @@ window.addEventListener('securitypolicyviolation', (event) => {
   root.dataset.error = `${root.dataset.error ?? ''}blocked: ${event.violatedDirective}\n`;
 });
 
+window.addEventListener('unhandledrejection', (event) => {
+  root.dataset.error = `${root.dataset.error ?? ''}${event.reason}\n`;
+});
+
+const NUM_HUES = 10;
 const SVG = 'http://www.w3.org/2000/svg';
 
 // Foreign text must not reorder or hide what stands beside it: directions, controls and invisible characters are written

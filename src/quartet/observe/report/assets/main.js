@@ -8,15 +8,23 @@ function logo() {
     [[2, 10], [9, 4], [16, 13], [23, 7]].map(([x, y], i) => svg('rect', { class: `voice${i}`, x, y, width: 4, height: 22 - y, rx: 2 })));
 }
 
-function header(data) {
+function statusChip({ status }) {
+  if (!status) return el('span', { class: 'status' }, 'status unknown');
+  return el('span', { class: `status ${['done', 'running', 'failed', 'interrupted'].includes(status) ? status : status.startsWith('ended') ? 'failed' : ''}` }, status);
+}
+
+const notesCard = (notes) => notes.length > 0 && el('div', { class: 'card warning' }, el('b', null, 'Parts of the run could not be read'), notes.map((text) => el('p', null, text)));
+const footer = () => el('footer', null, 'Written by Quartet. This file is complete in itself and loads nothing.');
+
+function header(data, extra) {
   const { run } = data;
   const versions = Object.entries(run.versions ?? {});
   const created = String(run.created ?? '').replace('T', ' ');
   return el('header', { class: 'masthead' },
-    el('div', { class: 'brand' }, logo(), el('span', null, 'Quartet'), el('span', { class: 'dim' }, 'run report')),
+    el('div', { class: 'brand' }, logo(), el('span', null, 'Quartet'), el('span', { class: 'dim' }, 'run report'), extra),
     el('h1', null, run.name),
     el('div', { class: 'meta' },
-      run.status ? el('span', { class: `status ${['done', 'running', 'failed', 'interrupted'].includes(run.status) ? run.status : run.status.startsWith('ended') ? 'failed' : ''}` }, run.status) : el('span', { class: 'status' }, 'status unknown'),
+      statusChip(run),
       run.job && run.job !== run.name && el('span', null, run.job), created && el('span', null, created),
       versions.map(([name, version]) => el('span', { class: 'dim' }, `${name} ${version}`))));
 }
@@ -102,47 +110,79 @@ function summarySection(data) {
     isListOfObjects(examples) && [el('h3', null, 'Side by side'), examplesTable(examples)], recipe(data));
 }
 
+/** The sections of one stage; `draw[kind]()` draws one anew when its part of the data has changed. */
 function stageView(stage, data, state, remember) {
-  const viewer = stage.rollouts && new TokenViewer(stage.rollouts, state, remember);
-  const tokens = el('section', null, el('h3', null, 'Tokens'), viewer ? [viewer.node, note(stage.rollouts.note)] : missing('This stage has kept no rollouts.'));
+  const holders = { metrics: el('div'), timing: el('div'), rollouts: el('div') };
+  const memory = { curves: {}, timing: {} };
+  let viewer = null;
+  const sections = [['Curves', holders.metrics], ['Timing', holders.timing], ['Tokens', holders.rollouts]].map(([title, holder]) => el('section', null, el('h3', null, title), holder));
   const open = (step) => {
     if (!viewer) return;
     viewer.openStep(nearest(viewer.steps, step));
-    tokens.scrollIntoView({ behavior: 'smooth' });
+    sections[2].scrollIntoView({ behavior: 'smooth' });
   };
-  const curves = el('section', null, el('h3', null, 'Curves'), curvesSection(stage, data.explained, open));
-  const timing = el('section', null, el('h3', null, 'Timing'), timingSection(stage));
+  const draw = {
+    metrics: () => clear(holders.metrics, curvesSection([stage], data, open, { memory: memory.curves, hint: stage.rollouts ? ', click to open the rollouts of that step' : '', note: stage.metrics?.note })),
+    timing: () => clear(holders.timing, timingSection(stage, memory.timing)),
+    rollouts() {
+      if (viewer) { viewer.added(); return; }
+      viewer = stage.rollouts && new TokenViewer(stage.rollouts, state, remember, data.live !== undefined);
+      clear(holders.rollouts, viewer ? [viewer.node, note(stage.rollouts.note)] : missing('This stage has kept no rollouts.'));
+    },
+    alarms() {},
+  };
+  Object.values(draw).forEach((each) => each());
   const jump = (label, target) => el('button', { class: 'link', type: 'button', onclick: () => target.scrollIntoView({ behavior: 'smooth' }) }, label);
-  return { node: el('div', { class: 'stage' }, curves, timing, tokens), links: [jump('Curves', curves), jump('Timing', timing), jump('Tokens', tokens)] };
+  return { draw, node: el('div', { class: 'stage' }, sections), links: ['Curves', 'Timing', 'Tokens'].map((label, i) => jump(label, sections[i])) };
 }
 
 function readState() { return Object.fromEntries(new URLSearchParams(location.hash.slice(1))); }
 
-function main() {
-  const data = JSON.parse(document.getElementById('data').textContent);
+function reportPage(data) {
   let state = readState();
   const remember = (change) => {
     state = { ...state, ...change };
     history.replaceState(null, '', `#${new URLSearchParams(state)}`);
   };
-  const holder = el('div');
-  const links = el('div', { class: 'links' });
+  const [head, tabList, links, holder] = [el('div'), el('div', { role: 'tablist', class: 'tabs' }), el('div', { class: 'links' }), el('div')];
+  const pulse = data.live === undefined ? null : el('span', { class: 'pulse dim', role: 'status' }, 'live');
+  const bar = el('nav', { class: 'bar' }, tabList, links);
   const views = new Map();
-  const tabs = data.stages.map((stage) => el('button', { class: 'tab', type: 'button', role: 'tab', onclick: () => { remember({ stage: stage.id }); show(stage); } }, titleOf(stage.job && data.stages.length === 1 ? stage.job : stage.id)));
+  let shown = null;
 
+  function drawHead() {
+    clear(head, header(data, pulse), notesCard(data.notes), alarmBanners(data), summarySection(data));
+    bar.hidden = !data.stages.length;
+    clear(tabList, data.stages.map((stage) => el('button', { class: 'tab', type: 'button', role: 'tab', 'aria-selected': String(stage === shown), onclick: () => { remember({ stage: stage.id }); show(stage); } },
+      titleOf(stage.job && data.stages.length === 1 ? stage.job : stage.id))));
+    if (!shown) clear(holder, missing('The run has logged nothing yet.'));
+  }
   function show(stage) {
-    tabs.forEach((tab, i) => tab.setAttribute('aria-selected', String(data.stages[i] === stage)));
+    shown = stage;
     if (!views.has(stage.id)) views.set(stage.id, stageView(stage, data, state, (change) => remember({ ...change, stage: stage.id })));
+    drawHead();
     clear(holder, views.get(stage.id).node);
     clear(links, views.get(stage.id).links);
   }
-  const first = data.stages.find((stage) => stage.id === state.stage) ?? data.stages.findLast((stage) => stage.rollouts) ?? data.stages[data.stages.length - 1];
-  if (first) show(first);
-  document.getElementById('page').append(el('div', { class: 'page' }, header(data),
-    data.notes.length > 0 && el('div', { class: 'card warning' }, el('b', null, 'Parts of the run could not be read'), data.notes.map((text) => el('p', null, text))),
-    alarmBanners(data), summarySection(data),
-    first ? [el('nav', { class: 'bar' }, el('div', { role: 'tablist', class: 'tabs' }, tabs), links), holder] : missing('The run has logged nothing yet.'),
-    el('footer', null, 'Written by Quartet. This file is complete in itself and loads nothing.')));
+  const first = () => data.stages.find((stage) => stage.id === state.stage) ?? data.stages.findLast((stage) => stage.rollouts) ?? data.stages[data.stages.length - 1];
+  if (data.stages.length) show(first());
+  else drawHead();
+  if (pulse) {
+    follow(data, ({ stage, kinds, isNew }) => {
+      if (isNew && (!shown || shown === data.stages[data.stages.length - 2])) show(data.stages[data.stages.length - 1]);
+      else if (!stage || kinds.includes('alarms')) drawHead();
+      for (const kind of kinds ?? []) views.get(stage.id)?.draw[kind]();
+    }, (text, isLost) => {
+      pulse.textContent = text;
+      pulse.classList.toggle('lost', isLost);
+    });
+  }
+  return el('div', { class: 'page' }, head, bar, holder, pulse ? el('footer', null, 'Served by Quartet to this machine alone.') : footer());
+}
+
+function main() {
+  const data = JSON.parse(document.getElementById('data').textContent);
+  document.getElementById('page').append(data.runs ? comparePage(data) : reportPage(data));
   root.dataset.ready = '1';
 }
 

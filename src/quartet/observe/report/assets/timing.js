@@ -1,6 +1,5 @@
 // Stage timing: seconds per stage over all steps, the timeline of one step, and the same in figures.
 
-const NUM_HUES = 10;
 const MOVES = ['onload', 'offload'];
 const WRITTEN = ['checkpoint', 'write_rollouts', 'checkpoint_snapshot', 'checkpoint_wait'];
 /** Parts that move and files that are written are no stages: they keep the hues free for those. */
@@ -116,15 +115,16 @@ function stageTable(timing, index) {
   const { names } = timing;
   const here = names.map((name) => timing.seconds[name][index]);
   const sum = here.reduce((a, b) => a + b, 0) || 1;
-  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
-  const header = ['stage', 'seconds', 'share of work', 'mean of all steps', 'tokens', 'tokens/s'];
+  const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
+  const header = ['stage', 'seconds', 'share of work', 'median step', 'slowest step', 'tokens', 'tokens/s'];
   const rows = names.map((name, n) => {
     const tokens = timing.tokens[name][index];
     return el('tr', null,
       el('th', { scope: 'row' }, el('i', { class: `swatch ${hueOf(names, name)}` }), name),
       el('td', null, seconds(here[n])),
       el('td', null, el('div', { class: 'share' }, el('i', { class: hueOf(names, name), style: { width: `${(100 * here[n]) / sum}%` } }), el('span', null, `${((100 * here[n]) / sum).toFixed(0)} %`))),
-      el('td', null, seconds(mean(timing.seconds[name]))),
+      el('td', null, seconds(median(timing.seconds[name]))),
+      el('td', null, seconds(Math.max(...timing.seconds[name]))),
       el('td', null, tokens ? number(tokens) : '—'),
       el('td', null, tokens && here[n] > 0 ? number(tokens / here[n], 3) : '—'));
   });
@@ -132,20 +132,34 @@ function stageTable(timing, index) {
     el('thead', null, el('tr', null, header.map((text) => el('th', { scope: 'col', class: text.startsWith('share') ? 'left' : null }, text)))), el('tbody', null, rows)));
 }
 
-function timingSection(stage) {
+/** The workers of stages that have several: who is slow, and how often the slowest. */
+function workersTable(workers) {
+  const header = ['stage', 'worker', 'median step', 'slowest step', 'slowest worker in'];
+  const longest = Math.max(...workers.map((row) => row.median_s)) || 1;
+  const rows = workers.map((row, i) => el('tr', null,
+    el('th', { scope: 'row' }, workers[i - 1]?.stage === row.stage ? '' : row.stage), el('td', { class: 'left' }, row.worker),
+    el('td', null, el('div', { class: 'share' }, el('i', { class: 'hue0', style: { width: `${(100 * row.median_s) / longest}%` } }), el('span', null, seconds(row.median_s)))),
+    el('td', null, seconds(row.max_s)), el('td', null, `${number(row.slowest)} of ${number(row.steps)} steps`)));
+  return el('div', { class: 'card scroll workers' }, el('h4', null, 'Workers'), el('table', { class: 'figures' },
+    el('thead', null, el('tr', null, header.map((text) => el('th', { scope: 'col', class: ['worker', 'median step'].includes(text) ? 'left' : null }, text)))), el('tbody', null, rows)));
+}
+
+/** `memory` keeps the chosen step from one drawing to the next. */
+function timingSection(stage, memory = {}) {
   const { timing } = stage;
   if (!timing) return missing('This stage has recorded no spans (spans.jsonl).');
   const detailed = Object.keys(timing.detail).sort((a, b) => (a === 'null' ? -1 : b === 'null' ? 1 : a - b));
   const facts = el('p', { class: 'facts' });
   const chart = el('div');
   const table = el('div');
-  const view = stackedSteps(timing, (step) => { const key = nearestKey(step); picker.set(key); show(key); });
+  const view = stackedSteps(timing, (step) => { const key = nearestKey(step); picker.set(key); choose(key); });
   const nearestKey = (step) => (step === null || detailed.length === 1 ? detailed[0] : nearest(detailed.filter((key) => key !== 'null'), step));
   // The last step may have been cut off, or begun ahead of its time: the last one with all its lanes is shown first.
   const lanes = (key) => new Set(timing.detail[key].map((span) => span.role ?? span.name)).size;
   const most = Math.max(...detailed.map(lanes));
-  const shown = detailed.filter((key) => lanes(key) === most).pop();
-  const picker = stepper('step', detailed.map((key) => [key, stepLabel(key)]), shown, show);
+  const shown = detailed.includes(memory.step) ? memory.step : detailed.filter((key) => lanes(key) === most).pop();
+  const choose = (key) => { memory.step = key; show(key); };
+  const picker = stepper('step', detailed.map((key) => [key, stepLabel(key)]), shown, choose);
 
   function show(key) {
     const index = timing.steps.findIndex((step) => String(step) === key);
@@ -161,5 +175,6 @@ function timingSection(stage) {
   show(shown);
   return el('div', null,
     timing.steps.length > 1 && el('div', { class: 'card' }, el('h4', null, 'Work per step'), view.node),
-    el('div', { class: 'card' }, el('div', { class: 'toolbar' }, el('h4', null, 'Timeline'), picker, facts), chart, table), note(timing.note));
+    el('div', { class: 'card' }, el('div', { class: 'toolbar' }, el('h4', null, 'Timeline'), picker, facts), chart, table),
+    timing.workers.length > 0 && workersTable(timing.workers), note(timing.note));
 }

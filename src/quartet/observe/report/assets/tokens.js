@@ -90,19 +90,22 @@ function sampleFacts(sample) {
   const turns = sample.trajectory !== sample.id && `sequence ${sample.part + 1} of trajectory ${sample.trajectory}`;
   const names = [`sequence ${sample.id}`, `group ${sample.group}`, `response ${sample.index}`, turns];
   return el('div', { class: 'chips' }, scoreChip(sample.score, 'score'), rewards, fact('ended by', sample.finish), fact('tokens', number(sample.length)),
-    fact('policy version', number(sample.version)), el('span', { class: 'names' }, names.filter(Boolean).join(' · ')));
+    fact('policy version', number(sample.version)),
+    sample.repetition > 0.1 && fact('repeated', withUnit(sample.repetition, 'fraction')), el('span', { class: 'names' }, names.filter(Boolean).join(' · ')));
 }
 
 /** Short texts go into narrower cards. */
 const isShort = (samples) => (samples.every((sample) => sample.length < 80) ? ' short' : '');
 
 class TokenViewer {
-  constructor(rollouts, state, remember) {
+  /** `live`: a page that follows a run shows the newest step until another one is chosen. */
+  constructor(rollouts, state, remember, live = false) {
     this.rollouts = rollouts;
     this.remember = remember;
+    this.memory = {};
     this.steps = rollouts.steps.map(String);
     this.step = this.steps.includes(state.step) ? state.step : this.steps[this.steps.length - 1];
-    this.available = Object.keys(QUANTITIES).filter((key) => this.allSamples().some((sample) => QUANTITIES[key].read(sample)));
+    this.available = this.recorded();
     this.quantity = this.available.includes(state.colour) ? state.colour : this.available[0] ?? 'advantage';
     this.scope = 'step';
     this.order = 'prompt';
@@ -111,39 +114,61 @@ class TokenViewer {
     this.list = el('div', { class: 'samples', role: 'listbox', 'aria-label': 'samples of the step' });
     this.main = el('div', { class: 'sample' });
     this.legendBox = el('div');
-    this.picker = stepper('step', this.steps.map((step) => [step, step]), this.step, (step) => this.openStep(step));
+    this.picker = this.stepPicker();
+    this.following = live && el('input', { type: 'checkbox', checked: !state.step, onchange: () => this.added() });
     const colours = Object.entries(QUANTITIES).map(([key, { label }]) => [key, this.available.includes(key) ? label : `${label} (not recorded)`, !this.available.includes(key)]);
     const spaces = el('input', { type: 'checkbox', onchange: () => { this.spaces = spaces.checked; this.draw(); } });
     this.node = el('div', { class: 'card viewer' },
       el('div', { class: 'toolbar' }, this.picker,
         select('colour by', colours, this.quantity, (key) => { this.quantity = key; this.draw(); }),
         select('scale of', [['step', 'the whole step'], ['sample', 'this sample']], this.scope, (scope) => { this.scope = scope; this.draw(); }),
-        select('order', [['prompt', 'prompt'], ['high', 'best score first'], ['low', 'worst score first']], this.order, (order) => { this.order = order; this.drawList(); }),
-        el('label', { class: 'field' }, spaces, el('span', null, 'show spaces'))),
+        select('order', [['prompt', 'prompt'], ['high', 'best score first'], ['low', 'worst score first'], ['loops', 'most repetition first']], this.order, (order) => { this.order = order; this.drawList(); }),
+        el('label', { class: 'field' }, spaces, el('span', null, 'show spaces')),
+        this.following && el('label', { class: 'field' }, this.following, el('span', null, 'follow the newest step'))),
       this.legendBox,
       el('div', { class: 'panes' }, this.list, this.main));
+    const token = Number(state.token); // before drawing, which forgets it
     this.draw();
+    if (token >= 1 && token <= this.samples()[this.chosen].tokens.length) this.replay.show(Math.floor(token));
   }
 
   samples(step = this.step) { return this.rollouts.samples[step]; }
 
   allSamples() { return Object.values(this.rollouts.samples).flat(); }
 
-  openStep(step) {
-    const before = this.samples()[this.chosen];
+  recorded() { return Object.keys(QUANTITIES).filter((key) => this.allSamples().some((sample) => QUANTITIES[key].read(sample))); }
+
+  stepPicker() { return stepper('step', this.steps.map((step) => [step, step]), this.step, (step) => this.openStep(step)); }
+
+  stay() { if (this.following) this.following.checked = false; }
+
+  /** More steps are there; what is being read or replayed stays in view. */
+  added() {
+    this.steps = this.rollouts.steps.map(String);
+    this.available = this.recorded();
+    const picker = this.stepPicker();
+    this.picker.replaceWith(picker);
+    this.picker = picker;
+    if (!this.samples() || (this.following?.checked && !this.replay?.isOn())) this.showStep(this.steps[this.steps.length - 1]);
+  }
+
+  openStep(step) { this.stay(); this.showStep(step); }
+
+  showStep(step) {
+    const before = this.samples()?.[this.chosen]; // a page that follows a run lets go of old steps
     this.step = String(step);
-    const same = this.samples().findIndex((sample) => sample.prompt === before.prompt);
+    const same = this.samples().findIndex((sample) => sample.prompt === before?.prompt);
     this.chosen = Math.max(0, same); // stay with the prompt where the step has it
     this.picker.set(this.step);
     this.draw();
   }
 
-  choose(index) { this.chosen = index; this.draw(); }
+  choose(index) { this.stay(); this.chosen = index; this.draw(); }
 
   draw() {
     const sample = this.samples()[this.chosen];
     this.scale = colourScale(QUANTITIES[this.quantity], this.scope === 'step' ? this.samples() : [sample]);
-    this.remember({ step: this.step, sample: String(this.chosen), colour: this.quantity });
+    this.remember({ step: this.following?.checked ? '' : this.step, sample: String(this.chosen), colour: this.quantity, token: '' });
     clear(this.legendBox, legend(QUANTITIES[this.quantity], this.scale, this.samples().some(hasObservations)));
     this.drawList();
     this.drawSample(sample);
@@ -154,6 +179,7 @@ class TokenViewer {
     const score = (i) => (finite(this.samples()[i].score) ? this.samples()[i].score : -Infinity);
     if (this.order === 'high') indices.sort((a, b) => score(b) - score(a));
     if (this.order === 'low') indices.sort((a, b) => score(a) - score(b));
+    if (this.order === 'loops') indices.sort((a, b) => this.samples()[b].repetition - this.samples()[a].repetition);
     return indices;
   }
 
@@ -192,11 +218,16 @@ class TokenViewer {
     }
     const group = this.samples().filter((other) => other.group === sample.group);
     const parts = group.filter((other) => other.trajectory === sample.trajectory);
+    this.replay?.stop();
+    this.replay = replay(sample, text.nodes, { mark: (i) => { bars.mark(i); this.remember({ token: i === null ? '' : String(i + 1) }); }, memory: this.memory, ended: () => {
+      const next = parts[parts.indexOf(sample) + 1];
+      if (next) { this.choose(this.samples().indexOf(next)); this.replay.play(); }
+    } });
     const [heading, what] = hasObservations(sample) ? ['Turns', 'underlined: what the environment answered; '] : ['Response', ''];
     clear(this.main, sampleFacts(sample),
       el('h5', null, 'Prompt', el('small', null, `${number(prompt.length)} tokens`)),
       el('div', { class: 'tokens prompt' }, prompt.tokens.map((piece) => el('span', { class: 'token' }, visible(piece, this.spaces)))),
-      el('h5', null, heading, el('small', null, `${what}hover a token for its numbers, or use the arrow keys`)), bars.node, text.node,
+      el('h5', null, heading, el('small', null, `${what}hover a token for its numbers, or use the arrow keys`)), this.replay.node, bars.node, text.node,
       parts.length > 1 && [el('h5', null, 'The trajectory', el('small', null, 'its sequences in order: the state was rewritten between them')), this.groupCards(parts, sample, true)],
       group.length > 1 && [el('h5', null, 'The group', el('small', null, 'all responses to this prompt in this step')), this.groupCards(group, sample)],
       this.historySection(sample));

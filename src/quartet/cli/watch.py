@@ -1,0 +1,102 @@
+"""`quartet report`, `watch`, `compare` and `replay`: what a run does and did."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quartet.config import UserError
+from quartet.config.printable import printable
+
+RunPath = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+
+
+def report(
+    run: Annotated[str, typer.Argument(help="Run directory, or its URL.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Where to write; default <run>/report.html.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Serve a page to this machine that follows the run.")] = False,
+    port: Annotated[int, typer.Option(help="Of --live; 0 takes a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """One HTML file: curves, timing, every token."""
+    from quartet.config.addresses import is_url
+    from quartet.observe.report import build_report
+
+    if not live:
+        typer.echo(_written_report(run, out) if is_url(run) else build_report(Path(run), out))
+        return
+    if is_url(run):
+        raise UserError("a live page follows a run on this machine", found=f"--live {run}", remedy="leave --live out")
+    if out is not None:
+        raise UserError(
+            "a live page is served, and not written",
+            found=f"--live and --out {out}",
+            remedy="leave one of them out",
+        )
+    from quartet.observe.report.live import LiveServer
+
+    with LiveServer(Path(run), port) as server:
+        typer.echo(f"the report of {printable(run)} is at {server.url} (Ctrl-C ends it)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("ended; the run goes on by itself")
+
+
+def _written_report(url: str, out: Path | None) -> Path | str:
+    """Where the report of a run in object storage was written: ``out``, or beside the run."""
+    from quartet.observe.report import build_report
+    from quartet.remote.store import Store
+    from quartet.trainers.remote_run import copied_run
+
+    written = build_report(copied_run(url), out)
+    if out is not None:
+        return written
+    Store(url).upload(written, written.name)
+    return f"{url.rstrip('/')}/{written.name}"
+
+
+def watch(
+    run: RunPath,
+    once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+) -> None:
+    """A run in the terminal: progress, speed, alarms, newest samples."""
+    from rich.console import Console
+
+    from quartet.observe.watch import watch as follow
+
+    try:
+        follow(run, Console(), once=once, every_s=every)
+    except KeyboardInterrupt:
+        typer.echo("ended; the run goes on by itself")
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Where to write; default comparison.html here.")] = None,
+) -> None:
+    """One HTML file of several runs: recipes, curves, answers."""
+    from quartet.observe.report.compare import build_comparison
+
+    typer.echo(build_comparison(runs, out))
+
+
+def replay(
+    run: RunPath,
+    step: Annotated[int | None, typer.Option(help="Step; by default the newest that was kept.", min=0)] = None,
+    sample: Annotated[int, typer.Option(help="Trajectory of the step, from 0.", min=0)] = 0,
+    stage: Annotated[str | None, typer.Option(help="Of a run of several stages.")] = None,
+    delay: Annotated[float, typer.Option(help="Seconds between two tokens.", min=0.0)] = 0.0,
+) -> None:
+    """A kept trajectory token by token: log-probability, reward, advantage, value."""
+    from quartet.observe.replay import kept_trajectory, replay_lines
+
+    try:
+        for line in replay_lines(kept_trajectory(run, step, sample, stage)):
+            typer.echo(printable(line))
+            time.sleep(delay)
+    except KeyboardInterrupt:
+        typer.echo("ended")
