@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from quartet.config.errors import UserError
 from quartet.config.schema import item_annotation
 from quartet.config.units import Processes, Rows, Steps, Tokens
 from quartet.config.validation import explain
 
-_FILES = ("path", "output_dir", "tokenizer", "cache", "directory", "target")
+_FILES = ("path", "output_dir", "tokenizer", "chat_template", "cache", "directory", "target")
 """Keys that name files or directories."""
 
 
@@ -59,7 +59,7 @@ class Strict(BaseModel):
             return super().model_copy(deep=deep)
         return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | dict(update))
 
-    @field_validator("path", "output_dir", "tokenizer", mode="before", check_fields=False)
+    @field_validator("path", "output_dir", "tokenizer", "chat_template", mode="before", check_fields=False)
     @classmethod
     def _path_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, PurePath) else value
@@ -80,8 +80,27 @@ class ModelConfig(Strict):
 
     path: str = Field(description="Model directory or hub name.")
     tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
+    chat_template: str | None = Field(
+        None, description="Jinja file with the chat template, also of what is saved; the tokenizer's own when left out."
+    )
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Variables of the chat template, as {enable_thinking: false}; saved with it."
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in value:
+            if name in _GIVEN or name.endswith("_token") or not name.isidentifier():
+                raise ValueError(
+                    f"{name!r} cannot be set: a template gets its messages, tools and special tokens from data and "
+                    "tokenizer, and its other variables have names of letters, digits and _"
+                )
+        return value
 
 
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+"""What a chat template is told for each conversation."""
 DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]?))?"
 PrecisionChoice = Literal["auto", "fp32", "bf16"]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -249,6 +268,9 @@ class _Rows(Strict):
     limit: Rows | None = Field(None, ge=1, description="Use only the first so many rows.")
     turns: Literal["text", "messages"] = Field(
         "text", description="messages: Human/Assistant turns in texts become messages, a text without turns the user's."
+    )
+    system_prompt: str | None = Field(
+        None, description="Begins conversations without a system message; a row's column `system` comes before it."
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.data.fields import placed
-from quartet.data.formats import Parsed
+from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.order import Mixture, draws
 from quartet.text.examples import Example, Judgement, Prompt, PromptText
 from quartet.text.tokenizer import TextCodec
@@ -153,10 +153,11 @@ class Overlength:
         if self.limit.overlong == "error":
             remedy = f"set {section}.overlong=skip to leave such rows out, or raise {section}.max_tokens"
             raise UserError(f"a {what} is longer than allowed", found=found, remedy=remedy)
+        reason = f"{what} longer than {allowed} tokens"
         if self.num == num_rows:
             remedy = "use a longer context, or other data"
-            raise UserError(f"every {what} is longer than allowed", found=found, remedy=remedy)
-        return (f"{self.num} rows left out: {what} longer than {allowed} tokens ({self.first})",)
+            raise NothingLeft(f"every {what} is longer than allowed", found=found, remedy=remedy, reasons=[reason])
+        return (f"{self.num} rows left out: {reason} ({self.first})",)
 
 
 def tokenised(

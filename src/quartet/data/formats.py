@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -35,7 +35,17 @@ from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.preference import DoubtfulPairs
 from quartet.data.dialogues import as_dialogue
-from quartet.data.fields import AS_GIVEN, Fields, Reading, Skip, answer_of, as_chat, as_messages, prompt_field
+from quartet.data.fields import (
+    AS_GIVEN,
+    Fields,
+    Reading,
+    Skip,
+    answer_of,
+    as_chat,
+    as_messages,
+    in_context,
+    prompt_field,
+)
 from quartet.data.pairs import SAME, SIDES, pair_field
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import (
@@ -52,6 +62,15 @@ from quartet.text.examples import (
 )
 
 T = TypeVar("T")
+
+
+class NothingLeft(UserError):
+    """Every row was left out, for these ``reasons``."""
+
+    def __init__(self, problem: str, *, found: str, remedy: str, reasons: Iterable[str]) -> None:
+        super().__init__(problem, found=found, remedy=remedy)
+        self.reasons = tuple(reasons)
+
 
 EMPTY = "one answer is empty"
 BEGINNING = "the chosen answer is the beginning of the rejected one"
@@ -144,19 +163,26 @@ def parse_rows(parse: Callable[[Fields], T], rows: Sequence[Row], reading: Readi
     for row in rows:
         fields = Fields(_renamed(row, reading), row.place, reading)
         try:
-            items.append(parse(fields))
+            items.append(_in_context(parse(fields), fields))
         except Skip as reason:
             parsed.count(parsed.skipped, str(reason), row.place)
             continue
-        if isinstance(row.values.get("tools"), list):
-            fields.notes.append("`tools` are not told to the chat template")
         for note in fields.notes:
             parsed.count(parsed.notes, note, row.place)
     if not items:
         found = f"of {len(rows)} rows left out {parsed.counted(parsed.skipped)}"
-        raise UserError("no row is left to use", found=found, remedy="use other data")
+        raise NothingLeft("no row is left to use", found=found, remedy="use other data", reasons=parsed.skipped)
     parsed.items = tuple(items)
     return parsed
+
+
+def _in_context(item: T, fields: Fields) -> T:
+    """The example, whose conversation has its system prompt and tools."""
+    name = "messages" if isinstance(item, Conversation) else "prompt"
+    prompt = getattr(item, name, "")
+    found = in_context(fields, prompt)
+    changed: Any = item
+    return item if found is prompt else replace(changed, **{name: found})
 
 
 def _renamed(row: Row, reading: Reading) -> dict[str, Any]:

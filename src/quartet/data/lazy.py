@@ -19,13 +19,14 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.data.datasets import Overlength, SFTData, SFTItem, TokenLimit
-from quartet.data.fields import AS_GIVEN, Reading, placed
+from quartet.data.fields import AS_GIVEN, TOOLS_TOLD, Reading, placed
 from quartet.data.files import decoded, opened, raw_lines
 from quartet.data.formats import Parsed, demonstrations
 from quartet.data.json_rows import parse_line
 from quartet.data.order import draws
 from quartet.data.readers import Row, check_file_options, iter_rows, no_rows
 from quartet.text.examples import Example
+from quartet.text.templates import template_warnings
 from quartet.text.tokenizer import TextCodec
 
 _LINES = {".jsonl", ".ndjson"}
@@ -183,7 +184,8 @@ class LazyDemonstrations:
             num_rows += 1
         if not num_rows:
             raise no_rows(source)
-        self.warnings = (*told.report(), *too_long.warning(num_rows, "sequence"))
+        remarks = template_warnings(codec.tokenizer, has_tools=TOOLS_TOLD in told.notes)
+        self.warnings = (*told.report(), *too_long.warning(num_rows, "sequence"), *remarks)
 
     def __len__(self) -> int:
         return len(self._kept)

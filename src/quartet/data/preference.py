@@ -16,7 +16,7 @@ from quartet.config.errors import UserError
 from quartet.config.preference import DoubtfulPairs
 from quartet.data.datasets import Batches, TokenLimit, tokenised
 from quartet.data.fields import placed
-from quartet.data.formats import BEGINNING, SAME, Parsed, refuse_doubtful
+from quartet.data.formats import BEGINNING, SAME, NothingLeft, Parsed, refuse_doubtful
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec
 
@@ -144,7 +144,8 @@ class PreferenceData(AnsweredData):
         if doubtful == "error":
             refuse_doubtful(told)
         if not items:
-            raise UserError("no row is left to use", found="; ".join(told.report()), remedy="use other data")
+            found = "; ".join(told.report())
+            raise NothingLeft("no row is left to use", found=found, remedy="use other data", reasons=told.skipped)
         kept, warnings = limit.fitting(items, "pair")
         return cls(kept, (*parsed.report(), *told.report(), *warnings), max_tokens=limit.max_tokens)
 

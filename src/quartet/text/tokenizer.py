@@ -12,7 +12,6 @@ Three rules hold everywhere:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -193,8 +192,7 @@ class TextCodec:
                 remedy="it needs an assistant turn after at least one other turn",
             )
         messages = messages[: last + 1]
-        template = chat.template_of(self.tokenizer)
-        if re.search(r"\{%-?\s*generation\b", template):
+        if chat.MARKS.search(chat.template_of(self.tokenizer, chat.tools_of(messages))):
             ids, mask = chat.marked_by_template(self.tokenizer, messages)
         else:
             ids, mask = self._turn_by_turn(messages)
