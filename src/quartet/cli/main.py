@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quartet.cli.data import data
 from quartet.cli.doctor import doctor
 from quartet.cli.options import RESUME, GroupedHelp, PrecisionOption, Resume, ResumeChoice, Version, as_argument
 from quartet.cli.recipe_commands import config, init
@@ -156,6 +157,7 @@ app.command()(config)
 app.command()(init)
 app.command()(serve)
 app.command()(doctor)
+app.command()(data)
 
 
 def _add_job(job: str, kind: str, meaning: str) -> None:

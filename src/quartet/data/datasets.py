@@ -156,7 +156,8 @@ class Overlength:
         reason = f"{what} longer than {allowed} tokens"
         if self.num == num_rows:
             remedy = "use a longer context, or other data"
-            raise NothingLeft(f"every {what} is longer than allowed", found=found, remedy=remedy, reasons=[reason])
+            problem, longest = f"every {what} is longer than allowed", self.longest
+            raise NothingLeft(problem, found=found, remedy=remedy, reasons=[reason], num_tokens=longest)
         return (f"{self.num} rows left out: {reason} ({self.first})",)
 
 

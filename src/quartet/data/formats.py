@@ -65,11 +65,13 @@ T = TypeVar("T")
 
 
 class NothingLeft(UserError):
-    """Every row was left out, for these ``reasons``."""
+    """Every row was left out, for these ``reasons``; where it was for their length, the longest has ``num_tokens``."""
 
-    def __init__(self, problem: str, *, found: str, remedy: str, reasons: Iterable[str]) -> None:
+    def __init__(
+        self, problem: str, *, found: str, remedy: str, reasons: Iterable[str], num_tokens: int | None = None
+    ) -> None:
         super().__init__(problem, found=found, remedy=remedy)
-        self.reasons = tuple(reasons)
+        self.reasons, self.num_tokens = tuple(reasons), num_tokens
 
 
 EMPTY = "one answer is empty"

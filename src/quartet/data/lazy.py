@@ -184,7 +184,7 @@ class LazyDemonstrations:
             num_rows += 1
         if not num_rows:
             raise no_rows(source)
-        remarks = template_warnings(codec.tokenizer, has_tools=TOOLS_TOLD in told.notes)
+        remarks = template_warnings(codec.tokenizer, has_tools=True) if TOOLS_TOLD in told.notes else []
         self.warnings = (*told.report(), *too_long.warning(num_rows, "sequence"), *remarks)
 
     def __len__(self) -> int:

@@ -133,9 +133,12 @@ def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         return [f"cannot be shown on a small conversation: {' '.join(str(error).split())}"]
     shown = [f"{name} (default {defaults[name]})" if name in defaults else name for name in read]
     before, _, _ = prompt.partition("question 1")
+    opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
     after = first.rpartition("answer 1")[2]
     if MARKS.search(template):
         masks = "its {% generation %} marks say which tokens are learned"
+    elif not first.startswith(prompt):
+        masks = "an answered turn does not begin as its prompt ends: rows with their answers are refused"
     elif earlier.startswith(first) and whole.startswith(earlier):
         masks = "turns are rendered one after the other; assistant turns are learned, with their end-of-text"
     else:
@@ -145,7 +148,7 @@ def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [
         f"variables: {', '.join(shown) or 'none'}; tools: {'read' if 'tools' in _variables(own) else 'not read'}",
         f"before a first question: {before!r}",
-        f"opens the answer: {prompt.removeprefix(bare)!r}" if prompt.startswith(bare) else "opens no answer",
+        f"opens the answer: {opening!r}" if opening else "opens no answer",
         f"behind an answer: {after!r}",
         f"masks: {masks}",
         f"thoughts (<think>): {fates[num_kept]}",

@@ -183,7 +183,7 @@ def resolve_scalar_model(
     Args:
         empty: on the meta device, as ``model`` is then.
     """
-    if model is None and config is not None and _is_scalar(config.path):
+    if model is None and config is not None and is_scalar(config.path):
         return load_scalar_model(config.path, empty=empty), load_generation_config(config.path)
     found = resolve_model(config, model, partial(load_causal_lm, empty=empty), "model")
     generation = getattr(found, "generation_config", None)
@@ -192,7 +192,7 @@ def resolve_scalar_model(
     return scalar_model_from(found, seed=seed), generation
 
 
-def _is_scalar(path: str) -> bool:
+def is_scalar(path: str) -> bool:
     """Whether the directory holds a sequence-classification model already."""
     try:
         config = AutoConfig.from_pretrained(local_or_hub(path, "model"))
