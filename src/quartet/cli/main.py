@@ -92,6 +92,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Same seed, same answer.", min=0)] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template as a user turn.")] = False,
+    chat_template: Annotated[str | None, typer.Option(help="Jinja file; the tokenizer's own by itself.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     precision: Annotated[PrecisionOption, typer.Option(help="auto: bf16 on a GPU that has it, fp32 on the CPU.")] = (
         PrecisionOption.auto
@@ -124,7 +125,7 @@ def generate(
     where = find_device(device)
     frozen = FrozenModels(where, precision_on(where, precision.value))
     model = local_or_hub(model, "model")
-    codec = TextCodec.from_pretrained(model)
+    codec = TextCodec.from_pretrained(model, chat_template=chat_template)
     packed = frozen.causal(load_causal_lm(model))
     check_vocabulary(codec.tokenizer, packed.vocab_size)
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)

@@ -23,6 +23,7 @@ from quartet.config.errors import UserError
 from quartet.text import chat
 from quartet.text.examples import Conversation, Document, Example, Messages, PromptText, Tokenised
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
+from quartet.text.templates import with_template
 
 __all__ = ["TextCodec", "check_vocabulary", "load_tokenizer"]
 
@@ -65,9 +66,12 @@ class TextCodec:
         return cls(tokenizer, tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),))
 
     @classmethod
-    def from_pretrained(cls, model: str | Path, tokenizer: str | Path | None = None) -> TextCodec:
-        """The codec of a model directory or hub name; ``tokenizer`` where it lives elsewhere."""
-        return cls.of(load_tokenizer(tokenizer or model), load_generation_config(model))
+    def from_pretrained(
+        cls, model: str | Path, tokenizer: str | Path | None = None, chat_template: str | None = None
+    ) -> TextCodec:
+        """The codec of a model directory or hub name; ``tokenizer`` and the template's file where they are others."""
+        text = with_template(load_tokenizer(tokenizer or model), chat_template, {})
+        return cls.of(text, load_generation_config(model))
 
     def limited(self, max_tokens: int) -> TextCodec:
         """The same, for a caller that throws away what has more than ``max_tokens``.
