@@ -68,6 +68,8 @@ def _chosen(source: str | None, keys: Sequence[str]) -> tuple[str, int | None]:
 
 def show(found: DataRows, title: str, rows: int, start: int, tokens: int, console: Console) -> None:
     """Prints rows as they are read, then what there is to say of all."""
+    from quartet.text.templates import template_effects
+
     is_plain = not console.is_terminal or console.no_color
 
     def line(text: str, style: str = "") -> None:
@@ -87,7 +89,7 @@ def show(found: DataRows, title: str, rows: int, start: int, tokens: int, consol
         line(figure)
     if found.num_chats:
         line(f"chat template, applied to {found.num_chats:,} rows", "bold")
-        for effect in found.template():
+        for effect in template_effects(found.codec.tokenizer):
             line(f"  {effect}")
     for error in found.errors():
         line(f"error: {error}", "bold red")
@@ -162,9 +164,6 @@ def _figures(found: DataRows) -> list[str]:
         f"{name} {value:,}" for name, value in {"shortest": lengths[0], **at, "longest": lengths[-1]}.items()
     )
     lines.append(f"tokens of the longest sequence of a row: {places}; allowed {found.limit.max_tokens:,}")
-    if found.section.sampling is None and not found.section.is_scored:
-        share = found.num_learned / found.num_tokens
-        lines.append(f"{found.num_learned:,} of {found.num_tokens:,} tokens carry loss ({share:.1%})")
     if found.num_texts and found.codec.tokenizer.chat_template is not None:
         lines.append(f"{found.num_texts:,} rows are plain text or token ids, to which no chat template is applied")
     low, width = lengths[0], max(1, -(-(lengths[-1] + 1 - lengths[0]) // _BARS))

@@ -23,7 +23,7 @@ from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.readers import Row, iter_rows
 from quartet.models.loading import outlined
 from quartet.text.loading import load_generation_config
-from quartet.text.templates import template_effects, template_warnings
+from quartet.text.templates import template_warnings
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import sampling_params
 from quartet.trainers.input_sources import (
@@ -139,7 +139,7 @@ class DataRows:
         self.limit = limit_of(section.config, context - section.room, key)
         self.told, self.stopping = Parsed[Any](), Parsed[Any]()
         self.lengths, self.sizes = array("Q"), [0] * len(self.parts)
-        self.num_rows = self.num_chats = self.num_texts = self.num_tokens = self.num_learned = 0
+        self.num_rows = self.num_chats = self.num_texts = 0
         self._kind: type[Any] | None = None
 
     def rows(self, start: int, num: int) -> Iterator[ShownRow]:
@@ -181,7 +181,7 @@ class DataRows:
                 self.told.count(self.told.notes, note, row.place)
             notes += in_tokens
             self.sizes[part] += 1
-            self._measure(data.items[0])
+            self.lengths.append(data.items[0].num_tokens)
             spans = self._spans(data) if is_wanted else ()
         except NothingLeft as nothing:
             reason = "; ".join(nothing.reasons)
@@ -204,12 +204,6 @@ class DataRows:
                 remedy="use data of one kind",
             )
 
-    def _measure(self, item: Any) -> None:
-        self.lengths.append(item.num_tokens)
-        parts = getattr(item, "parts", None)
-        self.num_tokens += sum(map(len, parts)) if parts else item.num_tokens
-        self.num_learned += sum(map(sum, _masks(item)))
-
     def _spans(self, data: Ordered) -> tuple[Span, ...]:
         """The row's tokens with their masks, as its batch has them."""
         item = data.items[0]
@@ -230,12 +224,6 @@ class DataRows:
             spans.append(Span(title, tuple(ids), tuple(texts), tuple(mask), marks))
             context = ids if title == "prompt" else context
         return tuple(spans)
-
-    # In words --------------------------------------------------------------------------------------------
-
-    def template(self) -> list[str]:
-        """What the chat template does."""
-        return template_effects(self.codec.tokenizer)
 
     def stops(self) -> str:
         """At what the answers to prompts end; '' for rows that have their answers."""
@@ -277,15 +265,6 @@ def _titles(item: Any) -> Sequence[str]:
     if len(chosen) == 2:
         return ("chosen", "rejected")
     return ("good answer" if chosen[0] else "bad answer",) if chosen else ("answer",)
-
-
-def _masks(item: Any) -> list[Sequence[bool]]:
-    if isinstance(item, PromptItem):
-        return []
-    if (steps := getattr(item, "step_tokens", None)) is not None:
-        return [[True] * len(steps)]
-    mask = getattr(item, "loss_mask", None)
-    return [mask] if mask is not None else [[True] * len(answer) for answer in item.answers]
 
 
 def _reason(line: str, place: str) -> str:

@@ -83,7 +83,8 @@ def test_tools_as_people_have_them(given: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [("[{", "not valid JSON"), (["[{"], "not valid JSON"), ([3], "JSON schemas"), (3, "JSON sch")]
+    ("given", "expected"),
+    [("[{", "not valid JSON"), (["[{"], "not valid JSON"), ([3], "JSON schemas"), (3, "JSON sch")],
 )
 def test_tools_that_are_none(given: Any, expected: str) -> None:
     with pytest.raises(UserError, match=expected) as refused:

@@ -19,8 +19,8 @@ ASK: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 THINKING = """{% if tools %}T{% for tool in tools %}{{ tool | tojson }}{% endfor %}
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}
-<|im_end|>
+{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}
+{%- else %}{{ m.content }}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% if thinking is defined and not thinking %}<think></think>{% endif %}{% endif %}"""
 
@@ -52,7 +52,7 @@ def test_variables_are_saved_with_the_template_and_whoever_passes_one_decides(pl
 
 
 @pytest.mark.parametrize(
-    "value", [True, None, -3, 1.5e-7, "", "it's \"so\"\n", "%}{% endif %}{{ x }}\\%", "é🙂\\n", [1, {"a": ["b", False]}]]
+    "value", [True, None, -3, 1.5e-7, "", 'it\'s "so"\n', "%}{% endif %}{{ x }}\\%", "é🙂\\n", [1, {"a": ["b", False]}]]
 )
 def test_a_variable_has_the_value_it_was_given(plain: Any, value: Any) -> None:
     plain.chat_template = "{{ x | tojson }}"
@@ -63,7 +63,9 @@ def test_a_variable_has_the_value_it_was_given(plain: Any, value: Any) -> None:
     assert TextCodec(again).render(ASK) == expected and again.chat_template.count("x is not defined") == 1
 
 
-@pytest.mark.parametrize("template", ["{{ 'a' }}", "\n{{ 'a' }}", "  {% if x %}\n\nb{% endif %}", "{%- if x %}\nb{% endif %}"])
+@pytest.mark.parametrize(
+    "template", ["{{ 'a' }}", "\n{{ 'a' }}", "  {% if x %}\n\nb{% endif %}", "{%- if x %}\nb{% endif %}"]
+)
 def test_the_head_changes_nothing_else(plain: Any, template: str) -> None:
     plain.chat_template = template
     assert TextCodec(with_template(plain, None, {"x": 1})).render(ASK) == plain.apply_chat_template(
@@ -111,7 +113,7 @@ def test_tools_reach_the_template_and_stay_through_turns(plain: Any) -> None:
     plain.chat_template = THINKING
     codec = TextCodec(plain)
     told = [{**ASK[0], "tools": [TOOL]}]
-    head = 'T{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}\n'
+    head = 'T{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}'
     assert codec.render(told) == head + codec.render(ASK)
     prompt, _ = codec.encode_completion(told, "yes")
     assert codec.decode(prompt, skip_special=False) == codec.render(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "model"
-    vocab = {token: n for n, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|im_start|>", "<|im_end|>"])}
+    vocab = {
+        token: n for n, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|im_start|>", "<|im_end|>"])
+    }
     backend = Tokenizer(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -75,9 +78,7 @@ def viewed(model: Path, tmp_path: Path) -> Callable[..., tuple[Any, DataRows, li
 
 def batches(shown: list[ShownRow]) -> list[tuple[list[int], list[bool]]]:
     kept = [row for row in shown if row.spans]
-    return [
-        ([n for span in row.spans for n in span.ids], [m for span in row.spans for m in span.mask]) for row in kept
-    ]
+    return [([n for span in row.spans for n in span.ids], [m for span in row.spans for m in span.mask]) for row in kept]
 
 
 def of_worker(data: Any, mask: str) -> list[tuple[list[int], list[bool]]]:
@@ -167,7 +168,11 @@ def test_prompts_as_they_are_sampled(viewed: Any, model: Path) -> None:
 
 
 def test_what_is_left_out_and_what_stops(viewed: Any) -> None:
-    rows = [*PAIRS, {"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a" * 90, "chosen": "b", "rejected": "c"}]
+    rows = [
+        *PAIRS,
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"prompt": "a" * 90, "chosen": "b", "rejected": "c"},
+    ]
     recipe, found, shown = viewed("reward-model", [*rows, {"prompt": "a"}], "data.overlong=skip", "data.max_tokens=60")
     assert [row.skipped for row in shown] == [
         None, None, "chosen and rejected are the same", "pair longer than 60 tokens: it has 92", None,
@@ -251,14 +256,16 @@ def test_the_command_without_colours(recipe: str, tmp_path: Path) -> None:
     assert status == 0 and "\x1b" not in out
     assert "  sequence    context     2  a¦ \n" in out and "loss        2  b¦<|im_end|>\n" in out
     assert "row 1 " not in out and "4 rows: 4 used, 0 left out" in out and "variables: quiet; tools: read" in out
-    (tmp_path / "rows.jsonl").write_text('{"text": "\x1b[2J\u202e' + "x" * 600 + '"}\n{"prompt": "a"}\n')
+    rows = [{"text": "x" * 600}, {"prompt": "a"}, {"text": "\x1b[2J" + "y" * 90}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     status, out, _ = command(recipe, "--tokens", "8", "data.overlong=skip")
+    assert "\\x1b¦" in out and "\x1b" not in out and "… 86 tokens …" in out
     assert status == 1 and "stops the run: a row lacks" in out and "left out: sequence longer than 256 tokens" in out
 
 
 def test_shades_for_tokens_on_a_terminal(recipe: str) -> None:
     found = DataRows(sections_of(load_recipe("sft", recipe))["data"], "data")
-    console = Console(record=True, force_terminal=True, width=60, color_system="truecolor", file=open("/dev/null", "w"))
+    console = Console(record=True, force_terminal=True, width=60, color_system="truecolor", file=io.StringIO())
     show(found, "sft: data", 1, 1, 0, console)
     styled = console.export_text(styles=True, clear=False)
     assert "\x1b[1;4;" in styled and "¦" not in styled, "special tokens stand out"
@@ -277,5 +284,5 @@ def test_shades_for_tokens_on_a_terminal(recipe: str) -> None:
     ],
 )
 def test_what_cannot_be_shown(recipe: str, words: list[str], expected: str) -> None:
-    status, _, error = command(recipe, *words)
+    error = command(recipe, *words)[2]
     assert isinstance(error, UserError) and expected in str(error)
