@@ -87,8 +87,8 @@ def show(found: DataRows, title: str, rows: int, start: int, tokens: int, consol
     line("")
     for figure in _figures(found):
         line(figure)
-    if found.num_chats:
-        line(f"chat template, applied to {found.num_chats:,} rows", "bold")
+    if found.codec.tokenizer.chat_template is not None:
+        line("chat template, of conversations; plain text has none", "bold")
         for effect in template_effects(found.codec.tokenizer):
             line(f"  {effect}")
     for error in found.errors():
@@ -164,8 +164,6 @@ def _figures(found: DataRows) -> list[str]:
         f"{name} {value:,}" for name, value in {"shortest": lengths[0], **at, "longest": lengths[-1]}.items()
     )
     lines.append(f"tokens of the longest sequence of a row: {places}; allowed {found.limit.max_tokens:,}")
-    if found.num_texts and found.codec.tokenizer.chat_template is not None:
-        lines.append(f"{found.num_texts:,} rows are plain text or token ids, to which no chat template is applied")
     low, width = lengths[0], max(1, -(-(lengths[-1] + 1 - lengths[0]) // _BARS))
     counts = [0] * (1 + (lengths[-1] - low) // width)
     for length in lengths:

@@ -156,8 +156,7 @@ class Overlength:
         reason = f"{what} longer than {allowed} tokens"
         if self.num == num_rows:
             remedy = "use a longer context, or other data"
-            problem, longest = f"every {what} is longer than allowed", self.longest
-            raise NothingLeft(problem, found=found, remedy=remedy, reasons=[reason], num_tokens=longest)
+            raise NothingLeft(found, reason=reason, problem=f"every {what} is longer than allowed", remedy=remedy)
         return (f"{self.num} rows left out: {reason} ({self.first})",)
 
 

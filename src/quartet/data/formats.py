@@ -63,17 +63,6 @@ from quartet.text.examples import (
 
 T = TypeVar("T")
 
-
-class NothingLeft(UserError):
-    """Every row was left out, for these ``reasons``; where it was for their length, the longest has ``num_tokens``."""
-
-    def __init__(
-        self, problem: str, *, found: str, remedy: str, reasons: Iterable[str], num_tokens: int | None = None
-    ) -> None:
-        super().__init__(problem, found=found, remedy=remedy)
-        self.reasons, self.num_tokens = tuple(reasons), num_tokens
-
-
 EMPTY = "one answer is empty"
 BEGINNING = "the chosen answer is the beginning of the rejected one"
 _NO_LOSS = -100
@@ -81,6 +70,16 @@ _NO_LOSS = -100
 _MASKS = ("completion_mask", "assistant_masks")
 _KEPT_PLACES = 6
 """Places remembered per warning: one more than are shown."""
+
+
+class NothingLeft(UserError):
+    """Every row is left out; ``reason`` says why the first one is."""
+
+    def __init__(
+        self, found: str, *, reason: str, problem: str = "no row is left to use", remedy: str = "use other data"
+    ) -> None:
+        super().__init__(problem, found=found, remedy=remedy)
+        self.reason = reason
 
 
 @dataclass
@@ -173,7 +172,7 @@ def parse_rows(parse: Callable[[Fields], T], rows: Sequence[Row], reading: Readi
             parsed.count(parsed.notes, note, row.place)
     if not items:
         found = f"of {len(rows)} rows left out {parsed.counted(parsed.skipped)}"
-        raise NothingLeft("no row is left to use", found=found, remedy="use other data", reasons=parsed.skipped)
+        raise NothingLeft(found, reason=next(iter(parsed.skipped), ""))
     parsed.items = tuple(items)
     return parsed
 

@@ -144,8 +144,7 @@ class PreferenceData(AnsweredData):
         if doubtful == "error":
             refuse_doubtful(told)
         if not items:
-            found = "; ".join(told.report())
-            raise NothingLeft("no row is left to use", found=found, remedy="use other data", reasons=told.skipped)
+            raise NothingLeft("; ".join(told.report()), reason=next(iter(told.skipped)))
         kept, warnings = limit.fitting(items, "pair")
         return cls(kept, (*parsed.report(), *told.report(), *warnings), max_tokens=limit.max_tokens)
 

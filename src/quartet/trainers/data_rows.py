@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quartet.config import UserError
@@ -18,7 +18,7 @@ from quartet.config.medusa import MedusaRecipe
 from quartet.config.recipe import IteratedRecipe, RewardModelRecipe, RLRecipe
 from quartet.config.supervised import SupervisedRecipe
 from quartet.data.datasets import Ordered, PromptItem
-from quartet.data.fields import TOOLS_TOLD
+from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.readers import Row, iter_rows
 from quartet.models.loading import outlined
@@ -122,7 +122,6 @@ class DataRows:
         told: rows that are used, their notes, and those that are left out, by reason.
         stopping: rows that would stop the run, by reason.
         lengths: tokens of each used row's longest sequence.
-        num_chats, num_texts: rows to which the chat template is applied, and the others.
 
     Raises:
         UserError: the recipe has no such section, or its model and tokenizer cannot be read.
@@ -139,7 +138,7 @@ class DataRows:
         self.limit = limit_of(section.config, context - section.room, key)
         self.told, self.stopping = Parsed[Any](), Parsed[Any]()
         self.lengths, self.sizes = array("Q"), [0] * len(self.parts)
-        self.num_rows = self.num_chats = self.num_texts = 0
+        self.num_rows = 0
         self._kind: type[Any] | None = None
 
     def rows(self, start: int, num: int) -> Iterator[ShownRow]:
@@ -160,49 +159,31 @@ class DataRows:
                     yield ShownRow(self.num_rows, str(source.path), notes=notes, error=error)
                     break
                 shown = self._row(row, reading, part, is_wanted)
-                if shown is not None:
+                if is_wanted:
                     yield shown
 
-    def _row(self, row: Row, reading: Any, part: int, is_wanted: bool) -> ShownRow | None:
-        notes: list[str] = []
-        error, skipped, spans = None, None, tuple[Span, ...]()
+    def _row(self, row: Row, reading: Reading, part: int, is_wanted: bool) -> ShownRow:
+        reader, codec = self.section.reader, self.codec.limited(self.limit.max_tokens)
+        shown = ShownRow(self.num_rows, row.place)
         try:
-            parsed = self.section.reader.parse([row], reading=reading)
-            notes += parsed.notes
+            data = reader.build(reader.parse([row], reading=reading), codec, limit=self.limit)
+            self._kind = self._kind or type(data)
+            if type(data) is not self._kind:
+                found = f"{row.place}: {type(data).__name__}, the first row is {self._kind.__name__}"
+                raise UserError("rows of two kinds are mixed", found=found, remedy="use data of one kind")
+            notes = tuple(_reason(line, row.place) for line in data.warnings)
             for note in notes:
                 self.told.count(self.told.notes, note, row.place)
-            example = parsed.items[0]
-            is_chat = isinstance(getattr(example, "messages", getattr(example, "prompt", None)), list)
-            self.num_chats, self.num_texts = self.num_chats + is_chat, self.num_texts + (not is_chat)
-            self._check_kind(example, row.place)
-            data = self.section.reader.build(parsed, self.codec.limited(self.limit.max_tokens), limit=self.limit)
-            in_tokens = [_reason(line, row.place) for line in data.warnings if line not in parsed.report()]
-            for note in in_tokens:
-                self.told.count(self.told.notes, note, row.place)
-            notes += in_tokens
             self.sizes[part] += 1
             self.lengths.append(data.items[0].num_tokens)
-            spans = self._spans(data) if is_wanted else ()
+            return replace(shown, notes=notes, spans=self._spans(data) if is_wanted else ())
         except NothingLeft as nothing:
-            reason = "; ".join(nothing.reasons)
-            self.told.count(self.told.skipped, reason, row.place)
-            skipped = f"{reason}: it has {nothing.num_tokens}" if nothing.num_tokens else reason
-        except UserError as found:
-            error = found
+            self.told.count(self.told.skipped, nothing.reason, row.place)
+            length = f" ({nothing.found})" if nothing.problem.startswith("every") else ""
+            return replace(shown, skipped=f"{nothing.reason}{length}")
+        except UserError as error:
             self.stopping.count(self.stopping.skipped, error.problem, row.place)
-        if not is_wanted:
-            return None
-        return ShownRow(self.num_rows, row.place, spans, tuple(notes), error, skipped)
-
-    def _check_kind(self, example: Any, place: str) -> None:
-        """The first row decides how all are read."""
-        self._kind = self._kind or type(example)
-        if not isinstance(example, self._kind) and self.section.reader is not demonstration_reader:
-            raise UserError(
-                "rows of two kinds are mixed",
-                found=f"{place}: a {type(example).__name__.lower()}, the first row is a {self._kind.__name__.lower()}",
-                remedy="use data of one kind",
-            )
+            return replace(shown, error=error)
 
     def _spans(self, data: Ordered) -> tuple[Span, ...]:
         """The row's tokens with their masks, as its batch has them."""

@@ -158,7 +158,6 @@ def test_prompts_as_they_are_sampled(viewed: Any, model: Path) -> None:
     text = "".join(shown[0].spans[0].texts)
     assert text.startswith(json.dumps(TOOLS)) and "system\nown" in text and text.endswith("assistant\n<False>")
     assert found.stops() == "answers end at <|im_end|> (257), 'The end', or after 4 tokens"
-    assert found.num_chats == found.num_texts == 1
     recipe, _, shown = viewed("eval", rows, f"model.chat_template_kwargs={quiet}")
     judged = EvaluationModel(recipe.model, recipe.data, (), frozen=FrozenModels(CPU, "fp32"))
     assert [ids for ids, _ in batches(shown)] == [judged.codec.encode_prompt(item.prompt) for item in judged.prompts]
@@ -175,7 +174,7 @@ def test_what_is_left_out_and_what_stops(viewed: Any) -> None:
     ]
     recipe, found, shown = viewed("reward-model", [*rows, {"prompt": "a"}], "data.overlong=skip", "data.max_tokens=60")
     assert [row.skipped for row in shown] == [
-        None, None, "chosen and rejected are the same", "pair longer than 60 tokens: it has 92", None,
+        None, None, "chosen and rejected are the same", f"pair longer than 60 tokens (1 of 1, first {shown[3].place} with 92 tokens, longest 92; allowed 60)", None,
     ]  # fmt: skip
     assert "lacks `chosen`" in str(shown[4].error) and len(found.errors()) == 1
     assert [line.split(" (")[0] for line in found.notes()] == [
