@@ -173,9 +173,8 @@ def test_what_is_left_out_and_what_stops(viewed: Any) -> None:
         {"prompt": "a" * 90, "chosen": "b", "rejected": "c"},
     ]
     recipe, found, shown = viewed("reward-model", [*rows, {"prompt": "a"}], "data.overlong=skip", "data.max_tokens=60")
-    assert [row.skipped for row in shown] == [
-        None, None, "chosen and rejected are the same", f"pair longer than 60 tokens (1 of 1, first {shown[3].place} with 92 tokens, longest 92; allowed 60)", None,
-    ]  # fmt: skip
+    too_long = f"pair longer than 60 tokens (1 of 1, first {shown[3].place} with 92 tokens, longest 92; allowed 60)"
+    assert [row.skipped for row in shown] == [None, None, "chosen and rejected are the same", too_long, None]
     assert "lacks `chosen`" in str(shown[4].error) and len(found.errors()) == 1
     assert [line.split(" (")[0] for line in found.notes()] == [
         "1 rows left out: chosen and rejected are the same",
