@@ -41,7 +41,7 @@ def data(
     tokens: Annotated[int, typer.Option(help="Most tokens shown of a span; 0: all.", min=0)] = 400,
     plain: Annotated[bool, typer.Option("--plain", help="No colours; so it is where this is no terminal.")] = False,
 ) -> None:
-    """Rows as they will be trained on: tokens, masks, lengths, what is left out."""
+    """Rows as they will be trained on, token by token."""
     from quartet.config.load import job_named, load_recipe
     from quartet.trainers.data_rows import DataRows, sections_of
 
@@ -80,10 +80,9 @@ def show(found: DataRows, title: str, rows: int, start: int, tokens: int, consol
         line(f"  {source.path}")
     if stops := found.stops():
         line(f"  {stops}")
-    with console.status("reading all rows"):
-        for row in found.rows(start, rows):
-            for row_line in _row_lines(row, found, tokens, None if is_plain else max(40, console.width)):
-                console.print(Text(row_line.plain) if is_plain else row_line)
+    for row in found.rows(start, rows):
+        for row_line in _row_lines(row, found, tokens, None if is_plain else max(40, console.width)):
+            console.print(Text(row_line.plain) if is_plain else row_line)
     line("")
     for figure in _figures(found):
         line(figure)
