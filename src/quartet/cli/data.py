@@ -121,7 +121,7 @@ def _row_lines(row: ShownRow, found: DataRows, tokens: int, width: int | None) -
             kind = _kind(span, is_scored) if is_learned else "context"
             lead = f"  {span.title if not first else '':<12}{kind:<8}{stop - first:>5}  "
             for text in _token_lines(span, range(first, stop), special, tokens, width and width - len(lead)):
-                yield Text(lead, style="dim") + text
+                yield Text.assemble((lead, "dim"), text)
                 lead = " " * len(lead)
             first = stop
 

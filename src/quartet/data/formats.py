@@ -131,13 +131,10 @@ def preferences(
             finite number, doubtful pairs.
     """
     parse = partial(_preference, keep_empty=doubtful == "keep")
-    parsed = parse_rows(parse, rows, reading)
-    if doubtful == "error":
-        refuse_doubtful(parsed)
-    return parsed
+    return parse_rows(parse, rows, reading, refuse_doubtful if doubtful == "error" else None)
 
 
-def refuse_doubtful(parsed: Parsed[Any]) -> None:
+def refuse_doubtful(parsed: Parsed[Any], num_rows: int = 0) -> None:
     """Stops where pairs were left out that the recipe wants to be an error."""
     if found := parsed.counted((SAME, EMPTY, BEGINNING)):
         raise UserError(
@@ -153,11 +150,19 @@ def has_judgements(rows: Sequence[Row], reading: Reading = AS_GIVEN) -> bool:
     return {"completion", "label"} <= names and not {"chosen", "rejected"} <= names
 
 
-def parse_rows(parse: Callable[[Fields], T], rows: Sequence[Row], reading: Reading = AS_GIVEN) -> Parsed[T]:
+def parse_rows(
+    parse: Callable[[Fields], T],
+    rows: Sequence[Row],
+    reading: Reading = AS_GIVEN,
+    finish: Callable[[Parsed[T], int], None] | None = None,
+) -> Parsed[T]:
     """What ``parse`` makes of every row.
 
+    Args:
+        finish: told the counts and the number of rows at the end.
+
     Raises:
-        UserError: no row is left; what ``parse`` raises.
+        UserError: no row is left; what ``parse`` and ``finish`` raise.
     """
     items: list[T] = []
     parsed: Parsed[T] = Parsed()
@@ -170,6 +175,8 @@ def parse_rows(parse: Callable[[Fields], T], rows: Sequence[Row], reading: Readi
             continue
         for note in fields.notes:
             parsed.count(parsed.notes, note, row.place)
+    if finish is not None:
+        finish(parsed, len(rows))
     if not items:
         found = f"of {len(rows)} rows left out {parsed.counted(parsed.skipped)}"
         raise NothingLeft(found, reason=next(iter(parsed.skipped), ""))
