@@ -169,7 +169,7 @@ class PPO(RewardedAlgorithm):
     )
     whiten_advantages: bool | Literal["mean"] = True
     bootstrap_truncated: bool = Field(
-        False, description="Where a response was cut off, the value of the state behind it stands for what is missing."
+        False, description="Bootstrap truncated responses: add the value of the state after the last token."
     )
 
 

@@ -30,7 +30,9 @@ class Served(Strict):
     lease_s: float = Field(
         0.25, gt=0, description="Longest stretch of generation before others on its devices may compute."
     )
-    max_restarts: int = Field(3, ge=0, description="How often engines that failed are started, or asked, anew.")
+    max_restarts: int = Field(
+        3, ge=0, description="How often a failed engine is restarted, or a failed server tried again."
+    )
 
 
 class _Processes(Served):
@@ -49,7 +51,9 @@ class NativeEngineConfig(_Processes):
     cache_tokens: int | None = Field(
         None, ge=1, description="Tokens the key/value cache holds; grows with the requests when left out."
     )
-    steps_per_lease: Steps = Field(8, ge=1, description="Decode steps between which scoring may interleave.")
+    steps_per_lease: Steps = Field(
+        8, ge=1, description="Decode steps until generation pauses, so that finished chunks can be scored."
+    )
     process: bool = Field(False, description="Compute in a process of its own, which is started anew when it dies.")
 
     @property
@@ -64,7 +68,7 @@ class _Several(Served):
         description="Which of several engines answers: that with the fewest tokens to make, each in turn, or where the "
         "prompt's beginning was computed before.",
     )
-    max_outstanding: Sequences = Field(256, ge=1, description="Requests that one engine is given at a time.")
+    max_outstanding: Sequences = Field(256, ge=1, description="Requests sent to one engine at a time.")
 
     @property
     def steps_per_lease(self) -> int:

@@ -74,7 +74,7 @@ class GradingConfig(Strict):
 
 
 def untrained(sampling: SamplingConfig) -> list[str]:
-    """What such sampling may not say where nobody learns from its log-probabilities."""
+    """Complaints about sampling settings that only training uses, such as ``truncated_logprobs``."""
     said = "sampling.truncated_logprobs is for rollouts that are trained on and has no effect here: leave it out"
     return [said] if sampling.truncated_logprobs else []
 

@@ -178,7 +178,7 @@ class RLRecipe(TrainingRecipe):
 class CollectConfig(Strict):
     """Where fresh pairs come from: the round's policy answers prompts, a labeller scores the answers."""
 
-    labeller: RewardConfig = Field(description="Scores every answer; it stands for the people one would ask.")
+    labeller: RewardConfig = Field(description="Scores every answer, in place of human labellers.")
     data: DataConfig | None = Field(None, description="Prompts; those of rl.data when left out.")
     prompts_per_round: Prompts = Field(256, ge=1, description="Prompts answered in each round.")
     samples_per_prompt: Samples = Field(4, ge=2, description="Answers to each prompt, of which two make a pair.")

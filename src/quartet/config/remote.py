@@ -29,8 +29,10 @@ class RetryConfig(Strict):
 class BreakerConfig(Strict):
     """After so many attempts in a row without an answer requests fail at once for ``rest_s``; then one is tried."""
 
-    failures: int = Field(20, ge=1, description="Attempts in a row without an answer, after which the server rests.")
-    rest_s: float = Field(30.0, gt=0, description="How long nothing is asked of it then.")
+    failures: int = Field(
+        20, ge=1, description="Attempts in a row without an answer, after which calls pause for rest_s."
+    )
+    rest_s: float = Field(30.0, gt=0, description="Pause after so many failures, before the server is called again.")
 
 
 class RemoteServer(Strict):

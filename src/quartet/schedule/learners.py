@@ -65,7 +65,7 @@ class ModelLearner:
     Args:
         objective: ``is_first → Objective``, of a mini-batch that is the first of its step, or is not.
         prefix: names this role's gradient norm, ``<prefix>/grad_norm``.
-        warmup_steps: first steps in which the role rests (critic-first warm-up); its version advances all the same.
+        warmup_steps: critic warm-up: first steps in which this role is not updated; its version advances all the same.
         learned: the batch to learn from, of the step's experience.
     """
 

@@ -47,7 +47,7 @@ class Rollout:
         update_engine_weights: brings the actor's weights of a version into all engines; returns the bytes moved. Called
             inside the lease that writes the engines' weights and reads the actor's.
         sends: the states that it brings, whose version is awaited: the actor's, and that of heads that learn along.
-        shares_actor: the engines compute with the actor's own tensors.
+        shares_actor: the engines use the actor's weights directly, without a copy.
         in_flight: new weights come between two leases (``pick_up``), or once what runs has ended, with nothing new
             begun meanwhile (``finish_old``), or what runs is given up and begins anew (``start_over``); with these two
             each response has one version.

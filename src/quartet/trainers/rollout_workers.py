@@ -27,7 +27,7 @@ AnyRolloutWorker = NativeRolloutWorker | ServedRolloutWorker
 
 
 def shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
-    """Whether the engine computes with the actor's own tensors: they are not trained meanwhile, and nothing moves."""
+    """Whether the engine uses the actor's weights without a copy: both share a pool, and nothing is offloaded."""
     pool = placement.pool(placement.pool_of["rollout"])
     is_alone = pool.slots == 1 and pool.budget_bytes is None and pool.num_processes == 1
     ahead = isinstance(recipe.placement, AsynchronousPlacement)

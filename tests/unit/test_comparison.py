@@ -1,0 +1,54 @@
+"""The comparison page names metrics of ours that exist, and those of the others that people look for.
+
+Its commands are checked with those of all pages (test_doc_samples.py).
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+METRICS = tomllib.loads((ROOT / "src" / "quartet" / "observe" / "metrics.toml").read_text(encoding="utf-8"))
+
+
+def _rows(section: str) -> list[list[str]]:
+    """Cells of the rows below the header of a section's table."""
+    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert len({len(row) for row in table}) == 1, "a row with more or fewer cells than its header"
+    return table[2:]
+
+
+def test_every_metric_of_ours_exists() -> None:
+    names = [name for row in _rows("Metric names") for name in re.findall(r"`([^`]+)`", row[0])]
+    assert len(names) > 25 and len(set(names)) == len(names)
+    assert set(names) <= set(METRICS)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("objective/rlhf_reward", "reward/with_kl_mean"),
+        ("objective/kl", "kl/ref"),
+        ("policy/clipfrac_avg", "policy/clip_frac"),
+        ("policy/approxkl_avg", "policy/approx_kl"),
+        ("val/ratio", "policy/ratio_mean"),
+        ("val/clipfrac_avg", "critic/clip_frac"),
+        ("clip_ratio/region_mean", "policy/clip_frac"),
+        ("actor/pg_clipfrac", "policy/clip_frac"),
+        ("critic/score/mean", "reward/score_mean"),
+    ],
+)
+def test_what_people_look_for_is_there(theirs: str, ours: str) -> None:
+    assert [row[0] for row in _rows("Metric names") if any(f"`{theirs}`" in cell for cell in row[1:])] == [f"`{ours}`"]
+
+
+def test_every_job_of_the_command_table_is_one_of_ours() -> None:
+    cells = [row[1] for row in _rows("By command")]
+    assert len(cells) > 10
+    assert all(re.fullmatch(r"`quartet [^`]+`(, `quartet [^`]+`)*", cell) for cell in cells)
