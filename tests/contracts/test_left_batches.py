@@ -167,7 +167,9 @@ def test_what_is_left_is_split_over_ranks_selected_and_joined(
     assert join(experience, columns).elsewhere == experience.elsewhere and len(experience.elsewhere) == 2
 
 
-def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(model: RemoteGroup[Model]) -> None:
+def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(
+    backend: Backend, model: RemoteGroup[Model]
+) -> None:
     recorder = SpanRecorder()
 
     async def run() -> None:
@@ -178,9 +180,10 @@ def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(model: Rem
 
     asyncio.run(run())
     rest, tokens = (span.worker_s for span in recorder.spans())
-    assert set(rest) == {"model 0", "model 1"} and rest["model 1"] >= 0.4 > rest["model 0"] >= 0.05
-    assert set(tokens) == {"model 1"}
-    assert straggler_metrics(recorder.spans())["time/straggler_rest"] > 1.2
+    assert set(rest) == {"model 0", "model 1"} and set(tokens) == {"model 1"}
+    if type(backend).__name__ == "RayBackend":  # on ``local`` the ranks have taken turns before the call returns
+        assert rest["model 1"] >= 0.4 > rest["model 0"] >= 0.05
+        assert straggler_metrics(recorder.spans())["time/straggler_rest"] > 1.2
 
 
 def test_outlines_in_lists_tuples_and_by_keyword(rollout: RemoteGroup[Rollout], model: RemoteGroup[Model]) -> None:

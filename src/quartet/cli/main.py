@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quartet.cli.data import data
 from quartet.cli.doctor import doctor
 from quartet.cli.options import (
     RESUME,
@@ -103,6 +104,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Same seed, same answer.", min=0)] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template as a user turn.")] = False,
+    chat_template: Annotated[str | None, typer.Option(help="Jinja file; the tokenizer's own by itself.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     precision: Annotated[PrecisionOption, typer.Option(help="auto: bf16 on a GPU that has it, fp32 on the CPU.")] = (
         PrecisionOption.auto
@@ -138,7 +140,7 @@ def generate(
     frozen = FrozenModels(where, precision_on(where, precision.value))
     model = local_or_hub(model if revision is None else f"{model}@{revision}", "model")
     given = ModelConfig(path=model, trust_remote_code=trust_remote_code)
-    codec = TextCodec.from_pretrained(model, trust_remote_code=trust_remote_code)
+    codec = TextCodec.from_pretrained(model, chat_template=chat_template, trust_remote_code=trust_remote_code)
     packed = frozen.causal(load_causal_lm(model, trust_remote_code=trust_remote_code))
     check_vocabulary(codec.tokenizer, packed.vocab_size)
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
@@ -176,6 +178,7 @@ app.command()(init)
 app.command()(serve)
 app.command()(doctor)
 app.command()(push)
+app.command()(data)
 
 
 def _add_job(job: str, kind: str, meaning: str) -> None:

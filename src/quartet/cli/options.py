@@ -14,8 +14,8 @@ RESUME = "--resume"
 GROUPS = {
     "Begin": ("quickstart", "init", "config"),
     "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl", "iterated-reward-model"),
-    "Look at a model or a run": (
-        *("doctor", "eval", "generate", "serve", "watch", "report", "compare", "replay", "push", "upload"),
+    "Look at data, a model or a run": (
+        *("data", "doctor", "eval", "generate", "serve", "watch", "report", "compare", "replay", "push", "upload"),
     ),
 }
 """Commands in the order of the help; each of them is in one group."""

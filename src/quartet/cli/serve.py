@@ -22,6 +22,7 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name for clients; the directory's when left out.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Directory or hub name; the model's own by itself.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="Jinja file; the tokenizer's own by itself.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
     device: Annotated[str, typer.Option(help="Of a native engine: auto, cpu, cuda or cuda:N.")] = "auto",
@@ -64,7 +65,7 @@ def serve(
     # Before the engine starts, which takes long.
     with closing(listen(host, port)) as bound:
         sizes = load_causal_lm(path, empty=True)
-        codec = TextCodec.from_pretrained(path, tokenizer)
+        codec = TextCodec.from_pretrained(path, tokenizer, chat_template)
         vocab_size, context = vocabulary_size(sizes), model_context_length(sizes)
         check_vocabulary(codec.tokenizer, vocab_size)
         if (most := getattr(config, "max_model_len", None)) is not None:

@@ -63,7 +63,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
 ) -> None:
-    """A run in the terminal: progress, speed, alarms, newest samples."""
+    """A run in the terminal, as it goes on."""
     from rich.console import Console
 
     from quartet.observe.watch import watch as follow
@@ -78,7 +78,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="Where to write; default comparison.html here.")] = None,
 ) -> None:
-    """One HTML file of several runs: recipes, curves, answers."""
+    """One HTML file of several runs."""
     from quartet.observe.report.compare import build_comparison
 
     typer.echo(build_comparison(runs, out))
@@ -91,7 +91,7 @@ def replay(
     stage: Annotated[str | None, typer.Option(help="Of a run of several stages.")] = None,
     delay: Annotated[float, typer.Option(help="Seconds between two tokens.", min=0.0)] = 0.0,
 ) -> None:
-    """A kept trajectory token by token: log-probability, reward, advantage, value."""
+    """A kept trajectory, token by token."""
     from quartet.observe.replay import kept_trajectory, replay_lines
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from quartet.config.logs import CallbackConfig
 from quartet.config.logs import LogConfig as LogConfig
@@ -42,8 +42,27 @@ class ModelConfig(HubConfig):
 
     path: str = Field(description="Model directory, URL or hub name.")
     tokenizer: str | None = Field(None, description="Directory, URL or hub name; the model's own when left out.")
+    chat_template: str | None = Field(
+        None, description="Jinja file with the chat template, also of what is saved; the tokenizer's own when left out."
+    )
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Variables of the chat template, as {enable_thinking: false}; saved with it."
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in value:
+            if name in _GIVEN or name.endswith("_token") or not name.isidentifier():
+                raise ValueError(
+                    f"{name!r} cannot be set: a template gets its messages, tools and special tokens from data and "
+                    "tokenizer, and its other variables have names of letters, digits and _"
+                )
+        return value
 
 
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+"""What a chat template is told for each conversation."""
 DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]?))?"
 PrecisionChoice = Literal["auto", "fp32", "bf16"]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -211,6 +230,9 @@ class _Rows(Strict):
     limit: Rows | None = Field(None, ge=1, description="Use only the first so many rows.")
     turns: Literal["text", "messages"] = Field(
         "text", description="messages: Human/Assistant turns in texts become messages, a text without turns the user's."
+    )
+    system_prompt: str | None = Field(
+        None, description="Begins conversations without a system message; a row's column `system` comes before it."
     )
 
 

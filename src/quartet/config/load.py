@@ -59,6 +59,22 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
         raise explain(error, model, label) from None
 
 
+def job_named(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The job that a recipe says it is for, under ``job``.
+
+    Raises:
+        UserError: it says none, or cannot be read.
+    """
+    job = _overridden("sft", path, overrides).get("job")
+    if not isinstance(job, str) or job not in RECIPES:
+        raise UserError(
+            "the recipe does not say which job it is for",
+            found=f"{path}: job: {job}" if job is not None else f"{path} has no `job:`",
+            remedy=f"write `job: sft` into it, or add job=sft; one of {', '.join(RECIPES)}",
+        )
+    return job
+
+
 class _Served(Strict):
     engine: EngineConfig = NativeEngineConfig(process=True)
 

@@ -60,7 +60,10 @@ class MLflowConfig(Strict):
 
 def _by_name(value: Any) -> Any:
     """A tracker's name alone stands for it with its defaults."""
-    return {"type": value} if isinstance(value, str) else value
+    if isinstance(value, str):
+        return {"type": value}
+    # What a validator returns is no longer read as JSON, which has no tuples.
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()} if isinstance(value, dict) else value
 
 
 TrackerConfig = Annotated[

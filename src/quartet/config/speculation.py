@@ -18,7 +18,7 @@ class StepCosts(Strict):
     """Seconds by powers of two: the first number is that of 1, the next of 2, of 4 and so on."""
 
     plain: _Seconds = Field(description="Of a step of so many rows, a token each.")
-    drafted: _Seconds = Field(description="Of a step of so many tokens, drafted ones included.")
+    drafted: _Seconds = Field(description="Of a step of so many tokens, three drafted ones for each row's newest.")
     drafting: tuple[float, ...] = Field(
         (), description="Of asking heads so often: rows times the depth of their drafts; nothing when left out."
     )

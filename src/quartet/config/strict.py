@@ -12,7 +12,7 @@ from quartet.config.errors import UserError
 from quartet.config.schema import item_annotation
 from quartet.config.validation import explain
 
-_FILES = ("path", "output_dir", "tokenizer", "cache", "directory", "target")
+_FILES = ("path", "output_dir", "tokenizer", "chat_template", "cache", "directory", "target")
 """Keys that name files or directories."""
 
 
@@ -57,7 +57,7 @@ class Strict(BaseModel):
             return super().model_copy(deep=deep)
         return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | dict(update))
 
-    @field_validator("path", "output_dir", "tokenizer", mode="before", check_fields=False)
+    @field_validator("path", "output_dir", "tokenizer", "chat_template", mode="before", check_fields=False)
     @classmethod
     def _path_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, PurePath) else value

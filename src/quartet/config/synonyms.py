@@ -95,6 +95,9 @@ _THEIRS: dict[str, str] = {
     # Models, data, runs
     "model.path": "model_name model_name_or_path pretrain sft_model_path",
     "model.revision": "model_revision",
+    "model.chat_template": "chat_template_path custom_chat_template",
+    "model.chat_template_kwargs": "apply_chat_template_kwargs",
+    "data.system_prompt": "system system_message default_system",
     "reference.path": "ref_model ref_model_path",
     "rewards.0.path": "reward_model_path reward_pretrain",
     "rewards.0.target": "reward_funcs",

@@ -180,11 +180,11 @@ class Overlength:
         if self.limit.overlong == "error":
             remedy = f"set {section}.overlong=skip to leave such rows out, or raise {section}.max_tokens"
             raise UserError(f"a {what} is longer than allowed", found=found, remedy=remedy)
+        reason = f"{what} longer than {allowed} tokens"
         if self.num == num_rows:
-            reason = f"{what} longer than {allowed} tokens"
             remedy = "use a longer context, or other data"
             raise NothingLeft(found, reason=reason, problem=f"every {what} is longer than allowed", remedy=remedy)
-        return (f"{self.num} rows left out: {what} longer than {allowed} tokens ({self.first})",)
+        return (f"{self.num} rows left out: {reason} ({self.first})",)
 
 
 class Kept(Generic[T]):

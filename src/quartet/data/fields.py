@@ -43,15 +43,17 @@ class Reading:
         columns: our names → the file's.
         turns: "messages" where Human/Assistant turns in texts are to become messages.
         section: of the recipe, for remedies.
+        system_prompt: of conversations that have none.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
     turns: Turns = "text"
     section: str = "data"
+    system_prompt: str | None = None
 
     @classmethod
     def of(cls, config: DataConfig | SourceConfig, section: str) -> Reading:
-        return cls(config.columns, config.turns, section)
+        return cls(config.columns, config.turns, section, config.system_prompt)
 
 
 AS_GIVEN = Reading()
@@ -176,6 +178,27 @@ class Fields:
             remedy = "write it as [1, 2, 3], or leave the column out"
             raise _refused(f"`{name}` is not a list of whole numbers", self.place, value, remedy) from None
 
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools that a conversation may call, as JSON schemas: a list, or JSON text; empty where there are none.
+
+        Raises:
+            UserError: JSON text that cannot be read, or anything but objects.
+        """
+        value = self.values.get("tools")
+        try:
+            found = loads(value) if isinstance(value, str) and value.strip() else _without_nulls(value)
+            tools = [found] if isinstance(found, dict) else found if isinstance(found, list) else [found]
+            # Some tables have a list of JSON texts.
+            tools = [loads(tool) if isinstance(tool, str) and tool.strip() else tool for tool in tools]
+        except Unreadable as error:
+            remedy = "write a list of JSON schemas, or the JSON text of one"
+            raise _refused(f"`tools` is not valid JSON: {error}", self.place, value, remedy) from None
+        tools = [tool for tool in tools if not _is_null(tool) and tool not in ("", {})]
+        if not all(isinstance(tool, dict) for tool in tools):
+            remedy = 'write [{"type": "function", "function": {"name": "…", "parameters": {…}}}], or map another column'
+            raise _refused("`tools` is not a list of JSON schemas", self.place, value, remedy)
+        return tools
+
     def truth(self, name: str) -> bool:
         """A yes or no; CSV gives it as text, some converters as 1 and 0.
 
@@ -196,6 +219,13 @@ def _refused(problem: str, place: str, value: Any, remedy: str) -> UserError:
 
 def _is_null(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the null keys of objects: Parquet stores one struct type for all, and gives null for keys one lacks."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def as_messages(value: Any, place: str) -> Messages:
@@ -236,6 +266,33 @@ def prompt_field(fields: Fields) -> PromptText:
     if fields.has("messages"):
         return fields.messages("messages")
     raise fields.missing("`prompt` or `messages`")
+
+
+TOOLS_TOLD = "`tools` are told to the chat template"
+
+
+def in_context(fields: Fields, prompt: PromptText) -> PromptText:
+    """A conversation with its system prompt and, in its first message, its tools; plain text as it is.
+
+    The system message that it has comes before the row's column ``system`` (empty: none), and that before the recipe's.
+
+    Raises:
+        UserError: a system prompt that is no text, tools that are no JSON schemas.
+    """
+    default = fields.reading.system_prompt
+    if isinstance(prompt, str):
+        beside = {"tools": "`tools`", "system": "`system`"} if default is None else {"tools": "`tools`"}
+        found = [what for name, what in beside.items() if fields.has(name) and fields.values[name]]
+        found += ["a system prompt"] if default is not None else []
+        fields.notes += [f"{what} beside plain text, to which no chat template is applied" for what in found]
+        return prompt
+    system = fields.text("system", empty=True) if fields.has("system") else default
+    if system and prompt[0]["role"] not in ("system", "developer"):
+        prompt = [{"role": "system", "content": system}, *prompt]
+    if tools := fields.tools():
+        fields.notes.append(TOOLS_TOLD)
+        prompt = [{**prompt[0], "tools": tools}, *prompt[1:]]
+    return prompt
 
 
 def as_chat(prompt: PromptText) -> Messages:

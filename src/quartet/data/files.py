@@ -42,10 +42,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """The file's bytes, decompressed.
 
     Raises:
-        UserError: it cannot be read, here or while it is being read.
+        UserError: it cannot be read, here or while it is being read, or it has changed until it was read to its end.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, _unchanged(path):
             if path.suffix.lower() not in COMPRESSIONS:
                 yield file
                 return
@@ -57,6 +57,19 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise UserError(
             "the data file cannot be read", found=f"{path}: {reason}", remedy="write the file again, or name another"
         ) from error
+
+
+@contextlib.contextmanager
+def _unchanged(path: Path) -> Iterator[None]:
+    """Refuses a file that grows or shrinks while it is read: each process would see other rows."""
+    before = path.stat().st_size
+    yield
+    if (after := path.stat().st_size) != before:
+        raise UserError(
+            "the data file changed while it was read",
+            found=f"{path}: {before:,} bytes at first, {after:,} at the end",
+            remedy="wait until it is written, or name a copy of it",
+        )
 
 
 def _zstd(path: Path, file: BinaryIO) -> Any:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -35,7 +35,17 @@ from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.preference import DoubtfulPairs
 from quartet.data.dialogues import as_dialogue
-from quartet.data.fields import AS_GIVEN, Fields, Reading, Skip, answer_of, as_chat, as_messages, prompt_field
+from quartet.data.fields import (
+    AS_GIVEN,
+    Fields,
+    Reading,
+    Skip,
+    answer_of,
+    as_chat,
+    as_messages,
+    in_context,
+    prompt_field,
+)
 from quartet.data.pairs import SAME, SIDES, pair_field
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import (
@@ -149,6 +159,7 @@ def parse_rows(
 ) -> Parsed[T]:
     """What ``parse`` makes of every row: at once, or of an iterator's rows as ``items`` is gone through.
 
+
     Args:
         finish: told the counts and the number of rows at the end.
 
@@ -163,12 +174,10 @@ def parse_rows(
             num_rows += 1
             fields = Fields(_renamed(row, reading), row.place, reading)
             try:
-                item = parse(fields)
+                item = _in_context(parse(fields), fields)
             except Skip as reason:
                 parsed.count(parsed.skipped, str(reason), row.place)
                 continue
-            if isinstance(row.values.get("tools"), list):
-                fields.notes.append("`tools` are not told to the chat template")
             for note in fields.notes:
                 parsed.count(parsed.notes, note, row.place)
             num_kept += 1
@@ -181,6 +190,15 @@ def parse_rows(
 
     parsed.items = items() if isinstance(rows, Iterator) else tuple(items())
     return parsed
+
+
+def _in_context(item: T, fields: Fields) -> T:
+    """The example, whose conversation has its system prompt and tools."""
+    name = "messages" if isinstance(item, Conversation) else "prompt"
+    prompt = getattr(item, name, "")
+    found = in_context(fields, prompt)
+    changed: Any = item
+    return item if found is prompt else replace(changed, **{name: found})
 
 
 def _renamed(row: Row, reading: Reading) -> dict[str, Any]:

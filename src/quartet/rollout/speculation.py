@@ -19,7 +19,7 @@ from torch import Tensor
 from quartet.config.speculation import StepCosts
 from quartet.rollout.draft_tree import DraftTree
 from quartet.rollout.scheduler import Response
-from quartet.rollout.step_costs import cost
+from quartet.rollout.step_costs import cost, drafted_cost
 
 PROBE_EVERY = 256
 """Steps in which fewer tokens are drafted than could be, until one row gets all of its draft: acceptance may have
@@ -203,7 +203,7 @@ class Speculator:
             gained += reaching[tree.depths[node]] * chances[node]
             num_tokens += reaching[tree.depths[node]]
             making = cost(self.costs.drafting, num_rows * depth)
-            seconds = (cost(self.costs.drafted, num_tokens) + making) / gained
+            seconds = (drafted_cost(self.costs, num_rows, num_tokens) + making) / gained
             if seconds < least:
                 best, least = i + 1, seconds
         return sorted(order[:best])

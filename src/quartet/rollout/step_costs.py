@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quartet.rollout.engine import NativeEngine
 
 _DRAFT = 3
-"""Tokens drafted per row where the cost of drafted steps is measured."""
+"""Tokens drafted per row where the cost of drafted steps is measured; of ``StepCosts.drafted`` in a recipe, too."""
 _MOST = 7
 """Tokens drafted per row up to which costs are measured where many rows run; those of more go on in a straight line."""
 _REPEATS = 5
@@ -32,6 +32,14 @@ def cost(table: Sequence[float], num: int) -> float:
         return table[0]
     at = min(num.bit_length() - 1, len(table) - 2)
     return table[at] + (table[at + 1] - table[at]) * (num / (1 << at) - 1)
+
+
+def drafted_cost(costs: StepCosts, num_rows: int, num_tokens: int) -> float:
+    """Of a step of ``num_rows`` with so many tokens: as measured with fewer or more rows, and what these cost more or
+    less where each has one token.
+    """
+    measured_rows = min(max(1, num_tokens // (1 + _DRAFT)), 1 << (len(costs.plain) - 1))
+    return cost(costs.drafted, num_tokens) + cost(costs.plain, num_rows) - cost(costs.plain, measured_rows)
 
 
 def measure(

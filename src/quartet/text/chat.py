@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from quartet.config.errors import UserError
 from quartet.text.examples import Messages
 
+MARKS = re.compile(r"\{%-?\s*generation\b")
+"""In a template that says itself which tokens are the assistant's."""
 
-def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's chat template.
+
+def template_of(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None) -> str:
+    """The tokenizer's chat template; of several the one for conversations with ``tools``.
 
     Raises:
         UserError: it has none.
@@ -20,7 +25,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.chat_template is not None and not isinstance(tokenizer.chat_template, str | dict):
         raise _no_template(tokenizer, f"chat_template is {tokenizer.chat_template!r}")
     try:
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=tools))
     except ValueError as error:
         raise _no_template(tokenizer, str(error).splitlines()[0]) from None
 
@@ -33,26 +38,45 @@ def _no_template(tokenizer: PreTrainedTokenizerBase, found: str) -> UserError:
     )
 
 
+def not_jinja(error: TemplateSyntaxError, whose: str) -> UserError:
+    """The error for a template that is no program."""
+    found = f"{whose}, line {error.lineno}: {error.message}"
+    return UserError("the chat template is not valid Jinja", found=found, remedy="mend that line")
+
+
+def tools_of(messages: Messages) -> list[dict[str, Any]] | None:
+    """The tools of a conversation, which stand in its first message; None where it has none."""
+    tools = messages[0].get("tools") if messages else None
+    return tools if isinstance(tools, list) and tools else None
+
+
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool) -> str:
     """Messages as text.
 
     Raises:
         UserError: no template, or one that refuses these messages (some know no system role).
     """
-    template_of(tokenizer)
+    template_of(tokenizer, tools_of(messages))
     return str(_applied(tokenizer, messages, tokenize=False, add_generation_prompt=generation_prompt))
 
 
 def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
+    if (tools := tools_of(messages)) is not None:
+        first = {name: value for name, value in messages[0].items() if name != "tools"}
+        messages, options = [first, *messages[1:]], {**options, "tools": tools}
     try:
         return tokenizer.apply_chat_template(messages, **options)
+    except TemplateSyntaxError as error:
+        raise not_jinja(error, tokenizer.name_or_path or "the tokenizer's own") from error
     except Exception as error:  # a template is a program
         # Its own refusal as it stands, an accident with its kind.
         is_refusal = isinstance(error, TemplateError | ValueError)
         said = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" (line {frame.lineno})" for frame in frames if frame.filename == "<template>"]
         raise UserError(
             "the chat template refuses the messages",
-            found=f"{said}; roles {[message.get('role') for message in messages]}",
+            found=f"{said}{''.join(lines[-1:])}; roles {[message.get('role') for message in messages]}",
             remedy="leave out the roles that the template does not know, or use another template",
         ) from error
 

@@ -1,7 +1,8 @@
 """What one example of each kind of training is, before tokenisation.
 
 A *prompt* is plain text or a list of messages (``{"role": …, "content": …}``); messages go through the
-tokenizer's chat template, plain text does not.
+tokenizer's chat template, plain text does not. The tools of a conversation, JSON schemas as a template takes them,
+stand in its first message under ``tools``, so that they go wherever it goes.
 """
 
 from __future__ import annotations

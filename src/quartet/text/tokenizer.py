@@ -12,7 +12,6 @@ Three rules hold everywhere:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -24,6 +23,7 @@ from quartet.config.errors import UserError
 from quartet.text import chat
 from quartet.text.examples import Conversation, Document, Example, Messages, PromptText, Tokenised
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
+from quartet.text.templates import with_template
 
 __all__ = ["TextCodec", "check_vocabulary", "load_tokenizer"]
 
@@ -67,12 +67,16 @@ class TextCodec:
 
     @classmethod
     def from_pretrained(
-        cls, model: str | Path, tokenizer: str | Path | None = None, *, trust_remote_code: bool = False
+        cls,
+        model: str | Path,
+        tokenizer: str | Path | None = None,
+        chat_template: str | None = None,
+        *,
+        trust_remote_code: bool = False,
     ) -> TextCodec:
-        """The codec of a model directory or hub name; ``tokenizer`` where it lives elsewhere."""
-        return cls.of(
-            load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code), load_generation_config(model)
-        )
+        """The codec of a model directory or hub name; ``tokenizer`` and the template's file where they are others."""
+        own = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)
+        return cls.of(with_template(own, chat_template, {}), load_generation_config(model))
 
     def limited(self, max_tokens: int) -> TextCodec:
         """The same, for a caller that throws away what has more than ``max_tokens``.
@@ -197,8 +201,7 @@ class TextCodec:
                 remedy="it needs an assistant turn after at least one other turn",
             )
         messages = messages[: last + 1]
-        template = chat.template_of(self.tokenizer)
-        if re.search(r"\{%-?\s*generation\b", template):
+        if chat.MARKS.search(chat.template_of(self.tokenizer, chat.tools_of(messages))):
             ids, mask = chat.marked_by_template(self.tokenizer, messages)
         else:
             ids, mask = self._turn_by_turn(messages)

@@ -16,12 +16,14 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
-from quartet.config.preference import DoubtfulPairs
-from quartet.config.recipe import Recipe
+from quartet.config.medusa import MedusaRecipe
+from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
+from quartet.config.recipe import ProcessRewardRecipe, Recipe, RewardModelRecipe, SFTRecipe
 from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, joined
-from quartet.data.fields import Reading
+from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.lazy import Unchecked, remaining_rows
+from quartet.data.order import Mixture
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process_rewards import ProcessData, step_labelled
 from quartet.data.readers import Row, iter_rows
@@ -29,6 +31,7 @@ from quartet.data.spool import Chained
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.packing_probe import model_context_length
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
+from quartet.text.templates import template_warnings, with_template
 from quartet.text.tokenizer import TextCodec
 
 ModelLike: TypeAlias = PreTrainedModel | str | Path
@@ -177,7 +180,7 @@ def resolve_scalar_model(
     Args:
         empty: on the meta device, as ``model`` is then.
     """
-    if model is None and config is not None and _is_scalar(config):
+    if model is None and config is not None and is_scalar(config):
         found = load_scalar_model(config.path, empty=empty, trust_remote_code=config.trust_remote_code)
         return found, load_generation_config(config.path)
     found = resolve_model(config, model, partial(load_causal_lm, empty=empty), "model")
@@ -187,7 +190,7 @@ def resolve_scalar_model(
     return scalar_model_from(found, seed=seed), generation
 
 
-def _is_scalar(given: ModelConfig) -> bool:
+def is_scalar(given: ModelConfig) -> bool:
     """Whether the directory holds a sequence-classification model already."""
     try:
         source = local_or_hub(given.path, "model")
@@ -198,15 +201,17 @@ def _is_scalar(given: ModelConfig) -> bool:
 
 
 def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    if tokenizer is not None:
-        return tokenizer
+    """The object if there is one, else what the recipe names; with the recipe's chat template where it has one."""
     if config is None:
-        raise UserError(
-            "there is no tokenizer", found="neither a path nor an object", remedy="pass model and tokenizer"
-        )
-    if config.tokenizer is None:
-        local_or_hub(config.path, "model")  # what is missing is the model, of which the tokenizer is a part
-    return load_tokenizer(config.tokenizer or config.path, trust_remote_code=config.trust_remote_code)
+        if tokenizer is None:
+            found = "neither a path nor an object"
+            raise UserError("there is no tokenizer", found=found, remedy="pass model and tokenizer")
+        return tokenizer
+    if tokenizer is None:
+        if config.tokenizer is None:
+            local_or_hub(config.path, "model")  # what is missing is the model, of which the tokenizer is a part
+        tokenizer = load_tokenizer(config.tokenizer or config.path, trust_remote_code=config.trust_remote_code)
+    return with_template(tokenizer, config.chat_template, config.chat_template_kwargs)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -287,8 +292,6 @@ def read_data(
         UserError: there are no rows, or some that cannot be used.
     """
     options = config or DataConfig()
-    if key.startswith("evaluation"):
-        check_unweighted(options, key)
     parts: list[tuple[Iterator[Row], SourceConfig | None, Reading]]
     if rows is not None:
         if options.sources:
@@ -300,14 +303,10 @@ def read_data(
         values = (row if isinstance(row, Mapping) else {"prompt": row} for row in rows)
         passed = (Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1))
         parts = [(passed, None, Reading.of(options, key))]
-    elif not options.parts:
-        missing = key if config is None else f"{key}.path"
-        raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
     else:
-        sections = [f"{key}.sources.{n}" if options.sources else key for n in range(len(options.parts))]
-        parts = [(iter_rows(p), p, Reading.of(p, section)) for p, section in zip(options.parts, sections, strict=True)]
-    longest = min(room, options.max_tokens or room)
-    limit, limited = TokenLimit(longest, options.overlong, key), codec.limited(longest)
+        parts = [(iter_rows(source), source, how) for source, how in readings(config, key)]
+    limit = limit_of(options, room, key)
+    limited = codec.limited(limit.max_tokens)
     left = None if check_all or key.startswith("evaluation") else options.check_rows
     found: list[D] = []
     for given, source, how in parts:
@@ -318,18 +317,49 @@ def read_data(
 
         found.append(_read_source(given, source, num, read))
         left = None if left is None else left - len(found[-1])
+    has_tools = any(TOOLS_TOLD in line for part in found for line in part.warnings)
+    remarks = template_warnings(codec.tokenizer, has_tools=has_tools)
     if len(found) == 1:
-        return found[0]
+        return replace(found[0], warnings=(*found[0].warnings, *remarks))
     if len({type(part) for part in found}) > 1:
         raise _mixed_kinds(f"{key}.sources")
     weights = [source.weight for source in options.sources if source.weight is not None]
     data = joined(found, weights or None)
-    counts = data.mixture.counts if data.mixture is not None else [len(part) for part in found]
-    shares = [
-        f"{source.path}: {num:,} of the {len(data):,} rows of an epoch, from {len(part):,}"
-        for source, part, num in zip(options.sources, found, counts, strict=True)
+    return replace(data, warnings=(*shares(options, [len(part) for part in found]), *data.warnings, *remarks))
+
+
+def readings(config: DataConfig | None, key: str) -> list[tuple[SourceConfig, Reading]]:
+    """The sources of ``key`` in the recipe, and how the rows of each are read.
+
+    Raises:
+        UserError: there are none, or weights in an evaluation.
+    """
+    if key.startswith("evaluation"):
+        check_unweighted(config or DataConfig(), key)
+    if config is None or not config.parts:
+        missing = key if config is None else f"{key}.path"
+        raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
+    sections = [f"{key}.sources.{n}" if config.sources else key for n in range(len(config.parts))]
+    return [(part, Reading.of(part, section)) for part, section in zip(config.parts, sections, strict=True)]
+
+
+def limit_of(options: DataConfig, room: int, key: str) -> TokenLimit:
+    """The longest sequence of ``key``, where ``room`` is the longest that the model allows."""
+    return TokenLimit(min(room, options.max_tokens or room), options.overlong, key)
+
+
+def shares(options: DataConfig, sizes: Sequence[int]) -> list[str]:
+    """How many rows of each of several sources an epoch has, in words.
+
+    Args:
+        sizes: rows of each that are used.
+    """
+    weights = [source.weight for source in options.sources if source.weight is not None]
+    counts = Mixture(tuple(sizes), tuple(weights)).counts if weights else sizes
+    return [
+        f"{source.path}: {num:,} of the {sum(sizes):,} rows of an epoch, from {size:,}"
+        for source, size, num in zip(options.sources, sizes, counts, strict=True)
     ]
-    return replace(data, warnings=(*shares, *data.warnings))
 
 
 def _read_source(
@@ -389,7 +419,7 @@ def prompt_data(
     of_section = defaultdict[str, str](lambda: next(prefixes))
 
     def read(rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int) -> PromptData:
-        return PromptData.build(prompts(rows, how), codec, limit, of_section[how.section], first)
+        return prompt_reader(rows, how, codec, limit, first, of_section[how.section])
 
     return read_data(config, rows, codec, context - 1, key, read, check_all=check_all)
 
@@ -425,6 +455,29 @@ def step_reader(separator: str) -> Reader[ProcessData]:
     return lambda rows, how, codec, limit, _: ProcessData.build(
         step_labelled(rows, separator, how), codec, separator, limit
     )
+
+
+def prompt_reader(
+    rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int, prefix: str = "p"
+) -> PromptData:
+    return PromptData.build(prompts(rows, how), codec, limit, prefix, first)
+
+
+def reader_of(recipe: Recipe) -> Reader[Any]:
+    """How a job reads the rows that it trains on; prompts are those of the jobs that sample."""
+    match recipe:
+        case SFTRecipe():
+            return demonstration_reader
+        case RewardModelRecipe():
+            return pair_reader(recipe.doubtful_pairs)
+        case PreferenceRecipe():
+            return pair_or_judgement_reader(recipe.doubtful_pairs)
+        case ProcessRewardRecipe():
+            return step_reader(recipe.separator)
+        case MedusaRecipe() if recipe.answers == "data":
+            return demonstration_reader
+        case _:
+            return prompt_reader
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:

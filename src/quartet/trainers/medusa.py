@@ -35,7 +35,7 @@ from quartet.train.medusa import HIDDEN, HeadTrainer, future_labels
 from quartet.train.state import REST, Shape
 from quartet.trainers.evaluation import run_to_end, sampling_params
 from quartet.trainers.evaluation_files import EvaluationCache
-from quartet.trainers.input_sources import check_budget, demonstration_reader, prompt_data
+from quartet.trainers.input_sources import check_budget, prompt_data
 from quartet.trainers.run_files import writing
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker, Given
@@ -48,7 +48,6 @@ _DRAWS = {"data": 0, "evaluation_data": -1}
 class MedusaWorker(CausalWorker[MedusaRecipe, Any]):
     """Has a causal LM answer prompts, and trains heads on its hidden states."""
 
-    reader = staticmethod(demonstration_reader)
     objective: Any = None  # the heads have a trainer of their own
     _rows_key = "answers_per_step"
 

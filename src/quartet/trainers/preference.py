@@ -44,12 +44,10 @@ from quartet.trainers import checkpoints
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.input_sources import (
     ModelLike,
-    Reader,
     TokenizerLike,
     check_budget,
     check_recipe,
     longest_group,
-    pair_or_judgement_reader,
     vocabulary_size,
     with_name,
 )
@@ -76,10 +74,6 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         super().release()
 
     # What is compared ------------------------------------------------------------------------------------
-
-    @property
-    def reader(self) -> Reader[PreferenceData | JudgedData]:
-        return pair_or_judgement_reader(self.recipe.doubtful_pairs)
 
     def _read(
         self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int

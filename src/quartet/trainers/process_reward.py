@@ -16,7 +16,6 @@ from quartet.data.process_rewards import ProcessData
 from quartet.models.loading import save_step_separator, saved_paths
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import STEP_NEEDS, StepObjective
-from quartet.trainers.input_sources import Reader, step_reader
 from quartet.trainers.run_files import writing
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import ScalarWorker
@@ -29,10 +28,6 @@ class ProcessRewardWorker(ScalarWorker[ProcessRewardRecipe, ProcessData]):
 
     objective = StepObjective()
     _rows_key = "answers_per_step"
-
-    @property
-    def reader(self) -> Reader[ProcessData]:
-        return step_reader(self.recipe.separator)
 
     def _longest(self) -> int:
         return int(self.data.lengths.sum(1).max())

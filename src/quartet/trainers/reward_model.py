@@ -15,7 +15,7 @@ from quartet.data.preference import PreferenceData
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.train.preference_objectives import PairwiseObjective
-from quartet.trainers.input_sources import Reader, longest_group, pair_reader
+from quartet.trainers.input_sources import longest_group
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import ScalarWorker
 
@@ -30,10 +30,6 @@ class RewardModelWorker(ScalarWorker[RewardModelRecipe, PreferenceData]):
     @property
     def objective(self) -> PairwiseObjective:
         return PairwiseObjective(self.recipe.centring, self.recipe.margin_scale)
-
-    @property
-    def reader(self) -> Reader[PreferenceData]:
-        return pair_reader(self.recipe.doubtful_pairs)
 
     def _longest(self) -> int:
         return longest_group(self.data, share=self._shares_prompts)

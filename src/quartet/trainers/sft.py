@@ -11,7 +11,6 @@ from quartet.config.recipe import SFTRecipe
 from quartet.data.datasets import SFTData
 from quartet.train.forward import Needs
 from quartet.train.objectives import SFTObjective
-from quartet.trainers.input_sources import demonstration_reader
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker
 
@@ -22,7 +21,6 @@ class SFTWorker(CausalWorker[SFTRecipe, SFTData]):
     """Trains a causal LM to imitate demonstrations."""
 
     objective = SFTObjective()
-    reader = staticmethod(demonstration_reader)
     _rows_key = "examples_per_step"
 
     def _longest(self) -> int:

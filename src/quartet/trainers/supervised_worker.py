@@ -48,10 +48,10 @@ from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import enter_process, precision_on, worker_device
 from quartet.trainers.input_sources import (
-    Reader,
     check_budget,
     context_length,
     read_data,
+    reader_of,
     resolve_model,
     resolve_scalar_model,
     resolve_tokenizer,
@@ -157,14 +157,9 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
     def objective(self) -> Objective:
         """What every update minimises."""
 
-    @property
-    @abstractmethod
-    def reader(self) -> Reader[D]:
-        """Of the job's kind of rows."""
-
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> D:
         """The rows of ``key`` in the recipe, or those passed, as tokens."""
-        return read_data(config, rows, self.codec, context, key, self.reader)
+        return read_data(config, rows, self.codec, context, key, reader_of(self.recipe))
 
     @abstractmethod
     def _longest(self) -> int:

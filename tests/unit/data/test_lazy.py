@@ -10,6 +10,7 @@ import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,8 @@ def test_a_file_that_grows_or_shrinks_under_way_stops_the_run(
 
 class Short:
     """Reads a prompt's number, so that a test of memory is not one of a tokenizer."""
+
+    tokenizer = SimpleNamespace(chat_template=None)
 
     def limited(self, _: int) -> Short:
         return self

@@ -339,5 +339,5 @@ def test_the_system_turn_of_a_prompt_beside_whole_conversations_is_kept() -> Non
 
 
 def test_tools_that_no_template_sees_are_told() -> None:
-    found = demonstrations(rows({"messages": [ASK, ME], "tools": [{"name": "search"}]}, {"messages": [ASK, ME]}))
-    assert dict(found.notes) == {"`tools` are not told to the chat template": 1}
+    found = demonstrations(rows({"prompt": "a", "completion": "b", "tools": ["search"]}, {"messages": [ASK, ME]}))
+    assert dict(found.notes) == {"`tools` beside plain text, to which no chat template is applied": 1}

@@ -21,7 +21,7 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.history import HistoryDrafter
 from quartet.rollout.protocol import Completion, Draw, FinishReason, Request
 from quartet.rollout.speculation import Acceptance, Drafter, Speculator
-from quartet.rollout.step_costs import cost
+from quartet.rollout.step_costs import cost, drafted_cost
 
 Make = Callable[..., Request]
 CHEAP = StepCosts(plain=(1.0, 1.0), drafted=(1.0, 1.0))
@@ -279,7 +279,7 @@ def test_as_many_tokens_are_drafted_as_give_the_most_per_second(tiny: Any, paths
                 while at >= 0:
                     chance, at = chance * speculator.acceptance.rate(at), tree.parents[at]
                 gained += chance
-            seconds = cost(costs.drafted, rows * (1 + len(nodes))) + cost(costs.drafting, 1)
+            seconds = drafted_cost(costs, rows, rows * (1 + len(nodes))) + cost(costs.drafting, 1)
             found.append((rows * (1 + gained) / seconds if nodes else rows * 1.02 / cost(costs.plain, rows), nodes))
         nodes = tuple(speculator.nodes([tree.depth] * rows))
         chosen.add(nodes)

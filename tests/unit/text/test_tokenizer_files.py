@@ -196,7 +196,7 @@ TEMPLATES = {
 def test_templates_that_fail(template, directory):
     codec = TextCodec(load_tokenizer(directory()))
     codec.tokenizer.chat_template = template
-    with pytest.raises(UserError, match="the chat template refuses") as refused:
+    with pytest.raises(UserError, match=r"the chat template (refuses|is not valid)") as refused:
         codec.encode_prompt([{"role": "user", "content": "a"}])
     assert TEMPLATES[template].lower() in refused.value.found.lower()
 

@@ -214,7 +214,7 @@ def test_an_iterated_run_ends_after_a_round(tmp_path: Path, monkeypatch: pytest.
     recipe = IteratedRecipe(
         output_dir=str(tmp_path / "run"), rounds=3, log=QUIET,
         collect={"labeller": {"type": "length", "target": 3}},
-        rl={"actor": {"model": {"path": "m"}}, "data": {"path": "p"}}, reward_model={"model": {"path": "m"}},
+        rl={"actor": {"model": {"path": "./m"}}, "data": {"path": "p"}}, reward_model={"model": {"path": "./m"}},
     )  # fmt: skip
     done: list[int] = []
     monkeypatch.setattr(IteratedTrainer, "_round", lambda self, n: done.append(n) or {"iterated/pairs": 1.0})

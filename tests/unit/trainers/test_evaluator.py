@@ -214,8 +214,8 @@ def test_a_users_model_is_given_back(
     [
         ({"compare": ComparisonConfig(model="./nowhere")}, "nowhere"),
         ({"compare": ComparisonConfig(model="nowhere.jsonl")}, "nowhere.jsonl"),
-        ({"compare": ComparisonConfig(model="m", source="digits")}, "many_digits"),
-        ({"compare": ComparisonConfig(model="m"), "rewards": ()}, "nothing to compare by"),
+        ({"compare": ComparisonConfig(model=".", source="digits")}, "many_digits"),
+        ({"compare": ComparisonConfig(model="."), "rewards": ()}, "nothing to compare by"),
         ({"grading": GradingConfig(sources=("digits",))}, "many_digits"),
         ({"judge": object()}, "compare is missing"),
     ],

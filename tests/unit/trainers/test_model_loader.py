@@ -24,9 +24,9 @@ def test_the_policys_texts_need_none_of_its_weights(
     tokenizer.save_pretrained(tmp_path / "model")
     loaded: list[bool] = []
 
-    def load(path: str, *, empty: bool = False) -> Any:
+    def load(path: str, *, empty: bool = False, **options: Any) -> Any:
         loaded.append(empty)
-        return load_causal_lm(path, empty=empty)
+        return load_causal_lm(path, empty=empty, **options)
 
     monkeypatch.setattr(model_loader, "load_causal_lm", load)
     recipe = RLRecipe(actor=ActorConfig(model=ModelConfig(path=str(tmp_path / "model"))))

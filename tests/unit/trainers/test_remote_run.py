@@ -330,7 +330,8 @@ def test_runs_that_are_done_and_runs_that_were_local(
         save(run, 1)
         (run.path / "model").mkdir()
         (run.path / "model" / "weights").write_bytes(b"w")
-        run.finish({"stages": []})
+        (run.path / "model" / "config.json").write_text("{}", "utf-8")
+        run.finish({"stages": [{"metrics": {}}]})
     with pytest.raises(UserError, match="nothing says where"):
         upload_run(tmp_path / "local", None, print)
     with pytest.raises(UserError, match="holds no run"):
@@ -338,7 +339,7 @@ def test_runs_that_are_done_and_runs_that_were_local(
     upload_run(tmp_path / "local", URL, print)
     assert whole(store) == [1] and store.read("model/weights") == b"w"
     done = completed_run(RECIPE, "auto")
-    assert done is not None and done[1]["stages"] == []
+    assert done is not None and done[1]["stages"] == [{"metrics": {}}]
     assert completed_run(RECIPE.model_copy(update={"output_dir": "memory://bucket/none"}), "auto") is None
     move_to("second", monkeypatch, tmp_path)
     with opened(True) as again:
