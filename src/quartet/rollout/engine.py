@@ -215,7 +215,8 @@ class NativeEngine:
             drafts = partial(self._drafting, speculator.drafter, scratch) if self._keeps_hidden else None
             tree, like = speculator.drafter.tree, next(iter(self._scheduler.held.values())).request
             room = _COSTS_PROMPT if self._context is None else self._context - most_tokens(tree, limit)
-            like = replace(like, prompt_ids=like.prompt_ids[: max(1, min(room, _COSTS_PROMPT))])
+            prompt = like.prompt_ids[: max(1, min(room, _COSTS_PROMPT))]
+            like = replace(like, prompt_ids=prompt, content_digests=())
             speculator.costs = measure(scratch, limit, tree, drafts, like)
         if self._scheduler.num_running:
             speculator.propose(self._scheduler.running, self._weights.active if self._keeps_hidden else nullcontext)
