@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from quartet.batch.ragged import RaggedBatch
@@ -25,18 +26,22 @@ BYTES_PER_TOKEN = 9
 class PTX:
     """The second data loader: the demonstrations of update ``number`` are a function of (seed, number).
 
-    Copies in other processes read the rows themselves, from ``source``: the arguments of ``build_ptx``.
+    Copies in other processes read the rows themselves, when they are first asked for: by then such a process is where
+    relative paths begin.
     """
 
-    def __init__(self, config: PTXConfig, data: SFTData, seed: int, source: tuple[Any, ...]) -> None:
+    def __init__(self, config: PTXConfig, seed: int, read: Callable[[], SFTData]) -> None:
         self.config = config
-        self.data = data
         self._seed = seed
-        self._source = source
+        self._read = read
         self._batches: Prefetcher[RaggedBatch] = Prefetcher(self.batch, ahead=config.prefetch)
 
-    def __reduce__(self) -> tuple[Callable[..., PTX | None], tuple[Any, ...]]:
-        return build_ptx, self._source
+    def __reduce__(self) -> tuple[type[PTX], tuple[Any, ...]]:
+        return PTX, (self.config, self._seed, self._read)
+
+    @cached_property
+    def data(self) -> SFTData:
+        return self._read()
 
     def batch(self, number: int) -> RaggedBatch:
         """The demonstrations of update ``number``."""
@@ -86,8 +91,12 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
         return None
     if rows is None and (config.data is None or not config.data.parts):
         raise UserError("there is no data", found="ptx.data is missing", remedy="set ptx.data.path, or pass ptx_rows")
+    ptx = PTX(config, recipe.seed, partial(_read, config, rows, codec, context))
+    check_budget(int(ptx.data.lengths.max()), recipe.actor.train.token_budget, "actor.train.token_budget")
+    return ptx
+
+
+def _read(config: PTXConfig, rows: Sequence[Any] | None, codec: TextCodec, context: int) -> SFTData:
     # The thread that prepares batches has a tokenizer of its own: not every one may be used by two at a time.
     own_codec = TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids)
-    data = read_data(config.data, rows, own_codec, context, "ptx.data", demonstration_reader)
-    check_budget(int(data.lengths.max()), recipe.actor.train.token_budget, "actor.train.token_budget")
-    return PTX(config, data, recipe.seed, (recipe, rows, codec, context))
+    return read_data(config.data, rows, own_codec, context, "ptx.data", demonstration_reader)
