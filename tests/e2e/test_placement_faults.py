@@ -4,7 +4,6 @@ are each held by two of them.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -78,12 +77,11 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
                 made.note(self, args[0], args[1])
             return future
 
-        async def ask(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
-            task = asyncio.ensure_future(asked(self, method, *args, **options))
-            await asyncio.sleep(0)  # the call is made
+        def ask(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
+            future = asked(self, method, *args, **options)
             if method is RolesWorker.run_role:
                 made.note(self, args[0], args[1])
-            return await task
+            return future
 
         monkeypatch.setattr(WorkerGroup, "call", call)
         monkeypatch.setattr(WorkerGroup, "ask", ask)

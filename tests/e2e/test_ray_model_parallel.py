@@ -4,7 +4,6 @@ and whatever mesh goes on.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -99,15 +98,14 @@ def kill_once(monkeypatch: pytest.MonkeyPatch, role: str, method: str, rank: int
     """SIGKILL of a rank when a call of a role's method has just been made, after so many; whom it was."""
     asked, calls, killed = WorkerGroup.ask, [0], list[int]()
 
-    async def ask(self: WorkerGroup, *args: Any, **options: Any) -> Any:
-        task = asyncio.ensure_future(asked(self, *args, **options))
-        await asyncio.sleep(0)  # the call is made
+    def ask(self: WorkerGroup, *args: Any, **options: Any) -> Any:
+        future = asked(self, *args, **options)
         if args[1:3] == (role, method):
             calls[0] += 1
             if calls[0] == after + 1:
                 killed.append(self.processes[rank].pid)
                 os.kill(killed[0], signal.SIGKILL)
-        return await task
+        return future
 
     monkeypatch.setattr(WorkerGroup, "ask", ask)
     return killed

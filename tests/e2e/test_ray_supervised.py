@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -55,12 +54,11 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on SIGKILL hits the second worker when it has been asked for that step."""
     asked = WorkerGroup.ask
 
-    async def ask(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
-        task = asyncio.ensure_future(asked(self, method, *args, **options))
-        await asyncio.sleep(0)  # the call is made
+    def ask(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
+        future = asked(self, method, *args, **options)
         if method is RolesWorker.run_role and args[1:] == (SupervisedWorker.step.__name__, step):
             os.kill(self.processes[1].pid, signal.SIGKILL)
-        return await task
+        return future
 
     monkeypatch.setattr(WorkerGroup, "ask", ask)
 
