@@ -373,8 +373,12 @@ def test_a_coroutine_asks_for_what_a_call_returns(
     assert (everyone, first, doubled) == ([10, 11, 12, 13], 5, ["aaaa", "bbbb"])
     assert own == [(rank, text) for rank, text in enumerate("abcd")]
     assert torch.equal(scores, BATCH.input_ids * 10.0)
+
+    async def failing() -> None:
+        await four.ask("fail_on", 3, "value")
+
     with pytest.raises(WorkerError, match="fail_on raised in rank 3"):
-        asyncio.run(four.ask("fail_on", 3, "value"))
+        asyncio.run(failing())
 
 
 def test_large_results_are_awaited_as_well(four: WorkerGroup) -> None:

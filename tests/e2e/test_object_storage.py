@@ -81,7 +81,7 @@ def downloaded(url: str, target: Path) -> Path:
 
 def whole_steps(url: str) -> list[int]:
     names = [name.split("/") for name in Store(url).list("checkpoints")]
-    return [int(name[1].removeprefix("step_")) for name in names if name[2] == "manifest.json"]
+    return [int(name[1].removeprefix("step_")) for name in names if name[2:] == ["manifest.json"]]
 
 
 def test_a_run_killed_while_it_uploads_goes_on_on_another_machine(
