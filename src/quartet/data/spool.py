@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import tempfile
+from abc import abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -23,12 +24,12 @@ class Rows(Sequence[T]):
     """A sequence that says how to get one of its objects."""
 
     @property
+    @abstractmethod
     def digest(self) -> bytes:
         """SHA-256 of the contents, in their order."""
-        raise NotImplementedError
 
-    def _one(self, number: int) -> T:
-        raise NotImplementedError
+    @abstractmethod
+    def _one(self, number: int) -> T: ...
 
     @overload
     def __getitem__(self, index: int) -> T: ...
