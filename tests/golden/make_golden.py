@@ -7,7 +7,6 @@ the commit says why the numbers moved.
 from __future__ import annotations
 
 import json
-import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,31 +18,42 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 from quartet.config.algorithms import (
     CISPO,
     DAPO,
+    GDPO,
+    GMPO,
     GPG,
     GRPO,
     GSPO,
     OPO,
     PPO,
     RLOO,
+    SAPO,
     AlgorithmConfig,
     BestOfN,
     Distillation,
     DrGRPO,
     KLConfig,
     OnlineDPO,
+    OptimalTokenBaseline,
     OverlongConfig,
+    PassAtK,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
 )
 from quartet.config.common import LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
+from quartet.config.policy_losses import ClipCovLoss, KLCovLoss
 from quartet.config.preference import (
+    AOTLoss,
+    BCOPairLoss,
+    DiscoPOPLoss,
     DPOLoss,
+    EXOPairLoss,
     HingeLoss,
     IPOLoss,
     KTOLoss,
     ORPOLoss,
+    PointwisePairLoss,
     PreferenceLossConfig,
     PreferenceRecipe,
     RobustDPOLoss,
@@ -64,6 +74,7 @@ from quartet.config.recipe import (
 )
 from quartet.config.rewards import ProcessModelReward
 from quartet.envs.protocol import Item, Observation, StepResult
+from quartet.observe.cpu import processor
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.quickstart.tokenizer import build_tokenizer
@@ -74,29 +85,11 @@ from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
 
 PATH = Path(__file__).with_name("golden.json")
-NEW = ("language/", "rollout/repetition_", "time/straggler_")
-"""Figures that are newer than the recorded curves; the next recording has them."""
 TIMED = ("memory/", "throughput/", "time/", "time_s", "overlap/", "rollout/tokens_per_s")
 TRAIN = TrainConfig(optim=OptimConfig(lr=3e-3, warmup_steps=2, schedule="cosine"))
 ADAPTERS = TRAIN.model_copy(update={"lora": LoRAConfig(rank=4, alpha=8.0)})
 
 Curve = list[dict[str, float]]
-
-
-def environment() -> dict[str, str]:
-    """What decides the last digits of a sum on the CPU."""
-    return {
-        "torch": torch.__version__.split("+")[0],
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-        "processor": _processor(),
-    }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _model(kind: type[Any], seed: int = 0, **changes: Any) -> Any:
@@ -121,6 +114,10 @@ def _model(kind: type[Any], seed: int = 0, **changes: Any) -> Any:
 
 def digits(completions: Sequence[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+def brief(completions: Sequence[str], **_: Any) -> list[float]:
+    return [1.0 / (1 + len(text)) for text in completions]
 
 
 class TwoTurns:
@@ -230,7 +227,11 @@ def _episodes(name: str, *, rewrites: bool) -> Callable[[Path], None]:
     return _rl(name, PPO(), objects={"rewards": [], "environment": TwoTurns}, environment=environment)
 
 
-LOSSES = (DPOLoss(), RobustDPOLoss(), IPOLoss(), HingeLoss(), SimPOLoss(), ORPOLoss(), KTOLoss())
+LOSSES = (
+    *(DPOLoss(), RobustDPOLoss(), IPOLoss(), HingeLoss(), SimPOLoss(), ORPOLoss(), KTOLoss()),
+    *(EXOPairLoss(), PointwisePairLoss(), DiscoPOPLoss(), BCOPairLoss(), AOTLoss()),
+)
+CLIP_COV = ClipCovLoss(clip_cov_ratio=0.2, clip_cov_lb=-1.0)
 PTX = {"ptx": PTXConfig(coef=0.5, examples_per_minibatch=3), "objects": {"ptx_rows": task.toy_demonstrations(0, 32)}}
 LORA = {"actor": ActorConfig(train=ADAPTERS), "critic": CriticConfig(train=ADAPTERS, warmup_steps=1)}
 
@@ -248,6 +249,13 @@ RUNS: Mapping[str, Callable[[Path], None]] = {
     "gspo": _rl("gspo", GSPO()),
     "cispo": _rl("cispo", CISPO()),
     "gpg": _rl("gpg", GPG()),
+    "sapo": _rl("sapo", SAPO()),
+    "gmpo": _rl("gmpo", GMPO()),
+    "gdpo": _rl("gdpo", GDPO(), objects={"rewards": [digits, brief]}),
+    "pass_at_k": _rl("pass_at_k", PassAtK(k=2), responses_per_prompt=4),
+    "optimal_token_baseline": _rl("optimal_token_baseline", OptimalTokenBaseline()),
+    "clip_cov": _rl("clip_cov", GRPO(policy_loss=CLIP_COV)),
+    "kl_cov": _rl("kl_cov", GRPO(policy_loss=KLCovLoss(kl_cov_ratio=0.2))),
     "opo": _rl("opo", OPO()),
     "reinforce_pp": _rl("reinforce_pp", ReinforcePlusPlus(gamma=0.9)),
     "reinforce_pp_baseline": _rl("reinforce_pp_baseline", ReinforcePlusPlusBaseline()),
@@ -268,10 +276,10 @@ def curve(name: str) -> Curve:
     with tempfile.TemporaryDirectory() as path:
         RUNS[name](Path(path))
         rows = read_metrics(Path(path) / name / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith((*TIMED, *NEW))} for row in rows]
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
 
 
 if __name__ == "__main__":
-    recorded = {"environment": environment(), "curves": {name: curve(name) for name in RUNS}}
+    recorded = {"processor": processor(), "curves": {name: curve(name) for name in RUNS}}
     PATH.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"recorded {len(RUNS)} curves in {PATH}")

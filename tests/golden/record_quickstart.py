@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from quartet.observe.cpu import processor
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart.recipes import Size
 from quartet.quickstart.run import Quickstart
@@ -46,9 +47,7 @@ def _make_golden() -> Any:
 
 
 make_golden = _make_golden()
-LEFT_OUT = (*make_golden.TIMED, *make_golden.NEW, *DERIVED)
-environment = make_golden.environment
-"""What decides whether two machines give the same bits."""
+LEFT_OUT = (*make_golden.TIMED, *DERIVED)
 
 
 def curves(directory: Path) -> dict[str, list[dict[str, Any]]]:
@@ -71,5 +70,5 @@ def run_short(directory: Path, *, resume: bool = False) -> dict[str, list[dict[s
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         found = run_short(Path(scratch) / "run")
-    PATH.write_text(json.dumps({"environment": environment(), "curves": found}, indent=1) + "\n", encoding="utf-8")
+    PATH.write_text(json.dumps({"processor": processor(), "curves": found}, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"{PATH}\n")

@@ -50,11 +50,11 @@ def test_every_run_is_recorded() -> None:
 def test_the_curve_is_the_recorded_one(name: str) -> None:
     found, expected = make_golden.curve(name), RECORDED["curves"][name]
     assert [sorted(row) for row in found] == [sorted(row) for row in expected]
-    here = make_golden.environment()
-    if here == RECORDED["environment"]:
+    here = make_golden.processor()
+    if here == RECORDED["processor"]:
         assert found == expected
         return
-    warnings.warn(f"recorded on {RECORDED['environment']}, run on {here}: compared within {ELSEWHERE}", stacklevel=1)
+    warnings.warn(f"recorded on {RECORDED['processor']}, run on {here}: compared within {ELSEWHERE}", stacklevel=1)
     same_figures(name, found, expected)
 
 
