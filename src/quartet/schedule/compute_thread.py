@@ -76,7 +76,7 @@ class ComputeThread:
                     error = raised
                 with self._state:
                     self._is_busy = False
-            except _Stopped as late:  # when the call had ended already
+            except ComputationStopped as late:  # when the call had ended already
                 error, self._is_busy = late, False
             loop = done.get_loop()
             with contextlib.suppress(RuntimeError):  # closed: the program was stopped at once, and nothing waits
@@ -84,7 +84,7 @@ class ComputeThread:
             del work, done, outcome, error, job  # nothing of a call lives on while the next one is waited for
 
 
-class _Stopped(KeyboardInterrupt):
+class ComputationStopped(KeyboardInterrupt):
     """Ends a call whose program is stopped at once."""
 
 
@@ -100,13 +100,13 @@ def interrupt_computing() -> None:
         with compute._state:
             if compute._is_busy and compute._thread is not None and compute._thread.ident is not None:
                 ident = ctypes.c_ulong(compute._thread.ident)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Stopped))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(ComputationStopped))
 
 
 def _settle(done: asyncio.Future[Any], outcome: Any, error: BaseException | None) -> None:
     if done.done():
         return
-    if isinstance(error, _Stopped):
+    if isinstance(error, ComputationStopped):
         done.cancel()
     elif error is not None:
         done.set_exception(_presentable(error))

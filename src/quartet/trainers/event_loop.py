@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from quartet.observe.openmp import end_pool
-from quartet.schedule.compute_thread import interrupt_computing
+from quartet.schedule.compute_thread import ComputationStopped, interrupt_computing
 
 T = TypeVar("T")
 CLEAN_UP_S = 3.0
 """How long the tasks of a program that is stopped at once have to leave."""
+_AGAIN_S = 0.01
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
@@ -84,11 +87,31 @@ def _abandon(loop: asyncio.AbstractEventLoop) -> None:
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    interrupt_computing()
-    if tasks:
-        done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=CLEAN_UP_S))
-        for task in done:
-            if not task.cancelled():
-                task.exception()  # read, or asyncio reports it as never retrieved
+    with _interrupted_again(loop):
+        interrupt_computing()
+        if tasks:
+            done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=CLEAN_UP_S))
+            for task in done:
+                if not task.cancelled():
+                    task.exception()  # read, or asyncio reports it as never retrieved
     asyncio.set_event_loop(None)
     loop.close()
+
+
+@contextlib.contextmanager
+def _interrupted_again(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """What ends a computation is printed and dropped where it meets a ``__del__`` or the callback of a weak reference:
+    here it comes again a moment later."""
+    hook = sys.unraisablehook
+
+    def unraisable(lost: Any) -> None:
+        if lost.exc_type is ComputationStopped:
+            loop.call_soon_threadsafe(loop.call_later, _AGAIN_S, interrupt_computing)
+        else:
+            hook(lost)
+
+    sys.unraisablehook = unraisable
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 from quartet.cluster import ClusterError
 from quartet.config import Interrupted
 from quartet.config.recipe import RLRecipe
+from quartet.schedule.compute_thread import ComputeThread
 from quartet.trainers import event_loop, signals
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.rl import RLTrainer
@@ -263,6 +265,42 @@ def test_an_interrupt_lets_tasks_clean_up() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_async(work())
     assert ended == ["work", "other"]
+
+
+def test_a_computation_is_ended_also_where_the_interpreter_drops_what_ends_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An exception out of the callback of a weak reference is printed and dropped, and the call went on."""
+    compute, inside = ComputeThread(), threading.Event()
+
+    def callback(_: object) -> None:
+        inside.set()
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            pass
+
+    def endless() -> None:
+        gone = threading.Event()
+        reference = weakref.ref(gone, callback)
+        del gone
+        while reference() is None:
+            time.sleep(0.001)
+
+    async def work() -> None:
+        call = asyncio.ensure_future(compute.run(endless))
+        while not inside.is_set():
+            await asyncio.sleep(0.01)
+        with stop_signals():
+            arrive(INT)
+        await call
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work())
+    assert time.monotonic() - began < event_loop.CLEAN_UP_S
+    assert asyncio.run(compute.run(lambda: 5)) == 5
+    compute.close()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("outcome", "expected"), [(lambda: 7, 7), (lambda: 1 / 0, ZeroDivisionError)])
