@@ -15,9 +15,9 @@ function niceTicks(low, high, count = 4) {
 function valueRange(values) {
   let low = Math.min(...values);
   let high = Math.max(...values);
-  if (!values.length) return [0, 1];
+  if (!values.length || (low === 0 && high === 0)) return [0, 1];
   if (low === high) {
-    const pad = Math.abs(low) * 0.1 || 1;
+    const pad = Math.abs(low) * 0.1;
     return [low - pad, high + pad];
   }
   const pad = (high - low) * 0.06;
