@@ -114,6 +114,12 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest refuses two of one name as soon as one call collects both, as ``make test-slow`` and ``test-vllm`` do."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [name for name in names if names.count(name) > 1] == []
+
+
 def test_config_imports_without_torch() -> None:
     code = "import sys, quartet.config, quartet.config.load, quartet.config.recipe; assert 'torch' not in sys.modules"
     done = run_python(code)
