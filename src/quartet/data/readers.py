@@ -183,9 +183,10 @@ def _parquet(path: Path) -> Values:
     except ImportError:
         raise UserError("Parquet files need pyarrow", found=str(path), remedy=INSTALL) from None
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # Buffered beforehand, the whole file would be in memory; threads would each keep memory of their own.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
             number = 0
-            for batch in file.iter_batches(batch_size=1024):
+            for batch in file.iter_batches(batch_size=1024, use_threads=False):
                 for values in batch.to_pylist():
                     number += 1
                     if any(isinstance(value, (str, bytes)) and len(value) > MAX_ROW_BYTES for value in values.values()):
