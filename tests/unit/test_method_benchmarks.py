@@ -102,3 +102,21 @@ def test_labels_are_exchanged_at_the_given_rate(bench: Callable[[str], Any]) -> 
 def test_ranks_count_ties_as_half(bench: Callable[[str], Any]) -> None:
     ranked = bench("process_rewards").ranked
     assert ranked(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.5])) == pytest.approx((1 + 1 + 0.5 + 0) / 4)
+
+
+def test_a_how_to_page_is_followed_and_timed(bench: Callable[[str], Any], tmp_path: Path) -> None:
+    shell = "# a comment\ngrep \\\n  -c small a.txt\nfalse\nsleep 60\npip install x\n"
+    page = f'```text title="a.txt"\na big file\n```\n```sh\n{shell}```\n'
+    found = bench("how_to_pages").follow(page, tmp_path, {"big": "small"}, limit_s=3.0)
+    assert (tmp_path / "a.txt").read_text() == "a small file\n"
+    assert list(found.seconds) == ["grep    -c small a.txt"] and 0 < found.seconds["grep    -c small a.txt"] < 3.0
+    assert found.failed == {"false": "exit status 1", "sleep 60": "exit status -9"}
+    assert found.left_out == {"pip install x": "the clone is installed"}
+
+
+def test_every_how_to_page_is_timed_or_needs_what_is_not_here(bench: Callable[[str], Any]) -> None:
+    pages = {path.stem for path in (BENCHMARKS.parent / "docs" / "how-to").glob("*.md")} - {"index"}
+    module = bench("how_to_pages")
+    assert {*module.ORDER, *module.ELSEWHERE} == pages
+    text = "".join((BENCHMARKS.parent / "docs/how-to" / f"{name}.md").read_text("utf-8") for name in module.ORDER)
+    assert [old for old in module.INSTEAD if old not in text] == []

@@ -87,7 +87,7 @@ def show(found: DataRows, title: str, rows: int, start: int, tokens: int, consol
     for figure in _figures(found):
         line(figure)
     if found.codec.tokenizer.chat_template is not None:
-        line("chat template, of conversations; plain text has none", "bold")
+        line("chat template (of conversations; plain text is used as it is)", "bold")
         for effect in template_effects(found.codec.tokenizer):
             line(f"  {effect}")
     for error in found.errors():

@@ -42,7 +42,7 @@ def report(
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            typer.echo("ended; the run goes on by itself")
+            typer.echo("closed; this does not stop the run")
 
 
 def _written_report(url: str, out: Path | None) -> Path | str:
@@ -71,7 +71,7 @@ def watch(
     try:
         follow(run, Console(), once=once, every_s=every)
     except KeyboardInterrupt:
-        typer.echo("ended; the run goes on by itself")
+        typer.echo("closed; this does not stop the run")
 
 
 def compare(

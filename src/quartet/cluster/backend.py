@@ -119,9 +119,9 @@ def connect(backend: str = "ray", **options: Any) -> Backend:
             if error.name != "ray":
                 raise
             raise UserError(
-                "the ray back end needs Ray",
+                "cluster.type: ray needs Ray",
                 found="it is not installed",
-                remedy="pip install 'quartet-rl[ray]', or connect(\"local\")",
+                remedy="pip install 'quartet-rl[ray]', or set cluster.type=local (one process)",
             ) from error
         made = RayBackend(**options)
     else:

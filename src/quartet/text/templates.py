@@ -136,20 +136,22 @@ def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
     after = first.rpartition("answer 1")[2]
     if MARKS.search(template):
-        masks = "its {% generation %} marks say which tokens are learned"
+        masks = "on the tokens inside {% generation %}"
     elif not first.startswith(prompt):
-        masks = "an answered turn does not begin as its prompt ends: rows with their answers are refused"
+        masks = "none: an answer is rendered differently from what a prompt ends with, so rows with answers are refused"
     elif earlier.startswith(first) and whole.startswith(earlier):
-        masks = "turns are rendered one after the other; assistant turns are learned, with their end-of-text"
+        masks = "on every assistant turn, with its end-of-text token"
     else:
-        masks = "earlier turns are rewritten by later ones: conversations with several assistant turns are refused"
+        masks = (
+            "on one turn: later turns change earlier ones, so conversations with several assistant turns are refused"
+        )
     num_kept = thoughts.count("thought of")
     fates = ("left out of every turn", "left out of earlier turns, kept in the last", "kept in every turn")
     return [
-        f"variables: {', '.join(shown) or 'none'}; tools: {'read' if 'tools' in _variables(own) else 'not read'}",
-        f"before a first question: {before!r}",
-        f"opens the answer: {opening!r}" if opening else "opens no answer",
-        f"behind an answer: {after!r}",
-        f"masks: {masks}",
-        f"thoughts (<think>): {fates[num_kept]}",
+        f"variables: {', '.join(shown) or 'none'}; tools: {'used' if 'tools' in _variables(own) else 'not used'}",
+        f"before the first message: {before!r}",
+        f"before an answer: {opening!r}",
+        f"after an answer: {after!r}",
+        f"loss: {masks}",
+        f"<think> blocks: {fates[num_kept]}",
     ]

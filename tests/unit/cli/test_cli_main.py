@@ -211,3 +211,18 @@ def test_under_torchrun_other_jobs_without_sampling_take_its_processes(
 @pytest.mark.parametrize("job", ["eval", "iterated-reward-model"])
 def test_under_torchrun_a_job_of_one_process_is_refused(job: str, launched: None, run: Run) -> None:
     assert f"quartet {job} runs in one process\n  found: 6 processes of torchrun" in run(job, "a.yaml")[2]
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "threads", "told"),
+    [(2.5, 2, None, True), (0.4, 2, None, False), (2.5, 2, "1", False), (3.0, 1, None, False)],
+)
+def test_the_quickstart_says_when_others_compute_on_its_cores(
+    load: float, cores: int, threads: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    assert ("OMP_NUM_THREADS=1 quartet quickstart" in cli._busy_cores()) is told

@@ -149,16 +149,17 @@ def test_effects(chat: TextCodec, marked: TextCodec, plain: Any) -> None:
             "quiet": with_template(plain, None, {"thinking": False}),
         }.items()
     }
-    assert "turns are rendered one after the other" in effects["chat"] and "kept in every turn" in effects["chat"]
-    assert "opens the answer: '<|im_start|>assistant\\n'" in effects["chat"] and "not read" in effects["chat"]
-    assert "{% generation %} marks" in effects["marked"]
-    assert "left out of earlier turns, kept in the last" in effects["thinking"] and "tools: read" in effects["thinking"]
-    assert "thinking (default False)" in effects["quiet"] and "does not begin as its prompt ends" in effects["quiet"]
+    assert "loss: on every assistant turn" in effects["chat"] and "kept in every turn" in effects["chat"]
+    assert "before an answer: '<|im_start|>assistant\\n'" in effects["chat"] and "not used" in effects["chat"]
+    assert "tokens inside {% generation %}" in effects["marked"]
+    assert "left out of earlier turns, kept in the last" in effects["thinking"] and "tools: used" in effects["thinking"]
+    assert "thinking (default False)" in effects["quiet"]
+    assert "rendered differently from what a prompt ends with" in effects["quiet"]
 
 
 def test_effects_of_a_template_that_rewrites_turns(plain: Any) -> None:
     plain.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert "does not begin as its prompt ends" in "\n".join(template_effects(plain))
+    assert "rendered differently from what a prompt ends with" in "\n".join(template_effects(plain))
     plain.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}<{{ m.content }}>{% endif %}{% endfor %}"
     )

@@ -254,7 +254,7 @@ def test_the_command_without_colours(recipe: str, tmp_path: Path) -> None:
     status, out, _ = command(recipe, "--rows", "1", "--start", "2")
     assert status == 0 and "\x1b" not in out
     assert "  sequence    context     2  a¦ \n" in out and "loss        2  b¦<|im_end|>\n" in out
-    assert "row 1 " not in out and "4 rows: 4 used, 0 left out" in out and "variables: quiet; tools: read" in out
+    assert "row 1 " not in out and "4 rows: 4 used, 0 left out" in out and "variables: quiet; tools: used" in out
     rows = [{"text": "x" * 600}, {"prompt": "a"}, {"text": "\x1b[2J" + "y" * 90}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     status, out, _ = command(recipe, "--tokens", "8", "data.overlong=skip")
