@@ -371,15 +371,15 @@ def take_lock(path: Path) -> TextIO:
 # What a recipe reads: data, models, functions ------------------------------------------------------------------
 
 # The recipe names them, and stays the same when their content changes; the rest of the run would then be another one.
-_INPUT_KEYS = ("path", "tokenizer", "target")
+_INPUT_KEYS = ("path", "tokenizer", "chat_template", "target")
 _BLOCK, _NUM_BLOCKS = 1 << 16, 64
 """Of a file larger than all of them so many bytes are read at so many places: weights that were trained differ
 everywhere."""
 
 
 def input_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Key → digest, of every file or directory that the recipe names as data, model, tokenizer or function; of a URL
-    what the store says of its content.
+    """Key → digest, of every file or directory that the recipe names as data, model, tokenizer, chat template or
+    function; of a URL what the store says of its content.
 
     What cannot be read, or is on the hub, is left out.
     """

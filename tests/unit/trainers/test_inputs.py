@@ -16,10 +16,13 @@ from quartet.trainers.run_files import input_digests
 @pytest.fixture
 def recipe(tmp_path: Path) -> SFTRecipe:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights").write_bytes(bytes(1 << 23))
     return SFTRecipe(
-        model=ModelConfig(path=str(tmp_path / "model"), tokenizer="owner/name"),
+        model=ModelConfig(
+            path=str(tmp_path / "model"), tokenizer="owner/name", chat_template=str(tmp_path / "chat.jinja")
+        ),
         data=DataConfig(path=str(tmp_path / "rows.jsonl")),
         log=LogConfig(tensorboard=False),
         steps=4,
@@ -45,6 +48,8 @@ def test_a_resumed_run_tells_what_has_changed_once(recipe: SFTRecipe, tmp_path: 
             file.seek(place)
             file.write(b"1")
     assert [text.partition(" ")[0] for text in warnings(recipe, run)] == ["model.path"]
+    (tmp_path / "chat.jinja").write_text("{{ messages }} ")
+    assert [text.partition(" ")[0] for text in warnings(recipe, run)] == ["model.chat_template"]
     (tmp_path / "model" / "more").write_text("")
     assert [text.partition(" ")[0] for text in warnings(recipe, run)] == ["model.path"]
 

@@ -356,3 +356,20 @@ def test_of_many_rows_the_reference_scores_those_that_are_drawn(
     assert torch.equal(again.model.lm_head.weight, whole.model.lm_head.weight)
     with pytest.raises(UserError, match="training data are not those the run began with"):
         train("few", steps=2, data=DataConfig(check_rows=5), rows=pairs[::-1], resume=True).train()
+
+
+def test_a_template_is_part_of_rows_that_are_checked_later(
+    train: Callable[..., PreferenceTrainer], pairs: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """It may write those as other tokens, though the first ones, which have no messages, stay as they are."""
+    rows = [*pairs[:-1], {**pairs[-1], "prompt": [{"role": "user", "content": pairs[-1]["prompt"]}]}]
+    section: dict[str, Any] = {
+        "data": DataConfig(check_rows=5),
+        "reference": CachedReferenceConfig(cache=str(tmp_path)),
+    }
+    files = []
+    for name, before in (("first", ""), ("same", ""), ("other", "0")):
+        tokenizer.chat_template = "{% for m in messages %}" + before + "{{ m.content }}{% endfor %}"
+        train(name, rows=rows, steps=1, **section).train()
+        files.append(len(list(tmp_path.glob("*.safetensors"))))
+    assert files == [2, 2, 3], "of training and of held-out rows"
