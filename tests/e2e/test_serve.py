@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,3 +135,35 @@ def test_it_serves_survives_its_engine_and_ends_cleanly(start: Callable[..., Pro
     assert ends == [503]
     assert program.said("err") == ""
     assert is_gone(child)
+
+
+OWN = """
+from transformers import {base}Config, {base}ForCausalLM
+class OwnConfig({base}Config):
+    model_type = "own"
+class OwnForCausalLM({base}ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_that_comes_with_the_model_runs_where_it_is_trusted(
+    start: Callable[..., Program], model: Path, tmp_path: Path
+) -> None:
+    """The server reads its config, the engine's process its weights."""
+    own = tmp_path / "policy"
+    shutil.copytree(model, own)
+    config = json.loads((own / "config.json").read_text())
+    base = config["architectures"][0].removesuffix("ForCausalLM")
+    (own / "own.py").write_text(OWN.format(base=base))
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": auto}
+    (own / "config.json").write_text(json.dumps(config))
+    words = ("--model", str(own), "--port", "0")
+    cache = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    refused = start(*words, **cache)
+    assert refused.ends(START_S) == 2 and "--trust-remote-code" in refused.said("err")
+    assert not (tmp_path / "modules").exists()
+    asked = {"max_tokens": 20, "return_token_ids": True}
+    one, other = (start(*given, **cache) for given in (("--port", "0"), (*words, "--trust-remote-code")))
+    tokens = [post(program.url(), **asked).json()["choices"][0]["token_ids"] for program in (one, other)]
+    assert tokens[0] == tokens[1]

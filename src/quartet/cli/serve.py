@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from quartet.cli.options import PrecisionOption, Revision
+from quartet.cli.options import PrecisionOption, Revision, TrustRemoteCode
 from quartet.config import UserError
 
 
@@ -31,6 +31,7 @@ def serve(
     api_key_env: Annotated[str | None, typer.Option(help="Variable with the key that clients must send.")] = None,
     grace_s: Annotated[float, typer.Option(help="Seconds for what is under way at the end.", min=0.0)] = 5.0,
     revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """OpenAI-compatible server of a model."""
     missing = [each for each in ("starlette", "uvicorn") if find_spec(each) is None]
@@ -64,8 +65,8 @@ def serve(
     path = local_or_hub(model if revision is None else f"{model}@{revision}", "model")
     # Before the engine starts, which takes long.
     with closing(listen(host, port)) as bound:
-        sizes = load_causal_lm(path, empty=True)
-        codec = TextCodec.from_pretrained(path, tokenizer, chat_template)
+        sizes = load_causal_lm(path, empty=True, trust_remote_code=trust_remote_code)
+        codec = TextCodec.from_pretrained(path, tokenizer, chat_template, trust_remote_code=trust_remote_code)
         vocab_size, context = vocabulary_size(sizes), model_context_length(sizes)
         check_vocabulary(codec.tokenizer, vocab_size)
         if (most := getattr(config, "max_model_len", None)) is not None:
@@ -77,6 +78,7 @@ def serve(
             decode=codec.decode,
             precision=precision_on(where, precision.value),
             device=where,
+            trust_remote_code=trust_remote_code,
         )
         with closing(open_engine(config, policy)) as router:
             name = name or Path(model).resolve().name

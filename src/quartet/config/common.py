@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from quartet.config.logs import CallbackConfig
 from quartet.config.logs import LogConfig as LogConfig
@@ -37,6 +37,23 @@ class HubConfig(Strict):
         return self
 
 
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+"""What a chat template is told for each conversation."""
+
+
+def _are_variables(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    for name in value:
+        if name in _GIVEN or name.endswith("_token") or not name.isidentifier():
+            raise ValueError(
+                f"{name!r} cannot be set: a template gets its messages, tools and special tokens from data and "
+                "tokenizer, and its other variables have names of letters, digits and _"
+            )
+    return value
+
+
+TemplateVariables = Annotated[dict[str, JsonValue], AfterValidator(_are_variables)]
+
+
 class ModelConfig(HubConfig):
     """A transformers model directory, its URL, or a hub name."""
 
@@ -45,24 +62,11 @@ class ModelConfig(HubConfig):
     chat_template: str | None = Field(
         None, description="Jinja file with the chat template, also of what is saved; the tokenizer's own when left out."
     )
-    chat_template_kwargs: dict[str, JsonValue] = Field(
+    chat_template_kwargs: TemplateVariables = Field(
         default_factory=dict, description="Variables of the chat template, as {enable_thinking: false}; saved with it."
     )
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _are_variables(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        for name in value:
-            if name in _GIVEN or name.endswith("_token") or not name.isidentifier():
-                raise ValueError(
-                    f"{name!r} cannot be set: a template gets its messages, tools and special tokens from data and "
-                    "tokenizer, and its other variables have names of letters, digits and _"
-                )
-        return value
 
-
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-"""What a chat template is told for each conversation."""
 DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]?))?"
 PrecisionChoice = Literal["auto", "fp32", "bf16"]
 _Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -31,7 +31,6 @@ from quartet.config.engines import (
     SGLangEngineConfig,
     VLLMEngineConfig,
     draw_misfit,
-    own_code_misfit,
 )
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
 from quartet.config.policy_losses import (
@@ -127,8 +126,6 @@ def _engines(recipe: RLRecipe) -> Iterator[str]:
             f"weights: disk, and for nothing else; found weights: {engine.weights}, weights_directory: "
             f"{engine.weights_directory}"
         )
-    if (reason := own_code_misfit("rollout.engine", recipe.actor.model, engine)) is not None:
-        yield reason
     if recipe.numerics == "exact" and not is_native:
         yield f"numerics: exact is the native engine's; found rollout.engine {engine.type}"
     if sampling.truncated_logprobs and not isinstance(recipe.algorithm, PolicyGradient):

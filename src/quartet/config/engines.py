@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from quartet.config.addresses import HTTPAddress
-from quartet.config.common import ModelConfig, SamplingConfig, Strict
+from quartet.config.common import SamplingConfig, Strict
 from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.config.units import Devices, Processes, Sequences, Steps, Tokens
 
@@ -174,16 +174,6 @@ EngineConfig = Annotated[
 def is_served(engine: EngineConfig) -> bool:
     """Whether it generates at its own pace, apart from the process that asks."""
     return not isinstance(engine, NativeEngineConfig) or engine.process
-
-
-def own_code_misfit(key: str, model: ModelConfig | None, engine: EngineConfig) -> str | None:
-    """Why the engine ``key`` cannot have a model that comes with its own code; None where it can."""
-    if model is None or not model.trust_remote_code or not isinstance(engine, NativeEngineConfig) or not engine.process:
-        return None
-    return (
-        f"{key}.process is true, but an engine in a process of its own runs no code that comes with a model "
-        "(trust_remote_code): set it to false"
-    )
 
 
 def draw_misfit(key: str, sampling: SamplingConfig, engine: EngineConfig) -> str | None:

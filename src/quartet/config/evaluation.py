@@ -16,7 +16,7 @@ from quartet.config.common import (
     ShardingConfig,
     Strict,
 )
-from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights, own_code_misfit
+from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
 from quartet.config.units import Prompts, Samples
 
@@ -186,11 +186,8 @@ class EvalRecipe(Recipe):
 
     @model_validator(mode="after")
     def _engine_draws_so(self) -> EvalRecipe:
-        models = [self.model, *([self.compare.as_model()] if self.compare is not None else [])]
-        reasons = [draw_misfit("sampling", self.sampling, self.engine)]
-        for reason in [*reasons, *(own_code_misfit("engine", model, self.engine) for model in models)]:
-            if reason is not None:
-                raise ValueError(reason)
+        if (reason := draw_misfit("sampling", self.sampling, self.engine)) is not None:
+            raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

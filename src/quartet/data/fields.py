@@ -186,7 +186,7 @@ class Fields:
         """
         value = self.values.get("tools")
         try:
-            found = loads(value) if isinstance(value, str) and value.strip() else _without_nulls(value)
+            found = loads(value) if isinstance(value, str) and value.strip() else without_nulls(value)
             tools = [found] if isinstance(found, dict) else found if isinstance(found, list) else [found]
             # Some tables have a list of JSON texts.
             tools = [loads(tool) if isinstance(tool, str) and tool.strip() else tool for tool in tools]
@@ -221,11 +221,11 @@ def _is_null(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Without the null keys of objects: Parquet stores one struct type for all, and gives null for keys one lacks."""
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def as_messages(value: Any, place: str) -> Messages:

@@ -47,6 +47,7 @@ def make(
     seed: int = 0,
     version: int | None = None,
     speculation: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> NativeProcessEngine:
     """
@@ -55,13 +56,14 @@ def make(
         lora, seed: of the trainer's adapters, which alone are sent then.
         version: None: it computes once weights were sent.
         speculation: the section of a recipe.
+        trust_remote_code: run Python code that comes with the model, where it needs that.
         options: of ``NativeEngine``.
     """
-    model = load_causal_lm(path).to(torch.device(device))
+    model = load_causal_lm(path, trust_remote_code=trust_remote_code).to(torch.device(device))
     adapters = None if lora is None else LoRAConfig(**lora)
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
     speculator = None if speculation is None else build_speculator(_SPECULATION.validate_python(speculation), packed)
-    decode = TextCodec.from_pretrained(path).decode
+    decode = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code).decode
     options |= {"decode": decode, "version": version, "speculator": speculator}
     return NativeProcessEngine(packed, owns_weights=True, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -50,14 +51,24 @@ def tools_of(messages: Messages) -> list[dict[str, Any]] | None:
     return tools if isinstance(tools, list) and tools else None
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    *,
+    generation_prompt: bool,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Messages as text.
+
+    Args:
+        variables: of the template, for this conversation; they come before the template's own defaults.
 
     Raises:
         UserError: no template, or one that refuses these messages (some know no system role).
     """
     template_of(tokenizer, tools_of(messages))
-    return str(_applied(tokenizer, messages, tokenize=False, add_generation_prompt=generation_prompt))
+    options = {**(variables or {}), "tokenize": False, "add_generation_prompt": generation_prompt}
+    return str(_applied(tokenizer, messages, **options))
 
 
 def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,14 @@ def _variables(template: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(environment.parse(template)))
 
 
-def template_warnings(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> list[str]:
-    """What is given to a template that does not read it, in words."""
+def template_warnings(
+    tokenizer: PreTrainedTokenizerBase, variables: Iterable[str] | None = None, *, has_tools: bool
+) -> list[str]:
+    """What is given to a template that does not read it, in words.
+
+    Args:
+        variables: names of those that are given; the defaults that it was saved with when left out.
+    """
     if tokenizer.chat_template is None:
         return []
     try:
@@ -103,7 +109,7 @@ def template_warnings(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) ->
         read = _variables(own)
     except (UserError, TemplateSyntaxError):
         return []  # whoever renders is told
-    unread = [name for name in defaults if name not in read]
+    unread = [name for name in (defaults if variables is None else variables) if name not in read]
     found = [f"the chat template does not read `{name}` of chat_template_kwargs" for name in unread]
     if has_tools and "tools" not in read:
         found.append("the chat template does not read `tools`: no prompt tells of them")

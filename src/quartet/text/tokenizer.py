@@ -12,10 +12,11 @@ Three rules hold everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -115,16 +116,19 @@ class TextCodec:
 
     # Encoding --------------------------------------------------------------------------------------------
 
-    def encode_prompt(self, prompt: PromptText) -> list[int]:
+    def encode_prompt(self, prompt: PromptText, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt, ready to be continued.
 
         Plain text gets what the tokenizer adds in front (a begin-of-text token) and nothing behind; messages
-        go through the chat template with its generation prompt.
+        go through the chat template with its generation prompt and these ``variables``.
 
         Raises:
             UserError: no tokens at all, messages without a chat template, or messages the template refuses.
         """
-        ids = self._encode_text(prompt) if isinstance(prompt, str) else self._plain(self.render(prompt))
+        if isinstance(prompt, str):
+            ids = self._encode_text(prompt)
+        else:
+            ids = self._plain(self.render(prompt, variables=variables))
         if not ids:
             raise UserError("the prompt has no tokens", found=repr(prompt), remedy="give it some text")
         return ids
@@ -214,9 +218,11 @@ class TextCodec:
             ids, mask = [*ids, self.eos_id], [*mask, True]
         return ids, mask
 
-    def render(self, messages: Messages, *, generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Messages, *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
         """Messages as the chat template writes them."""
-        return chat.render(self.tokenizer, messages, generation_prompt=generation_prompt)
+        return chat.render(self.tokenizer, messages, generation_prompt=generation_prompt, variables=variables)
 
     # Decoding --------------------------------------------------------------------------------------------
 

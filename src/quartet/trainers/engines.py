@@ -41,7 +41,7 @@ from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
 from quartet.rollout.stepped import SteppedEngine
 from quartet.rollout.stop_strings import Decode
-from quartet.text.loading import local_or_hub
+from quartet.text.loading import brings_code, local_or_hub
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.disk import checkpoint_shapes
 
@@ -91,6 +91,7 @@ class Policy:
         staging: where new weights come from; None: the model stays as it is at ``path``.
         sleeps: its memory is others' at times.
         speculation: of an engine of this project, or vLLM.
+        trust_remote_code: engines in processes run Python code that comes with the model.
     """
 
     path: str
@@ -104,6 +105,7 @@ class Policy:
     staging: StagedWeights | None = None
     sleeps: bool = False
     speculation: SpeculationConfig | None = None
+    trust_remote_code: bool = False
 
     @property
     def version(self) -> int | None:
@@ -166,6 +168,7 @@ def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, A
         "seed": policy.seed,
         "version": policy.version,
         "speculation": _speculation(policy),
+        "trust_remote_code": policy.trust_remote_code,
         **_native_options(config),
     }
 
@@ -176,8 +179,9 @@ def _speculation(policy: Policy) -> dict[str, Any] | None:
 
 def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec]:
     keys = ("tensor_parallel_size", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
-    arguments = {name: getattr(config, name) for name in (*keys, "cache_bytes", "enforce_eager", "engine_args")}
+    arguments = {name: getattr(config, name) for name in (*keys, "cache_bytes", "enforce_eager")}
     arguments |= {
+        "engine_args": {**({"trust_remote_code": True} if policy.trust_remote_code else {}), **config.engine_args},
         "path": policy.path,
         "dtype": vllm_dtype(config, policy.precision),
         "version": policy.version,
@@ -258,6 +262,11 @@ def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: Text
         folder.remove()
 
 
+def runs_own_code(config: ModelConfig | None, packed: PackedCausalLM) -> bool:
+    """Whether code that comes with the model may run: as the recipe says; of a model from Python, where its does."""
+    return brings_code(packed.model) if config is None else config.trust_remote_code
+
+
 @contextmanager
 def step_engine(
     config: EngineConfig, packed: PackedCausalLM, codec: TextCodec, model: ModelConfig | None, device: torch.device
@@ -279,6 +288,7 @@ def step_engine(
             packed.precision,
             packed.numerics,
             device=device,
+            trust_remote_code=runs_own_code(model, packed),
         )
         router = open_engine(config, policy)
         made.callback(router.close)

@@ -21,7 +21,7 @@ from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.schedule.served_rollout_worker import ServedRolloutWorker
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import precision_on
-from quartet.trainers.engines import Policy, model_folder, native_engine, open_engine, vllm_dtype
+from quartet.trainers.engines import Policy, model_folder, native_engine, open_engine, runs_own_code, vllm_dtype
 
 AnyRolloutWorker = NativeRolloutWorker | ServedRolloutWorker
 
@@ -107,6 +107,7 @@ def served_rollout_worker(
             staging,
             pool.budget_bytes is not None,
             speculation,
+            runs_own_code(recipe.actor.model, actor),
         )
         router = open_engine(config, policy)
         made.callback(router.close)

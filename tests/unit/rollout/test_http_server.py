@@ -15,16 +15,21 @@ import httpx2
 import pytest
 
 from quartet.config.rewards import JudgeReward, PairwiseJudge
+from quartet.data.formats import prompts as prompts_of
+from quartet.data.readers import Row
 from quartet.rewards.judge import Comparer
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.stepped import SteppedEngine
+from quartet.text.templates import with_template
+from quartet.text.tokenizer import TextCodec
 
 targets: Any = importlib.import_module("engine_targets")
 servers: Any = importlib.import_module("http_engines")
 
 CODEC = servers.letter_codec(targets.VOCAB)
 EOS = targets.VOCAB - 1
+MESSAGES = [{"role": "user", "content": "HI"}]
 
 
 class Slow(SteppedEngine):
@@ -70,13 +75,15 @@ class Client:
 
 
 @contextmanager
-def served(engine: Any = None, *, context: int = targets.CONTEXT, **settings: Any) -> Iterator[Client]:
+def served(
+    engine: Any = None, *, context: int = targets.CONTEXT, codec: TextCodec = CODEC, **settings: Any
+) -> Iterator[Client]:
     inside = (
         Slow(NativeEngine(targets.native().packed, max_running=8, decode=CODEC.decode)) if engine is None else engine
     )
     with ExitStack() as opened:
         sizes = {"context": context, "vocab_size": targets.VOCAB}
-        url = opened.enter_context(servers.openai_server(inside, CODEC, **sizes, **settings))
+        url = opened.enter_context(servers.openai_server(inside, codec, **sizes, **settings))
         client = Client(url, inside)
         opened.callback(client.http.close)
         yield client
@@ -219,6 +226,77 @@ def test_chat_goes_through_the_models_template(client: Client) -> None:
     assert whole["usage"]["total_tokens"] == targets.CONTEXT
 
 
+TOOL = {"type": "function", "function": {"name": "LOOK"}}
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% if thinking is defined and not thinking %}QUIET{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Any]]:
+    """A server whose template reads tools and ``thinking``, and what ``quartet rl`` makes of a row for the model."""
+    file = tmp_path_factory.mktemp("template") / "t.jinja"
+    file.write_text(TOOL_TEMPLATE)
+
+    def trained_on(row: dict[str, Any], variables: dict[str, Any]) -> list[int]:
+        codec = TextCodec(with_template(CODEC.tokenizer, str(file), variables))
+        (item,) = prompts_of([Row(row, "rows.jsonl", 1)]).items
+        return codec.encode_prompt(item.prompt)
+
+    with served(codec=TextCodec(with_template(CODEC.tokenizer, str(file), {}))) as client:
+        yield client, trained_on
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "LOOK", "arguments": {"A": 1}}}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "variables", "shown"),
+    [
+        ({"messages": MESSAGES}, {}, "[u]HI[a]"),
+        ({"messages": MESSAGES}, {"thinking": False}, "[u]HI[a]QUIET"),
+        ({"messages": MESSAGES, "tools": [TOOL]}, {"thinking": True}, "LOOK"),
+        ({"messages": MESSAGES, "tools": [{**TOOL, "function": {"name": "LOOK", "parameters": None}}]}, {}, "LOOK"),
+        ({"messages": [*MESSAGES, CALL, {"role": "tool", "tool_call_id": "c1", "content": "SEEN"}]}, {}, "[t]SEEN"),
+    ],
+    ids=["plain", "variable", "both", "null key", "call and result"],
+)
+def test_tools_and_variables_are_rendered_as_in_training(
+    with_tools: Any, row: dict[str, Any], variables: dict[str, Any], shown: str
+) -> None:
+    client, trained_on = with_tools
+    ask = {**row, "chat_template_kwargs": variables} if variables else row
+    (choice,) = client.post("/v1/chat/completions", max_tokens=3, return_token_ids=True, **ask).json()["choices"]
+    assert choice["prompt_token_ids"] == trained_on(row, variables)
+    assert shown in CODEC.decode(choice["prompt_token_ids"])
+    assert set(choice["message"]) == {"role", "content"}, "the text as it is: no calls are looked for in it"
+
+
+def test_a_choice_of_no_tools_tells_the_template_of_none(with_tools: Any) -> None:
+    client, trained_on = with_tools
+    ask = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 1, "return_token_ids": True}
+
+    def asked(**more: Any) -> Any:
+        return client.post("/v1/chat/completions", **ask, **more).json()["choices"][0]["prompt_token_ids"]
+
+    assert asked(tool_choice="none") == trained_on({"messages": MESSAGES}, {})
+    assert asked(tool_choice="auto") == asked() == trained_on({"messages": MESSAGES, "tools": [TOOL]}, {})
+
+
+def test_the_request_decides_over_the_defaults_that_were_saved_with_the_template() -> None:
+    codec = TextCodec(with_template(CODEC.tokenizer, None, {"thinking": False, "unread": 1}))
+    codec.tokenizer.chat_template += "{{ 'QUIET' if not thinking }}"
+    with served(codec=codec) as client:
+        for variables, ending in (({}, "QUIET"), ({"thinking": True}, "<a>")):
+            ask = {"messages": MESSAGES, "chat_template_kwargs": variables, "max_tokens": 1, "return_token_ids": True}
+            (choice,) = client.post("/v1/chat/completions", **ask).json()["choices"]
+            assert choice["prompt_token_ids"][-len(ending) :] == list(ids_of(ending))
+        refused = client.post("/v1/chat/completions", messages=MESSAGES, chat_template_kwargs={"unread": 2})
+        assert refused.status_code == 400 and "`unread`" in refused.json()["error"]["message"]
+
+
 # Streams ---------------------------------------------------------------------------------------------------
 
 
@@ -268,8 +346,6 @@ def test_a_chat_is_streamed_as_deltas(client: Client) -> None:
 
 # Refusals --------------------------------------------------------------------------------------------------
 
-MESSAGES = [{"role": "user", "content": "HI"}]
-
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
@@ -297,7 +373,13 @@ MESSAGES = [{"role": "user", "content": "HI"}]
         ("completions", {"prompt": "A", "model": "gpt-4"}, 404, "'policy' is"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 5}, 400, "top_logprobs"),
-        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, '"name"'),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL]}, 400, "does not read `tools`"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": TOOL}, 400, "tool_choice"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, 400, "does not read `a`"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, 400, "cannot be set"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "needs its content"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content"),
         ("chat/completions", {"messages": [{"role": "user", "content": "A" * 200}]}, 400, "no room"),
         ("embeddings", {"input": "A"}, 404, "Not Found"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,18 @@ from hub_server import Hub
 from quartet.cli.main import app
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig
-from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
+from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.config.preference import CachedReferenceConfig
-from quartet.config.recipe import ActorConfig, CheckpointConfig, PreferenceRecipe, ReferenceConfig, SFTRecipe
+from quartet.config.recipe import (
+    ActorConfig,
+    CheckpointConfig,
+    PreferenceRecipe,
+    ReferenceConfig,
+    RolloutConfig,
+    SFTRecipe,
+)
 from quartet.config.rewards import LengthReward, ModelReward
 from quartet.models.loading import load_causal_lm
 from quartet.text.loading import local_or_hub
@@ -171,9 +180,10 @@ def test_revisions_belong_to_models_of_the_hub(demonstrations: Any, tmp_path: Pa
 # Whose code -------------------------------------------------------------------------------------------------
 
 CODE = """
-from pathlib import Path
+import os
 from transformers import Qwen2Config, Qwen2ForCausalLM
-Path({marker!r}).touch()
+with open({marker!r}, "a") as ran:
+    ran.write(str(os.getpid()) + "\\n")
 class OwnConfig(Qwen2Config):
     model_type = "own"
 class OwnForCausalLM(Qwen2ForCausalLM):
@@ -183,8 +193,9 @@ class OwnForCausalLM(Qwen2ForCausalLM):
 
 @pytest.fixture
 def own_code(publish: Publish, hub: Hub, causal_lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model on the hub as ``me/own``, whose code leaves the file that this is when it runs."""
+    """A model on the hub as ``me/own``, whose code adds its process to the file that this is when it runs."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))  # of engines in processes of their own
     commit, marker = publish("me/own", causal_lm(0)), tmp_path / "it_ran"
     config = json.loads(hub.commits[commit]["config.json"])
     config |= {
@@ -227,6 +238,42 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(
     assert type(tuned.model).__name__ == "OwnForCausalLM"
 
 
+def test_an_engine_in_a_process_of_its_own_runs_trusted_code(
+    own_code: Path, tiny_rl: Any, digits: Any, tmp_path: Path
+) -> None:
+    folder = local_or_hub("me/own", "model")
+
+    def run(name: str, *, process: bool, trusted: bool = True) -> PreTrainedModel:
+        model: PreTrainedModel = (
+            tiny_rl(
+                tmp_path / name,
+                digits,
+                model=folder,
+                actor=ActorConfig(model=ModelConfig(path=folder, trust_remote_code=trusted)),
+                rollout=RolloutConfig(
+                    engine=NativeEngineConfig(process=process), sampling=SamplingConfig(max_new_tokens=5)
+                ),
+                algorithm=GRPO(),
+                steps=2,
+                prompts_per_step=4,
+            )
+            .train()
+            .model
+        )
+        return model
+
+    with pytest.raises(UserError, match="Python code of its own"):
+        run("untrusted", process=True, trusted=False)
+    assert not own_code.exists()
+    here = run("here", process=False)
+    assert set(own_code.read_text().split()) == {str(os.getpid())}
+    there = run("there", process=True)
+    assert len(set(own_code.read_text().split())) == 2
+    assert type(there).__name__ == "OwnForCausalLM"
+    for one, other in zip(weights(there), weights(here), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+
+
 def test_generate_takes_a_revision_and_code(own_code: Path, publish: Publish, causal_lm: Any) -> None:
     publish("me/own", causal_lm(3), "plain")
     words = ["generate", "--model", "me/own", "--prompt", "1+", "--max-new-tokens", "2", "--device", "cpu"]
@@ -234,7 +281,10 @@ def test_generate_takes_a_revision_and_code(own_code: Path, publish: Publish, ca
     assert isinstance(refused.exception, UserError) and "--trust-remote-code" in str(refused.exception)
     assert CliRunner().invoke(app, [*words, "--revision", "plain"]).exit_code == 0
     assert not own_code.exists()
-    assert CliRunner().invoke(app, [*words, "--trust-remote-code"]).exit_code == 0
+    here = CliRunner().invoke(app, [*words, "--trust-remote-code"])
+    there = CliRunner().invoke(app, [*words, "--trust-remote-code", "--engine", "process=true"])
+    assert here.exit_code == there.exit_code == 0 and here.stdout == there.stdout
+    assert len(set(own_code.read_text().split())) == 2
 
 
 # What goes back ---------------------------------------------------------------------------------------------

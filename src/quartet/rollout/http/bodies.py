@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from quartet.config import UserError
-from quartet.config.common import Strict
+from quartet.config.common import Strict, TemplateVariables
+from quartet.data.fields import without_nulls
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.scheduler import check_request
+from quartet.text.templates import template_warnings
 from quartet.text.tokenizer import TextCodec
 
 MAX_SEED = (1 << 63) - 1
@@ -84,11 +86,22 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: str
-    content: str | tuple[TextPart, ...]
+    content: str | tuple[TextPart, ...] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, JsonValue]] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs its content, a text; only one with tool_calls may do without")
+        return self
 
     @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def for_template(self) -> dict[str, Any]:
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {**{name: value for name, value in self if value is not None}, "content": text}
 
 
 class ChatBody(_Body):
@@ -97,13 +110,40 @@ class ChatBody(_Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: Literal[0] = 0
+    tools: list[dict[str, JsonValue]] = Field([])
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: TemplateVariables = Field({})
+
+    @field_validator("tools")
+    @classmethod
+    def _are_functions(cls, tools: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
+        for tool in tools:
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if tool.get("type") != "function" or not isinstance(name, str):
+                raise ValueError('each is {"type": "function", "function": {"name": "…", "parameters": {…}}}')
+        return tools
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs
 
     def prompts(self, codec: TextCodec) -> list[list[int]]:
-        return [codec.encode_prompt([{"role": each.role, "content": each.text} for each in self.messages])]
+        """Token ids of the conversation, those that training gives the same messages, tools and variables.
+
+        Raises:
+            UserError: the template does not read what it is given, or refuses it.
+        """
+        first, *rest = (each.for_template for each in self.messages)
+        # As in rows of data.
+        tools = without_nulls(self.tools) if self.tool_choice == "auto" else []
+        if unread := template_warnings(codec.tokenizer, self.chat_template_kwargs, has_tools=bool(tools)):
+            raise UserError(
+                "the request gives the chat template what it does not read",
+                found="; ".join(unread),
+                remedy="leave that out, or serve the model with another --chat-template",
+            )
+        return [codec.encode_prompt([{**first, "tools": tools} if tools else first, *rest], self.chat_template_kwargs)]
 
     @property
     def most_tokens(self) -> int:

@@ -98,7 +98,8 @@ def make(
                 drafts = Drafts.of(speculation, heads)
                 given["speculative_config"] = drafts.config
             options: dict[str, Any] = {"lora": lora, "padding": padding, "drafts": drafts}
-            return VLLMEngine(given, decode=_decode(folder), version=version, **options)
+            decode = _decode(folder, bool(given.get("trust_remote_code")))
+            return VLLMEngine(given, decode=decode, version=version, **options)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(
             "vLLM cannot serve this model so",
@@ -203,8 +204,8 @@ def _cpu_arguments(folder: Path, given: dict[str, Any]) -> HeadPadding | None:
     return head_padding(config, CPUAttentionBackend.get_supported_head_sizes())
 
 
-def _decode(folder: Path) -> Decode | None:
+def _decode(folder: Path, trust_remote_code: bool) -> Decode | None:
     if not (folder / "tokenizer.json").is_file():
         return None
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     return lambda token_ids: str(tokenizer.decode(token_ids))
