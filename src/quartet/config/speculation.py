@@ -63,7 +63,7 @@ class MedusaSpeculation(_Speculation):
     """Drafts by Medusa heads, trained by ``quartet medusa``."""
 
     type: Literal["medusa"] = "medusa"
-    path: str = Field(description="Directory of the heads.")
+    path: str = Field(description="Directory of the heads, its URL, or a hub name (owner/name@revision).")
     depth: Tokens | None = Field(None, ge=1, description="Heads that draft, a token each; all when left out.")
     tree: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] | None = Field(
         None,

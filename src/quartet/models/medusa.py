@@ -37,6 +37,7 @@ from quartet.config.nearest import missing_file
 from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
 from quartet.models.saving import WHOLE, save_tensors
+from quartet.text.loading import local_or_hub
 from quartet.weights.gather import gather
 from quartet.weights.manifest import HEADS_PREFIX
 
@@ -174,8 +175,8 @@ class MedusaHeads(nn.Module):
         (path / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path, trunk: PackedCausalLM, depth: int | None = None) -> MedusaHeads:
-        """The first ``depth`` heads of those saved at ``path``; all of them where it is None.
+    def load(cls, path: str | Path, trunk: PackedCausalLM, depth: int | None = None) -> MedusaHeads:
+        """The first ``depth`` heads of those saved at ``path``, see ``SavedHeads.read``; all where it is None.
 
         On the meta device they have no contents.
 
@@ -187,10 +188,10 @@ class MedusaHeads(nn.Module):
         if trunk.device.type == "meta":
             return heads
         try:
-            with safe_open(str(path / _WEIGHTS), "pt") as file:
+            with safe_open(str(saved.path / _WEIGHTS), "pt") as file:
                 heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
         except (OSError, SafetensorError, RuntimeError) as error:
-            raise _unreadable(path / _WEIGHTS, str(error).partition("\n")[0]) from error
+            raise _unreadable(saved.path / _WEIGHTS, str(error).partition("\n")[0]) from error
         return heads
 
 
@@ -211,14 +212,18 @@ class SavedHeads:
     trunk: dict[str, str]
 
     @classmethod
-    def read(cls, path: Path) -> SavedHeads:
+    def read(cls, path: str | Path) -> SavedHeads:
         """
+        Args:
+            path: a directory, its URL, or a name on the hub, of which the files are brought to this machine.
+
         Raises:
-            UserError: there are none, or none that ``MedusaHeads.save`` has written.
+            UserError: there are none, or none that ``MedusaHeads.save`` has written; they cannot be brought.
         """
+        path = Path(local_or_hub(path, "heads"))
         file = path / _CONFIG
         if not file.is_file():
-            raise missing_file("there are no Medusa heads", file if path.is_dir() else path)
+            raise missing_file("there are no Medusa heads", file)
         try:
             config: dict[str, Any] = json.loads(read_file(file))
             depth, layers, width, vocab_size = (int(config[key]) for key in _SIZES)
@@ -228,7 +233,7 @@ class SavedHeads:
             raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 
     @classmethod
-    def checked(cls, path: Path, trunk: PackedCausalLM, depth: int | None = None) -> SavedHeads:
+    def checked(cls, path: str | Path, trunk: PackedCausalLM, depth: int | None = None) -> SavedHeads:
         """Those at ``path``, of which the trunk can have the first ``depth``, or all.
 
         Raises:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -102,7 +101,7 @@ def build_speculator(config: SpeculationConfig, packed: PackedCausalLM, heads: M
         return Speculator(HistoryDrafter(config.min_match, config.max_draft, config.kept_tokens), config.costs)
     learned: Sequence[tuple[str, Tensor]] = ()
     if heads is None:
-        heads = MedusaHeads.load(Path(config.path), packed, config.num_heads)
+        heads = MedusaHeads.load(config.path, packed, config.num_heads)
         learned = () if config.train is None else tuple(heads.weights())
     paths = config.tree or [(0,) * depth for depth in range(1, heads.depth + 1)]
     return Speculator(HeadDrafter(heads, paths, config.choose, learned), config.costs)

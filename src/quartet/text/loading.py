@@ -23,12 +23,12 @@ def local_or_hub(name: str | Path, what: str) -> str:
 
     Args:
         name: a path, or ``owner/name`` or ``owner/name@revision`` of the hub.
-        what: ``model`` or ``tokenizer``, of which weights are not fetched.
+        what: ``model``, ``heads`` (Medusa's), or ``tokenizer``, of which weights are not fetched.
 
     Raises:
         UserError: a local path that does not exist, or a file; what the hub does not have or give.
     """
-    return local_directory(name, what) or str(fetch(str(name), weights=what == "model"))
+    return local_directory(name, what) or str(fetch(str(name), weights=what != "tokenizer"))
 
 
 def local_directory(name: str | Path, what: str) -> str | None:
@@ -41,12 +41,14 @@ def local_directory(name: str | Path, what: str) -> str | None:
     path = Path(text).expanduser()
     if path.is_dir():
         if (path / "run.json").is_file() and not (path / "config.json").is_file():
-            model = path / "model"
-            remedy = f"name {model}" if model.is_dir() else made_by(model) or "name the directory of a model"
-            raise UserError(f"this is a run, not a {what}", found=text, remedy=remedy)
+            part = path / ("medusa" if what == "heads" else "model")
+            remedy = f"name {part}" if part.is_dir() else made_by(part) or f"name a directory with {part.name}/ in it"
+            raise UserError(f"this is a run, no {what}", found=text, remedy=remedy)
         return str(path)
     if path.exists():
-        raise UserError(f"the {what} is not a directory", found=text, remedy="name the directory that holds it")
+        raise UserError(
+            f"{text} is not a directory", found=f"a file as {what}", remedy="name the directory that holds it"
+        )
     directory, revision = split_name(text)
     if revision is not None and Path(directory).expanduser().exists():
         raise UserError(

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -155,7 +154,7 @@ class ModelLoader:
         speculation = self.recipe.rollout.speculation
         if not isinstance(speculation, MedusaSpeculation) or speculation.train is None:
             return None
-        return MedusaHeads.load(Path(speculation.path), self.actor, speculation.num_heads)
+        return MedusaHeads.load(speculation.path, self.actor, speculation.num_heads)
 
     @cached_property
     def companion(self) -> Companion | None:

@@ -10,6 +10,7 @@ from quartet.config import UserError
 from quartet.config.common import HubConfig, Strict
 from quartet.config.evaluation import ComparisonConfig
 from quartet.config.recipe import Recipe
+from quartet.config.speculation import MedusaSpeculation
 from quartet.remote.hub import current_commit, pin, split_name
 from quartet.text.loading import local_directory
 
@@ -50,14 +51,15 @@ class _Pins:
             named = "model" if isinstance(value, ComparisonConfig) else "path"
             changes |= {"revision": None, named: self._name(f"{dot}{named}", getattr(value, named), value.revision)}
             if getattr(value, "tokenizer", None) is not None:
-                changes["tokenizer"] = self._name(f"{dot}tokenizer", changes["tokenizer"], None)
+                changes["tokenizer"] = self._name(f"{dot}tokenizer", changes["tokenizer"], None, "tokenizer")
+        if isinstance(value, MedusaSpeculation):
+            changes["path"] = self._name(f"{dot}path", value.path, None, "heads")
         changes = {name: new for name, new in changes.items() if new != getattr(value, name)}
         return value.model_copy(update=changes) if changes else value
 
-    def _name(self, key: str, name: str | None, revision: str | None) -> str | None:
+    def _name(self, key: str, name: str | None, revision: str | None, what: str = "model") -> str | None:
         if name is None:
             return None
-        what = "tokenizer" if key.endswith("tokenizer") else "model"
         full = name if revision is None else f"{name}@{revision}"
         try:
             if local_directory(full, what) is not None:
@@ -76,7 +78,7 @@ class _Pins:
                     f"with, {str(split_name(then)[1])[:12]}"
                 )
         if found is None:
-            found, remark = pin(full, weights=what == "model")
+            found, remark = pin(full, weights=what != "tokenizer")
             if remark is not None:
                 self._tell(remark)
         self.commits[key] = found

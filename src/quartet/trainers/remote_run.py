@@ -45,10 +45,13 @@ _EVERY_S = 60.0
 class LocalRun:
     """What a run does for a store where its ``output_dir`` is a directory: nothing."""
 
-    def check(self, resume: bool) -> bool:
-        """Whether what is in the run's directory here decides. Raises UserError where the URL holds another run, or
-        cannot be read."""
-        return True
+    def check(self, resume: bool) -> dict[str, Any] | None:
+        """``run.json`` of the run that is at the URL, empty where there is none; None: the directory here decides.
+
+        Raises:
+            UserError: the URL holds another run, or cannot be read.
+        """
+        return None
 
     def restore(self, resume: bool) -> None:
         """Brings what a run needs to go on to this machine; the run's lock is held."""
@@ -102,7 +105,7 @@ class RemoteRun(LocalRun):
 
     # Ownership -------------------------------------------------------------------------------------------
 
-    def check(self, resume: bool) -> bool:
+    def check(self, resume: bool) -> dict[str, Any] | None:
         owner = self._owner()
         if owner is not None and not resume:
             raise self._taken(owner)
@@ -112,7 +115,9 @@ class RemoteRun(LocalRun):
                 found=", ".join(list(found)[:5]),
                 remedy="choose another output_dir",
             )
-        return False
+        with contextlib.suppress(ValueError, TypeError):
+            return dict(json.loads(self._store.read("run.json") or "{}"))
+        return {}  # damaged: what reads the run says so
 
     def restore(self, resume: bool, *, here_only: bool = False) -> None:
         owner, state = self._owner(), self._read_state()

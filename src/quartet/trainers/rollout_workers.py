@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from itertools import chain
-from pathlib import Path
 
 import torch
 
@@ -80,7 +79,7 @@ def served_rollout_worker(
     config, pool = recipe.rollout.engine, placement.pool(placement.pool_of["rollout"])
     speculation = recipe.rollout.speculation
     if isinstance(config, VLLMEngineConfig) and isinstance(speculation, MedusaSpeculation):
-        SavedHeads.checked(Path(speculation.path), actor, speculation.depth)
+        SavedHeads.checked(speculation.path, actor, speculation.depth)
     precision = precision_on(device, recipe.actor.train.precision)
     dtype = getattr(torch, vllm_dtype(config, precision)) if isinstance(config, VLLMEngineConfig) else None
     adapters, num_engines = actor.adapters, config.engines if isinstance(config, VLLMEngineConfig) else 1

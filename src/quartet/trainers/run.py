@@ -130,7 +130,8 @@ class RunDirectory:
         self._info: dict[str, Any] = {}
         self._pinned, self._commits = recipe, dict[str, str]()
         self.remote = remote_run(recipe, path, tell)
-        self._found = (self._inspect() if self.remote.check(bool(resume)) else None) or {}
+        noted = self.remote.check(bool(resume))
+        self._found = (self._inspect() or {}) if noted is None else noted
 
     def pin(self, recipe: R) -> R:
         """The recipe of the run, as ``pinned`` gives it: what is loaded, and noted in ``run.json``."""

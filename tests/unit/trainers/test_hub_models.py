@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -36,6 +37,8 @@ from quartet.models.loading import load_causal_lm
 from quartet.text.loading import local_or_hub
 from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.preference import PreferenceTrainer
+from quartet.trainers.run import RunDirectory
+from quartet.trainers.run_files import output_path
 from quartet.trainers.sft import SFTTrainer
 
 COMMON: dict[str, Any] = {
@@ -127,6 +130,23 @@ def test_a_resume_keeps_the_commit_of_a_branch_that_moved_and_tells_it(
     told = [note for note in resumed.summary["notes"] if "main is now at" in note]
     assert len(told) == 1 and now[:12] in told[0] and began[:12] in told[0]
     assert not equal(sft(tmp_path / "new", demonstrations).train().model, whole), "a new run takes what is there now"
+
+
+def test_a_run_at_a_url_keeps_the_commit_on_another_machine(
+    publish: Publish, demonstrations: Any, causal_lm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = publish("me/base", causal_lm(0))
+    fsspec.filesystem("memory").store.clear()
+    told: list[str] = []
+    for machine in ("one", "other"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+        recipe = SFTRecipe(**COMMON, model=ModelConfig(path="me/base"), output_dir="memory://bucket/pinned")
+        path = output_path(recipe.output_dir, "sft", machine == "other")
+        run = RunDirectory(path, recipe, resume=machine == "other", tell=told.append)
+        assert run.pin(recipe).model.path == f"me/base@{first}"
+        with run:
+            publish("me/base", causal_lm(1))
+    assert sum("main is now at" in text for text in told) == 1
 
 
 def test_references_and_compared_models_have_revisions(

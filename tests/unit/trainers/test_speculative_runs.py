@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -140,6 +141,24 @@ def test_measured_costs_and_the_answers_are_in_the_checkpoint(train: Any) -> Non
     assert int(state["num_answers"].sum()) + len(state["num_answers"]) == len(state["lengths"])
 
 
+def test_heads_may_be_on_the_hub_or_at_a_url(
+    hub: Any, train: Any, heads: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of the hub are pinned as its models are."""
+    commit = hub.put("me/heads", heads)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fsspec.filesystem("memory").put(str(heads), "/bucket/heads", recursive=True)
+    whole = train("here", MedusaSpeculation(path=str(heads), costs=COSTS)).train()
+    for name in ("me/heads", "memory://bucket/heads"):
+        found = train(name.partition(":")[0].replace("/", "-"), MedusaSpeculation(path=name, costs=COSTS)).train()
+        assert same_weights(whole.model, found.model)
+        assert read_metrics(found.path / "metrics.jsonl")[-1]["rollout/draft_acceptance"] > 0
+        noted = json.loads((found.path / "run.json").read_text()).get("commits", {})
+        assert noted == ({"rollout.speculation.path": f"me/heads@{commit}"} if name == "me/heads" else {})
+    with pytest.raises(UserError, match="there is nothing at memory://bucket/other"):
+        train("none", MedusaSpeculation(path="memory://bucket/other"))
+
+
 def test_an_engine_in_a_process_of_its_own_drafts_too(
     causal_lm: Any, tokenizer: Any, heads: Path, tmp_path: Path
 ) -> None:
@@ -171,7 +190,7 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
         ({"model": causal_lm(seed=5)}, "trained on another model"),
         ({"model": causal_lm(hidden_size=48)}, "trained on another model"),
         ({"rollout": rollout(MedusaSpeculation(path=str(heads), depth=3))}, "more Medusa heads are asked for"),
-        ({"rollout": rollout(MedusaSpeculation(path=str(tmp_path / "none")))}, "there are no Medusa heads"),
+        ({"rollout": rollout(MedusaSpeculation(path=str(tmp_path / "none")))}, "there is no heads directory here"),
     ):
         with pytest.raises(UserError, match=problem):
             train("refused", MedusaSpeculation(path=str(heads)), **changes)

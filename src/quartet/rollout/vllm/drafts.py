@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from quartet.text.loading import local_or_hub
+
 _LONGEST_MATCH = 16
 """Newest tokens that are looked up at most; of the places that have them the one that has most is taken."""
 
@@ -44,7 +46,7 @@ class Drafts:
             shortest = section["min_match"]
             lookup = {"prompt_lookup_min": shortest, "prompt_lookup_max": max(shortest, _LONGEST_MATCH)}
             return cls({"method": "ngram", "num_speculative_tokens": section["max_draft"], **lookup})
-        depth, shapes = _write_heads(Path(section["path"]), section["depth"], folder)
+        depth, shapes = _write_heads(Path(local_or_hub(section["path"], "heads")), section["depth"], folder)
         learn = section["train"] is not None
         config = {"method": "medusa", "model": str(folder), "num_speculative_tokens": depth}
         return cls(config, shapes if learn else {}, not learn)
