@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_a_signal_to_all_processes_of_a_run_with_its_own_ray(world: Any, recipes
     run = world.path / f"signalled-{number}"
     cluster = {"type": "ray", "cpus_per_process": 0.1}
     recipe = world.recipe(run.name, recipes["rl"](steps=10_000, placement=PLACEMENT, cluster=cluster))
-    command = [sys.executable, "-m", "quartet", "rl", recipe, f"output_dir={run}", "--resume=auto"]
+    command = [sys.executable, "-m", "quartet", "rl", recipe, f"output_dir={run}", "--resume=auto", "log.level=info"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (world.path / f"{run.name}.log").open("w+") as log:
         started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -79,6 +80,8 @@ def test_a_signal_to_all_processes_of_a_run_with_its_own_ray(world: Any, recipes
     ended = json.loads((run / "run.json").read_text())["status"]
     assert (status, ended) == (128 + number, "interrupted"), said
     assert "stopped after step" in said and list((run / "checkpoints").iterdir())
+    records = set(re.findall(r"INFO \[(.+) 0\] quartet\.trainers\.(?:devices|run): ", said))
+    assert records == {"driver", "actor+rollout", "critic+reference+reward_model"}, said
 
 
 @contextlib.contextmanager
