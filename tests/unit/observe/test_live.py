@@ -178,11 +178,13 @@ def test_the_page_takes_in_what_comes(server: LiveServer, run: Path, monkeypatch
 def test_comparison_tells_recipes_apart(tmp_path: Path, make_run: MakeRun) -> None:
     runs = [make_run(tmp_path / name / "run", steps=3) for name in "ab"]
     (runs[1] / "recipe.yaml").write_text(
-        "job: rl\noutput_dir: b\nactor: {optim: {lr: 0.1}, lora: null}\nalgorithm: {type: ppo}\n"
+        "job: rl\noutput_dir: b\nactor: {optim: {lr: 0.1}, lora: null, seed: 1}\nalgorithm: {type: ppo}\n"
     )
     data = collect_comparison(runs, ReportLimits())
     assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"], "ends of the paths that tell them apart"
-    assert data["differences"] == [("actor.optim.lr", ["3e-05", "0.1"]), ("actor.lora", [None, "null"])]
+    assert data["differences"] == [("actor.optim.lr", ["3e-05", "0.1"]), ("actor.seed", [None, "1"])], (
+        "no key is as null"
+    )
     assert [[stage["id"] for stage in run["stages"]] for run in data["runs"]] == [["sft", "reward_model", "rl"]] * 2
     (runs[0] / "recipe.yaml").write_text("]")
     (runs[0] / "rl" / "metrics.jsonl").write_text("nonsense\n")
