@@ -23,6 +23,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,11 @@ def write(path: Path, num: int, job: str) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    held, writer = [], None
-    for number, row in enumerate(rows(num, job), start=1):
-        held.append(row)
-        if len(held) == 50_000 or number == num:
-            table = pyarrow.Table.from_pylist(held)
-            writer = writer or pyarrow.parquet.ParquetWriter(path, table.schema)
-            writer.write_table(table)
-            held = []
-    assert writer is not None
-    writer.close()
+    tables, given = [], rows(num, job)
+    while held := list(islice(given, 50_000)):
+        tables.append(pyarrow.Table.from_pylist(held))
+    # As pyarrow writes by itself: one row group up to 2^20 rows.
+    pyarrow.parquet.write_table(pyarrow.concat_tables(tables), path)
 
 
 def run(job: str, data: Path, out: Path, model: str, *, on_ray: bool) -> None:

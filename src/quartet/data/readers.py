@@ -183,8 +183,8 @@ def _parquet(path: Path) -> Values:
     except ImportError:
         raise UserError("Parquet files need pyarrow", found=str(path), remedy=INSTALL) from None
     try:
-        # Buffered beforehand, the whole file would be in memory; threads would each keep memory of their own.
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+        # Else pyarrow has whole row groups in memory, or the whole file, and each of its threads keeps some of its own.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 16) as file:
             number = 0
             for batch in file.iter_batches(batch_size=1024, use_threads=False):
                 for values in batch.to_pylist():

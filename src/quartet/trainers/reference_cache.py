@@ -248,8 +248,9 @@ def _weights(reference: Reference, record: Mapping[str, Any] | None, digests: Ma
     if changed:
         raise UserError(
             f"the {' and '.join(changed)} data are not those the run began with",
-            found="other token ids",
-            remedy="resume with the same rows and tokenizer, or choose another output_dir",
+            found="other token ids, or rows that are only checked when they are drawn are read in another way",
+            remedy="resume with the same rows, tokenizer, chat template, system prompt and max_tokens, or choose "
+            "another output_dir",
         )
     weights = str(record["weights"])
     if not reference.is_start and reference.digest() != weights:

@@ -85,8 +85,8 @@ def _recipe(text: str | None) -> dict[str, Any] | None:
 
 
 def _differences(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | None]]]:
-    """Keys whose values are not the same in all recipes, with the value in each; None where it has no such key, which is
-    the same as null."""
+    """Keys whose values are not the same in all recipes, with the value in each; None where it has no such key, as if
+    it were null."""
     found = []
     for key in dict.fromkeys(key for recipe in recipes for key in recipe):
         values = [json.dumps(recipe[key], ensure_ascii=False) if key in recipe else None for recipe in recipes]
