@@ -84,6 +84,22 @@ def test_a_signal_to_all_processes_of_a_run_with_its_own_ray(world: Any, recipes
     assert records == {"driver", "actor+rollout", "critic+reference+reward_model"}, said
 
 
+@pytest.mark.slow
+def test_workers_of_one_machine_fetch_a_model_of_the_hub_once(
+    hub: Any, alone: Path, world: Any, recipes: Any, same_run: Any, tmp_path: Path
+) -> None:
+    commit = hub.put("me/base", world.path / "model")
+    content = recipes["rl"](steps=2, placement=PLACEMENT, cluster={"type": "ray", "cpus_per_process": 0.1})
+    content["actor"]["model"] = {"path": "me/base"}
+    command = [sys.executable, "-m", "quartet", "rl", world.recipe("hub", content), "output_dir=from-hub"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(hub.downloads().values()) == {1}, hub.downloads()
+    assert json.loads(Path("from-hub/run.json").read_text())["commits"]["actor.model.path"] == f"me/base@{commit}"
+    same_run(alone, Path("from-hub"))
+
+
 @contextlib.contextmanager
 def head_with_dashboard(folder: Path) -> Iterator[str]:
     """A Ray head that takes jobs; its address for them."""

@@ -17,6 +17,13 @@ from moto.server import ThreadedMotoServer
 from quartet.remote.store import Store
 
 BUCKET = "s3://bucket"
+RAY = {
+    "cluster": {"type": "ray", "cpus_per_process": 0.1},
+    "placement": {
+        "type": "pipelined",
+        "pools": {"policy": {"roles": ["rollout", "actor"]}, "scores": {"roles": ["critic", "reference", "reward"]}},
+    },
+}
 
 
 class Server:
@@ -84,7 +91,11 @@ def whole_steps(url: str) -> list[int]:
     return [int(name[1].removeprefix("step_")) for name in names if name[2:] == ["manifest.json"]]
 
 
+@pytest.mark.parametrize(
+    "sections", [pytest.param({}, id="one process"), pytest.param(RAY, id="ray", marks=pytest.mark.slow)]
+)
 def test_a_run_killed_while_it_uploads_goes_on_on_another_machine(
+    sections: dict[str, Any],
     world: Any,
     recipes: Any,
     processes: Any,
@@ -99,10 +110,10 @@ def test_a_run_killed_while_it_uploads_goes_on_on_another_machine(
     assert processes.run("rl", here, cwd=world.path, output=log) == 0, log.read_text()
     upload_folder(world.path / "model", f"{BUCKET}/model")
     Store(BUCKET).upload(world.path / "prompts.jsonl", "prompts.jsonl")
-    url = f"{BUCKET}/runs/there"
+    url = f"{BUCKET}/runs/{'ray' if sections else 'there'}"
     content["actor"]["model"]["path"] = f"{BUCKET}/model"
     content["data"] = {"path": f"{BUCKET}/prompts.jsonl"}
-    there = world.recipe("there", {**content, "output_dir": url})
+    there = world.recipe("there", {**content, **sections, "output_dir": url})
 
     status, told = command("first", "rl", there, kill=("upload", 3))
     assert status == -signal.SIGKILL, told
