@@ -5,10 +5,11 @@
 
 Three steps of each job on generated rows of ten-word texts. ``MiB above`` is the largest resident memory that the
 process had, less the same of a run on ten rows; ``first step`` the seconds from the start of the process, imports
-included, until the figures of the first step are written, and in brackets those of the processor in the driver, where
-others may compute beside it. With ``--ray`` the model is in a process of its own, and both are told, the driver
-first. ``--model`` is a causal LM with a tokenizer (stories260K, say); without it a random one of 1.8 M parameters is
-made, whose tokens are words. Prints one Markdown table.
+included, until the figures of the first step are written, and in brackets those of the processor, which do not depend
+on what others compute beside it. With ``--ray`` the model is in a process of its own: memory is told of both, the
+driver first; processor seconds are those of all processes together. ``--model`` is a causal LM with a tokenizer
+(stories260K, say); without it a random one of 1.8 M parameters is made, whose tokens are words. Prints one Markdown
+table.
 """
 
 from __future__ import annotations
@@ -125,8 +126,11 @@ def peaks(mark: str, driver: int) -> dict[int, float]:
 
 
 def processor_s(process: int) -> float:
-    """Processor time of a process so far."""
-    values = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    """Processor time of a process so far; 0 of one that has just ended."""
+    try:
+        values = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
     return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -142,7 +146,8 @@ def measured(job: str, data: Path, model: str, *, on_ray: bool) -> tuple[list[fl
             while child.poll() is None:
                 metrics = out / "metrics.jsonl"
                 if not first and metrics.is_file() and re.search(r'"step": ?1\b', metrics.read_text()):
-                    first = f"{time.perf_counter() - begun:.0f} s ({processor_s(child.pid):.0f})"
+                    used = sum(map(processor_s, peaks(mark, child.pid)))
+                    first = f"{time.perf_counter() - begun:.0f} s ({used:.0f})"
                 for process, size in peaks(mark, child.pid).items():
                     most[process] = max(size, most.get(process, 0.0))
                 time.sleep(0.2)

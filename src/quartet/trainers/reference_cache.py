@@ -85,12 +85,13 @@ def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
 
 
 def data_digest(data: PreferenceData | JudgedData, *, mismatched: bool) -> str:
-    """SHA-256 of all token ids, in their order; where some rows are only checked when they are drawn, of the rows."""
+    """SHA-256 of all token ids, in their order; where some rows are only checked when they are drawn, of the rows
+    and of how they are read."""
     state = hashlib.sha256(f"{FORMAT}|{type(data).__name__}|{mismatched}".encode())
     if mismatched:
         state.update(str(data.max_tokens).encode())
     if data.unchecked and isinstance(data.items, Rows):
-        state.update(data.items.digest)
+        state.update(data.items.digest + data.doubtful.encode())
         return state.hexdigest()
     for item in data.items:
         for ids in item.parts:
@@ -249,8 +250,8 @@ def _weights(reference: Reference, record: Mapping[str, Any] | None, digests: Ma
         raise UserError(
             f"the {' and '.join(changed)} data are not those the run began with",
             found="other token ids, or rows that are only checked when they are drawn are read in another way",
-            remedy="resume with the same rows, tokenizer, chat template, system prompt and max_tokens, or choose "
-            "another output_dir",
+            remedy="resume with the same rows, tokenizer, chat template, system prompt, max_tokens and doubtful_pairs, "
+            "or choose another output_dir",
         )
     weights = str(record["weights"])
     if not reference.is_start and reference.digest() != weights:

@@ -373,3 +373,19 @@ def test_a_template_is_part_of_rows_that_are_checked_later(
         train(name, rows=rows, steps=1, **section).train()
         files.append(len(list(tmp_path.glob("*.safetensors"))))
     assert files == [2, 2, 3], "of training and of held-out rows"
+
+
+def test_so_is_what_happens_to_doubtful_pairs(
+    train: Callable[..., PreferenceTrainer], pairs: Any, tmp_path: Path
+) -> None:
+    """Where a pair is left out when it is drawn, another stands in its place, with other log-probabilities."""
+    rows = [*pairs[:5], *({**pair, "rejected": ""} for pair in pairs[5:-1]), pairs[-1]]
+    section: dict[str, Any] = {
+        "data": DataConfig(check_rows=5),
+        "reference": CachedReferenceConfig(cache=str(tmp_path)),
+    }
+    files = []
+    for name, doubtful in (("first", "keep"), ("same", "keep"), ("other", "skip")):
+        train(name, rows=rows, steps=1, doubtful_pairs=doubtful, **section).train()
+        files.append(len(list(tmp_path.glob("*.safetensors"))))
+    assert files == [2, 2, 3], "of training and of held-out rows"
