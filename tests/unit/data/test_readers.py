@@ -9,7 +9,7 @@ import pytest
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.readers import read_data_rows
+from quartet.data.readers import iter_rows, read_data_rows
 
 ROWS = [{"prompt": "a\u2028b", "n": 1}, {"prompt": "ü", "n": None}]
 
@@ -69,7 +69,7 @@ def test_a_parquet_file_is_never_in_memory_as_a_whole(rows_per_group: int, tmp_p
     parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=rows_per_group, use_dictionary=False)
     del table
     before, most = pyarrow.total_allocated_bytes(), 0
-    for _ in read_data_rows(DataConfig(path=str(tmp_path / "rows.parquet"))):
+    for _ in iter_rows(DataConfig(path=str(tmp_path / "rows.parquet"))):
         most = max(most, pyarrow.total_allocated_bytes() - before)
     assert (tmp_path / "rows.parquet").stat().st_size > 10e6 and most < 5e6
 
