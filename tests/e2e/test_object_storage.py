@@ -104,13 +104,14 @@ def test_a_run_killed_while_it_uploads_goes_on_on_another_machine(
     tmp_path: Path,
 ) -> None:
     """PPO with its model and prompts at URLs, too; killed in the midst of a checkpoint, and before its manifest."""
-    content = recipes["rl"](output_dir="runs/here")
+    name = "ray" if sections else "there"
+    content = recipes["rl"](output_dir=f"runs/not-{name}")
     here = world.recipe("here", content)
     log = tmp_path / "here.txt"
     assert processes.run("rl", here, cwd=world.path, output=log) == 0, log.read_text()
     upload_folder(world.path / "model", f"{BUCKET}/model")
     Store(BUCKET).upload(world.path / "prompts.jsonl", "prompts.jsonl")
-    url = f"{BUCKET}/runs/{'ray' if sections else 'there'}"
+    url = f"{BUCKET}/runs/{name}"
     content["actor"]["model"]["path"] = f"{BUCKET}/model"
     content["data"] = {"path": f"{BUCKET}/prompts.jsonl"}
     there = world.recipe("there", {**content, **sections, "output_dir": url})
@@ -130,7 +131,7 @@ def test_a_run_killed_while_it_uploads_goes_on_on_another_machine(
     assert status == 0, told
     assert "bringing the run" in told and "nothing to resume" not in told
     assert whole_steps(url) == [4, 5]
-    same_run(world.path / "runs" / "here", downloaded(url, tmp_path / "copy"))
+    same_run(world.path / "runs" / f"not-{name}", downloaded(url, tmp_path / "copy"))
 
     status, told = command("fourth", "rl", there, "--resume=auto")
     assert status == 0 and "done" in told, told
@@ -141,6 +142,45 @@ def test_a_run_killed_while_it_uploads_goes_on_on_another_machine(
     assert status == 0 and "1+2=" in told, told
     status, told = command("fourth", "generate", "--model", url, "--prompt", "1+2=")
     assert status == 2 and f"name {url}/model" in told
+
+
+def test_an_iterated_run_goes_on_on_another_machine(
+    world: Any,
+    recipes: Any,
+    processes: Any,
+    command: Callable[..., tuple[int, str]],
+    same_run: Callable[[Path, Path], None],
+    tmp_path: Path,
+) -> None:
+    """Killed while the first stage's checkpoint is uploaded, and before the end of the second stage."""
+    url = f"{BUCKET}/runs/iterated"
+    reward_model = {"steps": 2, "checkpoint": {"every_steps": 1}, "evaluation_data": None}
+    rl = {"steps": 12, "rewards": [], "checkpoint": {"every_steps": 1}}
+    content = {
+        "rounds": 1,
+        "collect": {
+            "labeller": {"type": "function", "target": "rewards.py:digits"},
+            "prompts_per_round": 8,
+            "sampling": {"max_new_tokens": 6},
+        },
+        "reward_model": recipes["reward-model"](**reward_model),
+        "rl": recipes["rl"]("rloo", **rl),
+    }
+    log = tmp_path / "here.txt"
+    here = world.recipe("iterated", {**content, "output_dir": "runs/iterated"})
+    assert processes.run("iterated-reward-model", here, cwd=world.path, output=log) == 0, log.read_text()
+    there = world.recipe("iterated-there", {**content, "output_dir": url})
+    for machine, kill in (("first", ("upload", 3)), ("second", ("finish", 1))):
+        status, told = command(machine, "iterated-reward-model", there, "--resume=auto", kill=kill)
+        assert status == -signal.SIGKILL, told
+    status, told = command("third", "iterated-reward-model", there, "--resume=auto")
+    assert status == 0 and "bringing the run" in told, told
+    copy = downloaded(url, tmp_path / "copy")
+    same_run(world.path / "runs" / "iterated", copy)
+    for stage in ("round_1_reward_model", "round_1_rl"):
+        same_run(world.path / "runs" / "iterated" / stage, copy / stage)
+    status, told = command("fourth", "generate", "--model", f"{url}/model", "--prompt", "1+2=", "--max-new-tokens", 4)
+    assert status == 0 and "1+2=" in told, told
 
 
 def test_a_run_that_loses_its_store_goes_on_and_is_uploaded_later(

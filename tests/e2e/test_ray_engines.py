@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 NOT_COMPARED = ("throughput/", "time/", "memory/", "overlap/", "handover/", "time_s", "engine/", "rollout/tokens")
 
 
@@ -16,12 +17,14 @@ NOT_COMPARED = ("throughput/", "time/", "memory/", "overlap/", "handover/", "tim
 def test_two_workers_with_an_engine_each_train_as_one_in_the_process(
     ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
-    """Groups go to whichever worker has less to do; under exact numerics that changes nothing."""
+    """Groups go to whichever worker has less to do; under exact numerics that changes nothing.
+    Records of workers and engines have role and rank."""
     placement = {"type": "separated", "rollout": {"processes": 2}, "actor": {}, "reference": {}}
     served = {
         "rollout": {"sampling": {"max_new_tokens": 7}, "engine": {"process": True, "max_running": 4}},
         "placement": placement,
         "cluster": {"type": "ray", "cpus_per_process": 0.1},
+        "log": {"level": "info"},
     }
     for name, changes in (("engine-here", {}), ("engine-ray", served)):
         recipe = recipes["rl"]("grpo", output_dir=name, steps=2, numerics="exact", **changes)
@@ -33,3 +36,8 @@ def test_two_workers_with_an_engine_each_train_as_one_in_the_process(
         shared.discard("rollout/prefill_tokens")
         assert {key: one[key] for key in shared} == {key: other[key] for key in shared}
         assert other.get("engine/restarts", 0.0) == 0.0
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    said = "".join(file.read_text() for file in logs.glob("worker-*.err"))
+    records = re.findall(r"INFO \[(.+)\] quartet\.(?:trainers\.devices|rollout\.process): started as process", said)
+    engines = {"native engine 0", "native engine 1"}
+    assert set(records) == {"actor 0", "reference 0", "rollout 0", "rollout 1"} | engines, said

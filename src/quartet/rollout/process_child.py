@@ -65,14 +65,15 @@ class EngineChild:
         lifeline, self._lifeline = os.pipe()
         self.channel = Channel(ours)
         self._process: subprocess.Popen[bytes] | None = None
+        stderr = os.dup(2)  # for log records
         command = [spec.python or sys.executable, "-P", "-m", "quartet.rollout.process_main"]
         try:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(lifeline)],
+                [*command, str(theirs.fileno()), str(lifeline), str(stderr)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                pass_fds=(theirs.fileno(), lifeline),
+                pass_fds=(theirs.fileno(), lifeline, stderr),
                 env={**variables, "PYTHONPATH": os.pathsep.join(path)},
                 start_new_session=True,
             )
@@ -82,6 +83,7 @@ class EngineChild:
         finally:
             theirs.close()
             os.close(lifeline)
+            os.close(stderr)
 
     def drop_folder(self) -> None:
         """It has started, and needs what is in there no more: nothing stays if this process is killed."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import logging
 import os
 import select
+import socket
 import sys
 import time
 import traceback
@@ -20,22 +22,27 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from quartet.config import UserError
+from quartet.observe.logs import VARIABLE, set_up_from_environment
 from quartet.rewards.subprocess_main import end_with_trainer, leave_signals_to_the_trainer
 from quartet.rollout.protocol import GenerationError
 from quartet.rollout.stepped import SteppedEngine
 
+_log = logging.getLogger("quartet.rollout.process")
 ALIVE_S = 0.5
 """Most seconds without a word, but for a step that takes longer."""
 
 
 def main() -> None:
-    wire, lifeline = (int(text) for text in sys.argv[1:])
+    wire, lifeline, stderr = (int(text) for text in sys.argv[1:])
     del sys.argv[1:]
-    for descriptor in (wire, lifeline):
+    for descriptor in (wire, lifeline, stderr):
         os.set_inheritable(descriptor, False)
+    if VARIABLE in os.environ:  # this process's own stderr is only shown when it fails
+        set_up_from_environment(os.fdopen(stderr, "w", errors="backslashreplace"))
     end_with_trainer(lifeline)
     leave_signals_to_the_trainer()
     faulthandler.enable()
+    _log.info("started as process %d on %s", os.getpid(), socket.gethostname())
     connection = Connection(wire)
     target, kwargs, has_weights = connection.recv()
     engine = _made(connection, target, kwargs)

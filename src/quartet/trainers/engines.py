@@ -26,7 +26,7 @@ from quartet.config.engines import (
 from quartet.config.speculation import SpeculationConfig
 from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
-from quartet.observe.logs import logging_variables
+from quartet.observe.logs import logging_variables, own_rank
 from quartet.rollout import process_native
 from quartet.rollout.drafters import build_speculator
 from quartet.rollout.engine import NativeEngine
@@ -133,7 +133,7 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
         if not config.process:
             return [SteppedEngine(process_native.make(**arguments))]
         target, options = "quartet.rollout.process_native:make", _process_options(config)
-        environment = _threads() | logging_variables("native engine")
+        environment = _threads() | logging_variables("native engine", own_rank())
         spec = EngineSpec(target, arguments, environment=environment, name="native engine", **options)
         return [EngineProcess(spec, policy.staging)]
     if isinstance(config, VLLMEngineConfig):
@@ -196,7 +196,8 @@ def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec
             "quartet.rollout.vllm.start:make",
             arguments,
             python=config.python,
-            environment=_devices_of(number, config, visible) | logging_variables("vllm engine", number),
+            environment=_devices_of(number, config, visible)
+            | logging_variables("vllm engine", own_rank() * config.engines + number),
             name=f"vllm engine {number}",
             **_process_options(config),
         )

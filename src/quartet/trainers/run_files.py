@@ -324,7 +324,8 @@ def with_defaults(saved: Any, recipe: Recipe) -> Any:
 def changed_keys(saved: Any, current: Any) -> list[str]:
     """``key: value then, value now`` for every key whose difference changes what is trained, by name.
 
-    A precision of ``auto`` differs from none: ``check_resumable`` compares what it stands for.
+    A precision of ``auto`` differs from none: ``check_resumable`` compares what it stands for. Two paths
+    in one place beside the run's directory do not differ either: stages move with the run that they are part of.
     """
     then, now = flatten(saved), flatten(current)
     free_keys: tuple[str, ...] = FREE_KEYS
@@ -333,11 +334,19 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
     return [
         f"{key}: {then.get(key)} then, {now.get(key)} now"
         for key in sorted(set(then) | set(now))
-        if then.get(key) != now.get(key)
+        if _from_run(then, key) != _from_run(now, key)
         and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
         and ".sharding." not in f".{key}."
         and not (key.rpartition(".")[2] == "precision" and "auto" in (then.get(key), now.get(key)))
     ]
+
+
+def _from_run(recipe: Mapping[str, Any], key: str) -> Any:
+    """The value of a flat recipe; a path beside its ``output_dir`` as seen from there."""
+    value, beside = recipe.get(key), os.path.dirname(str(recipe.get("output_dir") or ""))
+    if beside and isinstance(value, str) and value.startswith(f"{beside}/"):
+        return f"..{value.removeprefix(beside)}"
+    return value
 
 
 def take_lock(path: Path) -> TextIO:

@@ -145,6 +145,33 @@ def test_a_loop_that_stopped_goes_on_where_it_was(recipe: Any, tmp_path: Path, m
     assert [row["step"] for row in read_metrics(tmp_path / "stopped" / "metrics.jsonl")] == [1, 2]
 
 
+def test_a_loop_may_be_moved_while_a_stage_is_under_way(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run at a URL is by another machine: its stages' recipes and checkpoints name files by the former place."""
+    short = ("rl.steps=3", "reward_model.steps=1", "rl.checkpoint.every_steps=1", "rounds=1")
+    IteratedTrainer(recipe("whole", *short)).train()
+    step = RLTrainer._step
+
+    async def stopped(self: Any, number: int, attempt: Any) -> int:
+        if number == 2:
+            raise KeyboardInterrupt
+        return await step(self, number, attempt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RLTrainer, "_step", stopped)
+        with pytest.raises(Interrupted):
+            IteratedTrainer(recipe("loop", *short)).train()
+    (tmp_path / "loop").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="was started with another recipe"):
+        IteratedTrainer(recipe("moved", *short, "rl.prompts_per_step=2"), resume=True).train()
+    IteratedTrainer(recipe("moved", *short), resume=True).train()
+    for name in ("data/pairs_until_1.jsonl", "round_1_rl/model/model.safetensors"):
+        assert (tmp_path / "moved" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    told = json.loads((tmp_path / "moved" / "round_1_rl" / "run.json").read_text()).get("remarks", [])
+    assert not told
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-2] ^= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -256,8 +257,9 @@ def test_a_killed_engine_costs_nothing_but_time(
 
 
 def test_an_evaluation_by_an_engine_elsewhere(
-    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
+    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Its log records come to this process's stderr, at the recipe's level."""
     answers = []
     for process in (False, True):
         made = EvalRecipe(
@@ -265,11 +267,15 @@ def test_an_evaluation_by_an_engine_elsewhere(
             sampling=SamplingConfig(max_new_tokens=6),
             samples_per_prompt=2,
             engine=NativeEngineConfig(process=process),
-            log=LogConfig(tensorboard=False),
+            log=LogConfig(tensorboard=False, level="info"),
         )
         objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
         answers.append((Evaluator(made, **objects).run().path / "answers.jsonl").read_text())
     assert answers[0] == answers[1]
+    started = re.findall(
+        r"INFO \[native engine 0\] quartet\.rollout\.process: started as process (\d+)", capfd.readouterr().err
+    )
+    assert len(started) == 1 and int(started[0]) != os.getpid()
 
 
 @pytest.mark.slow
