@@ -29,6 +29,19 @@ Serve = Callable[[Callable[[Any], Answer]], Asked]
 
 
 @contextmanager
+def running(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Serves in a thread until the block ends; gives the server's address."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
 def served(answer: Callable[[Any], Answer], port: int = 0) -> Iterator[Asked]:
     """Answers every POST with ``answer(body)``, and every GET with ``answer(None)``."""
     asked = Asked()
@@ -68,12 +81,5 @@ def served(answer: Callable[[Any], Answer], port: int = 0) -> Iterator[Asked]:
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A client that hung up is part of some tests."""
 
-    with Server(("127.0.0.1", port), Handler) as server:
-        asked.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
-        try:
-            yield asked
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(Server(("127.0.0.1", port), Handler)) as asked.url:
+        yield asked

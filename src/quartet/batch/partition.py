@@ -131,10 +131,6 @@ def _waited(parts: Sequence[Block], num_ranks: int) -> int:
     return sum(sorted((part.cost for part in parts), reverse=True)[::num_ranks])
 
 
-def _dearest(parts: Sequence[Block]) -> int:
-    return max(part.cost for part in parts)
-
-
 def _multiple(number: int, of: int) -> int:
     """The next multiple that is not below ``number``."""
     return -(-number // of) * of

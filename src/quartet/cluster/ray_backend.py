@@ -373,12 +373,12 @@ def _named(name: str) -> PlacementGroup | None:
         return None
 
 
-def read_tails(paths: Sequence[str], count: int, *, block: int = 2**16) -> list[str]:
+def read_tails(paths: Sequence[str], count: int) -> list[str]:
     """The last lines of the files, those of the first file last; lines that Ray writes for itself left out."""
     lines: list[str] = []
     for path in reversed(paths):
         with contextlib.suppress(OSError), Path(path).open("rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - block, 0))
+            file.seek(max(file.seek(0, os.SEEK_END) - 2**16, 0))
             text = file.read().decode(errors="replace").splitlines()
             lines += [line for line in text if line.strip() and not line.startswith(":")][-count:]
     return lines[-count:]

@@ -21,8 +21,7 @@ from quartet.config.file_errors import read_file
 from quartet.config.printable import printable
 from quartet.config.yamls import parse_yaml
 from quartet.observe.follow import StageTails
-from quartet.observe.metrics import find_metric
-from quartet.observe.report.collect import TELLING, check_run, read_alarms, read_run, stage_dirs
+from quartet.observe.report.collect import TELLING, check_run, explain_metric, read_alarms, read_run, stage_dirs
 from quartet.observe.report.samples import evenly
 from quartet.observe.rollouts import RolloutRecord, list_steps, read_step
 from quartet.observe.spans import Span, seconds_by_name
@@ -208,9 +207,9 @@ def watch(run_dir: Path, console: Console, *, once: bool, every_s: float) -> Non
     console.print(watched.screen())
 
 
-def sparkline(values: Sequence[float], width: int = _CURVE) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """The values as bars of text; a cross where one is not finite."""
-    shown = evenly(values, width)
+    shown = evenly(values, _CURVE)
     known = [value for value in shown if math.isfinite(value)]
     low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
@@ -218,11 +217,8 @@ def sparkline(values: Sequence[float], width: int = _CURVE) -> str:
 
 
 def _unit(name: str) -> str:
-    try:
-        unit = find_metric(name).unit
-    except ValueError:
-        return ""
-    return "" if unit == "1" else unit
+    metric = explain_metric(name)
+    return "" if metric is None or metric["unit"] == "1" else metric["unit"]
 
 
 def _one_line(text: str) -> Text:

@@ -23,7 +23,7 @@ def _with_rank(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[An
     return [(args, {**kwargs, "rank": rank}) for rank in range(layout.world_size)]
 
 
-def _same_for_all(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def same_for_all(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     return [(args, kwargs)] * layout.world_size
 
 
@@ -68,7 +68,7 @@ class Checkpointed(ABC):
             self._writer = ShareWriter()
         self._writer.begin(directory, self.checkpoint_state(), background=background, rank=rank)
 
-    @dispatch(Custom(_same_for_all, _all_files))
+    @dispatch(Custom(same_for_all, _all_files))
     def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest] | None:
         """Digests of the files in ``directory`` once they are written, until then None; does not wait.
 

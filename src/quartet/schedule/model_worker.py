@@ -24,7 +24,7 @@ from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.work import Work
-from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.checkpointed import Checkpointed, same_for_all
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.weight_sync import WeightSenderMixin
@@ -79,10 +79,6 @@ class ModelStats:
     work: Work = field(default_factory=Work)
 
 
-def _to_all(layout: Layout, *args: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    return [(args, {})] * layout.world_size
-
-
 def _together(layout: Layout, found: list[ModelStats]) -> ModelStats:
     return replace(found[0], work=Work.joined(stats.work for stats in found))
 
@@ -120,7 +116,7 @@ class ModelWorker(Checkpointed, Offloadable):
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         """Forward-only pass; fields as in ``Outputs``."""
 
-    @dispatch(Custom(_to_all, _together))
+    @dispatch(Custom(same_for_all, _together))
     @abstractmethod
     def stats(self) -> ModelStats:
         """Counters of rank 0, and the work of all ranks since the last call."""

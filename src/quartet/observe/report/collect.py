@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,8 +71,21 @@ def collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
     Raises:
         UserError: ``run_dir`` is not a directory, cannot be read, or holds no part of a run.
     """
+    check_run(run_dir)
+    notes: list[str] = []
+    with _reading(run_dir):
+        stages = [collect_stage(path, limits, notes) for path in stage_dirs(run_dir)]
+        head = collect_head(run_dir, notes)
+    stages.sort(key=lambda stage: (stage["started_s"] is None, stage["started_s"] or 0.0))
+    names = sorted({name for stage in stages if stage["metrics"] for name in stage["metrics"]["series"]})
+    return {**head, "explained": explain(names), "telling": TELLING, "stages": stages, "notes": notes}
+
+
+@contextmanager
+def _reading(run_dir: Path) -> Iterator[None]:
+    """Makes a ``UserError`` of an error of the system: files come and go, or may not be read."""
     try:
-        return _collect_run(run_dir, limits)
+        yield
     except OSError as error:
         raise read_error(Path(error.filename or run_dir), error) from error
 
@@ -81,47 +95,26 @@ def check_run(run_dir: Path) -> None:
     Raises:
         UserError: ``run_dir`` is not a directory, cannot be read, or holds no part of a run.
     """
-    try:
-        _check_run(run_dir)
-    except OSError as error:
-        raise read_error(Path(error.filename or run_dir), error) from error
-
-
-def _check_run(run_dir: Path) -> None:
-    if not run_dir.is_dir():
-        raise UserError(
-            "no such run",
-            found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
-            remedy=made_by(run_dir) or "name the directory a run has written",
-        )
-    has_files = any((run_dir / name).exists() for name in _RUN_FILES)
-    if not has_files and (runs := sorted(str(marker.parent) for marker in run_dir.glob("*/run.json"))):
-        raise UserError(
-            "the directory holds runs, and is none itself",
-            found=", ".join(runs[:5]) + (f" and {len(runs) - 5} more" if len(runs) > 5 else ""),
-            remedy="name one of them",
-        )
-    if not has_files and not stage_dirs(run_dir):
-        raise UserError(
-            "the directory holds no run",
-            found=f"none of {', '.join(_RUN_FILES)}, rollouts/ in {run_dir}",
-            remedy="name the directory a run has written (the one with run.json)",
-        )
-
-
-def _collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
-    check_run(run_dir)
-    notes: list[str] = []
-    stages = [collect_stage(path, limits, notes) for path in stage_dirs(run_dir)]
-    stages.sort(key=lambda stage: (stage["started_s"] is None, stage["started_s"] or 0.0))
-    names = sorted({name for stage in stages if stage["metrics"] for name in stage["metrics"]["series"]})
-    return {
-        **collect_head(run_dir, notes),
-        "explained": explain(names),
-        "telling": TELLING,
-        "stages": stages,
-        "notes": notes,
-    }
+    with _reading(run_dir):
+        if not run_dir.is_dir():
+            raise UserError(
+                "no such run",
+                found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
+                remedy=made_by(run_dir) or "name the directory a run has written",
+            )
+        has_files = any((run_dir / name).exists() for name in _RUN_FILES)
+        if not has_files and (runs := sorted(str(marker.parent) for marker in run_dir.glob("*/run.json"))):
+            raise UserError(
+                "the directory holds runs, and is none itself",
+                found=", ".join(runs[:5]) + (f" and {len(runs) - 5} more" if len(runs) > 5 else ""),
+                remedy="name one of them",
+            )
+        if not has_files and not stage_dirs(run_dir):
+            raise UserError(
+                "the directory holds no run",
+                found=f"none of {', '.join(_RUN_FILES)}, rollouts/ in {run_dir}",
+                remedy="name the directory a run has written (the one with run.json)",
+            )
 
 
 def collect_head(run_dir: Path, notes: list[str]) -> dict[str, Any]:
@@ -219,11 +212,12 @@ def _as_json(number: str) -> float | str:
 
 
 def explain(names: Iterable[str]) -> dict[str, dict[str, str] | None]:
-    """By name the row of the table of metrics; None where that has none."""
-    return {name: _explain(name) for name in names}
+    """``explain_metric`` of each, by name."""
+    return {name: explain_metric(name) for name in names}
 
 
-def _explain(name: str) -> dict[str, str] | None:
+def explain_metric(name: str) -> dict[str, str] | None:
+    """The row of the table of metrics; None where that has none."""
     try:
         metric = find_metric(name)
     except ValueError:
@@ -264,11 +258,7 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
 
 def collect_alarms(path: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """The alarms of a stage; None without any."""
-    return _show_alarms(_read_or_warn(path / "alarms.jsonl", read_alarms, warn) or [], limits)
-
-
-def _show_alarms(rows: Sequence[Mapping[str, Any]], limits: ReportLimits) -> dict[str, Any] | None:
-    """The rows of ``alarms.jsonl`` as the page shows them; None without any."""
+    rows = _read_or_warn(path / "alarms.jsonl", read_alarms, warn)
     if not rows:
         return None
     last = rows[-1]

@@ -103,9 +103,9 @@ class LiveRun:
         UserError: ``run_dir`` holds no run.
     """
 
-    def __init__(self, run_dir: Path, limits: ReportLimits | None = None) -> None:
+    def __init__(self, run_dir: Path) -> None:
         check_run(run_dir)
-        self._dir, self._limits = run_dir, limits or ReportLimits()
+        self._dir, self._limits = run_dir, ReportLimits()
         self._lock = threading.Lock()
         self._news: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._count = 0

@@ -72,7 +72,6 @@ class ShardedModel(nn.Module):
         self.model = packed.model
         self.mesh = mesh
         self.former_weights = former_weights
-        self._work = packed.work
         self.present: set[str] = set()
         self.progress = PassProgress()
         peers: ModelParallel = packed.parallel or ALONE
