@@ -104,15 +104,13 @@ class Unchecked(Rows[T]):
 
     Args:
         read: makes the item of a row and its number.
-        how: what it depends on beside these, such as the chat template.
 
     Attributes:
         seen: token ids of the rows that were asked for.
     """
 
-    def __init__(self, rows: Rows[Row], read: Callable[[Row, int], Any], how: str = "") -> None:
+    def __init__(self, rows: Rows[Row], read: Callable[[Row, int], Any]) -> None:
         self.rows = rows
-        self._how = how
         self._read = read
         self.seen: set[int] = set()
         self._left_out = dict[int, str]()
@@ -123,7 +121,8 @@ class Unchecked(Rows[T]):
 
     @property
     def digest(self) -> bytes:
-        return hashlib.sha256(self.rows.digest + self._how.encode()).digest()
+        """Of the rows, whatever is made of them."""
+        return self.rows.digest
 
     def _one(self, number: int) -> T:
         for other in chain(range(number, len(self)), range(number)):

@@ -47,14 +47,10 @@ class AnsweredItem:
 
 @dataclass(frozen=True)
 class AnsweredData(Batches):
-    """Prompts with their answers as token ids; no sequence is longer than ``max_tokens``.
-
-    ``doubtful`` is what happened to doubtful pairs, and happens to those that are only checked when they are drawn.
-    """
+    """Prompts with their answers as token ids; no sequence is longer than ``max_tokens``."""
 
     items: Sequence[AnsweredItem]
     max_tokens: int = field(kw_only=True)
-    doubtful: DoubtfulPairs = field(default="keep", kw_only=True)
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Rows by index: a prompt segment with a child per answer, the chosen one of a pair first. ``ids`` name rows.
@@ -152,8 +148,7 @@ class PreferenceData(AnsweredData):
             refuse_doubtful(told)
         if not kept.num_rows:
             raise NothingLeft("; ".join(told.report()), reason=next(iter(told.skipped)))
-        fields = kept.fields((*parsed.report(), *told.report()))
-        return cls(**fields, max_tokens=limit.max_tokens, doubtful=doubtful)
+        return cls(**kept.fields((*parsed.report(), *told.report())), max_tokens=limit.max_tokens)
 
 
 class JudgedData(AnsweredData):

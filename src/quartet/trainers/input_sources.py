@@ -315,8 +315,7 @@ def read_data(
         def read(rows: Iterator[Row], first: int, how: Reading = how) -> D:
             return reader(rows, how, limited, limit, first)
 
-        written = (how.columns, how.turns, how.system_prompt, limit, codec.tokenizer.chat_template)
-        found.append(_read_source(given, source, num, read, repr(written)))
+        found.append(_read_source(given, source, num, read))
         left = None if left is None else left - len(found[-1])
     has_tools = any(TOOLS_TOLD in line for part in found for line in part.warnings)
     remarks = template_warnings(codec.tokenizer, has_tools=has_tools)
@@ -364,13 +363,9 @@ def shares(options: DataConfig, sizes: Sequence[int]) -> list[str]:
 
 
 def _read_source(
-    rows: Iterator[Row], source: SourceConfig | None, num: int | None, read: Callable[[Iterator[Row], int], D], how: str
+    rows: Iterator[Row], source: SourceConfig | None, num: int | None, read: Callable[[Iterator[Row], int], D]
 ) -> D:
-    """The data of one source, of which the first ``num`` rows are checked; all where that is None.
-
-    Args:
-        how: what ``read`` depends on, for the digest of the others.
-    """
+    """The data of one source, of which the first ``num`` rows are checked; all where that is None."""
     data = read(islice(rows, num), 0)
     rest = remaining_rows(source, rows, num) if num is not None else ()
     if num is None or not rest:
@@ -382,7 +377,7 @@ def _read_source(
             raise _mixed_kinds(row.place)
         return found
 
-    unchecked: Unchecked[Any] = Unchecked(rest, read_one, how)
+    unchecked: Unchecked[Any] = Unchecked(rest, read_one)
     name = source.path if source is not None else "rows"
     remark = f"{name}: the first {num:,} of {num + len(rest):,} rows were checked; the others are when they are drawn"
     return replace(

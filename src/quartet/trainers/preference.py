@@ -118,7 +118,22 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         mismatched, drawn = isinstance(loss, KTOLoss), {"training": self._drawn()}
         if self.evaluation is not None:
             drawn["evaluation"] = range(len(self.evaluation))
-        return ReferenceTables(reference, data, drawn, self.engine, cache=config.cache, mismatched=mismatched)
+        return ReferenceTables(
+            reference,
+            data,
+            drawn,
+            self.engine,
+            cache=config.cache,
+            mismatched=mismatched,
+            reading=self._reading(),
+        )
+
+    def _reading(self) -> str:
+        """What decides on the tokens of rows that are only checked when they are drawn, beside what is in them."""
+        config, tokenizer = self.recipe.data or DataConfig(), self.codec.tokenizer
+        sources = [(part.columns, part.turns, part.system_prompt) for part in config.sources or (config,)]
+        tokens = (type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
+        return repr((sources, self.data.max_tokens, config.overlong, self.recipe.doubtful_pairs, tokens))
 
     def _drawn(self) -> Sequence[int]:
         """The rows that the run uses: all, but where it has so many that they are not all checked at its start."""

@@ -84,14 +84,14 @@ def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
     return state.hexdigest()
 
 
-def data_digest(data: PreferenceData | JudgedData, *, mismatched: bool) -> str:
+def data_digest(data: PreferenceData | JudgedData, *, mismatched: bool, reading: str = "") -> str:
     """SHA-256 of all token ids, in their order; where some rows are only checked when they are drawn, of the rows
-    and of how they are read."""
+    and of ``reading``."""
     state = hashlib.sha256(f"{FORMAT}|{type(data).__name__}|{mismatched}".encode())
     if mismatched:
         state.update(str(data.max_tokens).encode())
     if data.unchecked and isinstance(data.items, Rows):
-        state.update(data.items.digest + data.doubtful.encode())
+        state.update(data.items.digest + reading.encode())
         return state.hexdigest()
     for item in data.items:
         for ids in item.parts:
@@ -112,6 +112,7 @@ class ReferenceTables:
         engine: of the model that is trained, for its ranks.
         cache: folder to share between runs; the run's own when None.
         mismatched: also of answers to other prompts.
+        reading: what decides on the tokens of rows that are only checked when they are drawn.
     """
 
     def __init__(
@@ -123,12 +124,13 @@ class ReferenceTables:
         *,
         cache: str | None,
         mismatched: bool,
+        reading: str,
     ) -> None:
         self._engine = engine
         self._reference: Reference | None = reference
         self._data, self._drawn = dict(data), dict(drawn)
         self._cache = None if cache is None else Path(cache).expanduser()
-        self._mismatched = mismatched
+        self._mismatched, self._reading = mismatched, reading
         self._work: Iterator[int] = iter(())
         self.tables: dict[str, Tables] = {}
 
@@ -152,7 +154,10 @@ class ReferenceTables:
         """
         reference = self._reference
         assert reference is not None, "begun once, before the reference is given back"
-        digests = {name: data_digest(data, mismatched=self._mismatched) for name, data in self._data.items()}
+        digests = {
+            name: data_digest(data, mismatched=self._mismatched, reading=self._reading)
+            for name, data in self._data.items()
+        }
         first, record = self._engine.of_first_rank, path / "reference.json"
         weights = _weights(reference, first(lambda: _recorded(record)) if is_resumed else None, digests)
         first(lambda: write_json(record, {"weights": weights, "data": digests}))

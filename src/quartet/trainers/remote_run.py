@@ -3,7 +3,7 @@
 ::
 
     owner.json            written first: the run's id, and the process that may write there
-    run.json, …           as in the run's directory, each whole; run.json after the others
+    run.json, …           as in the run's directory, each whole; run.json and summary.json after what they tell of
     checkpoints/step_…/   files first, manifest.json last; without it, or where files disagree with it, there is none
 
 The directory here decides as long as no other process has written to the store since. Where one has, or nothing is
@@ -33,7 +33,7 @@ from quartet.observe.run_status import LOCK
 from quartet.remote.store import Entry, Store, StoreError, copied_files, fetch, file_stamp
 from quartet.train.checkpoint import begin_checkpoint, checkpoint_path, list_checkpoints, path_of_draft
 from quartet.train.manifest import NAME, CheckpointManifest, Damage
-from quartet.trainers.run_files import MARKER, RECIPE, read_json, read_recipe, take_lock, writing
+from quartet.trainers.run_files import MARKER, RECIPE, SUMMARY, read_json, read_recipe, take_lock, writing
 
 OWNER, CHECKPOINTS, _STATE, _PINNED = "owner.json", "checkpoints", ".remote.json", ".uploading"
 _MODELS, _ADDED_TO = ("model", "critic", "adapter", "reward_model"), {"rollouts", "tensorboard"}
@@ -115,23 +115,25 @@ class RemoteRun(LocalRun):
                 found=", ".join(list(found)[:5]),
                 remedy="choose another output_dir",
             )
+        state = self._read_state()
+        if resume and state["run"] and _is_from_here(state, owner):
+            return None
         with contextlib.suppress(ValueError, TypeError):
-            return dict(json.loads(self._store.read("run.json") or "{}"))
+            return dict(json.loads(self._store.read(MARKER) or "{}"))
         return {}  # damaged: what reads the run says so
 
     def restore(self, resume: bool, *, here_only: bool = False) -> None:
         owner, state = self._owner(), self._read_state()
         self._had_owner = owner is not None
-        is_known = state["run"] == (owner["run"] if owner else state["run"])
         if owner is None and not (here_only or (resume and state["run"])):
             self._set_aside()
-        elif owner is None or (is_known and owner["process"] in state["processes"]):
+        elif _is_from_here(state, owner):
             self._run, self._processes = state["run"] or self._run, state["processes"]
             self._uploaded = state["uploaded"] if owner else {}  # a store that has lost the run gets all of it
         elif here_only or not resume:
             raise self._taken(owner)
         else:
-            if not is_known or state["processes"]:  # else it was being brought
+            if state["run"] != owner["run"] or state["processes"]:  # else it was being brought
                 self._set_aside()
             self._run = owner["run"]
             with writing(self.path):
@@ -312,12 +314,17 @@ class RemoteRun(LocalRun):
         self._check_owner()
         # First, so that the records that follow have all that this checkpoint's had.
         pinned = [(root, self._pin(root)) for root, _ in self._unsaved()]
-        # Of a stage and of the run, what says that it is done comes after what it has made.
-        for name, file in sorted(self._records(), key=lambda pair: _order(pair[0])):
-            if self._uploaded.get(name) != (stamp := file_stamp(file)):
+        # What says that a stage or the run is done is read before what it has made is listed, and written after it.
+        markers = self._markers()
+        for name, file in self._records():
+            if not _is_marker(name) and self._uploaded.get(name) != (stamp := file_stamp(file)):
                 with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                     self._store.upload(file, name, self._progress)
                     self._uploaded[name] = stamp
+        for name, (stamp, data) in markers.items():
+            if self._uploaded.get(name) != stamp:
+                self._store.write(name, data)
+                self._uploaded[name] = stamp
         for root, checkpoint in pinned:
             self._push_checkpoint(root, checkpoint)
             self._newest[root] = _identity(checkpoint)
@@ -336,6 +343,16 @@ class RemoteRun(LocalRun):
                 if not name.startswith("."):
                     file = Path(directory, name)
                     yield file.relative_to(self.path).as_posix(), file
+
+    def _markers(self) -> dict[str, tuple[list[int], bytes]]:
+        """Stamps and contents of all ``summary.json``, and after them of all ``run.json``."""
+        found = {}
+        for name, file in sorted(self._records(), key=lambda pair: pair[1].name == MARKER):
+            if _is_marker(name):
+                stamp = file_stamp(file)
+                with contextlib.suppress(FileNotFoundError):
+                    found[name] = stamp, file.read_bytes()
+        return found
 
     def _unsaved(self) -> Iterator[tuple[str, Path]]:
         """Of the run and of its stages the newest checkpoint, where it is not in the store."""
@@ -398,8 +415,13 @@ def _identity(checkpoint: Path) -> tuple[str, list[int]]:
     return checkpoint.name, file_stamp(checkpoint / NAME)
 
 
-def _order(name: str) -> tuple[bool, bool]:
-    return PurePosixPath(name).name in (MARKER, "summary.json"), name == MARKER
+def _is_from_here(state: Mapping[str, Any], owner: Mapping[str, Any] | None) -> bool:
+    """Whether nobody has written to the store since the directory with this ``state`` did."""
+    return owner is None or (owner["run"] == state["run"] and owner["process"] in state["processes"])
+
+
+def _is_marker(name: str) -> bool:
+    return PurePosixPath(name).name in (MARKER, SUMMARY)
 
 
 def _is_left_out(name: str) -> bool:

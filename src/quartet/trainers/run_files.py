@@ -325,7 +325,7 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
     """``key: value then, value now`` for every key whose difference changes what is trained, by name.
 
     A precision of ``auto`` differs from none: ``check_resumable`` compares what it stands for. Two paths
-    in one place beside the run's directory do not differ either: stages move with the run that they are part of.
+    in one place beside the run's directory do not differ either: a stage may move with the run that it is part of.
     """
     then, now = flatten(saved), flatten(current)
     free_keys: tuple[str, ...] = FREE_KEYS
@@ -334,7 +334,8 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
     return [
         f"{key}: {then.get(key)} then, {now.get(key)} now"
         for key in sorted(set(then) | set(now))
-        if _from_run(then, key) != _from_run(now, key)
+        if then.get(key) != now.get(key)
+        and _from_run(then, key) != _from_run(now, key)
         and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
         and ".sharding." not in f".{key}."
         and not (key.rpartition(".")[2] == "precision" and "auto" in (then.get(key), now.get(key)))

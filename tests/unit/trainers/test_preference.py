@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import shutil
@@ -40,6 +41,12 @@ COMMON: dict[str, Any] = {
 }
 SAVED = CheckpointConfig(every_steps=2)
 LOSSES = (DPOLoss(), RobustDPOLoss(), IPOLoss(), HingeLoss(), SimPOLoss(), ORPOLoss(), KTOLoss())
+
+
+@pytest.fixture
+def tokenizer(tokenizer: Any) -> Any:
+    """A test's own: some change it."""
+    return copy.deepcopy(tokenizer)
 
 
 @pytest.fixture
@@ -371,6 +378,23 @@ def test_a_template_is_part_of_rows_that_are_checked_later(
     for name, before in (("first", ""), ("same", ""), ("other", "0")):
         tokenizer.chat_template = "{% for m in messages %}" + before + "{{ m.content }}{% endfor %}"
         train(name, rows=rows, steps=1, **section).train()
+        files.append(len(list(tmp_path.glob("*.safetensors"))))
+    assert files == [2, 2, 3], "of training and of held-out rows"
+
+
+def test_so_is_the_tokenizer(
+    train: Callable[..., PreferenceTrainer], pairs: Any, causal_lm: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A token that the first rows do not have may be another one in those behind."""
+    rows = [*pairs[:-1], {**pairs[-1], "prompt": "zebra"}]
+    section: dict[str, Any] = {
+        "data": DataConfig(check_rows=5),
+        "reference": CachedReferenceConfig(cache=str(tmp_path)),
+    }
+    files = []
+    for name, added in (("first", []), ("same", []), ("other", ["zebra"])):
+        tokenizer.add_tokens(added)
+        train(name, model=causal_lm(vocab_size=40), rows=rows, steps=1, **section).train()
         files.append(len(list(tmp_path.glob("*.safetensors"))))
     assert files == [2, 2, 3], "of training and of held-out rows"
 

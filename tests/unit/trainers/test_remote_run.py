@@ -321,6 +321,46 @@ def test_a_checkpoint_that_is_deleted_here_while_it_is_uploaded_arrives(
     assert whole(store) == [1, 4] and not (run.path / ".uploading").exists()
 
 
+def test_a_run_that_ends_during_an_upload_is_not_called_done_before_its_model_is_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records were listed before there was a model; the process is lost with this upload."""
+    run = opened()
+    run.path.mkdir(parents=True)
+    run.remote.restore(False)
+    assert isinstance(run.remote, RemoteRun)
+    run.remote.claim(upload=False)
+    for name in ("recipe.yaml", "run.json"):
+        (run.path / name).write_text('{"status": "running"}')
+    upload = Store.upload
+
+    def ends_meanwhile(self: Store, file: Path, name: str, *args: Any) -> None:
+        upload(self, file, name, *args)
+        if name == "recipe.yaml":
+            (run.path / "model").mkdir()
+            (run.path / "model" / "weights").write_bytes(b"w")
+            for marker in ("summary.json", "run.json"):
+                (run.path / marker).write_text('{"status": "done"}')
+
+    monkeypatch.setattr(Store, "upload", ends_meanwhile)
+    run.remote.push()
+    assert store.read("run.json") == b'{"status": "running"}' and store.read("summary.json") is None
+    run.remote.push()
+    assert store.read("model/weights") == b"w"
+    assert store.read("summary.json") == store.read("run.json") == b'{"status": "done"}'
+
+
+def test_the_directory_here_says_which_commits_a_run_began_with(store: Store) -> None:
+    """Also where the store lacks its first records, as after a kill before their upload."""
+    with opened() as run:
+        run.start(0)
+    store.delete("run.json")
+    marker = run.path / "run.json"
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "commits": {"model.path": "owner/name@abc"}}))
+    again = opened(resume=True)
+    assert again._found["commits"] == {"model.path": "owner/name@abc"}
+
+
 def test_runs_that_are_done_and_runs_that_were_local(
     store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
