@@ -39,6 +39,8 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     if VARIABLE in os.environ:  # this process's own stderr is only shown when it fails
         set_up_from_environment(os.fdopen(stderr, "w", errors="backslashreplace"))
+    else:
+        os.close(stderr)
     end_with_trainer(lifeline)
     leave_signals_to_the_trainer()
     faulthandler.enable()
