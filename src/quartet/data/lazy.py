@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -77,6 +78,7 @@ class JsonLines(Rows[Row]):
 
     @property
     def digest(self) -> bytes:
+        """SHA-256 of the rows as they stand there."""
         return self._digest.digest()
 
     def _state_now(self) -> tuple[int, int]:
@@ -121,8 +123,13 @@ class Unchecked(Rows[T]):
 
     @property
     def digest(self) -> bytes:
-        """Of the rows, whatever is made of them."""
-        return self.rows.digest
+        """SHA-256 of the rows in their order, wherever they stand and whatever is made of them."""
+        if isinstance(self.rows, JsonLines):
+            return self.rows.digest
+        state = hashlib.sha256()
+        for row in self.rows:
+            state.update(pickle.dumps(row.values, pickle.HIGHEST_PROTOCOL))
+        return state.digest()
 
     def _one(self, number: int) -> T:
         for other in chain(range(number, len(self)), range(number)):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import tempfile
 from abc import abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import BinaryIO, TypeVar, overload
 
@@ -22,11 +21,6 @@ _IN_MEMORY = 4 << 20
 
 class Rows(Sequence[T]):
     """A sequence that says how to get one of its objects."""
-
-    @property
-    @abstractmethod
-    def digest(self) -> bytes:
-        """SHA-256 of the contents, in their order."""
 
     @abstractmethod
     def _one(self, number: int) -> T: ...
@@ -55,7 +49,6 @@ class Spool(Rows[T]):
         self._waiting = bytearray()
         self._file: BinaryIO | None = None
         self._written = 0
-        self._digest = hashlib.sha256()
         for item in items:
             self.append(item)
 
@@ -69,7 +62,6 @@ class Spool(Rows[T]):
             UserError: the temporary file cannot be written.
         """
         data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
-        self._digest.update(data)
         self._waiting += data
         self._offsets.append(self._offsets[-1] + len(data))
         if len(self._waiting) > _IN_MEMORY:
@@ -99,10 +91,6 @@ class Spool(Rows[T]):
         item: T = pickle.loads(data)
         return item
 
-    @property
-    def digest(self) -> bytes:
-        return self._digest.digest()
-
 
 class Chained(Rows[T]):
     """Sequences one after the other."""
@@ -111,10 +99,10 @@ class Chained(Rows[T]):
         self._parts = parts
         self._ends = list(accumulate(map(len, parts)))
 
-    @property
-    def digest(self) -> bytes:
-        parts = (part.digest for part in self._parts if isinstance(part, Rows))
-        return hashlib.sha256(b"".join(parts)).digest()
+    def parts(self) -> Iterator[Sequence[T]]:
+        """Those that are not chained themselves, in their order."""
+        for part in self._parts:
+            yield from part.parts() if isinstance(part, Chained) else (part,)
 
     def __len__(self) -> int:
         return self._ends[-1]

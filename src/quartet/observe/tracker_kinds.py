@@ -1,7 +1,8 @@
 """The trackers a recipe may name, each behind a thread of its own: an unreachable one costs the run nothing.
 
-What a resumed run repeats, the steps after its checkpoint, is not logged twice: ``trackers/<type>.json`` in the run's
-directory has the run's id there, and the last step that was logged.
+What a resumed run repeats, the steps after its checkpoint, is not logged twice, and what a killed process did not log
+of those before it is logged then: ``trackers/<type>.json`` in the run's directory has the run's id there, and the last
+step that was logged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from quartet.config.logs import LogConfig, MLflowConfig, TrackioConfig, WandbCon
 from quartet.config.schema import flatten
 from quartet.observe.background import BestEffortThread
 from quartet.observe.jsonl import replace_atomically
-from quartet.observe.trackers import Row, TensorBoardTracker, Tracker
+from quartet.observe.trackers import Row, TensorBoardTracker, Tracker, read_metrics
 
 _WAIT_S = 20.0
 """Longest wait of wandb for its server when a run begins and when it ends; it keeps the process that long."""
@@ -229,7 +230,9 @@ def build_trackers(
         warn: is told in the caller's, when they are closed, of how much was lost.
     """
     return [
-        DeliveredTracker(of.type, partial(KINDS[of.type], of, run), run.directory, config.samples, tell, warn)
+        DeliveredTracker(
+            of.type, partial(KINDS[of.type], of, run), run.directory, config.samples, tell, warn, run.resumed_after
+        )
         for of in config.chosen_trackers
     ]
 
@@ -242,6 +245,7 @@ class DeliveredTracker:
         start: makes the tracker, of the id that the run had there.
         num_samples: rows of a table; 0: none are shown.
         tell, warn: as of ``build_trackers``.
+        resumed_after: as of ``TrackedRun``. What the tracker lacks of these steps, as after a kill, is logged first.
     """
 
     def __init__(
@@ -252,6 +256,7 @@ class DeliveredTracker:
         num_samples: int,
         tell: Callable[[str], object],
         warn: Callable[[str], object],
+        resumed_after: int = 0,
     ) -> None:
         self._kind, self._start, self._num_samples, self._tell, self._warn = kind, start, num_samples, tell, warn
         self._thread = BestEffortThread(f"the tracker {kind}", tell)
@@ -259,6 +264,8 @@ class DeliveredTracker:
         self._tracker: Tracker | None = None
         self._known: dict[str, Any] = {}
         self._last: dict[str, int] = {}  # step of metrics, and of each table
+        if resumed_after:
+            self._thread.submit(partial(self._catch_up, directory / "metrics.jsonl", resumed_after))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._thread.submit(partial(self._log, step, dict(metrics)))
@@ -283,6 +290,13 @@ class DeliveredTracker:
             if self._tracker.url is not None:
                 self._tell(f"{self._kind}: {self._tracker.url}")
         return self._tracker
+
+    def _catch_up(self, metrics: Path, last: int) -> None:
+        """Logs the rows up to step ``last`` that the process before had not got through."""
+        if self._opened().id is not None:  # else the run's directory has them
+            for row in read_metrics(metrics):
+                if row["step"] <= last:
+                    self._log(int(row["step"]), {name: row[name] for name in row.keys() - {"step", "time_s"}})
 
     def _note(self, step: int) -> None:
         if self._tracker is not None and self._tracker.id is not None:

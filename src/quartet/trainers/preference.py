@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -132,7 +133,11 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         """What decides on the tokens of rows that are only checked when they are drawn, beside what is in them."""
         config, tokenizer = self.recipe.data or DataConfig(), self.codec.tokenizer
         sources = [(part.columns, part.turns, part.system_prompt) for part in config.sources or (config,)]
-        tokens = (type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
+        tokens: Any = sorted(tokenizer.get_vocab().items())
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            # Merges and normalizer too; calls set the others.
+            tokens = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
+        tokens = (type(tokenizer).__name__, tokens, tokenizer.chat_template)
         return repr((sources, self.data.max_tokens, config.overlong, self.recipe.doubtful_pairs, tokens))
 
     def _drawn(self) -> Sequence[int]:

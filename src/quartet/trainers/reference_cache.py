@@ -33,8 +33,9 @@ from transformers import PreTrainedModel
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
+from quartet.data.lazy import Unchecked
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.spool import Rows
+from quartet.data.spool import Chained
 from quartet.observe.jsonl import replace_atomically
 from quartet.train.engine import TrainEngine
 from quartet.train.preference_objectives import answer_logprobs
@@ -85,18 +86,21 @@ def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
 
 
 def data_digest(data: PreferenceData | JudgedData, *, mismatched: bool, reading: str = "") -> str:
-    """SHA-256 of all token ids, in their order; where some rows are only checked when they are drawn, of the rows
+    """SHA-256 of all token ids, in their order; of rows that are only checked when they are drawn, of what is in them
     and of ``reading``."""
     state = hashlib.sha256(f"{FORMAT}|{type(data).__name__}|{mismatched}".encode())
     if mismatched:
         state.update(str(data.max_tokens).encode())
-    if data.unchecked and isinstance(data.items, Rows):
-        state.update(data.items.digest + reading.encode())
-        return state.hexdigest()
-    for item in data.items:
-        for ids in item.parts:
-            state.update(len(ids).to_bytes(8, "little"))
-            state.update(np.asarray(ids, dtype=np.int64).tobytes())
+    if data.unchecked:
+        state.update(reading.encode())
+    for part in data.items.parts() if isinstance(data.items, Chained) else (data.items,):
+        if isinstance(part, Unchecked):
+            state.update(part.digest)
+            continue
+        for item in part:
+            for ids in item.parts:
+                state.update(len(ids).to_bytes(8, "little"))
+                state.update(np.asarray(ids, dtype=np.int64).tobytes())
     return state.hexdigest()
 
 

@@ -127,7 +127,7 @@ class RemoteRun(LocalRun):
         self._had_owner = owner is not None
         if owner is None and not (here_only or (resume and state["run"])):
             self._set_aside()
-        elif _is_from_here(state, owner):
+        elif owner is None or _is_from_here(state, owner):
             self._run, self._processes = state["run"] or self._run, state["processes"]
             self._uploaded = state["uploaded"] if owner else {}  # a store that has lost the run gets all of it
         elif here_only or not resume:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import struct
 import threading
 import time
@@ -35,6 +36,8 @@ def told() -> list[str]:
 def track(config: LogConfig, path: Path, told: list[str], steps: range, resumed_after: int = 0) -> None:
     """Logs a figure and a table for each step, as a run does, to the end."""
     path.mkdir(exist_ok=True)
+    kept = [{"step": step, "time_s": 0.0, "loss/policy": step / 4} for step in range(1, resumed_after + 1)]
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     run = TrackedRun(path.name, path, RECIPE, resumed_after)
     (tracker,) = build_trackers(config, run, told.append, told.append)
     for step in (*steps, steps[-1]):  # a step that is done again, as after a worker's death
@@ -185,8 +188,8 @@ class Remote:
         self.closed.append(failed)
 
 
-def delivered(remote: Remote, path: Path, told: list[str]) -> DeliveredTracker:
-    return DeliveredTracker("wandb", lambda known: remote, path, 0, told.append, told.append)
+def delivered(remote: Remote, path: Path, told: list[str], resumed_after: int = 0) -> DeliveredTracker:
+    return DeliveredTracker("wandb", lambda known: remote, path, 0, told.append, told.append, resumed_after)
 
 
 def quick(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
@@ -210,6 +213,29 @@ def test_an_outage_is_told_once_and_nothing_is_lost(
     tracker.close(failed=True)
     assert remote.steps == [0, 1, 2, 3, 4] and remote.closed == [True]
     assert len(told) == 1 and "ConnectionError: no route to host" in told[0] and "the run goes on" in told[0]
+
+
+@pytest.mark.parametrize("noted", [None, 2])
+def test_what_waited_when_a_process_was_killed_is_logged_by_the_next(
+    noted: int | None, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the steps in metrics.jsonl the tracker has the first two, or none; the run goes on after step 4."""
+    quick(monkeypatch)
+    metrics = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        metrics.log(step, {"loss/policy": math.nan if step == 4 else 1.0})
+    metrics.close()
+    if noted is not None:
+        (tmp_path / "trackers").mkdir()
+        (tmp_path / "trackers" / "wandb.json").write_text(json.dumps({"id": "r1", "step": noted}))
+    remote = Remote(failures=2)
+    tracker = delivered(remote, tmp_path, told, resumed_after=4)
+    tracker.log(5, {"loss/policy": 1.0})
+    deadline = time.monotonic() + 10
+    while 5 not in remote.steps and time.monotonic() < deadline:
+        time.sleep(0.005)
+    tracker.close()
+    assert remote.steps == list(range(1 + (noted or 0), 6))
 
 
 def test_what_an_unreachable_tracker_lacks_is_counted_and_costs_no_time(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import normalizers
 
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, DataConfig, LogConfig, OptimConfig, TrainConfig
@@ -65,7 +67,7 @@ def train(causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path) -> Callabl
         *,
         model: Any = None,
         other: Any = None,
-        rows: Sequence[Mapping[str, Any]] = pairs,
+        rows: Sequence[Mapping[str, Any]] | None = pairs,
         held_out: Sequence[Mapping[str, Any]] | None = None,
         resume: bool = False,
         **changes: Any,
@@ -385,8 +387,8 @@ def test_a_template_is_part_of_rows_that_are_checked_later(
 def test_so_is_the_tokenizer(
     train: Callable[..., PreferenceTrainer], pairs: Any, causal_lm: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """A token that the first rows do not have may be another one in those behind."""
-    rows = [*pairs[:-1], {**pairs[-1], "prompt": "zebra"}]
+    """A token that the first rows do not have may be another one in those behind, also with the same vocabulary."""
+    rows = [*pairs[:-1], {**pairs[-1], "prompt": "zebra ZEBRA"}]
     section: dict[str, Any] = {
         "data": DataConfig(check_rows=5),
         "reference": CachedReferenceConfig(cache=str(tmp_path)),
@@ -396,7 +398,30 @@ def test_so_is_the_tokenizer(
         tokenizer.add_tokens(added)
         train(name, model=causal_lm(vocab_size=40), rows=rows, steps=1, **section).train()
         files.append(len(list(tmp_path.glob("*.safetensors"))))
-    assert files == [2, 2, 3], "of training and of held-out rows"
+    own = tokenizer.backend_tokenizer.normalizer
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*filter(None, [own]), normalizers.Lowercase()])
+    train("normalized", model=causal_lm(vocab_size=40), rows=rows, steps=1, **section).train()
+    files.append(len(list(tmp_path.glob("*.safetensors"))))
+    assert files == [2, 2, 3, 4], "of training and of held-out rows"
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_where_the_rows_stand_does_not_matter(
+    train: Callable[..., PreferenceTrainer], pairs: Any, break_off: Any, tmp_path: Path, ending: str
+) -> None:
+    """A run and its data may move together, and runs elsewhere use the same file of log-probabilities."""
+    (tmp_path / "runs").mkdir()
+    text = "\n".join(map(json.dumps, pairs)) if ending == "jsonl" else json.dumps(pairs)
+    (tmp_path / "runs" / f"rows.{ending}").write_text(text)
+
+    def run(place: str, **options: Any) -> PreferenceTrainer:
+        data = DataConfig(path=str(tmp_path / place / f"rows.{ending}"), check_rows=5)
+        return train(f"{place}/run", rows=None, data=data, steps=3, checkpoint=SAVED, **options)
+
+    break_off(run("runs"), 2)
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    moved = run("moved", resume=True).train()
+    assert len(list((moved.path / "reference").iterdir())) == 2, "of training and of held-out rows"
 
 
 def test_so_is_what_happens_to_doubtful_pairs(
