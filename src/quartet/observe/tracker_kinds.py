@@ -33,6 +33,7 @@ _WAIT_S = 20.0
 """Longest wait of wandb for its server when a run begins and when it ends; it keeps the process that long."""
 _PARAMS, _PARAM_CHARACTERS = 100, 500
 """So many parameters, each of so many characters at most, servers of MLflow take at a time."""
+_DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,12 @@ def _lacking(config: Any) -> tuple[str, str] | None:
                 return "no API key of Weights & Biases", remedy
         except wandb.Error as error:
             return described(error), remedy
-    if isinstance(config, MLflowConfig) and config.uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
-        return "neither uri nor MLFLOW_TRACKING_URI", "set one of them: http://host:port, or sqlite:///mlflow.db"
+    if isinstance(config, MLflowConfig):
+        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            return "neither uri nor MLFLOW_TRACKING_URI", "set one of them: http://host:port, or sqlite:///mlflow.db"
+        if uri.startswith(_DATABASES) and importlib.util.find_spec("sqlalchemy") is None:
+            return f"a database ({uri.partition(':')[0]}), and mlflow-skinny without SQLAlchemy", "pip install mlflow"
     if isinstance(config, TrackioConfig) and config.space_id is not None:
         from huggingface_hub import get_token
 

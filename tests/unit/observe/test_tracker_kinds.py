@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import math
 import struct
@@ -146,6 +146,13 @@ def test_mlflow_must_be_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
         check_trackers(LogConfig(trackers=(MLflowConfig(),)))
     with pytest.raises(UserError, match="holds a password"):
         MLflowConfig(uri="https://me:secret@host")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sqlalchemy" else find(name))
+    with pytest.raises(UserError, match="sqlite") as caught:
+        check_trackers(LogConfig(trackers=(MLflowConfig(uri="sqlite:///mlflow.db"),)))
+    assert caught.value.remedy == "pip install mlflow"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find("json" if name == "sqlalchemy" else name))
+    check_trackers(LogConfig(trackers=(MLflowConfig(uri="sqlite:///mlflow.db"),)))
 
 
 def test_trackio_has_metrics_and_samples(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
