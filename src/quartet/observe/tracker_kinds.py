@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +33,7 @@ _WAIT_S = 20.0
 """Longest wait of wandb for its server when a run begins and when it ends; it keeps the process that long."""
 _PARAMS, _PARAM_CHARACTERS = 100, 500
 """So many parameters, each of so many characters at most, servers of MLflow take at a time."""
+_DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class TrackedRun:
 
 class WandbTracker:
     """A run of Weights & Biases, in a process of its own, which keeps what it cannot send in the run's directory."""
+
+    delay_s = 20.0  # it writes every 15 s
 
     def __init__(self, config: WandbConfig, run: TrackedRun, known: str | None) -> None:
         import wandb
@@ -100,6 +105,8 @@ def _mode(config: WandbConfig) -> Any:
 class TrackioTracker:
     """A run of Trackio: a database on this machine, or a Space of the hub."""
 
+    delay_s = 2.0  # it writes every 0.5 s
+
     def __init__(self, config: TrackioConfig, run: TrackedRun, known: str | None) -> None:
         import trackio
 
@@ -129,6 +136,8 @@ class TrackioTracker:
 
 class MLflowTracker:
     """A run of MLflow, with the recipe as parameters and tables as artifacts."""
+
+    delay_s = 0.0
 
     def __init__(self, config: MLflowConfig, run: TrackedRun, known: str | None) -> None:
         from mlflow import MlflowClient
@@ -210,8 +219,12 @@ def _lacking(config: Any) -> tuple[str, str] | None:
                 return "no API key of Weights & Biases", remedy
         except wandb.Error as error:
             return described(error), remedy
-    if isinstance(config, MLflowConfig) and config.uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
-        return "neither uri nor MLFLOW_TRACKING_URI", "set one of them: http://host:port, or sqlite:///mlflow.db"
+    if isinstance(config, MLflowConfig):
+        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            return "neither uri nor MLFLOW_TRACKING_URI", "set one of them: http://host:port, or sqlite:///mlflow.db"
+        if uri.startswith(_DATABASES) and importlib.util.find_spec("sqlalchemy") is None:
+            return f"a database ({uri.partition(':')[0]}), and mlflow-skinny without SQLAlchemy", "pip install mlflow"
     if isinstance(config, TrackioConfig) and config.space_id is not None:
         from huggingface_hub import get_token
 
@@ -264,6 +277,7 @@ class DeliveredTracker:
         self._tracker: Tracker | None = None
         self._known: dict[str, Any] = {}
         self._last: dict[str, int] = {}  # step of metrics, and of each table
+        self._kept: deque[tuple[float, int]] = deque()  # when steps were logged that a kill may still destroy
         if resumed_after:
             self._thread.submit(partial(self._catch_up, directory / "metrics.jsonl", resumed_after))
 
@@ -303,6 +317,14 @@ class DeliveredTracker:
             self._path.parent.mkdir(exist_ok=True)
             replace_atomically(self._path, json.dumps({"id": self._tracker.id, "step": step}).encode())
 
+    def _note_safe(self, now: float) -> None:
+        """Notes the last step that no kill destroys any more."""
+        safe = -1
+        while self._kept and self._kept[0][0] <= now:
+            _, safe = self._kept.popleft()
+        if safe >= 0:
+            self._note(safe)
+
     def _is_new(self, step: int, name: str = "") -> bool:
         """False for what was logged already: by the process before, or before a worker died."""
         return step > self._last.get(name, self._known.get("step", -1))
@@ -312,7 +334,8 @@ class DeliveredTracker:
         if self._is_new(step):
             tracker.log(step, metrics)
             self._last[""] = step
-            self._note(step)
+            self._kept.append((time.monotonic() + tracker.delay_s, step))
+            self._note_safe(time.monotonic())
 
     def _show(self, step: int, name: str, rows: Callable[[int], Sequence[Row]]) -> None:
         tracker, table = self._opened(), rows(self._num_samples)
@@ -323,3 +346,4 @@ class DeliveredTracker:
     def _end(self, failed: bool) -> None:
         if self._tracker is not None:
             self._tracker.close(failed=failed)
+            self._note_safe(math.inf)

@@ -28,10 +28,12 @@ class Tracker(Protocol):
     Attributes:
         id: by which a resumed run finds its own again; None where nothing needs to be found.
         url: where people see the run; None where there is no such place.
+        delay_s: longest time for which it keeps what is logged in memory, where a kill destroys it.
     """
 
     id: str | None
     url: str | None
+    delay_s: float
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -111,7 +113,10 @@ def metrics_of_row(row: dict[str, Any]) -> dict[str, float]:
     _NUMBERS.validate_python(row)
     if type(row["step"]) is not int or row["time_s"] is None:
         raise ValueError("no whole step, or no time")
-    return {**row, **{name: float(text) for name, text in nonfinite.items()}}
+    found = {**row, **{name: float(text) for name, text in nonfinite.items()}}
+    if None in found.values():
+        raise ValueError("null, and nonfinite does not say what it stands for")
+    return found
 
 
 class TensorBoardTracker:
@@ -124,6 +129,7 @@ class TensorBoardTracker:
 
     id: str | None = None
     url: str | None = None
+    delay_s = 0.0
 
     def __init__(self, directory: Path, resume_after: int | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

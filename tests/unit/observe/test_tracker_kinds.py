@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import math
 import struct
@@ -146,6 +146,13 @@ def test_mlflow_must_be_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
         check_trackers(LogConfig(trackers=(MLflowConfig(),)))
     with pytest.raises(UserError, match="holds a password"):
         MLflowConfig(uri="https://me:secret@host")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sqlalchemy" else find(name))
+    with pytest.raises(UserError, match="sqlite") as caught:
+        check_trackers(LogConfig(trackers=(MLflowConfig(uri="sqlite:///mlflow.db"),)))
+    assert caught.value.remedy == "pip install mlflow"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find("json" if name == "sqlalchemy" else name))
+    check_trackers(LogConfig(trackers=(MLflowConfig(uri="sqlite:///mlflow.db"),)))
 
 
 def test_trackio_has_metrics_and_samples(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +177,8 @@ class Remote:
 
     id, url = "r1", None
 
-    def __init__(self, failures: int = 0, wait_s: float = 0.0) -> None:
-        self.failures, self.wait_s = failures, wait_s
+    def __init__(self, failures: int = 0, wait_s: float = 0.0, delay_s: float = 0.0) -> None:
+        self.failures, self.wait_s, self.delay_s = failures, wait_s, delay_s
         self.steps: list[int] = []
         self.closed: list[bool] = []
 
@@ -236,6 +243,25 @@ def test_what_waited_when_a_process_was_killed_is_logged_by_the_next(
         time.sleep(0.005)
     tracker.close()
     assert remote.steps == list(range(1 + (noted or 0), 6))
+
+
+@pytest.mark.parametrize(("delay_s", "noted"), [(0.0, 2), (60.0, -1)])
+def test_a_step_counts_as_logged_once_no_kill_destroys_it(
+    delay_s: float, noted: int, tmp_path: Path, told: list[str]
+) -> None:
+    """wandb and trackio keep rows in memory for a while."""
+    remote, path = Remote(delay_s=delay_s), tmp_path / "trackers" / "wandb.json"
+    tracker = delivered(remote, tmp_path, told)
+    tracker.log(1, {})
+    tracker.log(2, {})
+    deadline = time.monotonic() + 10
+    found = None
+    while found != {"id": "r1", "step": noted} and time.monotonic() < deadline:
+        time.sleep(0.005)
+        found = json.loads(path.read_text()) if path.exists() else None
+    assert found == {"id": "r1", "step": noted}
+    tracker.close()
+    assert remote.steps == [1, 2] and json.loads(path.read_text())["step"] == 2
 
 
 def test_what_an_unreachable_tracker_lacks_is_counted_and_costs_no_time(

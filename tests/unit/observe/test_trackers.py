@@ -81,6 +81,14 @@ def test_a_kill_at_any_byte_loses_at_most_the_last_row(tmp_path: Path) -> None:
         assert [row["step"] for row in read_rows(path)] == list(range(1, min(complete, 1) + 1))
 
 
+def test_null_must_stand_for_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1,"time_s":2.0,"time/step_s":null}\n')
+    with pytest.raises(UserError, match="damaged") as caught:
+        read_metrics(path)
+    assert "line 1: null" in caught.value.found
+
+
 @pytest.mark.parametrize("damage", [b"{broken\n", b"[1]\n", b"\xff\n"])
 def test_damage_in_the_middle_is_named(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
