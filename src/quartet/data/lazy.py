@@ -65,7 +65,7 @@ class JsonLines(Rows[Row]):
             self._file = os.fdopen(os.dup(file.fileno()), "rb")
             self._state = self._state_now()
             for line, data in raw_lines(file, path):
-                if not data.isspace() and (line > 1 or decoded(data, path, line).strip()):
+                if data[:1] == b"{" or decoded(data, path, line).strip():  # as checked rows: Unicode's spaces, too
                     if number == source.limit:
                         break
                     number += 1
