@@ -54,7 +54,7 @@ def codec() -> TextCodec:
 
 
 def _jsonl(path: Path, rows: Iterable[dict[str, Any]] = ROWS) -> Path:
-    """With a byte order mark, blank lines, also of a no-break space, a Windows line end and no line end behind the last row."""
+    """With a byte order mark, blank lines (a no-break space, too), a Windows line end, and none behind the last row."""
     path = path / "rows.jsonl"
     text = "\ufeff\n" + "\n \u00a0\n".join(json.dumps(row) for row in rows).replace("\n", "\r\n", 1)
     path.write_text(text, encoding="utf-8", newline="")
