@@ -132,7 +132,7 @@ def test_heads_learn_along_and_draft(
 
 
 def test_heads_of_another_model_are_refused(trainer: Callable[..., RLTrainer], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there are no Medusa heads"):
+    with pytest.raises(UserError, match="there is no heads directory here"):
         trainer("separated", speculation=MedusaSpeculation(path=str(tmp_path / "none"))).train()
 
 
