@@ -8,8 +8,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 # Each of hundreds of processes would compile all modules anew where an environment forbids to keep what was compiled.
 export PYTHONDONTWRITEBYTECODE :=
 # Processes that share the files of a long run, the longest first (tests/longest.py); the tests of a file stay together,
-# as what they set up does. On two cores three of them: tests wait for other processes for a third of the time.
-WORKERS ?= 3
+# as what they set up does.
+WORKERS ?= 2
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: quickstart test test-all beside test-waiting test-avx2 processor test-fast test-slow test-gpu test-vllm fuzz lint format types reference docs wheel clean
