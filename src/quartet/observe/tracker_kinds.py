@@ -277,7 +277,7 @@ class DeliveredTracker:
         self._tracker: Tracker | None = None
         self._known: dict[str, Any] = {}
         self._last: dict[str, int] = {}  # step of metrics, and of each table
-        self._kept: deque[tuple[float, int]] = deque()  # when steps were logged that a kill may still destroy
+        self._kept: deque[tuple[float, int]] = deque()  # from when on no kill destroys a logged step, and the step
         if resumed_after:
             self._thread.submit(partial(self._catch_up, directory / "metrics.jsonl", resumed_after))
 
