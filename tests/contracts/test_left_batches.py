@@ -7,7 +7,7 @@ import gc
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from quartet.cluster import (
     connect,
     dispatch,
 )
-from quartet.cluster.backend import Backend
+from quartet.cluster.backend import Backend, Ref, WorkerHandle
 from quartet.config.common import ShardingConfig
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.stragglers import straggler_metrics
@@ -184,6 +184,27 @@ def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(
     if type(backend).__name__ == "RayBackend":  # on ``local`` the ranks have taken turns before the call returns
         assert rest["model 1"] >= 2.0 > rest["model 0"] >= 0.05
         assert straggler_metrics(recorder.spans())["time/straggler_rest"] > 1.2
+
+
+def test_seconds_of_a_worker_begin_before_anything_is_sent(
+    backend: Backend, model: RemoteGroup[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sending to the next ranks takes a while, in which the first works already."""
+    recorder, call = SpanRecorder(), backend.call
+
+    def slow_call(handle: WorkerHandle, method: str, *args: Any) -> Sequence[Ref]:
+        refs = call(handle, method, *args)
+        time.sleep(0.2 if method == "call" else 0.0)
+        return refs
+
+    async def run() -> None:
+        with recorder.span("rest", step=0):
+            await model.call(Model.rest, 0.0)
+
+    monkeypatch.setattr(backend, "call", slow_call)
+    asyncio.run(run())
+    (span,) = recorder.spans()
+    assert set(span.worker_s) == {"model 0", "model 1"} and min(span.worker_s.values()) >= 0.4
 
 
 def test_outlines_in_lists_tuples_and_by_keyword(rollout: RemoteGroup[Rollout], model: RemoteGroup[Model]) -> None:

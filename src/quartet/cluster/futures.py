@@ -30,12 +30,17 @@ class Pending:
 
     Attributes:
         seconds: from the call to each rank's answer, as far as they have come.
+
+    Args:
+        began_s: when the call began, before anything was sent to a rank.
     """
 
-    def __init__(self, processes: ProcessManager, refs: Mapping[int, Ref], answers: Sequence[int], during: str) -> None:
+    def __init__(
+        self, processes: ProcessManager, refs: Mapping[int, Ref], answers: Sequence[int], during: str, began_s: float
+    ) -> None:
         self._processes = processes
         self._waiting = dict(refs)
-        self._began_s = time.monotonic()
+        self._began_s = began_s
         self.seconds: dict[int, float] = {}
         self._answers = answers
         self._during = during
@@ -125,12 +130,19 @@ class BatchFuture(Pending):
         refs: of each rank the manifest of its part.
         plan: how the call was distributed.
         parts: references to the parts of the result, one per answering rank; none where ``refs`` are the results.
+        during, began_s: as for ``Pending``.
     """
 
     def __init__(
-        self, processes: ProcessManager, refs: Mapping[int, Ref], plan: CallPlan, parts: Sequence[PartRefs], during: str
+        self,
+        processes: ProcessManager,
+        refs: Mapping[int, Ref],
+        plan: CallPlan,
+        parts: Sequence[PartRefs],
+        during: str,
+        began_s: float,
     ) -> None:
-        super().__init__(processes, refs, plan.answers, during)
+        super().__init__(processes, refs, plan.answers, during, began_s)
         self.parts = tuple(parts)
         self.name = uuid4().hex
         self.partition = plan.partition

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -172,8 +173,9 @@ class ProcessManager:
         self, handles: Sequence[WorkerHandle], method: str, *args: Any, timeout_s: float | None = None
     ) -> list[Any]:
         """What a method of the host returns in each of these processes, which are being started."""
+        began_s = time.monotonic()
         refs = {handle.rank: ref for handle in handles for ref in self.backend.call(handle, method, args)}
-        return Pending(self, refs, list(refs), "starting").wait(timeout_s)
+        return Pending(self, refs, list(refs), "starting", began_s).wait(timeout_s)
 
     def stop(self) -> None:
         """Ends the processes, whatever they are doing. The pool stays granted, but for a detached group's."""
@@ -297,6 +299,7 @@ class ProcessManager:
                 stored[id(value)] = self.backend.put(value)
             return stored[id(value)]
 
+        began_s = time.monotonic()
         status: dict[int, Ref] = {}
         parts: dict[int, PartRefs] = {}
         for rank, call in enumerate(plan.calls):
@@ -307,7 +310,7 @@ class ProcessManager:
                 status[rank], *pieces = self.backend.call(handles[rank], "call", (head, *values), 1 + (number or 0))
                 parts[rank] = PartRefs(status[rank], tuple(pieces))
         answers = [] if chunks is None else [parts[rank] for rank in plan.answers]
-        return BatchFuture(self, status, plan, answers, f"{role}.{method}")
+        return BatchFuture(self, status, plan, answers, f"{role}.{method}", began_s)
 
     def _check_started(self) -> None:
         if not self.handles:
