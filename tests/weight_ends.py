@@ -29,7 +29,6 @@ from quartet.weights.digest import tensor_digest
 from quartet.weights.disk import DiskReceive, DiskSend
 from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
 from quartet.weights.errors import WeightSyncError
-from quartet.weights.fusion import GATE_UP, qkv
 from quartet.weights.shared_memory import Segment
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import GatherWatchdog, NamedSource
@@ -39,7 +38,6 @@ BETWEEN_PROCESSES = ("shared_memory", "cuda_ipc", "collective", "disk")
 KINDS = ("shared", *BETWEEN_PROCESSES)
 BUCKET_BYTES = 1024
 """Small, so that tensors are cut and buffers used again and again."""
-FUSED = (qkv(4, 2), GATE_UP)
 
 
 class SegmentHandles(CudaHandles):
@@ -91,8 +89,8 @@ def sender_of(weights: Mapping[str, Tensor]) -> WeightSender:
     return WeightSender(lambda: weights.items(), device=torch.device("cpu"))
 
 
-def fused_weights(seed: int = 0) -> dict[str, Tensor]:
-    """A layer with fused projections, and what does not divide by the number of ranks."""
+def layer_weights(seed: int = 0) -> dict[str, Tensor]:
+    """A layer, and what does not divide by the number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {
         "embed.weight": (37, 16),
@@ -174,7 +172,7 @@ class Engine:
         self.receiver: WeightReceiver | None = None
 
     def hold(self, adopts: bool = False) -> None:
-        self.weights = empty_like(fused_weights())
+        self.weights = empty_like(layer_weights())
         self.sink = TensorSink(self.weights.items(), adopts=adopts)
         if self.receiver is not None:
             self.receiver.disconnect()
@@ -194,7 +192,7 @@ class Engine:
 
 
 class Trainer:
-    """One rank of a trainer whose weights, ``fused_weights``, are cut twice: over two tensor ranks, and by FSDP."""
+    """One rank of a trainer whose weights, ``layer_weights``, are cut twice: over two tensor ranks, and by FSDP."""
 
     def __init__(self, rank: int, world: int, store: str) -> None:
         self.rank, self.world, self.store = rank, world, store
@@ -202,7 +200,7 @@ class Trainer:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         mesh = init_device_mesh("cpu", (1, world // 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
         module = nn.ParameterDict()
-        for name, tensor in fused_weights().items():
+        for name, tensor in layer_weights().items():
             kind = Shard(1) if "down" in name else Replicate() if "norm" in name else Shard(0)
             module[name.replace(".", "/")] = nn.Parameter(distribute_tensor(tensor, mesh["tensor"], [kind]))
         fully_shard(module, mesh=mesh["replicate", "shard"])
@@ -210,8 +208,7 @@ class Trainer:
         self.sender = WeightSender(self.weights.items, device=torch.device("cpu"), rank=rank)
 
     def use(self, kind: str) -> None:
-        source = NamedSource(self.weights.items, fused=FUSED)
-        self.sender.use(send_transport(kind, Path(self.store).parent), source)
+        self.sender.use(send_transport(kind, Path(self.store).parent))
 
     def answer(self, request: str, *args: Any) -> Any:
         return self.sender.answer(request, *args)

@@ -89,19 +89,19 @@ def connected(
 
 
 def source_of(seed: int) -> NamedSource:
-    weights = ends.fused_weights(seed)
+    weights = ends.layer_weights(seed)
     return NamedSource(lambda: weights.items())
 
 
 def digests(seed: int) -> list[str]:
-    return [tensor_digest(tensor) for tensor in ends.fused_weights(seed).values()]
+    return [tensor_digest(tensor) for tensor in ends.layer_weights(seed).values()]
 
 
 class Interrupted(NamedSource):
     """Does something right before the third tensor."""
 
     def __init__(self, seed: int, before_third: Callable[[], Any]) -> None:
-        weights = ends.fused_weights(seed)
+        weights = ends.layer_weights(seed)
         super().__init__(lambda: weights.items())
         self._before_third = before_third
 
@@ -112,7 +112,7 @@ class Interrupted(NamedSource):
             yield tensor
 
 
-THIRD = list(ends.fused_weights())[2]
+THIRD = list(ends.layer_weights())[2]
 
 
 def shared_memory_names() -> set[str]:
@@ -152,7 +152,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines
             sync.run(Interrupted(2, kill), 2)
         assert time.monotonic() - begin < 8, "noticed by the process that ended, not by the time limit"
         assert caught.value.rank == 1
-        assert kind == "collective" or caught.value.tensor in ends.fused_weights()
+        assert kind == "collective" or caught.value.tensor in ends.layer_weights()
         state = engines[0].ask("state")
         if state["status"] == "ready":
             assert state == {"version": 1, "status": "ready", "digests": digests(1)}
@@ -184,7 +184,7 @@ def test_an_engine_that_stands_still_is_named_after_the_time_limit(
             sync.run(Interrupted(2, lambda: os.kill(pid, signal.SIGSTOP)), 2)
         go_on.cancel()  # it must not wake an engine that the next test stops
         os.kill(pid, signal.SIGCONT)
-        assert caught.value.rank == 1 and caught.value.tensor in ends.fused_weights()
+        assert caught.value.rank == 1 and caught.value.tensor in ends.layer_weights()
         for engine in engines:
             engine.idle()
             state = engine.ask("state")
@@ -232,7 +232,7 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
     async def ask(request: str, *args: Any) -> Any:
         return await asyncio.to_thread(told, "answer", request, *args)
 
-    sink = Killing(ends.empty_like(ends.fused_weights()).items(), fused=ends.FUSED)
+    sink = Killing(ends.empty_like(ends.layer_weights()).items())
     receiver = WeightReceiver(sink)
     receiver.use(ends.receive_transport(kind, timeout_s=30))
     told_end: list[BaseException] = []
@@ -268,4 +268,4 @@ def test_a_gather_that_a_rank_misses_ends_with_its_name(tmp_path: Path) -> None:
         for rank in ranks:
             rank.end()
     assert isinstance(error, WeightSyncTimeout)
-    assert (error.rank, error.tensor, error.found) == (1, list(ends.fused_weights())[1], "rank 1 did not come to it")
+    assert (error.rank, error.tensor, error.found) == (1, list(ends.layer_weights())[1], "rank 1 did not come to it")

@@ -14,6 +14,6 @@ disk             ``DiskSend/Receive``                 engines that only load fil
 ================ ==================================== ===========================================================
 
 ``endpoint`` are the two ends and what they can be asked, ``control`` is the driver that asks them. ``manifest`` and
-``digest`` say what was sent, ``source`` and ``sink`` are what is read and written, ``fusion`` is the change of layout
-between them, ``progress`` is how the ends watch each other while data move.
+``digest`` say what was sent, ``source`` and ``sink`` are what is read and written, ``progress`` is how the ends watch
+each other while data move.
 """

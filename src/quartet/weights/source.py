@@ -7,7 +7,7 @@ where the sync fails halfway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 
@@ -17,7 +17,6 @@ from torch.distributed import Store
 from torch.distributed.tensor import DTensor
 
 from quartet.weights.errors import WeightSyncTimeout
-from quartet.weights.fusion import FusedProjection, split_fused
 from quartet.weights.gather import gather
 from quartet.weights.manifest import TensorSpec
 
@@ -26,8 +25,7 @@ class NamedSource:
     """
     Args:
         named: gives ``(name, tensor)`` anew for every sync, ``model.named_parameters`` say; DTensors are gathered.
-        like: the dtype of each tensor by the name that is sent, where they differ (``TensorSink.dtypes`` of an engine).
-        fused: parameters that are sent in parts.
+        like: the dtype of each tensor by its name, where they differ (``TensorSink.dtypes`` of an engine).
         everywhere: every rank that holds a part gets the tensors, not only the first.
         watch: names the rank that is missing when a gather hangs; needed by no unsharded model.
     """
@@ -37,21 +35,17 @@ class NamedSource:
         named: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
         like: Mapping[str, torch.dtype] | None = None,
-        fused: Sequence[FusedProjection] = (),
         everywhere: bool = False,
         watch: GatherWatchdog | None = None,
     ) -> None:
         self._gather = partial(gather, everywhere=everywhere)
         self._named = named
         self._like = dict(like or {})
-        self._fused = tuple(fused)
         self._watch = watch
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """What will be sent, in order. No collective."""
-        # On the meta device a fused tensor splits without being gathered.
-        shapes = ((name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for name, t in self._named())
-        return tuple(TensorSpec.of(n, t, self._like.get(n)) for n, t in split_fused(shapes, self._fused))
+        return tuple(TensorSpec.of(name, tensor, self._like.get(name)) for name, tensor in self._named())
 
     @torch.no_grad()
     def tensors(self) -> Iterator[Tensor]:
@@ -64,10 +58,8 @@ class NamedSource:
             if self._watch is not None and isinstance(tensor, DTensor):
                 self._watch.wait(name)
             whole = self._gather(tensor)
-            if whole is None:
-                continue
-            for part_name, part in split_fused([(name, whole)], self._fused):
-                yield part.to(dtype=self._like.get(part_name)).contiguous()
+            if whole is not None:
+                yield whole.to(dtype=self._like.get(name)).contiguous()
 
 
 class GatherWatchdog:
