@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -28,10 +26,8 @@ from quartet.weights.cuda_ipc import CudaHandles
 from quartet.weights.digest import tensor_digest
 from quartet.weights.disk import DiskReceive, DiskSend
 from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
-from quartet.weights.errors import WeightSyncError
 from quartet.weights.shared_memory import Segment
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import GatherWatchdog, NamedSource
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
 BETWEEN_PROCESSES = ("shared_memory", "cuda_ipc", "collective", "disk")
@@ -212,20 +208,3 @@ class Trainer:
 
     def answer(self, request: str, *args: Any) -> Any:
         return self.sender.answer(request, *args)
-
-    def gather(self) -> WeightSyncError:
-        """Rank 1 stops before its second tensor; returns what the others say then."""
-        progress = dist.FileStore(self.store + ".progress", self.world)
-        watch = GatherWatchdog(progress, self.rank, self.world, timeout_s=2.0)
-
-        def named() -> Iterator[tuple[str, Tensor]]:
-            for n, (name, tensor) in enumerate(self.weights.items()):
-                if self.rank == 1 and n == 1:
-                    time.sleep(300)
-                yield name, tensor
-
-        try:
-            deque(NamedSource(named, watch=watch).tensors(), maxlen=0)
-        except WeightSyncError as error:
-            return error
-        raise AssertionError("no rank is missing")

@@ -256,16 +256,3 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
         for rank in ranks:
             rank.end()
     assert shared_memory_names() == before
-
-
-def test_a_gather_that_a_rank_misses_ends_with_its_name(tmp_path: Path) -> None:
-    ranks = [ends.Process(ends.Trainer, rank, 2, str(tmp_path / "store")) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.tell("gather")
-        error = ranks[0].heard()
-    finally:
-        for rank in ranks:
-            rank.end()
-    assert isinstance(error, WeightSyncTimeout)
-    assert (error.rank, error.tensor, error.found) == (1, list(ends.layer_weights())[1], "rank 1 did not come to it")

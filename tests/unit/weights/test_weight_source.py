@@ -1,16 +1,11 @@
-"""Sources: what they announce is what they give; a rank that is missing from a gather."""
+"""Sources: what they announce is what they give."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from quartet.weights.errors import WeightSyncTimeout
-from quartet.weights.source import GatherWatchdog, NamedSource
+from quartet.weights.source import NamedSource
 
 
 def test_what_is_announced_is_what_comes() -> None:
@@ -27,19 +22,6 @@ def test_nothing_is_copied_that_need_not_be() -> None:
     own = torch.randn(6, 2)
     (sent,) = NamedSource(lambda: [("w", own)]).tensors()
     assert sent.data_ptr() == own.data_ptr()
-
-
-def test_the_rank_that_is_missing_from_a_gather_is_named() -> None:
-    store = dist.HashStore()
-    watches = [GatherWatchdog(store, rank, 3, timeout_s=0.5) for rank in range(3)]
-    with ThreadPoolExecutor(3) as ranks:
-        for name in ("first", "second"):  # again and again, on one store
-            list(ranks.map(GatherWatchdog.wait, watches, [name] * 3))
-        others = [ranks.submit(watches[rank].wait, "third") for rank in (0, 2)]
-    with pytest.raises(WeightSyncTimeout, match="rank 1 did not come") as caught:
-        others[0].result()
-    assert (caught.value.rank, caught.value.tensor) == (1, "third")
-    assert store.num_keys() == 2 * 1 + 3, "keys of steps that all have left are gone"
 
 
 def test_each_tensor_comes_in_the_dtype_that_is_wanted() -> None:
