@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +23,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import forkserver
 from quartet.weights.cuda_ipc import CudaHandles
 from quartet.weights.digest import tensor_digest
-from quartet.weights.disk import DiskReceive, DiskSend
 from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
 from quartet.weights.shared_memory import Segment
 from quartet.weights.sink import TensorSink
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
-BETWEEN_PROCESSES = ("shared_memory", "cuda_ipc", "collective", "disk")
+BETWEEN_PROCESSES = ("shared_memory", "cuda_ipc", "collective")
 KINDS = ("shared", *BETWEEN_PROCESSES)
 BUCKET_BYTES = 1024
 """Small, so that tensors are cut and buffers used again and again."""
@@ -63,20 +61,14 @@ class SegmentHandles(CudaHandles):
         pass
 
 
-def send_transport(
-    kind: str, folder: Path, num_receivers: int = 1, timeout_s: float = 20.0, bucket_bytes: int = BUCKET_BYTES
-) -> SendTransport:
-    if kind == "disk":
-        return DiskSend(folder / "published")
+def send_transport(kind: str, num_receivers: int = 1, timeout_s: float = 20.0) -> SendTransport:
     options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
     if kind in ("cuda_ipc", "collective"):
-        options["bucket_bytes"] = bucket_bytes
+        options["bucket_bytes"] = BUCKET_BYTES
     return TRANSPORTS[kind][0](num_receivers, timeout_s=timeout_s, **options)  # type: ignore[index]
 
 
 def receive_transport(kind: str, rank: int = 0, timeout_s: float = 20.0) -> ReceiveTransport:
-    if kind == "disk":
-        return DiskReceive()
     options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
     return TRANSPORTS[kind][1](rank, timeout_s=timeout_s, **options)  # type: ignore[index]
 
@@ -191,7 +183,6 @@ class Trainer:
     """One rank of a trainer whose weights, ``layer_weights``, are cut twice: over two tensor ranks, and by FSDP."""
 
     def __init__(self, rank: int, world: int, store: str) -> None:
-        self.rank, self.world, self.store = rank, world, store
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         mesh = init_device_mesh("cpu", (1, world // 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
@@ -204,7 +195,7 @@ class Trainer:
         self.sender = WeightSender(self.weights.items, device=torch.device("cpu"), rank=rank)
 
     def use(self, kind: str) -> None:
-        self.sender.use(send_transport(kind, Path(self.store).parent))
+        self.sender.use(send_transport(kind))
 
     def answer(self, request: str, *args: Any) -> Any:
         return self.sender.answer(request, *args)

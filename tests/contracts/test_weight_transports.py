@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import json
 import pickle
 import sys
 import threading
@@ -73,13 +72,13 @@ class Worker:
 class Ends:
     """A sender and its receivers over one transport."""
 
-    def __init__(self, kind: str, folder: Path, sinks: Sequence[TensorSink], timeout_s: float, limit_s: float) -> None:
+    def __init__(self, kind: str, sinks: Sequence[TensorSink], timeout_s: float, limit_s: float) -> None:
         self.kind = kind
         self.sinks = list(sinks)
         self.timeout_s = timeout_s
         self.sender = Worker(ends.sender_of({}))
         self.receivers = [Worker(WeightReceiver(sink)) for sink in sinks]
-        self._transport = partial(ends.send_transport, kind, folder, len(sinks), timeout_s)
+        self._transport = partial(ends.send_transport, kind, len(sinks), timeout_s)
         for rank, worker in enumerate(self.receivers):
             worker.end.use(ends.receive_transport(kind, rank, limit_s))
         self._in_use: Any = None
@@ -121,11 +120,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def open_ends(kind: str, tmp_path: Path) -> Iterator[Open]:
+def open_ends(kind: str) -> Iterator[Open]:
     with contextlib.ExitStack() as stack:
 
         def opened(*sinks: TensorSink, timeout_s: float = 10.0, receiver_timeout_s: float | None = None) -> Ends:
-            made = Ends(kind, tmp_path, sinks, timeout_s, receiver_timeout_s or timeout_s)
+            made = Ends(kind, sinks, timeout_s, receiver_timeout_s or timeout_s)
             stack.callback(made.close)
             return made
 
@@ -171,7 +170,7 @@ def test_digests_do_not_depend_on_the_transport(open_ends: Open) -> None:
     manifest = transport.sync(source_of(weights()), 1)
     alone = sync_in_process(source_of(weights()), [TensorSink(ends.empty_like(weights()).items())], 7)
     assert (manifest.digests, manifest.digest) == (alone.digests, alone.digest)
-    assert manifest.version == 1 and WeightManifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+    assert manifest.version == 1
 
 
 def test_strided_destinations_are_filled_where_they_are(open_ends: Open) -> None:

@@ -55,11 +55,11 @@ def engines(running: list[Any]) -> list[Any]:
 class Sync:
     """A sender in this process and engines in others, over one transport."""
 
-    def __init__(self, kind: str, engines: list[Any], folder: Path, timeout_s: float, engine_timeout_s: float) -> None:
+    def __init__(self, kind: str, engines: list[Any], timeout_s: float, engine_timeout_s: float) -> None:
         self.engines = engines
         self.timeout_s = timeout_s
         self._sender = ends.sender_of({})
-        self._transport = ends.send_transport(kind, folder, len(engines), timeout_s)
+        self._transport = ends.send_transport(kind, len(engines), timeout_s)
         self._sender.use(self._transport)
         for rank, engine in enumerate(engines):
             engine.ask("use", kind, rank, engine_timeout_s)
@@ -79,9 +79,9 @@ class Sync:
 
 @contextlib.contextmanager
 def connected(
-    kind: str, engines: list[Any], folder: Path, *, timeout_s: float = 20.0, engine_timeout_s: float = 20.0
+    kind: str, engines: list[Any], *, timeout_s: float = 20.0, engine_timeout_s: float = 20.0
 ) -> Iterator[Sync]:
-    sync = Sync(kind, engines, folder, timeout_s, engine_timeout_s)
+    sync = Sync(kind, engines, timeout_s, engine_timeout_s)
     try:
         yield sync
     finally:
@@ -121,13 +121,11 @@ def shared_memory_names() -> set[str]:
 
 @pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES)
 @pytest.mark.parametrize("adopts", [False, True], ids=["in_place", "adopts"])
-def test_engines_in_other_processes_serve_what_was_sent(
-    kind: str, adopts: bool, engines: list[Any], tmp_path: Path
-) -> None:
+def test_engines_in_other_processes_serve_what_was_sent(kind: str, adopts: bool, engines: list[Any]) -> None:
     before = shared_memory_names()
     for engine in engines:
         engine.ask("hold", adopts)
-    with connected(kind, engines, tmp_path) as sync:
+    with connected(kind, engines) as sync:
         for version in (1, 2):
             sync.run(source_of(version), version)
             expected = {"version": version, "status": "ready", "digests": digests(version)}
@@ -136,11 +134,11 @@ def test_engines_in_other_processes_serve_what_was_sent(
 
 
 @pytest.mark.parametrize("kind", IN_PIECES)
-def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines: list[Any], tmp_path: Path) -> None:
+def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines: list[Any]) -> None:
     before = shared_memory_names()
     for engine in engines:
         engine.ask("hold")
-    with connected(kind, engines, tmp_path) as sync:
+    with connected(kind, engines) as sync:
         sync.run(source_of(1), 1)
         begin = time.monotonic()
 
@@ -161,7 +159,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines
     engines[1].end()
     engines[1] = ends.Process(ends.Engine)
     engines[1].ask("hold")
-    with connected(kind, engines, tmp_path) as sync:
+    with connected(kind, engines) as sync:
         sync.run(source_of(3), 3)
         assert [engine.ask("state")["digests"] for engine in engines] == [digests(3)] * 2
     assert shared_memory_names() == before
@@ -169,12 +167,12 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines
 
 @pytest.mark.parametrize("kind", IN_PIECES)
 def test_an_engine_that_stands_still_is_named_after_the_time_limit(
-    kind: str, engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, engines: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "GRACE_S", 0.5)
     for engine in engines:
         engine.ask("hold")
-    with connected(kind, engines, tmp_path, timeout_s=1.5) as sync:
+    with connected(kind, engines, timeout_s=1.5) as sync:
         sync.run(source_of(1), 1)
         pid = engines[1].pid
         # A thread waits for the answer that does not come; it must not keep the driver's loop from ending.
@@ -192,10 +190,10 @@ def test_an_engine_that_stands_still_is_named_after_the_time_limit(
 
 
 @pytest.mark.parametrize("kind", IN_PIECES)
-def test_a_trainer_that_stands_still_is_named_with_the_tensor(kind: str, engines: list[Any], tmp_path: Path) -> None:
+def test_a_trainer_that_stands_still_is_named_with_the_tensor(kind: str, engines: list[Any]) -> None:
     for engine in engines:
         engine.ask("hold")
-    with connected(kind, engines, tmp_path, engine_timeout_s=0.7) as sync:
+    with connected(kind, engines, engine_timeout_s=0.7) as sync:
         sync.run(source_of(1), 1)
         with pytest.raises(WeightSyncTimeout, match=r"the sender of weights .*did nothing for 0.7 s") as caught:
             sync.run(Interrupted(2, lambda: time.sleep(2)), 2)

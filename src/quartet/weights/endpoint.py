@@ -8,8 +8,8 @@ request           meaning, and its answer where it has one                 of
 ``connect``       the transport to use from now on                         both
 ``prepare``       what will be sent and where to find it: ``Announcement`` the sender
 ``announce``      everything fits; nothing has been written yet            receivers
-``move``          the data move, each end digests what it has; from the    both at once (``SEQUENTIAL`` transports: the
-                  sender the ``WeightManifest``                                  sender first)
+``move``          the data move, each end digests what it has; from the    both at once (``shared``: the sender first)
+                  sender the ``WeightManifest``
 ``verify``        every digest is as the sender's                          receivers
 ``commit``        the new version is served                                receivers
 ``abort``         the sync has failed; ignored by an end that is not in it both
@@ -53,7 +53,7 @@ TRANSPORTS: dict[Transport, tuple[type[SendTransport], type[ReceiveTransport]]] 
     "cuda_ipc": (CudaIpcSend, CudaIpcReceive),
     "collective": (CollectiveSend, CollectiveReceive),
 }
-"""Both halves of what ends can be connected by; ``disk`` needs a folder, see ``WeightSender.use``."""
+"""Both halves of what ends can be connected by."""
 PROTOCOL = 2
 """Counts changes of these requests and of the manifest's ``WIRE_FORMAT``."""
 HalfT = TypeVar("HalfT", SendTransport, ReceiveTransport)
