@@ -23,7 +23,7 @@ from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import META
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_sources import user_object_names
+from quartet.trainers.reward_sources import user_models
 
 TRAINED_ROLES = ("actor", "critic")
 
@@ -161,11 +161,6 @@ class ShardedModels:
     @cached_property
     def _named(self) -> dict[str, PreTrainedModel]:
         """Reward models from Python."""
-        found: dict[str, PreTrainedModel] = {}
         objects, recipe = self._objects, self._recipe
         only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
-        for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
-            models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
-            num_plain = sum(isinstance(config, ModelReward) for config in configs)
-            found.update(zip(user_object_names(len(models), after=num_plain), models, strict=True))
-        return found
+        return user_models(recipe.rewards, objects.rewards) | user_models(only, objects.evaluation_rewards)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from transformers import PreTrainedModel
 
 from quartet.cluster import Death, ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
@@ -46,7 +45,7 @@ from quartet.trainers.engine_memory import check_engine_fits
 from quartet.trainers.engines import has_folder
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_sources import user_object_names
+from quartet.trainers.reward_sources import user_models
 from quartet.trainers.roles import RLRoles, refresh_steps
 from quartet.trainers.rollout_workers import (
     AnyRolloutWorker,
@@ -81,9 +80,7 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
     only = (recipe.evaluation or EvaluationConfig()).rewards
     for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
         named = [config.name for config in configs if isinstance(config, ModelReward | ProcessModelReward)]
-        num_plain = sum(isinstance(config, ModelReward) for config in configs)
-        num_user_objects = sum(isinstance(reward, PreTrainedModel) for reward in rewards)
-        kinds |= dict.fromkeys([*named, *user_object_names(num_user_objects, after=num_plain)], "reward")
+        kinds |= dict.fromkeys([*named, *user_models(configs, rewards)], "reward")
     if recipe.placement is None:
         return local_placement(kinds)
     placement = resolve(recipe.placement, kinds)
