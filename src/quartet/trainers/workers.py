@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from quartet.cluster import Death, ResourcePool, WorkerGroup, connect
+from quartet.cluster import ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.cluster import RayCluster
@@ -365,7 +365,9 @@ class RayRunWorkers(RunWorkers):
             raise error
         changing = {home for role, home in self.placement.pool_of.items() if role in self._changing}
         states = is_learning or bool(changing & deaths.keys())
-        who = "; ".join(self._death_report(pool, death) for pool, death in deaths.items())
+        who = "; ".join(
+            f"{death.report()} ({', '.join(roles_in(self.placement, pool))})" for pool, death in deaths.items()
+        )
         self._num_deaths += 1
         if self._num_deaths > self.cluster.max_restarts:
             raise UserError(
@@ -380,10 +382,6 @@ class RayRunWorkers(RunWorkers):
             for restarted in [starting.submit(self._groups[name].restart) for name in anew]:
                 restarted.result()
         return f"{who}; started anew: {', '.join(anew)}", states
-
-    def _death_report(self, pool: str, death: Death) -> str:
-        roles = ", ".join(roles_in(self.placement, pool))
-        return f"{death.brief()}: {death.last_error or 'it left no error, so it was killed from outside'} ({roles})"
 
     def close(self) -> None:
         self.compute.close()
