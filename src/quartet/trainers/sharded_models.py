@@ -151,12 +151,9 @@ class ShardedModels:
             path = recipe.reference.path
         elif role in ("actor", "reference"):
             given, path = objects.model, recipe.actor.model.path if recipe.actor.model is not None else None
-        return given.state_dict() if given is not None else path if path is not None else self._paths[role]
-
-    @cached_property
-    def _paths(self) -> dict[str, str]:
-        """Of the reward models that the recipe names."""
-        return {source.name: source.path for source in model_rewards(self._recipe)}
+        if given is not None:
+            return given.state_dict()
+        return path if path is not None else {source.name: source.path for source in model_rewards(recipe)}[role]
 
     @cached_property
     def _named(self) -> dict[str, PreTrainedModel]:
