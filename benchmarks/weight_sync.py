@@ -136,7 +136,7 @@ def sync_seconds(kind: Transport, adopts: bool, args: Any, num_bytes: int) -> li
         sink = TensorSink(zeros(num_bytes).items(), adopts=adopts)
         return repeat(lambda version: sync_in_process(source, [sink], version))
     sender = WeightSender(lambda: weights.items(), device=torch.device("cpu"))
-    sender.use(TRANSPORTS[kind][0](timeout_s=300), source)
+    sender.use(TRANSPORTS[kind][0](timeout_s=300))
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     process = context.Process(target=engine, args=(kind, adopts, num_bytes, args.threads, other))

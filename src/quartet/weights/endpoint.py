@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -164,17 +165,11 @@ class WeightSender(_End[SendTransport]):
         rank: int = 0,
         everywhere: bool = False,
     ) -> None:
-        self._everywhere = everywhere
-        self._named = named
+        self._source_like = partial(NamedSource, named, everywhere=everywhere)
         self._device = device
         self._rank = rank
-        self._source = NamedSource(named, everywhere=everywhere)
+        self._source = self._source_like()
         self._sync = 0
-
-    def use(self, transport: SendTransport, source: NamedSource | None = None) -> None:
-        """Sends over ``transport`` from now on, and from ``source`` where one is given."""
-        super().use(transport)
-        self._source = source or self._source
 
     def describe(self) -> Endpoint:
         return _endpoint(self._device)
@@ -188,10 +183,9 @@ class WeightSender(_End[SendTransport]):
             timeout_s: longest silence of another end.
             dtypes: what the engines take.
         """
-        like = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
-        source = NamedSource(self._named, like=like, everywhere=self._everywhere)
+        self._source = self._source_like(like={name: DTYPES[dtype] for name, dtype in dtypes.items()})
         half = TRANSPORTS[transport][0]
-        self.use(half(num_receivers, timeout_s=timeout_s, device=self._device, host=host), source)
+        self.use(half(num_receivers, timeout_s=timeout_s, device=self._device, host=host))
 
     def prepare(self, version: int) -> Announcement:
         if self._transport is None:
