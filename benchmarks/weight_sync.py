@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,31 +30,20 @@ from torch import Tensor
 
 from quartet.weights import control
 from quartet.weights.digest import BLOCK_BYTES, piece_digest
-from quartet.weights.disk import DiskReceive, DiskSend
-from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
+from quartet.weights.endpoint import TRANSPORTS, Transport, WeightReceiver, WeightSender
 from quartet.weights.in_process import sync_in_process
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource
-from quartet.weights.transport import ReceiveTransport, SendTransport
 
 HIDDEN, INNER = 1024, 2816
-CASES: dict[str, tuple[str, bool]] = {
+CASES: dict[str, tuple[Transport, bool]] = {
     "shared, zero copies": ("shared", True),
     "shared, copied": ("shared", False),
     "shared_memory, in place": ("shared_memory", True),
     "shared_memory, copied out": ("shared_memory", False),
     "collective, gloo": ("collective", False),
-    "disk": ("disk", False),
 }
 """Transport, and whether the sink adopts its memory."""
-
-
-def send_transport(kind: str, folder: Path) -> SendTransport:
-    return DiskSend(folder, keep=1) if kind == "disk" else TRANSPORTS[kind][0](timeout_s=300)
-
-
-def receive_transport(kind: str) -> ReceiveTransport:
-    return DiskReceive() if kind == "disk" else TRANSPORTS[kind][1](timeout_s=300)
 
 
 def shapes(num_bytes: int) -> dict[str, tuple[int, ...]]:
@@ -116,18 +104,18 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def engine(kind: str, adopts: bool, num_bytes: int, threads: int, pipe: Connection) -> None:
+def engine(kind: Transport, adopts: bool, num_bytes: int, threads: int, pipe: Connection) -> None:
     """The other process: answers requests until there are no more."""
     torch.set_num_threads(threads)
     receiver = WeightReceiver(TensorSink(zeros(num_bytes).items(), adopts=adopts))
-    receiver.use(receive_transport(kind))
+    receiver.use(TRANSPORTS[kind][1](timeout_s=300))
     pipe.send(None)
     while (request := pipe.recv()) is not None:
         pipe.send(receiver.answer(*request))
     receiver.disconnect()
 
 
-def sync_seconds(kind: str, adopts: bool, args: Any, num_bytes: int, folder: Path) -> list[tuple[float, float]]:
+def sync_seconds(kind: Transport, adopts: bool, args: Any, num_bytes: int) -> list[tuple[float, float]]:
     """Of ``repeats`` syncs after the first one: of a memory copy, and of the sync that followed it."""
     weights = zeros(num_bytes)
     memcpy = Memcpy(sum(tensor.nbytes for tensor in weights.values()))
@@ -148,7 +136,7 @@ def sync_seconds(kind: str, adopts: bool, args: Any, num_bytes: int, folder: Pat
         sink = TensorSink(zeros(num_bytes).items(), adopts=adopts)
         return repeat(lambda version: sync_in_process(source, [sink], version))
     sender = WeightSender(lambda: weights.items(), device=torch.device("cpu"))
-    sender.use(send_transport(kind, folder), source)
+    sender.use(TRANSPORTS[kind][0](timeout_s=300))
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     process = context.Process(target=engine, args=(kind, adopts, num_bytes, args.threads, other))
@@ -187,17 +175,16 @@ def measure(args: Any) -> dict[str, Any]:
     wanted = 2**22 if args.smoke else args.megabytes * 10**6
     num_bytes = sum(tensor.nbytes for tensor in zeros(wanted).values())
     rows = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for case, (kind, adopts) in CASES.items():
-            if args.cases and kind not in args.cases.split(","):
-                continue
-            pairs = sync_seconds(kind, adopts, args, wanted, Path(folder))
-            rows[case] = {
-                "memcpy_s": statistics.median(copied for copied, _ in pairs),
-                "sync_s": statistics.median(seconds for _, seconds in pairs),
-                "share": statistics.median(copied / seconds for copied, seconds in pairs),
-            }
-    control_s = statistics.median(seconds for _, seconds in sync_seconds("shared_memory", True, args, 1, Path()))
+    for case, (kind, adopts) in CASES.items():
+        if args.cases and kind not in args.cases.split(","):
+            continue
+        pairs = sync_seconds(kind, adopts, args, wanted)
+        rows[case] = {
+            "memcpy_s": statistics.median(copied for copied, _ in pairs),
+            "sync_s": statistics.median(seconds for _, seconds in pairs),
+            "share": statistics.median(copied / seconds for copied, seconds in pairs),
+        }
+    control_s = statistics.median(seconds for _, seconds in sync_seconds("shared_memory", True, args, 1))
     alone = {**parts(num_bytes, args.repeats), "control (messages of a sync without data)": control_s}
     return {"processor": processor(), "bytes": num_bytes, "alone": alone, "syncs": rows}
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,20 +23,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import forkserver
 from quartet.weights.cuda_ipc import CudaHandles
 from quartet.weights.digest import tensor_digest
-from quartet.weights.disk import DiskReceive, DiskSend
 from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
-from quartet.weights.errors import WeightSyncError
-from quartet.weights.fusion import GATE_UP, qkv
 from quartet.weights.shared_memory import Segment
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import GatherWatchdog, NamedSource
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
-BETWEEN_PROCESSES = ("shared_memory", "cuda_ipc", "collective", "disk")
+BETWEEN_PROCESSES = ("shared_memory", "cuda_ipc", "collective")
 KINDS = ("shared", *BETWEEN_PROCESSES)
 BUCKET_BYTES = 1024
 """Small, so that tensors are cut and buffers used again and again."""
-FUSED = (qkv(4, 2), GATE_UP)
 
 
 class SegmentHandles(CudaHandles):
@@ -69,20 +61,14 @@ class SegmentHandles(CudaHandles):
         pass
 
 
-def send_transport(
-    kind: str, folder: Path, num_receivers: int = 1, timeout_s: float = 20.0, bucket_bytes: int = BUCKET_BYTES
-) -> SendTransport:
-    if kind == "disk":
-        return DiskSend(folder / "published")
+def send_transport(kind: str, num_receivers: int = 1, timeout_s: float = 20.0) -> SendTransport:
     options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
     if kind in ("cuda_ipc", "collective"):
-        options["bucket_bytes"] = bucket_bytes
+        options["bucket_bytes"] = BUCKET_BYTES
     return TRANSPORTS[kind][0](num_receivers, timeout_s=timeout_s, **options)  # type: ignore[index]
 
 
 def receive_transport(kind: str, rank: int = 0, timeout_s: float = 20.0) -> ReceiveTransport:
-    if kind == "disk":
-        return DiskReceive()
     options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
     return TRANSPORTS[kind][1](rank, timeout_s=timeout_s, **options)  # type: ignore[index]
 
@@ -91,8 +77,8 @@ def sender_of(weights: Mapping[str, Tensor]) -> WeightSender:
     return WeightSender(lambda: weights.items(), device=torch.device("cpu"))
 
 
-def fused_weights(seed: int = 0) -> dict[str, Tensor]:
-    """A layer with fused projections, and what does not divide by the number of ranks."""
+def layer_weights(seed: int = 0) -> dict[str, Tensor]:
+    """A layer, and what does not divide by the number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {
         "embed.weight": (37, 16),
@@ -174,7 +160,7 @@ class Engine:
         self.receiver: WeightReceiver | None = None
 
     def hold(self, adopts: bool = False) -> None:
-        self.weights = empty_like(fused_weights())
+        self.weights = empty_like(layer_weights())
         self.sink = TensorSink(self.weights.items(), adopts=adopts)
         if self.receiver is not None:
             self.receiver.disconnect()
@@ -194,15 +180,14 @@ class Engine:
 
 
 class Trainer:
-    """One rank of a trainer whose weights, ``fused_weights``, are cut twice: over two tensor ranks, and by FSDP."""
+    """One rank of a trainer whose weights, ``layer_weights``, are cut twice: over two tensor ranks, and by FSDP."""
 
     def __init__(self, rank: int, world: int, store: str) -> None:
-        self.rank, self.world, self.store = rank, world, store
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         mesh = init_device_mesh("cpu", (1, world // 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
         module = nn.ParameterDict()
-        for name, tensor in fused_weights().items():
+        for name, tensor in layer_weights().items():
             kind = Shard(1) if "down" in name else Replicate() if "norm" in name else Shard(0)
             module[name.replace(".", "/")] = nn.Parameter(distribute_tensor(tensor, mesh["tensor"], [kind]))
         fully_shard(module, mesh=mesh["replicate", "shard"])
@@ -210,25 +195,7 @@ class Trainer:
         self.sender = WeightSender(self.weights.items, device=torch.device("cpu"), rank=rank)
 
     def use(self, kind: str) -> None:
-        source = NamedSource(self.weights.items, fused=FUSED)
-        self.sender.use(send_transport(kind, Path(self.store).parent), source)
+        self.sender.use(send_transport(kind))
 
     def answer(self, request: str, *args: Any) -> Any:
         return self.sender.answer(request, *args)
-
-    def gather(self) -> WeightSyncError:
-        """Rank 1 stops before its second tensor; returns what the others say then."""
-        progress = dist.FileStore(self.store + ".progress", self.world)
-        watch = GatherWatchdog(progress, self.rank, self.world, timeout_s=2.0)
-
-        def named() -> Iterator[tuple[str, Tensor]]:
-            for n, (name, tensor) in enumerate(self.weights.items()):
-                if self.rank == 1 and n == 1:
-                    time.sleep(300)
-                yield name, tensor
-
-        try:
-            deque(NamedSource(named, watch=watch).tensors(), maxlen=0)
-        except WeightSyncError as error:
-            return error
-        raise AssertionError("no rank is missing")

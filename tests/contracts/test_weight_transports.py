@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import json
 import pickle
 import sys
 import threading
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from quartet.weights import control
 from quartet.weights.endpoint import WeightReceiver, WeightSender
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable, WeightSyncError, WeightSyncTimeout
-from quartet.weights.fusion import FusedProjection
 from quartet.weights.in_process import sync_in_process
 from quartet.weights.manifest import WeightManifest
 from quartet.weights.sink import Status, TensorSink
@@ -74,13 +72,13 @@ class Worker:
 class Ends:
     """A sender and its receivers over one transport."""
 
-    def __init__(self, kind: str, folder: Path, sinks: Sequence[TensorSink], timeout_s: float, limit_s: float) -> None:
+    def __init__(self, kind: str, sinks: Sequence[TensorSink], timeout_s: float, limit_s: float) -> None:
         self.kind = kind
         self.sinks = list(sinks)
         self.timeout_s = timeout_s
         self.sender = Worker(ends.sender_of({}))
         self.receivers = [Worker(WeightReceiver(sink)) for sink in sinks]
-        self._transport = partial(ends.send_transport, kind, folder, len(sinks), timeout_s)
+        self._transport = partial(ends.send_transport, kind, len(sinks), timeout_s)
         for rank, worker in enumerate(self.receivers):
             worker.end.use(ends.receive_transport(kind, rank, limit_s))
         self._in_use: Any = None
@@ -122,11 +120,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def open_ends(kind: str, tmp_path: Path) -> Iterator[Open]:
+def open_ends(kind: str) -> Iterator[Open]:
     with contextlib.ExitStack() as stack:
 
         def opened(*sinks: TensorSink, timeout_s: float = 10.0, receiver_timeout_s: float | None = None) -> Ends:
-            made = Ends(kind, tmp_path, sinks, timeout_s, receiver_timeout_s or timeout_s)
+            made = Ends(kind, sinks, timeout_s, receiver_timeout_s or timeout_s)
             stack.callback(made.close)
             return made
 
@@ -172,7 +170,7 @@ def test_digests_do_not_depend_on_the_transport(open_ends: Open) -> None:
     manifest = transport.sync(source_of(weights()), 1)
     alone = sync_in_process(source_of(weights()), [TensorSink(ends.empty_like(weights()).items())], 7)
     assert (manifest.digests, manifest.digest) == (alone.digests, alone.digest)
-    assert manifest.version == 1 and WeightManifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+    assert manifest.version == 1
 
 
 def test_strided_destinations_are_filled_where_they_are(open_ends: Open) -> None:
@@ -204,45 +202,7 @@ def test_the_source_sends_the_engines_dtype(open_ends: Open) -> None:
     assert_equal(held, {"w": new["w"].bfloat16(), "n": new["n"]})
 
 
-# A change of layout on the way ---------------------------------------------------------------------------
-
-
-def split(fused: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The slow, obvious way."""
-    parts = {}
-    for name, tensor in fused.items():
-        if "qkv_proj" in name:
-            rows = {"q_proj": slice(0, 16), "k_proj": slice(16, 24), "v_proj": slice(24, 32)}
-            parts |= {name.replace("qkv_proj", part): tensor[where].clone() for part, where in rows.items()}
-        elif "gate_up_proj" in name:
-            rows = {"gate_proj": slice(0, 22), "up_proj": slice(22, 44)}
-            parts |= {name.replace("gate_up_proj", part): tensor[where].clone() for part, where in rows.items()}
-        else:
-            parts[name] = tensor.clone()
-    return parts
-
-
-@pytest.mark.parametrize("at", ["source", "sink", "both"])
-def test_fused_projections_are_split_and_merged(open_ends: Open, at: str) -> None:
-    whole = ends.fused_weights(3)
-    fused_sink = at in ("sink", "both")
-    held = ends.empty_like(whole if fused_sink else split(whole))
-    sink = TensorSink(held.items(), fused=ends.FUSED if fused_sink else ())
-    given = whole if at in ("source", "both") else split(whole)
-    source = NamedSource(lambda: given.items(), fused=ends.FUSED if at in ("source", "both") else ())
-    manifest = open_ends(sink).sync(source, 1)
-    assert_equal(held, whole if fused_sink else split(whole))
-    alone = sync_in_process(source_of(split(whole)), [TensorSink(ends.empty_like(split(whole)).items())], 1)
-    assert manifest.digest == alone.digest
-
-
-def test_a_fused_projection_that_does_not_divide_is_refused(open_ends: Open) -> None:
-    rule = FusedProjection("qkv_proj", ("q_proj", "k_proj", "v_proj"), (3, 1, 1))
-    held = {"qkv_proj.weight": torch.zeros(10, 2)}
-    transport = open_ends(TensorSink(held.items(), fused=(rule,)))
-    source = NamedSource(lambda: {"qkv_proj.weight": torch.ones(9, 2)}.items(), fused=(rule,))
-    said = transport.failure(source, 1)
-    assert isinstance(said, WeightSyncError) and said.tensor == "qkv_proj.weight" and "9 rows" in said.found
+# Weights that ranks hold between them --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +218,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
 @pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
 def test_weights_cut_by_tensor_ranks_and_by_fsdp_are_served_whole(kind: str, ranks: list[Any]) -> None:
     """All four ranks get every request; rank 0 sends."""
-    whole = ends.fused_weights()
+    whole = ends.layer_weights()
     held = ends.empty_like(whole)
-    receiver = Worker(WeightReceiver(TensorSink(held.items(), fused=ends.FUSED)))
+    receiver = Worker(WeightReceiver(TensorSink(held.items())))
     receiver.end.use(ends.receive_transport(kind))
 
     def all_ranks(request: str, *args: Any) -> Any:
@@ -274,7 +234,7 @@ def test_weights_cut_by_tensor_ranks_and_by_fsdp_are_served_whole(kind: str, ran
 
     all_ranks("use", kind)
     manifest = asyncio.run(control.sync(ask, [receiver.ask], 1, timeout_s=30))
-    alone = sync_in_process(source_of(split(whole)), [TensorSink(ends.empty_like(split(whole)).items())], 1)
+    alone = sync_in_process(source_of(whole), [TensorSink(ends.empty_like(whole).items())], 1)
     assert manifest.digest == alone.digest
     assert_equal(held, whole)
     receiver.end.disconnect()

@@ -55,11 +55,11 @@ def engines(running: list[Any]) -> list[Any]:
 class Sync:
     """A sender in this process and engines in others, over one transport."""
 
-    def __init__(self, kind: str, engines: list[Any], folder: Path, timeout_s: float, engine_timeout_s: float) -> None:
+    def __init__(self, kind: str, engines: list[Any], timeout_s: float, engine_timeout_s: float) -> None:
         self.engines = engines
         self.timeout_s = timeout_s
         self._sender = ends.sender_of({})
-        self._transport = ends.send_transport(kind, folder, len(engines), timeout_s)
+        self._transport = ends.send_transport(kind, len(engines), timeout_s)
         self._sender.use(self._transport)
         for rank, engine in enumerate(engines):
             engine.ask("use", kind, rank, engine_timeout_s)
@@ -79,9 +79,9 @@ class Sync:
 
 @contextlib.contextmanager
 def connected(
-    kind: str, engines: list[Any], folder: Path, *, timeout_s: float = 20.0, engine_timeout_s: float = 20.0
+    kind: str, engines: list[Any], *, timeout_s: float = 20.0, engine_timeout_s: float = 20.0
 ) -> Iterator[Sync]:
-    sync = Sync(kind, engines, folder, timeout_s, engine_timeout_s)
+    sync = Sync(kind, engines, timeout_s, engine_timeout_s)
     try:
         yield sync
     finally:
@@ -89,19 +89,19 @@ def connected(
 
 
 def source_of(seed: int) -> NamedSource:
-    weights = ends.fused_weights(seed)
+    weights = ends.layer_weights(seed)
     return NamedSource(lambda: weights.items())
 
 
 def digests(seed: int) -> list[str]:
-    return [tensor_digest(tensor) for tensor in ends.fused_weights(seed).values()]
+    return [tensor_digest(tensor) for tensor in ends.layer_weights(seed).values()]
 
 
 class Interrupted(NamedSource):
     """Does something right before the third tensor."""
 
     def __init__(self, seed: int, before_third: Callable[[], Any]) -> None:
-        weights = ends.fused_weights(seed)
+        weights = ends.layer_weights(seed)
         super().__init__(lambda: weights.items())
         self._before_third = before_third
 
@@ -112,7 +112,7 @@ class Interrupted(NamedSource):
             yield tensor
 
 
-THIRD = list(ends.fused_weights())[2]
+THIRD = list(ends.layer_weights())[2]
 
 
 def shared_memory_names() -> set[str]:
@@ -121,13 +121,11 @@ def shared_memory_names() -> set[str]:
 
 @pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES)
 @pytest.mark.parametrize("adopts", [False, True], ids=["in_place", "adopts"])
-def test_engines_in_other_processes_serve_what_was_sent(
-    kind: str, adopts: bool, engines: list[Any], tmp_path: Path
-) -> None:
+def test_engines_in_other_processes_serve_what_was_sent(kind: str, adopts: bool, engines: list[Any]) -> None:
     before = shared_memory_names()
     for engine in engines:
         engine.ask("hold", adopts)
-    with connected(kind, engines, tmp_path) as sync:
+    with connected(kind, engines) as sync:
         for version in (1, 2):
             sync.run(source_of(version), version)
             expected = {"version": version, "status": "ready", "digests": digests(version)}
@@ -136,11 +134,11 @@ def test_engines_in_other_processes_serve_what_was_sent(
 
 
 @pytest.mark.parametrize("kind", IN_PIECES)
-def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines: list[Any], tmp_path: Path) -> None:
+def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines: list[Any]) -> None:
     before = shared_memory_names()
     for engine in engines:
         engine.ask("hold")
-    with connected(kind, engines, tmp_path) as sync:
+    with connected(kind, engines) as sync:
         sync.run(source_of(1), 1)
         begin = time.monotonic()
 
@@ -152,7 +150,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines
             sync.run(Interrupted(2, kill), 2)
         assert time.monotonic() - begin < 8, "noticed by the process that ended, not by the time limit"
         assert caught.value.rank == 1
-        assert kind == "collective" or caught.value.tensor in ends.fused_weights()
+        assert kind == "collective" or caught.value.tensor in ends.layer_weights()
         state = engines[0].ask("state")
         if state["status"] == "ready":
             assert state == {"version": 1, "status": "ready", "digests": digests(1)}
@@ -161,7 +159,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines
     engines[1].end()
     engines[1] = ends.Process(ends.Engine)
     engines[1].ask("hold")
-    with connected(kind, engines, tmp_path) as sync:
+    with connected(kind, engines) as sync:
         sync.run(source_of(3), 3)
         assert [engine.ask("state")["digests"] for engine in engines] == [digests(3)] * 2
     assert shared_memory_names() == before
@@ -169,12 +167,12 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines
 
 @pytest.mark.parametrize("kind", IN_PIECES)
 def test_an_engine_that_stands_still_is_named_after_the_time_limit(
-    kind: str, engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, engines: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "GRACE_S", 0.5)
     for engine in engines:
         engine.ask("hold")
-    with connected(kind, engines, tmp_path, timeout_s=1.5) as sync:
+    with connected(kind, engines, timeout_s=1.5) as sync:
         sync.run(source_of(1), 1)
         pid = engines[1].pid
         # A thread waits for the answer that does not come; it must not keep the driver's loop from ending.
@@ -184,7 +182,7 @@ def test_an_engine_that_stands_still_is_named_after_the_time_limit(
             sync.run(Interrupted(2, lambda: os.kill(pid, signal.SIGSTOP)), 2)
         go_on.cancel()  # it must not wake an engine that the next test stops
         os.kill(pid, signal.SIGCONT)
-        assert caught.value.rank == 1 and caught.value.tensor in ends.fused_weights()
+        assert caught.value.rank == 1 and caught.value.tensor in ends.layer_weights()
         for engine in engines:
             engine.idle()
             state = engine.ask("state")
@@ -192,10 +190,10 @@ def test_an_engine_that_stands_still_is_named_after_the_time_limit(
 
 
 @pytest.mark.parametrize("kind", IN_PIECES)
-def test_a_trainer_that_stands_still_is_named_with_the_tensor(kind: str, engines: list[Any], tmp_path: Path) -> None:
+def test_a_trainer_that_stands_still_is_named_with_the_tensor(kind: str, engines: list[Any]) -> None:
     for engine in engines:
         engine.ask("hold")
-    with connected(kind, engines, tmp_path, engine_timeout_s=0.7) as sync:
+    with connected(kind, engines, engine_timeout_s=0.7) as sync:
         sync.run(source_of(1), 1)
         with pytest.raises(WeightSyncTimeout, match=r"the sender of weights .*did nothing for 0.7 s") as caught:
             sync.run(Interrupted(2, lambda: time.sleep(2)), 2)
@@ -232,7 +230,7 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
     async def ask(request: str, *args: Any) -> Any:
         return await asyncio.to_thread(told, "answer", request, *args)
 
-    sink = Killing(ends.empty_like(ends.fused_weights()).items(), fused=ends.FUSED)
+    sink = Killing(ends.empty_like(ends.layer_weights()).items())
     receiver = WeightReceiver(sink)
     receiver.use(ends.receive_transport(kind, timeout_s=30))
     told_end: list[BaseException] = []
@@ -256,16 +254,3 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
         for rank in ranks:
             rank.end()
     assert shared_memory_names() == before
-
-
-def test_a_gather_that_a_rank_misses_ends_with_its_name(tmp_path: Path) -> None:
-    ranks = [ends.Process(ends.Trainer, rank, 2, str(tmp_path / "store")) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.tell("gather")
-        error = ranks[0].heard()
-    finally:
-        for rank in ranks:
-            rank.end()
-    assert isinstance(error, WeightSyncTimeout)
-    assert (error.rank, error.tensor, error.found) == (1, list(ends.fused_weights())[1], "rank 1 did not come to it")

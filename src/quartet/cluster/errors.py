@@ -94,6 +94,10 @@ class Death:
     def brief(self) -> str:
         return f"{f'rank {self.rank}' if self.rank is not None else 'a process'} of group {self.group!r} died"
 
+    def report(self) -> str:
+        """Who died, and of what."""
+        return f"{self.brief()}: {self.last_error or 'it left no error, so it was killed from outside'}"
+
 
 class ClusterError(Exception):
     """Workers could not do what they were asked to."""

@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quartet.cluster.layout import DATA, Layout
+from quartet.cluster.layout import Layout
 from quartet.config.errors import UserError
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -117,10 +117,6 @@ class Worker:
     @property
     def layout(self) -> Layout:
         return self.place.layout
-
-    def coordinate(self, axis: str = DATA) -> int:
-        """This worker's index along an axis of the layout; 0 where there is no such axis."""
-        return self.layout.coordinates(self.rank).get(axis, 0)
 
     @property
     def device(self) -> torch.device:

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from quartet.batch.columns import ColumnSet
 from quartet.schedule.group_stream import GroupStream
@@ -92,6 +92,17 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as tasks:
             begun = [tasks.create_task(work) for work in works]
     return [task.result() for task in begun]
+
+
+async def all_ended(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; the first failure is raised when all have ended. One alone is simply awaited."""
+    if len(works) == 1:
+        return [await works[0]]
+    found = await asyncio.gather(*works, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return cast(list[T], found)
 
 
 async def _score(scorer: Scorer, chunk: Chunk, begun: PrefetchedChunk | None = None) -> ColumnSet:

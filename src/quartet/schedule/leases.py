@@ -62,10 +62,6 @@ class Lease:
     wake: Waiting[None] = field(init=False)
 
     @property
-    def is_held(self) -> bool:
-        return self.grant_index >= 0
-
-    @property
     def needed_bytes(self) -> int:
         return self.role.resident_bytes[self.mode]
 
@@ -286,7 +282,7 @@ class Arbiter:
     def _retire(self, request: Lease, clean: bool) -> None:
         """Takes all of it back, be the request queued, granted but not awake yet, or at work."""
         del self._tasks[request.task]
-        if request.is_held:
+        if request in self._held:
             self._held.remove(request)
             pool = self._pools[request.role.pool]
             if request.move is not None:

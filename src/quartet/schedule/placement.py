@@ -16,11 +16,6 @@ def local_placement(roles: Iterable[str]) -> ResolvedPlacement:
     return ResolvedPlacement("local", (pool,), dict.fromkeys(roles, LOCAL_POOL))
 
 
-def states_of(roles: Iterable[RoleSpec]) -> list[str]:
-    """Every role whose weights change: those that train, and the engine's copy."""
-    return [role.name for role in roles if "train" in role.resident_bytes or "generate" in role.resident_bytes]
-
-
 def placed_arbiter(
     placement: ResolvedPlacement,
     resident_bytes: Mapping[str, Mapping[LeaseMode, int]],
@@ -40,8 +35,9 @@ def placed_arbiter(
     """
     pools = [PoolSpec(pool.name, pool.slots, pool.budget_bytes) for pool in placement.pools]
     roles = [RoleSpec(name, placement.pool_of[name], sizes) for name, sizes in resident_bytes.items()]
-    states = [*states_of(roles), *({HEADS} & placement.pool_of.keys())]  # the heads' parts are the actor's
-    versions = dict.fromkeys(states, version)
+    # Weights change of those that train, and of the engine's copy; the heads' parts are the actor's.
+    states = [role.name for role in roles if role.resident_bytes.keys() & {"train", "generate"}]
+    versions = dict.fromkeys([*states, *({HEADS} & placement.pool_of.keys())], version)
     arbiter = Arbiter(pools, roles, versions=versions, offloader=offloader, patience=patience)
     # The largest first: what it asks for is enough for the others.
     needs = [(size, role.name, mode) for role in roles for mode, size in role.resident_bytes.items()]

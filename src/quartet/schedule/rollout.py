@@ -8,10 +8,10 @@ two such leases.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
@@ -22,6 +22,7 @@ from quartet.schedule.canary import CanaryProbe, canary_difference
 from quartet.schedule.clock import News
 from quartet.schedule.engine_client import EngineClient
 from quartet.schedule.groups import Group, by_group
+from quartet.schedule.iteration import all_ended
 from quartet.schedule.journal import Journal
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import ModelWorker
@@ -29,8 +30,6 @@ from quartet.schedule.request_store import FinishedRequest, PromptRequest, TurnR
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.train.forward import Needs
-
-_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -168,7 +167,7 @@ class Rollout:
 
     async def close(self) -> None:
         """Stops generation and waits until it has stopped."""
-        await _each([client.close() for client in self._clients])
+        await all_ended([client.close() for client in self._clients])
 
     # Evaluation ------------------------------------------------------------------------------------------
 
@@ -188,7 +187,7 @@ class Rollout:
         num = len(self._clients)
         shares = [{i: prompts[i][1] for i in range(p, len(prompts), num)} for p in range(num)]
         pairs = zip(self._clients, shares, strict=True)
-        made = await _each([self._evaluate_on(client, share, step) for client, share in pairs if share])
+        made = await all_ended([self._evaluate_on(client, share, step) for client, share in pairs if share])
         batches = {i: one for batch in made for i, one in by_group(batch).items()}
         return [Group.of(i, item, batches[i]) for i, (item, _) in enumerate(prompts)]
 
@@ -231,12 +230,12 @@ class Rollout:
         turn = self.leases.turn("rollout", "generate", "publish", step=version - 1, reads=reads, writes="rollout")
         async with turn as (_, span):
             if self.in_flight == "start_over":
-                self.num_started_over += sum(await _each([client.stop_running() for client in self._clients]))
+                self.num_started_over += sum(await all_ended([client.stop_running() for client in self._clients]))
             span.nbytes = await self.update_engine_weights(version)
             if journal is not None:
                 journal.note("swap", version)
             works = [client.canary(self.canary, f"canary.{i}") for i, client in enumerate(self._clients)]
-            probed = await _each(works)
+            probed = await all_ended(works)
             self.version = version
         self.tell()
         return probed
@@ -265,17 +264,6 @@ class Rollout:
         async with turn:
             columns = await self.trainer.call(ModelWorker.forward, batch, Needs(logprobs=True))
         return canary_difference(batch, columns)
-
-
-async def _each(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Results in order; the first failure is raised when all have ended. One alone is simply awaited."""
-    if len(works) == 1:
-        return [await works[0]]
-    found = await asyncio.gather(*works, return_exceptions=True)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return cast(list[_T], found)
 
 
 def _no_journal(found: str, remedy: str) -> UserError:

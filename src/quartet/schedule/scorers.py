@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.schedule.iteration import Chunk, Scorer
+from quartet.schedule.iteration import Chunk, Scorer, side_by_side
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
@@ -110,13 +109,10 @@ class PartScorer:
     async def score(self, chunk: Chunk) -> ColumnSet:
         batch, parts = chunk.data, self.parts(chunk.data)
         read = [batch.select(part) for part in parts]
-        async with asyncio.TaskGroup() as tasks:
-            parts_of = [replace(chunk, data=part) for part in read]
-            works = [tasks.create_task(self.inner.score(part)) for part in parts_of]
+        scored = await side_by_side([self.inner.score(replace(chunk, data=part)) for part in read])
         token: dict[str, torch.Tensor] = {}
         sequence: dict[str, torch.Tensor] = {}
-        for places, part, work in zip(parts, read, works, strict=True):
-            found = work.result()
+        for places, part, found in zip(parts, read, scored, strict=True):
             for name, values in found.token.items():
                 column = token.setdefault(name, values.new_zeros(batch.num_tokens))
                 for k, s in enumerate(places):

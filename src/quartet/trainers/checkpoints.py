@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from quartet.observe.rollouts import rollout_rows, rollouts_path
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.groups import Group, by_group
+from quartet.schedule.iteration import all_ended
 from quartet.schedule.role_group import RemoteGroup, RoleGroup
 from quartet.schedule.rollout_writer import Writer
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
@@ -51,7 +52,7 @@ async def check_storage(run: RunDirectory, workers: Workers) -> None:
     with writing(token):
         token.mkdir(exist_ok=True)
     try:
-        await _all({role: worker.call(Checkpointed.check_sees, token) for role, worker in workers.items()})
+        await all_ended([worker.call(Checkpointed.check_sees, token) for worker in workers.values()])
     except UserError:
         groups = [worker.group for worker in workers.values() if isinstance(worker, RemoteGroup)]
         if len(groups) < len(workers):
@@ -86,11 +87,11 @@ async def save(
     copying = run.recorder.span("checkpoint_snapshot", step=step - 1, role="writer") if background else nullcontext()
     try:
         with copying:
-            await _all(
-                {
-                    role: worker.call(Checkpointed.save_checkpoint, draft / role, background=background)
+            await all_ended(
+                [
+                    worker.call(Checkpointed.save_checkpoint, draft / role, background=background)
                     for role, worker in workers.items()
-                }
+                ]
             )
         found = None if background else await _written(run, workers, draft)
     except BaseException:
@@ -109,7 +110,7 @@ async def load(workers: Workers, checkpoint: Checkpoint) -> None:
         UserError: it belongs to another model, or cannot be read.
     """
     path = checkpoint.path.absolute()
-    await _all({role: worker.call(Checkpointed.load_checkpoint, path / role) for role, worker in workers.items()})
+    await all_ended([worker.call(Checkpointed.load_checkpoint, path / role) for role, worker in workers.items()])
 
 
 async def load_drafts(engines: Sequence[RoleGroup[Checkpointed]], checkpoint: Checkpoint) -> None:
@@ -118,8 +119,8 @@ async def load_drafts(engines: Sequence[RoleGroup[Checkpointed]], checkpoint: Ch
     num_saved = len(list(path.glob(f"{DRAFTS}*")))
     if num_saved:
         shares = [path / f"{DRAFTS}{i % num_saved}" for i in range(len(engines))]
-        calls = [engine.call(Checkpointed.load_checkpoint, of) for engine, of in zip(engines, shares, strict=True)]
-        await _all({str(i): call for i, call in enumerate(calls)})
+        pairs = zip(engines, shares, strict=True)
+        await all_ended([engine.call(Checkpointed.load_checkpoint, share) for engine, share in pairs])
 
 
 async def bring(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:
@@ -131,9 +132,9 @@ async def bring(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:
 
 async def _written(run: RunDirectory, workers: Workers, draft: Path) -> Shares | None:
     """Digests of all shares once they are written and on the driver's machine; None where one never will be."""
-    asked = {r: partial(worker.call, Checkpointed.finish_checkpoint, draft / r) for r, worker in workers.items()}
+    asked = [partial(worker.call, Checkpointed.finish_checkpoint, draft / role) for role, worker in workers.items()]
     try:
-        found = await _all({role: told(ask) for role, ask in asked.items()})
+        found = dict(zip(workers, await all_ended([told(ask) for ask in asked]), strict=True))
         if not all(found.values()):
             return None
         run.storage.gather(draft, found)
@@ -149,15 +150,6 @@ async def told(ask: Callable[[], Awaitable[T | None]]) -> T:
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_POLL_S)
     return found
-
-
-async def _all(calls: Mapping[str, Coroutine[Any, Any, Any]]) -> dict[str, Any]:
-    """The results by the same names; all have ended before the first error is raised."""
-    results = await asyncio.gather(*calls.values(), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return dict(zip(calls, results, strict=True))
 
 
 # Rollouts, and groups that are ahead -----------------------------------------------------------------------

@@ -141,17 +141,19 @@ def reward_models(
             known how its steps end, or a tokenizer loses the separator.
     """
     roles = [_reward_model(config, codec, frozen) for config in configs if isinstance(config, ModelReward)]
-    models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
-    for name, reward in zip(user_object_names(len(models), after=len(roles)), models, strict=True):
+    for name, reward in user_models(configs, rewards).items():
         check_vocabulary(codec.tokenizer, vocabulary_size(reward))
         packed = frozen.scalar(reward, is_user_object=True)
         roles.append(RewardModelRole(name, packed, forward_budget(train), None, 1.0))
     return roles + [_process_model(one, codec, frozen) for one in configs if isinstance(one, ProcessModelReward)]
 
 
-def user_object_names(num: int, *, after: int) -> list[str]:
-    """What ``num`` reward models passed from Python are called, beside ``after`` of the recipe's."""
-    return ["reward_model"] if num == 1 and not after else [f"reward_model_{i + 1}" for i in range(num)]
+def user_models(configs: Sequence[RewardConfig], rewards: Rewards) -> dict[str, PreTrainedModel]:
+    """The reward models passed from Python, by what they are called beside those of the recipe."""
+    models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
+    if len(models) == 1 and not any(isinstance(config, ModelReward) for config in configs):
+        return {"reward_model": models[0]}
+    return {f"reward_model_{number}": model for number, model in enumerate(models, start=1)}
 
 
 def forward_budget(train: TrainConfig) -> TokenBudget:

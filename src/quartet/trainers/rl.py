@@ -167,14 +167,14 @@ class RLTrainer:
         """
         watch = Stopwatch()
         with contextlib.closing(self.roles), contextlib.closing(self.workers):
-            run_async(self._start())
+            if text := self.workers.describe():
+                self.progress.print(text)
+            run_async(self.start_workers())
             with self.run.stoppable(), self.run:
                 return run_async(self._train(watch))
 
-    async def _start(self) -> None:
+    async def start_workers(self) -> None:
         """Starts what computes. What only loaded models show is refused here, before anything is written."""
-        if text := self.workers.describe():
-            self.progress.print(text)
         await asyncio.to_thread(self.workers.start, self.roles.ptx)
         self.roles.groups = self.workers.models
         await self.roles.describe()

@@ -23,7 +23,7 @@ from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import META
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_sources import user_object_names
+from quartet.trainers.reward_sources import user_models
 
 TRAINED_ROLES = ("actor", "critic")
 
@@ -151,21 +151,13 @@ class ShardedModels:
             path = recipe.reference.path
         elif role in ("actor", "reference"):
             given, path = objects.model, recipe.actor.model.path if recipe.actor.model is not None else None
-        return given.state_dict() if given is not None else path if path is not None else self._paths[role]
-
-    @cached_property
-    def _paths(self) -> dict[str, str]:
-        """Of the reward models that the recipe names."""
-        return {source.name: source.path for source in model_rewards(self._recipe)}
+        if given is not None:
+            return given.state_dict()
+        return path if path is not None else {source.name: source.path for source in model_rewards(recipe)}[role]
 
     @cached_property
     def _named(self) -> dict[str, PreTrainedModel]:
         """Reward models from Python."""
-        found: dict[str, PreTrainedModel] = {}
         objects, recipe = self._objects, self._recipe
         only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
-        for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
-            models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
-            num_plain = sum(isinstance(config, ModelReward) for config in configs)
-            found.update(zip(user_object_names(len(models), after=num_plain), models, strict=True))
-        return found
+        return user_models(recipe.rewards, objects.rewards) | user_models(only, objects.evaluation_rewards)

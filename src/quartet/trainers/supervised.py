@@ -322,10 +322,9 @@ class SupervisedTrainer(Generic[R, W]):
             deaths = [error.death]
         if not deaths:
             return error
-        last = deaths[0].last_error or "it left no error, so it was killed from outside"
         return UserError(
             "a worker of the run died",
-            found=f"{deaths[0].brief()}: {last}",
+            found=deaths[0].report(),
             remedy="mend what kills it, and go on from the last checkpoint with --resume",
         )
 

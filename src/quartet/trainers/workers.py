@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from transformers import PreTrainedModel
 
-from quartet.cluster import Death, ResourcePool, WorkerGroup, connect
+from quartet.cluster import ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.cluster import RayCluster
@@ -46,7 +45,7 @@ from quartet.trainers.engine_memory import check_engine_fits
 from quartet.trainers.engines import has_folder
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_sources import user_object_names
+from quartet.trainers.reward_sources import user_models
 from quartet.trainers.roles import RLRoles, refresh_steps
 from quartet.trainers.rollout_workers import (
     AnyRolloutWorker,
@@ -81,9 +80,7 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
     only = (recipe.evaluation or EvaluationConfig()).rewards
     for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
         named = [config.name for config in configs if isinstance(config, ModelReward | ProcessModelReward)]
-        num_plain = sum(isinstance(config, ModelReward) for config in configs)
-        num_user_objects = sum(isinstance(reward, PreTrainedModel) for reward in rewards)
-        kinds |= dict.fromkeys([*named, *user_object_names(num_user_objects, after=num_plain)], "reward")
+        kinds |= dict.fromkeys([*named, *user_models(configs, rewards)], "reward")
     if recipe.placement is None:
         return local_placement(kinds)
     placement = resolve(recipe.placement, kinds)
@@ -368,7 +365,9 @@ class RayRunWorkers(RunWorkers):
             raise error
         changing = {home for role, home in self.placement.pool_of.items() if role in self._changing}
         states = is_learning or bool(changing & deaths.keys())
-        who = "; ".join(self._death_report(pool, death) for pool, death in deaths.items())
+        who = "; ".join(
+            f"{death.report()} ({', '.join(roles_in(self.placement, pool))})" for pool, death in deaths.items()
+        )
         self._num_deaths += 1
         if self._num_deaths > self.cluster.max_restarts:
             raise UserError(
@@ -383,10 +382,6 @@ class RayRunWorkers(RunWorkers):
             for restarted in [starting.submit(self._groups[name].restart) for name in anew]:
                 restarted.result()
         return f"{who}; started anew: {', '.join(anew)}", states
-
-    def _death_report(self, pool: str, death: Death) -> str:
-        roles = ", ".join(roles_in(self.placement, pool))
-        return f"{death.brief()}: {death.last_error or 'it left no error, so it was killed from outside'} ({roles})"
 
     def close(self) -> None:
         self.compute.close()

@@ -28,8 +28,6 @@ from quartet.weights.errors import (
 from quartet.weights.manifest import WeightManifest
 from quartet.weights.transport import Announcement
 
-SEQUENTIAL = ("shared", "disk")
-"""Transports whose sender moves everything before a receiver takes it."""
 Ask = Callable[..., Awaitable[Any]]
 """Gives an end a request, by its name and arguments, and its answer back."""
 End = tuple[int | None, Ask]
@@ -94,7 +92,7 @@ async def sync(sender: Ask, receivers: Sequence[Ask], version: int, *, timeout_s
         # The ends watch each other while the data move, and an end that gives up may wait as long again for its
         # connections to close; this limit is for the case that all of them stand still.
         limit_s = 2 * timeout_s + sum(spec.num_bytes for spec in announcement.tensors) / SLOWEST_BYTES_PER_S
-        if announcement.transport in SEQUENTIAL:
+        if announcement.transport == "shared":  # the sender moves everything before a receiver takes it
             (manifest,) = await _tell([to_sender], limit_s, "move", number)
             await _tell(to_receivers, limit_s, "move", number)
         else:

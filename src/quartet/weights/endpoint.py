@@ -8,8 +8,8 @@ request           meaning, and its answer where it has one                 of
 ``connect``       the transport to use from now on                         both
 ``prepare``       what will be sent and where to find it: ``Announcement`` the sender
 ``announce``      everything fits; nothing has been written yet            receivers
-``move``          the data move, each end digests what it has; from the    both at once (``SEQUENTIAL`` transports: the
-                  sender the ``WeightManifest``                                  sender first)
+``move``          the data move, each end digests what it has; from the    both at once (``shared``: the sender first)
+                  sender the ``WeightManifest``
 ``verify``        every digest is as the sender's                          receivers
 ``commit``        the new version is served                                receivers
 ``abort``         the sync has failed; ignored by an end that is not in it both
@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -53,7 +54,7 @@ TRANSPORTS: dict[Transport, tuple[type[SendTransport], type[ReceiveTransport]]] 
     "cuda_ipc": (CudaIpcSend, CudaIpcReceive),
     "collective": (CollectiveSend, CollectiveReceive),
 }
-"""Both halves of what ends can be connected by; ``disk`` needs a folder, see ``WeightSender.use``."""
+"""Both halves of what ends can be connected by."""
 PROTOCOL = 2
 """Counts changes of these requests and of the manifest's ``WIRE_FORMAT``."""
 HalfT = TypeVar("HalfT", SendTransport, ReceiveTransport)
@@ -164,17 +165,11 @@ class WeightSender(_End[SendTransport]):
         rank: int = 0,
         everywhere: bool = False,
     ) -> None:
-        self._everywhere = everywhere
-        self._named = named
+        self._source_like = partial(NamedSource, named, everywhere=everywhere)
         self._device = device
         self._rank = rank
-        self._source = NamedSource(named, everywhere=everywhere)
+        self._source = self._source_like()
         self._sync = 0
-
-    def use(self, transport: SendTransport, source: NamedSource | None = None) -> None:
-        """Sends over ``transport`` from now on, and from ``source`` where one is given."""
-        super().use(transport)
-        self._source = source or self._source
 
     def describe(self) -> Endpoint:
         return _endpoint(self._device)
@@ -188,10 +183,9 @@ class WeightSender(_End[SendTransport]):
             timeout_s: longest silence of another end.
             dtypes: what the engines take.
         """
-        like = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
-        source = NamedSource(self._named, like=like, everywhere=self._everywhere)
+        self._source = self._source_like(like={name: DTYPES[dtype] for name, dtype in dtypes.items()})
         half = TRANSPORTS[transport][0]
-        self.use(half(num_receivers, timeout_s=timeout_s, device=self._device, host=host), source)
+        self.use(half(num_receivers, timeout_s=timeout_s, device=self._device, host=host))
 
     def prepare(self, version: int) -> Announcement:
         if self._transport is None:

@@ -1,7 +1,6 @@
 """What is sent: the tensors' names, shapes and dtypes before, and a manifest with digests after.
 
-A manifest is JSON, and the data beside it are raw bytes: little-endian, row-major, unsharded. So both ends need the
-same ``WIRE_FORMAT`` and nothing else in common, neither Python nor torch::
+Beside published weights it is JSON::
 
     {"wire_format": 1, "version": 7, "digest": "…",
      "tensors": [{"name": "lm_head.weight", "dtype": "BF16", "shape": [32000, 4096], "digest": "…"}, …]}
@@ -12,13 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from quartet.weights.errors import WeightSyncError
@@ -62,10 +59,6 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES or min(self.shape, default=0) < 0:
-            raise _malformed(f"the tensor {self.name!r} of {self.dtype} {list(self.shape)}")
-
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
         """Of ``tensor``, unsharded if it is a DTensor, cast to ``dtype``.
@@ -94,19 +87,6 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.torch_dtype.itemsize
-
-
-class _Row(BaseModel):
-    name: str
-    dtype: str
-    shape: list[int] | tuple[int, ...]
-    digest: str
-
-
-class _Written(BaseModel):
-    version: int
-    digest: str
-    tensors: list[_Row]
 
 
 @dataclass(frozen=True)
@@ -142,30 +122,3 @@ class WeightManifest:
     def to_json(self) -> dict[str, Any]:
         tensors = [asdict(spec) | {"digest": digest} for spec, digest in zip(self.tensors, self.digests, strict=True)]
         return {"wire_format": WIRE_FORMAT, "version": self.version, "digest": self.digest, "tensors": tensors}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> WeightManifest:
-        """
-        Raises:
-            WeightSyncError: another wire format, not a manifest, or one whose digest is not that of its lines.
-        """
-        if value.get("wire_format") != WIRE_FORMAT:
-            raise _malformed(f"wire format {value.get('wire_format')!r}, here {WIRE_FORMAT}")
-        try:
-            written = _Written.model_validate(dict(value), strict=True)
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            raise _malformed(f"{'.'.join(map(str, wrong['loc']))} {wrong['input']!r:.200}: {wrong['msg']}") from error
-        tensors = tuple(TensorSpec(row.name, row.dtype, tuple(row.shape)) for row in written.tensors)
-        manifest = cls(written.version, tensors, tuple(row.digest for row in written.tensors))
-        if manifest.digest != written.digest:
-            raise _malformed(f"the digest {written.digest!r} of lines that give {manifest.digest!r}")
-        return manifest
-
-
-def _malformed(found: str) -> WeightSyncError:
-    return WeightSyncError(
-        "the manifest of the weights cannot be read",
-        found=found,
-        remedy="install the same release of quartet on both ends",
-    )

@@ -295,7 +295,7 @@ def open_shared(path: str, flags: int) -> int:
             "the sender's shared memory cannot be opened",
             found=str(error),
             remedy="run both ends on one machine, as one user and in one process namespace; between containers "
-            "use the transport collective or disk",
+            "use the transport collective",
         ) from error
 
 

@@ -69,7 +69,7 @@ class Segment:
             raise WeightSyncError(
                 "shared memory between processes needs Linux here",
                 found=f"no memfd_create on {os.uname().sysname}",
-                remedy="use the transport collective or disk",
+                remedy="use the transport collective",
             )
         # The kernel would hand out page after page until it kills a process.
         if num_bytes > (available := available_bytes()):
@@ -104,7 +104,7 @@ def _no_memory(num_bytes: int, found: str) -> WeightSyncError:
     return WeightSyncError(
         "there is no shared memory for the weights",
         found=f"{num_bytes / 2**30:.2f} GiB asked for, {found}",
-        remedy="free memory on this machine, or use the transport collective or disk",
+        remedy="free memory on this machine, or use the transport collective",
     )
 
 

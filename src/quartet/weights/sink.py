@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of, piece_digest, tensor_digest
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
-from quartet.weights.fusion import FusedProjection, split_fused
 from quartet.weights.manifest import TensorSpec, WeightManifest
 
 
@@ -31,7 +30,6 @@ class TensorSink:
 
     Args:
         destinations: by name; two names of one tensor are tied, and one of them is enough. May be strided.
-        fused: destinations that hold several of the tensors that are sent.
         adopts: takes over memory that a transport offers in place of the destinations' own, zero copies.
         on_commit: called with the new version: forget what was computed from the old weights.
         version: what stands in the destinations already; None: nothing that may be served.
@@ -41,16 +39,12 @@ class TensorSink:
         self,
         destinations: Iterable[tuple[str, Tensor]],
         *,
-        fused: Sequence[FusedProjection] = (),
         adopts: bool = False,
         on_commit: Callable[[int], None] = lambda version: None,
         version: int | None = None,
     ) -> None:
         # Not their memory: an engine that sleeps gives it back, and gets other memory when it wakes.
         self._owners = dict(destinations)
-        self._fused = tuple(fused)
-        if adopts and self._views().keys() != self._owners.keys():
-            raise ValueError("memory can be adopted only where nothing is fused")
         self.adopts = adopts
         self._on_commit = on_commit
         self._reason: str | None = None
@@ -133,8 +127,8 @@ class TensorSink:
         self._specs, self._incoming, self._targets, self._ties = tuple(specs), version, views, ties
 
     def _views(self) -> dict[str, Tensor]:
-        """The destinations under the names that are sent, in the memory that they have now."""
-        return dict(split_fused(((name, tensor.detach()) for name, tensor in self._owners.items()), self._fused))
+        """The destinations in the memory that they have now."""
+        return {name: tensor.detach() for name, tensor in self._owners.items()}
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> bool:
         """Offers memory in which the weights of this sync stand, or will stand when it is through.

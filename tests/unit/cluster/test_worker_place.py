@@ -32,7 +32,6 @@ def test_the_variables_of_torchrun_are_enough(monkeypatch: pytest.MonkeyPatch) -
     worker = Worker()
     assert (worker.rank, worker.world_size, worker.local_rank) == (3, 4, 1)
     assert worker.layout == Layout.of(data=2, tensor=2)
-    assert (worker.coordinate(), worker.coordinate("tensor"), worker.coordinate("context")) == (1, 1, 0)
 
 
 def test_without_variables_a_worker_is_alone() -> None:

@@ -15,6 +15,7 @@ from breaking import fails_at, same_weights
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import Trajectory
+from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, ReMax
 from quartet.config.common import CheckpointConfig
 from quartet.data.datasets import PromptItem
@@ -213,3 +214,13 @@ def test_sampled_and_greedy_sequences_are_scored_apart_as_if_they_were_alone() -
     assert sampled.input_ids.tolist() == [1, 2, 10, 11, 1, 2, 10, 11] and sampled.parents == (-1, 0, 0, -1, 3, 3)
     assert greedy.input_ids.tolist() == [1, 2, 20, 1, 2, 21]
     assert both.tolist() == [0, 0, 2, 3, 2, 0, 0, 6, 7, 5] and one.tolist() == [0, 0, 2, 3, 0, 0, 0, 6, 7, 0]
+
+
+def test_the_error_of_a_part_comes_out_as_it_is() -> None:
+    class Fails:
+        async def score(self, chunk: Chunk) -> ColumnSet:
+            raise UserError("the reward is gone", found="no answer", remedy="start it")
+
+    chunk = _chunk([_completion(20), _completion(21)])
+    with pytest.raises(UserError, match="the reward is gone"):
+        asyncio.run(PartScorer(Fails(), sampled_and_greedy).score(chunk))

@@ -1,4 +1,4 @@
-"""Published versions: whole or not at all, readable by others; damaged ones; shared memory without a name."""
+"""Published versions: whole or not at all, readable by others; shared memory without a name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quartet.weights.disk import load_published, publish, published
-from quartet.weights.errors import WeightMismatch, WeightSyncError
+from quartet.weights.disk import publish
+from quartet.weights.errors import WeightSyncError
+from quartet.weights.manifest import TensorSpec
 from quartet.weights.shared_memory import Segment, layout
-from quartet.weights.sink import TensorSink
-from quartet.weights.source import NamedSource
 
 WEIGHTS = {
     "w": torch.arange(6.0).view(2, 3),
@@ -24,9 +23,7 @@ WEIGHTS = {
     "e": torch.empty(0, 2),
     "d": torch.ones(2, dtype=torch.float64),
 }
-
-
-SOURCE = NamedSource(lambda: WEIGHTS.items())
+SPECS = [TensorSpec.of(name, tensor) for name, tensor in WEIGHTS.items()]
 
 
 def test_other_programs_read_it_and_the_template_lies_beside(tmp_path: Path) -> None:
@@ -34,9 +31,8 @@ def test_other_programs_read_it_and_the_template_lies_beside(tmp_path: Path) -> 
     template.mkdir()
     (template / "config.json").write_text("{}")
     (template / "model.safetensors").write_text("old weights")
-    publish(SOURCE, 12, tmp_path / "out", template=template)
-    (path,) = published(tmp_path / "out")
-    assert path.name == "version_00000012"
+    path = publish(tmp_path / "out", 12, SPECS, WEIGHTS.values(), template)
+    assert path == tmp_path / "out" / "version_00000012"
     assert sorted(p.name for p in path.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
     found = load_file(path / "model.safetensors")
     assert found.keys() == WEIGHTS.keys()
@@ -47,53 +43,23 @@ def test_other_programs_read_it_and_the_template_lies_beside(tmp_path: Path) -> 
 
 def test_only_the_newest_stay_and_the_same_version_may_come_again(tmp_path: Path) -> None:
     for version in (1, 2, 2, 3):
-        publish(SOURCE, version, tmp_path)
+        publish(tmp_path, version, SPECS, WEIGHTS.values())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version_00000002", "version_00000003"]
-    with pytest.raises(ValueError, match="keep = 0"):
-        publish(SOURCE, 4, tmp_path, keep=0)
 
 
 def test_a_version_that_breaks_off_is_never_seen(tmp_path: Path) -> None:
-    class Broken(NamedSource):
-        def tensors(self) -> Iterator[Tensor]:
-            yield from list(super().tensors())[:2]
-            raise RuntimeError("the disk is on fire")
+    def broken() -> Iterator[Tensor]:
+        yield from list(WEIGHTS.values())[:2]
+        raise RuntimeError("the disk is on fire")
 
-    publish(SOURCE, 1, tmp_path)
+    publish(tmp_path, 1, SPECS, WEIGHTS.values())
     with pytest.raises(RuntimeError, match="on fire"):
-        publish(Broken(lambda: WEIGHTS.items()), 2, tmp_path)
+        publish(tmp_path, 2, SPECS, broken())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version_00000001"]
     # What a killed process leaves is cleared away by the next version.
     (tmp_path / ".draft_00000002").mkdir()
-    assert [p.name for p in published(tmp_path)] == ["version_00000001"]
-    publish(SOURCE, 2, tmp_path)
+    publish(tmp_path, 2, SPECS, WEIGHTS.values())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version_00000001", "version_00000002"]
-
-
-def test_an_engine_that_starts_later_loads_and_checks_it(tmp_path: Path) -> None:
-    manifest = publish(SOURCE, 4, tmp_path)
-    held = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
-    sink = TensorSink(held.items())
-    assert load_published(published(tmp_path)[-1], sink) == manifest
-    sink.require(4)
-    assert all(torch.equal(held[name], tensor) for name, tensor in WEIGHTS.items())
-
-
-def test_a_damaged_file_is_found(tmp_path: Path) -> None:
-    publish(SOURCE, 1, tmp_path)
-    (path,) = published(tmp_path)
-    data = bytearray((path / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (path / "model.safetensors").write_bytes(data)
-    sink = TensorSink([(name, torch.zeros_like(tensor)) for name, tensor in WEIGHTS.items()])
-    with pytest.raises(WeightMismatch):
-        load_published(path, sink)
-    (path / "model.safetensors").write_bytes(data[:40])
-    with pytest.raises(WeightSyncError, match="cannot be read"):
-        load_published(path, sink)
-    (path / "manifest.json").unlink()
-    with pytest.raises(WeightSyncError, match="cannot be read"):
-        load_published(path, sink)
 
 
 def test_a_segment_has_no_name_and_reaches_only_who_opens_it() -> None:
@@ -117,6 +83,5 @@ def test_more_memory_than_there_is_fails_at_once() -> None:
 
 
 def test_tensors_begin_at_lines_of_the_cache() -> None:
-    source = NamedSource(lambda: WEIGHTS.items())
-    offsets, num_bytes = layout(source.specs())
+    offsets, num_bytes = layout(SPECS)
     assert all(offset % 64 == 0 for offset in offsets.values()) and num_bytes == 64 * 4

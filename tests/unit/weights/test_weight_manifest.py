@@ -1,16 +1,14 @@
-"""The manifest: JSON there and back, and what is refused."""
+"""The manifest: what it says, as JSON, and its digest."""
 
 from __future__ import annotations
 
-import copy
 import json
-from typing import Any
 
 import pytest
 import torch
 
 from quartet.weights.errors import WeightSyncError
-from quartet.weights.manifest import WIRE_FORMAT, TensorSpec, WeightManifest
+from quartet.weights.manifest import TensorSpec, WeightManifest
 
 SPECS = (TensorSpec("a", "F32", (2, 3)), TensorSpec("b", "BF16", ()), TensorSpec("c", "BOOL", (0, 4)))
 MANIFEST = WeightManifest(3, SPECS, ("0" * 16, "1" * 16, "2" * 16))
@@ -24,9 +22,11 @@ def test_specs_know_their_size_and_dtype() -> None:
         TensorSpec.of("z", torch.zeros(1, dtype=torch.complex64))
 
 
-def test_json_there_and_back() -> None:
-    text = json.dumps(MANIFEST.to_json())
-    assert WeightManifest.from_json(json.loads(text)) == MANIFEST
+def test_json() -> None:
+    found = json.loads(json.dumps(MANIFEST.to_json()))
+    tensor = {"name": "a", "dtype": "F32", "shape": [2, 3], "digest": "0" * 16}
+    assert found["tensors"][0] == tensor and len(found.pop("tensors")) == 3
+    assert found == {"wire_format": 1, "version": 3, "digest": MANIFEST.digest}
 
 
 def test_the_digest_of_all_is_of_contents_and_not_of_their_order() -> None:
@@ -39,31 +39,6 @@ def test_the_digest_of_all_is_of_contents_and_not_of_their_order() -> None:
         WeightManifest(3, (TensorSpec("a", "I32", (2, 3)), *SPECS[1:]), MANIFEST.digests),
     ]
     assert len({manifest.digest for manifest in (MANIFEST, *others)}) == 5
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        ({"wire_format": WIRE_FORMAT + 1}, "wire format"),
-        ({"version": "3"}, "version '3'"),
-        ({"tensors": None}, "tensors None"),
-        ({"digest": "0" * 32}, "the digest '000"),
-    ],
-)
-def test_what_is_no_manifest_is_refused(change: dict[str, Any], found: str) -> None:
-    value = MANIFEST.to_json() | change
-    with pytest.raises(WeightSyncError, match=found):
-        WeightManifest.from_json(value)
-
-
-@pytest.mark.parametrize(
-    "change", [{"dtype": "F31"}, {"shape": [-1]}, {"shape": [True]}, {"shape": "2"}, {"name": 5}, {"digest": None}]
-)
-def test_a_tensor_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
-    value = copy.deepcopy(MANIFEST.to_json())
-    value["tensors"][0] |= change
-    with pytest.raises(WeightSyncError, match="cannot be read"):
-        WeightManifest.from_json(value)
 
 
 def test_as_many_digests_as_tensors() -> None:

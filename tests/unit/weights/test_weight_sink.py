@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from quartet.weights.digest import BLOCK_BYTES, tensor_digest
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
-from quartet.weights.fusion import GATE_UP
 from quartet.weights.in_process import sync_in_process
 from quartet.weights.manifest import TensorSpec, WeightManifest
 from quartet.weights.sink import Status, TensorSink
@@ -119,11 +118,6 @@ def test_a_name_twice_is_refused() -> None:
     sink = TensorSink([("w", torch.zeros(2))])
     with pytest.raises(WeightsRefused, match="'w' twice"):
         sink.begin([TensorSpec("w", "F32", (2,))] * 2, 1)
-
-
-def test_memory_is_adopted_only_where_it_can_be() -> None:
-    with pytest.raises(ValueError, match="adopted only where"):
-        TensorSink([("mlp.gate_up_proj.weight", torch.zeros(4, 2))], adopts=True, fused=(GATE_UP,))
 
 
 def test_an_engine_that_sleeps_in_a_sync_serves_nothing_after_it() -> None:

@@ -21,7 +21,7 @@ from quartet.rollout.owned_folders import OwnedFolder
 from quartet.rollout.protocol import Request
 from quartet.rollout.staging import Load, StagedWeights
 from quartet.rollout.stop_strings import Decode
-from quartet.weights.disk import DiskSend
+from quartet.weights.disk import publish
 from quartet.weights.sink import TensorSink
 
 _REGIONS = {1: ["kv_cache"], 2: ["kv_cache", "weights"]}
@@ -39,7 +39,7 @@ class PublishedWeights:
     def __init__(self, staging: StagedWeights, folder: Path, template: Path | None = None) -> None:
         self.staging = staging
         self._folder = OwnedFolder(folder, "weights_")
-        self._disk = DiskSend(self._folder.path, template=template)
+        self._template = template
         self._written: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self._users: set[Load] = set()
@@ -49,9 +49,9 @@ class PublishedWeights:
         with self._lock:
             if self._written is None or self._written[0] != version:
                 handle = self.staging.handle
-                offer = self._disk.open(handle.specs, version)
-                self._disk.send(handle.specs, (tensor for _, tensor in handle))
-                self._written = version, str(offer["path"])
+                tensors = (tensor for _, tensor in handle)
+                written = publish(self._folder.path, version, handle.specs, tensors, self._template)
+                self._written = version, str(written)
             return self._written[1]
 
     def attach(self, load: Load) -> None:

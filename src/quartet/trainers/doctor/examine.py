@@ -57,7 +57,7 @@ def examine(
         examination = _Examination(trainer, findings, max_new_tokens)
         with contextlib.closing(trainer.roles), contextlib.closing(trainer.workers):
             findings.add(*quick_findings(trainer.roles, path))
-            run_async(examination.start())
+            run_async(trainer.start_workers())
             with trainer.run:
                 run_async(examination.run())
     return findings.all
@@ -82,13 +82,6 @@ class _Examination:
         self._trainer = trainer
         self._findings = findings
         self._max_new_tokens = max_new_tokens
-
-    async def start(self) -> None:
-        """Starts what computes, before anything is written."""
-        roles, workers = self._trainer.roles, self._trainer.workers
-        await asyncio.to_thread(workers.start, roles.ptx)
-        roles.groups = workers.models
-        await roles.describe()
 
     async def run(self) -> None:
         trainer = self._trainer

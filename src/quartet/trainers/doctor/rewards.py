@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectories
 from quartet.rewards.combine import combine
 from quartet.schedule.groups import GREEDY, Chunk, Group, chunk_of
-from quartet.schedule.iteration import Scorer
+from quartet.schedule.iteration import Scorer, score_all
 from quartet.schedule.scorers import PartScorer
 from quartet.trainers.doctor.answers import known_answers
 from quartet.trainers.doctor.examined_run import ExaminedRun
@@ -55,7 +54,7 @@ async def score(run: ExaminedRun, chunk: Chunk) -> Scored:
     scorers: list[Scorer] = list(run.roles.reward_scorers(run.attempt.leases))
     if GREEDY in batch.sequence:
         scorers = [PartScorer(scorer, sampled_and_greedy) for scorer in scorers]
-    columns = list(await asyncio.gather(*(scorer.score(chunk) for scorer in scorers)))
+    columns = await score_all(scorers, chunk)
     final_N = Trajectories.of(batch).final_N
     found = dict(batch.sequence) | {name: values for one in columns for name, values in one.sequence.items()}
     rewards = {name: found[REWARD_PREFIX + name][final_N].double() for name in weights}
