@@ -190,6 +190,8 @@ def test_a_run_may_move_alone_and_with_what_lies_beside_it() -> None:
         assert not changed_keys(saved, {"output_dir": "archive/a", "model": {"path": path}})
     moved = changed_keys(saved, {"output_dir": "archive/a", "model": {"path": "other/base"}})
     assert moved == ["model.path: runs/base then, other/base now"]
+    above = changed_keys({"output_dir": "runs/a", "model": {"path": "../base"}}, saved)
+    assert above == ["model.path: ../base then, runs/base now"]
 
 
 def test_compiled_layers_are_not_resumed(tmp_path: Path) -> None:
