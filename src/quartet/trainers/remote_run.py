@@ -7,7 +7,7 @@
     checkpoints/step_…/   files first, manifest.json last; without it, or where files disagree with it, there is none
 
 The directory here decides as long as no other process has written to the store since. Where one has, or the run or its
-checkpoints were deleted here, a resumed run brings everything from there, and what was here is set aside.
+newest checkpoint is there alone, a resumed run brings everything from there, and what was here is set aside.
 """
 
 from __future__ import annotations
@@ -157,15 +157,16 @@ class RemoteRun(LocalRun):
     def _decides_here(
         self, state: Mapping[str, Any], owner: Mapping[str, Any] | None, *, here_only: bool = False
     ) -> bool:
-        """Whether nobody has written to the store since the directory here did, nor deleted here what is there."""
+        """Whether nobody has written to the store since the directory here did, which has the run and is not behind."""
         if owner is None:
             return True
         if owner["run"] != state["run"] or owner["process"] not in state["processes"]:
             return False
-        return here_only or (
-            (self.path / MARKER).is_file()
-            and bool(list_checkpoints(self.path / CHECKPOINTS) or not self._store.list(CHECKPOINTS))
-        )
+        if here_only:
+            return True
+        stored = [_step(name) for name in self._store.list(CHECKPOINTS) if name.endswith(f"/{NAME}")]
+        newest = max(list_checkpoints(self.path / CHECKPOINTS), default=-1)
+        return (self.path / MARKER).is_file() and newest >= max(stored, default=-1)
 
     def _owner(self) -> dict[str, Any] | None:
         if (data := self._store.read(OWNER)) is None:

@@ -168,7 +168,7 @@ def test_what_another_machine_has_written_since_decides_and_nothing_here_is_lost
     assert not told.has("bringing")
 
 
-@pytest.mark.parametrize("deleted", ["*", "checkpoints"])
+@pytest.mark.parametrize("deleted", ["*", "checkpoints", "checkpoints/step_00000002"])
 def test_what_was_deleted_here_is_brought_again(store: Store, deleted: str) -> None:
     """As by ``rm -rf DIRECTORY/*``, which leaves hidden files: the run in the store does not begin anew."""
     train((1, 2))
