@@ -116,7 +116,7 @@ class RemoteRun(LocalRun):
                 remedy="choose another output_dir",
             )
         state = self._read_state()
-        if resume and state["run"] and self._decides_here(state, owner):
+        if resume and state["run"] and (owner is None or self._decides_here(state, owner)):
             return None
         with contextlib.suppress(ValueError, TypeError):
             return dict(json.loads(self._store.read(MARKER) or "{}"))
@@ -127,7 +127,7 @@ class RemoteRun(LocalRun):
         self._had_owner = owner is not None
         if owner is None and not (here_only or (resume and state["run"])):
             self._set_aside()
-        elif self._decides_here(state, owner, here_only=here_only):
+        elif owner is None or self._decides_here(state, owner, here_only=here_only):
             self._run, self._processes = state["run"] or self._run, state["processes"]
             self._uploaded = state["uploaded"] if owner else {}  # a store that has lost the run gets all of it
         elif here_only or not resume:
@@ -154,12 +154,8 @@ class RemoteRun(LocalRun):
             self._thread = threading.Thread(target=self._work, name="quartet-upload", daemon=True)
             self._thread.start()
 
-    def _decides_here(
-        self, state: Mapping[str, Any], owner: Mapping[str, Any] | None, *, here_only: bool = False
-    ) -> bool:
+    def _decides_here(self, state: Mapping[str, Any], owner: Mapping[str, Any], *, here_only: bool = False) -> bool:
         """Whether nobody has written to the store since the directory here did, which has the run and is not behind."""
-        if owner is None:
-            return True
         if owner["run"] != state["run"] or owner["process"] not in state["processes"]:
             return False
         if here_only:
