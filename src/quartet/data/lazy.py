@@ -6,6 +6,7 @@ They stay where they are (JSON Lines), or in a temporary file (any other format)
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
 from array import array
@@ -126,9 +127,14 @@ class Unchecked(Rows[T]):
         """SHA-256 of the rows in their order, wherever they stand and whatever is made of them."""
         if isinstance(self.rows, JsonLines):
             return self.rows.digest
-        state = hashlib.sha256()
+        state, data = hashlib.sha256(), io.BytesIO()
+        pickler = pickle.Pickler(data, pickle.HIGHEST_PROTOCOL)
+        pickler.fast = True  # equal rows alike, whether or not equal values in them are one object
         for row in self.rows:
-            state.update(pickle.dumps(row.values, pickle.HIGHEST_PROTOCOL))
+            pickler.dump(row.values)
+            state.update(data.getvalue())
+            data.seek(0)
+            data.truncate()
         return state.digest()
 
     def _one(self, number: int) -> T:

@@ -137,7 +137,8 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             # Merges and normalizer too; calls set the others.
             tokens = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
-        tokens = (type(tokenizer).__name__, tokens, tokenizer.chat_template)
+        marks = (tokenizer.special_tokens_map, sorted(self.codec.eos_ids))
+        tokens = (type(tokenizer).__name__, tokens, marks, tokenizer.chat_template)
         return repr((sources, self.data.max_tokens, config.overlong, self.recipe.doubtful_pairs, tokens))
 
     def _drawn(self) -> Sequence[int]:

@@ -6,8 +6,8 @@
     run.json, …           as in the run's directory, each whole; run.json and summary.json after what they tell of
     checkpoints/step_…/   files first, manifest.json last; without it, or where files disagree with it, there is none
 
-The directory here decides as long as no other process has written to the store since. Where one has, or nothing is
-here, a resumed run brings everything from there, and what was here is set aside.
+The directory here decides as long as no other process has written to the store since. Where one has, or the run or its
+newest checkpoint is there alone, a resumed run brings everything from there, and what was here is set aside.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class RemoteRun(LocalRun):
                 remedy="choose another output_dir",
             )
         state = self._read_state()
-        if resume and state["run"] and _is_from_here(state, owner):
+        if resume and state["run"] and (owner is None or self._decides_here(state, owner)):
             return None
         with contextlib.suppress(ValueError, TypeError):
             return dict(json.loads(self._store.read(MARKER) or "{}"))
@@ -127,7 +127,7 @@ class RemoteRun(LocalRun):
         self._had_owner = owner is not None
         if owner is None and not (here_only or (resume and state["run"])):
             self._set_aside()
-        elif owner is None or _is_from_here(state, owner):
+        elif owner is None or self._decides_here(state, owner, here_only=here_only):
             self._run, self._processes = state["run"] or self._run, state["processes"]
             self._uploaded = state["uploaded"] if owner else {}  # a store that has lost the run gets all of it
         elif here_only or not resume:
@@ -153,6 +153,16 @@ class RemoteRun(LocalRun):
             self._tell(f"the run is written to {self.path} and uploaded to {self.url}")
             self._thread = threading.Thread(target=self._work, name="quartet-upload", daemon=True)
             self._thread.start()
+
+    def _decides_here(self, state: Mapping[str, Any], owner: Mapping[str, Any], *, here_only: bool = False) -> bool:
+        """Whether nobody has written to the store since the directory here did, which has the run and is not behind."""
+        if owner["run"] != state["run"] or owner["process"] not in state["processes"]:
+            return False
+        if here_only:
+            return True
+        stored = [_step(name) for name in self._store.list(CHECKPOINTS) if name.endswith(f"/{NAME}")]
+        newest = max(list_checkpoints(self.path / CHECKPOINTS), default=-1)
+        return (self.path / MARKER).is_file() and newest >= max(stored, default=-1)
 
     def _owner(self) -> dict[str, Any] | None:
         if (data := self._store.read(OWNER)) is None:
@@ -189,7 +199,8 @@ class RemoteRun(LocalRun):
 
     def _set_aside(self) -> None:
         """Nothing that is here is deleted: it may be the only copy."""
-        if found := [entry for entry in self.path.iterdir() if entry.name != LOCK]:
+        found = [entry for entry in self.path.iterdir() if entry.name != LOCK]
+        if any(not entry.name.startswith(".") for entry in found):  # else a run was deleted here but for such files
             aside = self.path.with_name(f"{self.path.name}.aside-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
             with writing(aside):
                 aside.mkdir()
@@ -413,11 +424,6 @@ def _check_sizes(names: Mapping[str, Entry], base: str, manifest: CheckpointMani
 
 def _identity(checkpoint: Path) -> tuple[str, list[int]]:
     return checkpoint.name, file_stamp(checkpoint / NAME)
-
-
-def _is_from_here(state: Mapping[str, Any], owner: Mapping[str, Any] | None) -> bool:
-    """Whether nobody has written to the store since the directory with this ``state`` did."""
-    return owner is None or (owner["run"] == state["run"] and owner["process"] in state["processes"])
 
 
 def _is_marker(name: str) -> bool:

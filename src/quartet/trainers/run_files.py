@@ -343,10 +343,10 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
 
 
 def _from_run(recipe: Mapping[str, Any], key: str) -> Any:
-    """The value of a flat recipe; a path beside its ``output_dir`` as seen from there."""
-    value, beside = recipe.get(key), os.path.dirname(str(recipe.get("output_dir") or ""))
+    """The value of a flat recipe; of a path beside its ``output_dir`` what follows, which is equal to no value."""
+    value, beside = recipe.get(key), os.path.dirname(str(recipe.get("output_dir") or "").rstrip("/"))
     if beside and isinstance(value, str) and value.startswith(f"{beside}/"):
-        return f"..{value.removeprefix(beside)}"
+        return (value.removeprefix(beside),)
     return value
 
 

@@ -186,10 +186,12 @@ def test_missing_keys_get_their_defaults_and_others_stay_as_written() -> None:
 def test_a_run_may_move_alone_and_with_what_lies_beside_it() -> None:
     """The model beside its directory is the same one where its path is, and where it has moved along."""
     saved = {"output_dir": "runs/a", "model": {"path": "runs/base"}}
-    for path in ("runs/base", "archive/base"):
-        assert not changed_keys(saved, {"output_dir": "archive/a", "model": {"path": path}})
+    for path, place in (("runs/base", "archive/a"), ("archive/base", "archive/a"), ("archive/base", "archive/a/")):
+        assert not changed_keys(saved, {"output_dir": place, "model": {"path": path}})
     moved = changed_keys(saved, {"output_dir": "archive/a", "model": {"path": "other/base"}})
     assert moved == ["model.path: runs/base then, other/base now"]
+    above = changed_keys({"output_dir": "runs/a", "model": {"path": "../base"}}, saved)
+    assert above == ["model.path: ../base then, runs/base now"]
 
 
 def test_compiled_layers_are_not_resumed(tmp_path: Path) -> None:

@@ -405,6 +405,58 @@ def test_so_is_the_tokenizer(
     assert files == [2, 2, 3, 4], "of training and of held-out rows"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"columns": {"prompt": "prompt"}},
+        {"turns": "messages"},
+        {"system_prompt": "1"},
+        {"max_tokens": 40},
+        {"overlong": "skip"},
+    ],
+    ids=str,
+)
+def test_so_are_keys_of_the_data(
+    train: Callable[..., PreferenceTrainer], tokenizer: Any, changes: dict[str, Any]
+) -> None:
+    """What calls leave in a tokenizer is not: they set it each time."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    before = train().worker._reading()
+    tokenizer("1", padding="max_length", truncation=True, max_length=4)
+    assert train().worker._reading() == before != train(data=DataConfig(**changes)).worker._reading()
+
+
+def test_so_is_what_ends_an_answer(
+    train: Callable[..., PreferenceTrainer], pairs: Any, causal_lm: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """The template may write it behind the first rows, and the tokenizer's own token may end those behind, as text."""
+    chats = [{**pair, "prompt": [{"role": "user", "content": pair["prompt"]}]} for pair in pairs[:-1]]
+    section: dict[str, Any] = {
+        "data": DataConfig(check_rows=5),
+        "reference": CachedReferenceConfig(cache=str(tmp_path)),
+    }
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    )
+    files = []
+    for name, own in (("first", "<eos>"), ("same", "<eos>"), ("other", "<unk>")):
+        tokenizer.eos_token = own
+        objects = {"model": causal_lm(eos_token_id=[1, 2]), "rows": [*chats, pairs[-1]], "held_out": chats[:5]}
+        train(name, **objects, steps=1, **section).train()
+        files.append(len(list(tmp_path.glob("*.safetensors"))))
+    assert files == [2, 2, 3], "of training and of held-out rows"
+
+
+def test_rows_that_are_read_from_a_copy_are_the_same(
+    train: Callable[..., PreferenceTrainer], pairs: Any, break_off: Any
+) -> None:
+    """Equal values in a row may be one object where it was made, and are not where it was read."""
+    rows = [{**pair, "question": pair["prompt"]} for pair in pairs]
+    options: dict[str, Any] = {"data": DataConfig(check_rows=5), "steps": 3, "checkpoint": SAVED}
+    break_off(train(rows=rows, **options), 2)
+    train(rows=json.loads(json.dumps(rows)), resume=True, **options).train()
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "json"])
 def test_where_the_rows_stand_does_not_matter(
     train: Callable[..., PreferenceTrainer], pairs: Any, break_off: Any, tmp_path: Path, ending: str

@@ -168,6 +168,18 @@ def test_what_another_machine_has_written_since_decides_and_nothing_here_is_lost
     assert not told.has("bringing")
 
 
+@pytest.mark.parametrize("deleted", ["*", "checkpoints", "checkpoints/step_00000002"])
+def test_what_was_deleted_here_is_brought_again(store: Store, deleted: str) -> None:
+    """As by ``rm -rf DIRECTORY/*``, which leaves hidden files: the run in the store does not begin anew."""
+    train((1, 2))
+    for entry in output_path(URL, "sft", False).glob(deleted):
+        if not entry.name.startswith("."):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    told = Told()
+    assert train((3,), resume=True, told=told) == [1, 2, 3] and whole(store) == [2, 3]
+    assert told.has("bringing") == 1 and told.has("aside") == (deleted != "*")
+
+
 class Failing:
     """After ``number`` calls a method of stores fails; of an upload half arrives, where the store is so simple."""
 
