@@ -127,9 +127,9 @@ class LiveRun:
         with self._lock:
             self._poll()
             data = {**collect_run(self._dir, self._limits), "live": self._count}
-            self._noted.clear()
             of_head: list[str] = []
             collect_head(self._dir, of_head)
+            self._noted.clear()
             self._noted.update(dict.fromkeys(note for note in data["notes"] if note not in of_head))
         return render_page(data, live=True)
 
