@@ -47,7 +47,7 @@ class _Stage:
         note: is told, again and again, of what cannot be read.
     """
 
-    def __init__(self, path: Path, limits: ReportLimits, note: Callable[[str], object]) -> None:
+    def __init__(self, path: Path, limits: ReportLimits, note: Callable[[str], None]) -> None:
         self._path, self._limits, self._note = path, limits, note
         self._tails = StageTails(path)
         self._recent: list[Span] = []
