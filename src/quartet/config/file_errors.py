@@ -81,11 +81,16 @@ def read_error(path: Path, error: OSError) -> UserError:
 def read_file(path: Path) -> bytes:
     """The content of a file; UserError where it cannot be read."""
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise OSError(errno.ENXIO, "it is a pipe or a device")  # which would be waited for
+        refuse_pipe(path)
         return path.read_bytes()
     except OSError as error:
         raise read_error(path, error) from error
+
+
+def refuse_pipe(path: Path) -> None:
+    """OSError where ``path`` is a pipe or a device: who opens it would wait for a writer."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.ENXIO, "it is a pipe or a device")
 
 
 def _number(error: BaseException | None) -> int | None:

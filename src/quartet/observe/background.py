@@ -119,7 +119,7 @@ class BestEffortThread:
 
     Args:
         name: what the work is for, in messages.
-        tell: is told of the first failure, in this thread.
+        tell: is told of the first failure, in this thread; without one, in ``close``, of a call that hangs.
         limit: most pieces that wait.
         attempts: of one piece.
         first_wait_s, longest_wait_s: before its second attempt, and at most.
@@ -172,8 +172,11 @@ class BestEffortThread:
         if self._thread is not None:
             self._thread.join(patience_s)
             with self._lock:
-                self.num_dropped += self._thread.is_alive() + len(self._waiting)
+                hangs = self._thread.is_alive()
+                self.num_dropped += hangs + len(self._waiting)
                 self._waiting.clear()
+            if hangs and not self._has_failed:
+                self._tell(f"{self._name}: a call has not ended within the last {patience_s:g} s")
 
     def _run(self) -> None:
         while True:

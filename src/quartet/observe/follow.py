@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from quartet.config.errors import UserError
+from quartet.config.file_errors import read_error, refuse_pipe
+from quartet.observe.jsonl import malformed
 from quartet.observe.spans import Span, span_of_row
 from quartet.observe.trackers import metrics_of_row
 
@@ -25,7 +28,7 @@ class Tail(Generic[T]):
 
     Attributes:
         restarted: the last ``poll`` began again from the beginning.
-        trouble: what could not be read, in words; None where all could.
+        trouble: what could not be read first, in the report's words; None where all could.
     """
 
     def __init__(self, path: Path, build: Callable[[dict[str, Any]], T]) -> None:
@@ -38,6 +41,7 @@ class Tail(Generic[T]):
         """The complete rows since the last call. Lines that are damaged, or of another version, are left out."""
         self.restarted = False
         try:
+            refuse_pipe(self._path)
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if self._inode and (status.st_ino != self._inode or status.st_size < self._offset):
@@ -48,7 +52,7 @@ class Tail(Generic[T]):
         except FileNotFoundError:
             return []
         except OSError as error:
-            self.trouble = f"{self._path} cannot be read: {error.strerror or error}"
+            self._note(read_error(self._path, error))
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -61,8 +65,11 @@ class Tail(Generic[T]):
                     raise ValueError(f"a {type(row).__name__} instead of an object")
                 found.append(self._build(row))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
-                self.trouble = f"{self._path}, line {self._lines}: {str(error).partition(chr(10))[0]:.120}"
+                self._note(malformed(self._path, self._lines, str(error).partition("\n")[0]))
         return found
+
+    def _note(self, error: UserError) -> None:
+        self.trouble = self.trouble or f"{error.problem}: {error.found}"
 
 
 class StageTails:

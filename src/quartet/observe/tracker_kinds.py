@@ -33,6 +33,8 @@ _WAIT_S = 20.0
 """Longest wait of wandb for its server when a run begins and when it ends; it keeps the process that long."""
 _PARAMS, _PARAM_CHARACTERS = 100, 500
 """So many parameters, each of so many characters at most, servers of MLflow take at a time."""
+_RETRIES = "3"
+"""Of one request, by mlflow itself: some 15 s. Its 7 hide for 4 minutes why a server cannot be reached."""
 _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 
 
@@ -67,6 +69,8 @@ class WandbTracker:
         import wandb
 
         self._table = wandb.Table
+        # A process that was killed in here has left a folder, and its id was not noted.
+        left = [path.name.rpartition("-")[2] for path in sorted(run.directory.glob("wandb/*run-*-*"))]
         self._run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -74,7 +78,7 @@ class WandbTracker:
             tags=list(config.tags),
             mode=_mode(config),
             name=run.name,
-            id=known or run.token,
+            id=known or next(iter(left), run.token),
             resume="allow",
             dir=str(run.directory),
             config=dict(run.recipe),
@@ -143,6 +147,7 @@ class MLflowTracker:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", _RETRIES)
         self._client, self._metric = MlflowClient(tracking_uri=config.uri), Metric
         self.url: str | None = None
         if known is not None:
@@ -151,7 +156,10 @@ class MLflowTracker:
             return
         found = self._client.get_experiment_by_name(config.experiment)
         experiment = self._client.create_experiment(config.experiment) if found is None else found.experiment_id
-        self.id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        # What failed behind the run's creation, or lost its answer, is tried again: then the run is there.
+        made = self._client.search_runs([experiment], f"tags.quartet = '{run.token}'")
+        created = made[0] if made else self._client.create_run(experiment, None, {"quartet": run.token}, run.name)
+        self.id = created.info.run_id
         params = [Param(key, str(value)[:_PARAM_CHARACTERS]) for key, value in flatten(run.recipe).items()]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self.id, params=params[start : start + _PARAMS])

@@ -154,7 +154,7 @@ class DataRows:
                     self.num_rows -= 1
                     break
                 except UserError as error:  # the reader stops here, and so would the run
-                    self.stopping.count(self.stopping.skipped, error.problem, str(source.path))
+                    self.stopping.count(self.stopping.skipped, error.problem, error.found)  # which names file and line
                     notes = ("rows behind it are not read",)
                     yield ShownRow(self.num_rows, str(source.path), notes=notes, error=error)
                     break

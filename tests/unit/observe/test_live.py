@@ -96,6 +96,40 @@ def test_news_of_status_alarms_and_another_stage(run: Path) -> None:
     assert pieces[-1]["run"]["status"] == "done" and "stage" not in pieces[-1]
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("metrics.jsonl", "nonsense"),
+        ("metrics.jsonl", '{"step":"x","time_s":1.0}'),
+        ("spans.jsonl", '{"other":1}'),
+        ("alarms.jsonl", "{"),
+        ("rollouts/step_000009.jsonl.gz", "half"),
+    ],
+)
+def test_what_is_damaged_is_told_at_once_and_as_by_a_page_that_is_loaded_then(run: Path, file: str, line: str) -> None:
+    served = LiveRun(run)
+    with (run / "rl" / file).open("a") as opened:
+        opened.write(f"{line}\n")
+    found = served.news(0)
+    notes = found["news"][-1]["notes"]
+    assert len(notes) == 1 and notes == collect_run(run, ReportLimits())["notes"] and file in notes[0]
+    served.page()
+    set_status(run, "done")
+    assert served.news(found["next"])["news"][-1]["notes"] == notes, "they stay"
+
+
+def test_what_was_damaged_before_stays_told(run: Path) -> None:
+    (run / "sft" / "metrics.jsonl").write_text("nonsense\n")
+    (run / "rl" / "alarms.jsonl").write_text("{\n")
+    served = LiveRun(run)
+    served.page()
+    (run / "rl" / "alarms.jsonl").unlink()
+    served.page()
+    set_status(run, "done")
+    notes = collect_run(run, ReportLimits())["notes"]
+    assert served.news(0)["news"][-1]["notes"] == notes and len(notes) == 1, "a mended file no more"
+
+
 def test_what_was_cut_back_missed_or_came_back_is_loaded_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "KEPT", 4)
     served = LiveRun(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import socket
 import struct
 import threading
 import time
@@ -100,6 +101,17 @@ def test_wandb_offline_has_metrics_samples_and_the_recipe(tmp_path: Path, told: 
     assert told == []
 
 
+def test_wandb_goes_on_under_the_id_of_a_folder_that_a_killed_process_left(tmp_path: Path, told: list[str]) -> None:
+    """It died in ``wandb.init``, before the id was noted."""
+    pytest.importorskip("wandb")
+    path = tmp_path / "my-run"
+    left = path / "wandb" / "offline-run-20260301_101500-0123abcd"
+    left.mkdir(parents=True)
+    track(LogConfig(trackers=(WandbConfig(mode="offline"),)), path, told, range(1, 3), resumed_after=1)
+    (folder,) = set(path.glob("wandb/offline-run-*")) - {left}
+    assert folder.name.endswith("-0123abcd") and list(folder.glob("run-0123abcd.wandb")) and told == []
+
+
 def test_wandb_without_a_key_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
@@ -137,6 +149,55 @@ def test_mlflow_has_metrics_samples_and_the_recipe(
     (first, *others) = sorted((root / "samples" / "rollouts").iterdir())
     assert first.name == "step_00000001.json" and len(others) == 3
     assert json.loads(first.read_text()) == {"columns": ["prompt", "response", "score"], "data": [["1+1=", "2", 1.0]]}
+
+
+@pytest.mark.parametrize("call", ["create_run", "log_batch", "log_dict"])
+def test_mlflow_makes_no_second_run_where_the_first_was_made_and_a_call_fails(
+    call: str, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call reaches the server, and its answer is lost."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    quick(monkeypatch)
+    works, failures = getattr(mlflow.MlflowClient, call), [ConnectionError("no answer")]
+
+    def fails_once(*args: Any, **options: Any) -> Any:
+        found = works(*args, **options)
+        if failures:
+            raise failures.pop()
+        return found
+
+    monkeypatch.setattr(mlflow.MlflowClient, call, fails_once)
+    (tracker,) = build_trackers(
+        LogConfig(trackers=(MLflowConfig(uri=f"file://{tmp_path}/store"),)),
+        TrackedRun("my-run", tmp_path, RECIPE),
+        told.append,
+        told.append,
+    )
+    tracker.log(1, {"loss/policy": 0.25})
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "trackers" / "mlflow.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    tracker.close()
+    client = mlflow.MlflowClient(f"file://{tmp_path}/store")
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert run.data.params["seed"] == "3" and run.data.metrics == {"loss/policy": 0.25}
+    assert len(told) == 1 and "no answer" in told[0]
+
+
+def test_mlflow_says_why_its_server_cannot_be_reached(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries by itself so long that a short run would end before; users may want that."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setattr(tracker_kinds, "_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody listens there
+        config = LogConfig(trackers=(MLflowConfig(uri=f"http://127.0.0.1:{held.getsockname()[1]}"),), samples=0)
+        track(config, tmp_path, told, range(1, 3))
+    assert len(told) == 2 and "Connection refused" in told[0] and "lacks 3 rows" in told[1]
 
 
 def test_mlflow_must_be_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +350,7 @@ def test_a_call_that_hangs_does_not_keep_the_run(tmp_path: Path, told: list[str]
     begun = time.monotonic()
     thread.close(patience_s=0.1)
     assert time.monotonic() - begun < 5 and thread.num_dropped == 2
+    assert told == ["it: a call has not ended within the last 0.1 s"]
     hung.set()
 
 

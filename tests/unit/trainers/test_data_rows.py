@@ -271,6 +271,14 @@ def test_shades_for_tokens_on_a_terminal(recipe: str) -> None:
     assert all(len(line) <= 60 for line in console.export_text().splitlines() if "assistant" in line)
 
 
+def test_the_last_message_names_file_and_line_of_a_row_that_cannot_be_read(recipe: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n{"text": \n')
+    status, out, _ = command(recipe)
+    (last,) = [line for line in out.splitlines() if line.startswith("error: ")]
+    assert status == 1 and last.startswith(f"error: 1 rows stop the run: a row is not valid JSON ({file}:2: ")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

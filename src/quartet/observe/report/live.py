@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -40,10 +41,14 @@ RELOAD = {"reload": True}
 
 
 class _Stage:
-    """What is new in one stage of a run. The page may have some of it already: every piece names its steps."""
+    """What is new in one stage of a run. The page may have some of it already: every piece names its steps.
 
-    def __init__(self, path: Path, limits: ReportLimits) -> None:
-        self._path, self._limits = path, limits
+    Args:
+        note: is told, again and again, of what cannot be read.
+    """
+
+    def __init__(self, path: Path, limits: ReportLimits, note: Callable[[str], None]) -> None:
+        self._path, self._limits, self._note = path, limits, note
         self._tails = StageTails(path)
         self._recent: list[Span] = []
         self._with_workers: list[Span] = []
@@ -58,6 +63,8 @@ class _Stage:
         rows, spans = self._tails.metrics.poll(), self._tails.spans.poll()
         if self._tails.restarted:
             return [RELOAD]
+        for trouble in self._tails.troubles:
+            self._note(trouble)
         news: list[dict[str, Any]] = []
         if rows:
             columns = metric_columns(rows)
@@ -70,7 +77,7 @@ class _Stage:
         if fresh := [step for step in steps if step not in self._rollouts][-self._limits.steps :]:
             self._rollouts.update(steps)
             limits = replace(self._limits, tokens=self._limits.tokens * len(fresh) // self._limits.steps)
-            if (found := collect_rollouts(self._path / "rollouts", limits, lambda text: None, fresh)) is not None:
+            if (found := collect_rollouts(self._path / "rollouts", limits, self._note, fresh)) is not None:
                 news.append({"rollouts": found})
         if (alarms := self._collect_alarms()) != self._alarms:
             self._alarms = alarms
@@ -93,7 +100,7 @@ class _Stage:
         ]
 
     def _collect_alarms(self) -> dict[str, Any] | None:
-        return collect_alarms(self._path, self._limits, lambda text: None)
+        return collect_alarms(self._path, self._limits, self._note)
 
 
 class LiveRun:
@@ -111,7 +118,8 @@ class LiveRun:
         self._count = 0
         self._is_lost = False
         self._polled_s = float("-inf")
-        self._stages = {path.name: _Stage(path, self._limits) for path in stage_dirs(run_dir)}
+        self._noted: dict[str, None] = {}  # what of the stages cannot be read, in the order in which it was met
+        self._stages = {path.name: self._stage(path) for path in stage_dirs(run_dir)}
         self._head = self._collect_head()
 
     def page(self) -> str:
@@ -119,6 +127,10 @@ class LiveRun:
         with self._lock:
             self._poll()
             data = {**collect_run(self._dir, self._limits), "live": self._count}
+            of_head: list[str] = []
+            collect_head(self._dir, of_head)
+            self._noted.clear()
+            self._noted.update(dict.fromkeys(note for note in data["notes"] if note not in of_head))
         return render_page(data, live=True)
 
     def news(self, after: int) -> dict[str, Any]:
@@ -138,10 +150,12 @@ class LiveRun:
                 if (stage := self._stages.get(path.name)) is not None:
                     found = stage.poll()
                     if RELOAD in found:
-                        self._stages[path.name] = _Stage(path, self._limits)
+                        self._stages[path.name] = self._stage(path)
                 else:
-                    self._stages[path.name] = _Stage(path, self._limits)
-                    shown = collect_stage(path, self._limits, [])
+                    self._stages[path.name] = self._stage(path)
+                    notes: list[str] = []
+                    shown = collect_stage(path, self._limits, notes)
+                    self._noted |= dict.fromkeys(notes)
                     names = shown["metrics"]["series"] if shown["metrics"] else ()
                     found = [{"stage": path.name, "whole": shown, "explained": explain(names)}]
                 self._tell(*found)
@@ -155,8 +169,11 @@ class LiveRun:
             self._is_lost = True  # files come and go while a run is moved or deleted: the next call looks again
         self._polled_s = time.monotonic()
 
+    def _stage(self, path: Path) -> _Stage:
+        return _Stage(path, self._limits, self._noted.setdefault)
+
     def _collect_head(self) -> dict[str, Any]:
-        notes: list[str] = []
+        notes = list(self._noted)
         return {**collect_head(self._dir, notes), "notes": notes}
 
     def _tell(self, *news: dict[str, Any]) -> None:
