@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from quartet.config.errors import UserError
-from quartet.config.rewards import CodeReward, FunctionReward, HTTPReward, JudgeReward, MathReward, OnError
+from quartet.config.rewards import Fallible, OnError
 from quartet.rewards.called import check_column
 from quartet.text.examples import PromptText
 
@@ -106,17 +106,10 @@ class GuardedReward:
     _places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(default=None, init=False)
 
     @classmethod
-    def of(
-        cls, source: RewardSource, config: FunctionReward | MathReward | CodeReward | HTTPReward | JudgeReward
-    ) -> GuardedReward:
-        """The source under the rules of its recipe's section."""
-        return cls(
-            source,
-            on_error=config.on_error,
-            deadline_s=config.deadline_s,
-            batch_size=config.batch_size if isinstance(config, FunctionReward | HTTPReward) else 1,
-            concurrency=config.concurrency,
-        )
+    def of(cls, source: RewardSource, config: Fallible) -> GuardedReward:
+        """The source under the rules of its recipe's section; one completion per call where that has no batch size."""
+        rules = {name: getattr(config, name) for name in ("on_error", "deadline_s", "concurrency")}
+        return cls(source, batch_size=getattr(config, "batch_size", 1), **rules)
 
     @property
     def name(self) -> str:
