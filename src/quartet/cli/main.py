@@ -182,16 +182,8 @@ def upload(
     typer.echo(upload_run(run, url, typer.echo))
 
 
-app.command()(report)
-app.command()(watch)
-app.command()(compare)
-app.command()(replay)
-app.command()(config)
-app.command()(init)
-app.command()(serve)
-app.command()(doctor)
-app.command()(push)
-app.command()(data)
+for _command in (report, watch, compare, replay, config, init, serve, doctor, push, data):
+    app.command()(_command)
 
 
 def _add_job(job: str, kind: str, meaning: str) -> None:
