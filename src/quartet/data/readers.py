@@ -58,19 +58,14 @@ def shown_places(places: Sequence[str], most: int = 5) -> str:
     return ", ".join([*shown, *(["…"] if len(places) > most else [])])
 
 
-def read_data_rows(config: DataConfig | SourceConfig) -> list[Row]:
-    """All rows (the first ``config.limit``) under the file's own column names.
+def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
+    """All rows (the first ``config.limit``) under the file's own column names; read in pieces, but for JSON documents.
 
     A path with a known ending, or one that exists, is a file; anything else is the name of a hub data set.
 
     Raises:
         UserError: no such file, nothing in it, or a malformed row (file, line and an excerpt are named).
     """
-    return list(iter_rows(config))
-
-
-def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
-    """As ``read_data_rows``, one row after the other. Data are read in pieces, but for JSON documents."""
     name = config.path
     if name is None:
         raise ValueError("the data have no path of their own")
