@@ -15,7 +15,7 @@ from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
 from quartet.data.datasets import PromptData
 from quartet.models.loading import load_scalar_model, load_step_separator
 from quartet.models.packed_model import PackedScalarModel
-from quartet.observe.metrics import METRICS, check_names
+from quartet.observe.metrics import METRICS, find_metric
 from quartet.rewards.build import build_reward
 from quartet.rewards.combine import RewardWeights
 from quartet.rewards.functions import FunctionReward
@@ -88,7 +88,7 @@ def reward_weights(
         )
     for name in names:
         try:
-            check_names([REWARD_PREFIX + name])
+            find_metric(REWARD_PREFIX + name)
         except ValueError:
             raise UserError(
                 "the name of a reward cannot be part of a metric's",
