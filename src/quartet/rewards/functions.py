@@ -6,7 +6,7 @@ A function receives, by keyword, those of ``prompts``, ``completions`` and the d
 its list of messages, a completion ``[{"role": "assistant", "content": …}]``.
 
 A function that a recipe names is called in processes of its own (``subprocess_functions.py``), one that Python code
-passes in this process while nothing else computes (``FunctionReward``).
+passes in this process while nothing else computes (``PassedFunction``).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FunctionSource(RewardSource):
         )
 
 
-class FunctionReward(FunctionSource):
+class PassedFunction(FunctionSource):
     """A function passed from Python. It runs in the event loop, so a plain one while generation waits.
 
     What it changes about the process is put back after every call, and told in ``warnings``.

@@ -69,7 +69,7 @@ class SubprocessFunction(FunctionSource):
     async def score(
         self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> list[float | None]:
-        """As ``FunctionReward.score``. A call that is cancelled while it is under way costs its process.
+        """As ``PassedFunction.score``. A call that is cancelled while it is under way costs its process.
 
         Raises:
             RewardError: the function or its process failed.

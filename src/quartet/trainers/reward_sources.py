@@ -18,7 +18,7 @@ from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.metrics import METRICS, find_metric
 from quartet.rewards.build import build_reward
 from quartet.rewards.combine import RewardWeights
-from quartet.rewards.functions import FunctionReward
+from quartet.rewards.functions import PassedFunction
 from quartet.rewards.source import GuardedReward
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.lease_context import LeaseContext
@@ -118,7 +118,7 @@ def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[
         if not isinstance(config, ModelReward | ProcessModelReward)
     ]
     passed = [reward for reward in rewards if not isinstance(reward, PreTrainedModel)]
-    return found + [RewardFunctionRole(GuardedReward(FunctionReward(reward)), 1.0) for reward in passed]
+    return found + [RewardFunctionRole(GuardedReward(PassedFunction(reward)), 1.0) for reward in passed]
 
 
 def check_columns(functions: Sequence[RewardFunctionRole], data: PromptData) -> None:
