@@ -257,7 +257,8 @@ class Remote:
 
 
 def delivered(remote: Remote, path: Path, told: list[str], resumed_after: int = 0) -> DeliveredTracker:
-    return DeliveredTracker("wandb", lambda known: remote, path, 0, told.append, told.append, resumed_after)
+    run = TrackedRun("r", path, {}, resumed_after)
+    return DeliveredTracker("wandb", lambda known: remote, run, 0, told.append, told.append)
 
 
 def test_an_outage_is_told_once_and_nothing_is_lost(
