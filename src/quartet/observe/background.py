@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from quartet.config.foreign import described
 
+_USUAL_LIMIT = 4
+"""Of pieces of one name in a ``BackgroundWriter``."""
 _MOST_WAITING = 1000
 """Pieces that wait for a ``BestEffortThread``."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
@@ -23,12 +24,12 @@ class BackgroundWriter:
     comes out, as it is, of every later call. Calls belong to one thread.
 
     Args:
-        limit: how many pieces of one name may wait or be under way; beyond it ``submit`` and ``wait_for_room`` wait.
-        limits: the same for single names.
+        limits: how many pieces of a name may wait or be under way, ``_USUAL_LIMIT`` of others; beyond it ``submit`` and
+            ``wait_for_room`` wait.
     """
 
-    def __init__(self, limit: int = 4, limits: Mapping[str, int] = MappingProxyType({})) -> None:
-        self._limit, self._limits = limit, limits
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        self._limits = limits
         # Entered by itself: ``with condition`` is a Python call, where an interrupt leaves it locked for ever.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -41,7 +42,7 @@ class BackgroundWriter:
 
     def has_room(self, name: str) -> bool:
         """Whether ``submit`` would neither wait nor raise."""
-        return self._error is None and self._pending[name] < self._limits.get(name, self._limit)
+        return self._error is None and self._pending[name] < self._limits.get(name, _USUAL_LIMIT)
 
     def wait_for_room(self, name: str) -> None:
         """Returns once ``submit`` would not have to wait; until then nothing needs to be copied for it."""
