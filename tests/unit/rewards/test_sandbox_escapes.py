@@ -1,4 +1,4 @@
-"""What code must not get from the kernel, in every kind of sandbox: memory, namespaces, sockets, other processes."""
+"""What holds in every kind of sandbox: limits, and what code must not get from the kernel (namespaces, sockets, …)."""
 
 from __future__ import annotations
 
@@ -266,6 +266,34 @@ def test_the_number_of_processes_is_limited(limits: SandboxLimits) -> None:
     )
     found = int(says(source + "except BlockingIOError:\n    os.write(1, b'%d' % n)\n    os._exit(0)\n", limits))
     assert found == LIMITS.processes if os.geteuid() == 0 or limits.isolation == "namespaces" else found < 64
+
+
+def test_time_is_limited(limits: SandboxLimits) -> None:
+    short = replace(limits, wall_s=0.5)
+    start = time.monotonic()
+    assert run_program("while True: pass", "", short).ended == "time"
+    assert run_program("import time; time.sleep(1e6)", "", short).ended == "time"
+    ignore = "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    ignore += "    except (OSError, ValueError): pass\n"
+    assert run_program(ignore + "while True: pass", "", short).ended == "time"
+    assert time.monotonic() - start < 20
+    run = run_program(ignore + "while True: pass", "", replace(limits, wall_s=60.0, cpu_s=1))
+    assert run.ended == "by itself" and run.status != 0, "the processor's time, too"
+
+
+def test_output_is_limited(limits: SandboxLimits) -> None:
+    start = time.monotonic()
+    run = run_program("import sys\nwhile True: sys.stdout.write('x' * 10**6)", "", limits)
+    assert run.ended == "output" and len(run.output) == limits.output_bytes + 1
+    assert time.monotonic() - start < 10
+    assert len(says(f"print('x' * {limits.output_bytes - 1})", limits)) == limits.output_bytes, "so much is allowed"
+    assert says("import os\nfor _ in range(1000): os.write(2, b'x' * 10**6)\nprint('done')", limits) == "done\n"
+
+
+def test_memory_is_limited(limits: SandboxLimits) -> None:
+    run = run_program("x = bytearray(10**9)", "", limits)
+    assert run.ended == "by itself" and run.status != 0
+    assert says("x = bytearray(10**8); print(len(x))", limits) == "100000000\n"
 
 
 def test_the_tool_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
