@@ -17,7 +17,7 @@ from quartet.config.common import (
     ShardingConfig,
     Strict,
 )
-from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights
+from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
 from quartet.config.units import Prompts, Samples
 
@@ -185,8 +185,7 @@ class EvalRecipe(Recipe):
     )
 
     def _misfits(self) -> Iterator[str]:
-        if (reason := draw_misfit("sampling", self.sampling, self.engine)) is not None:
-            yield reason
+        yield from draw_misfits("sampling", self.sampling, self.engine)
         if self.compare is not None and not self.compare.is_file and has_own_weights(self.engine):
             yield (
                 f"engine {self.engine.type} would answer for compare.model, too: evaluate that one by itself, and set "

@@ -29,7 +29,7 @@ from quartet.config.common import (
 )
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.cross_checks import misfits
-from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights
+from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
 from quartet.config.medusa import MedusaRecipe
 from quartet.config.placement import PlacementConfig
@@ -190,8 +190,7 @@ class CollectConfig(Strict):
     def _misfits(self) -> Iterator[str]:
         if found := untrained(self.sampling):
             yield found[0]
-        if (reason := draw_misfit("sampling", self.sampling, self.engine)) is not None:
-            yield reason
+        yield from draw_misfits("sampling", self.sampling, self.engine)
 
 
 class IteratedRecipe(TrainingRecipe):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from quartet.config.cluster import LocalCluster, SupervisedClusterConfig, device_misfit
+from quartet.config.cluster import LocalCluster, SupervisedClusterConfig, device_misfits
 from quartet.config.common import DataConfig, ModelConfig, ShardingConfig, TrainConfig, TrainingRecipe
 from quartet.config.units import Processes
 
@@ -37,8 +37,7 @@ class SupervisedRecipe(TrainingRecipe):
                 f"processes {self.processes} on nodes {self.nodes}, but cluster.type local has one process: set "
                 "cluster.type: ray, start it by torchrun, or leave processes and nodes out"
             )
-        misfits = (
-            self.sharding.misfit("sharding", self.processes * self.nodes, compiles=self.train.compile),
-            device_misfit(self.cluster, self.device),
-        )
-        yield from filter(None, misfits)
+        reason = self.sharding.misfit("sharding", self.processes * self.nodes, compiles=self.train.compile)
+        if reason is not None:
+            yield reason
+        yield from device_misfits(self.cluster, self.device)
