@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from quartet.rewards.code_tests import CodeSource
 from quartet.rewards.judge import judge_source
 from quartet.rewards.mathematics import MathSource
 from quartet.rewards.remote import HTTPSource
-from quartet.rewards.source import GuardedReward, RewardSource
+from quartet.rewards.source import Columns, GuardedReward, RewardSource, Scores
 from quartet.rewards.subprocess_functions import SubprocessFunction
 from quartet.text.examples import PromptText
 
@@ -54,7 +54,5 @@ class RuleSource(RewardSource):
         options = config.model_dump(exclude={"type", "column", *RewardSourceConfig.model_fields})
         self._rule = partial(RULES[config.type], **options)
 
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         return self._rule(completions) if self.column is None else self._rule(completions, columns[self.column])

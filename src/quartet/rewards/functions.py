@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.foreign import excerpt
 from quartet.observe.global_state import GlobalStateGuard
 from quartet.rewards.called import BadReturn, Parameters, scores_of
-from quartet.rewards.source import RewardError, RewardSource
+from quartet.rewards.source import Columns, RewardError, RewardSource, Scores
 from quartet.text.examples import PromptText
 
 
@@ -37,9 +37,7 @@ class FunctionSource(RewardSource):
         """
         self._parameters.accepted(self.name, ["prompts", "completions", *columns])
 
-    def _arguments(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> dict[str, Any]:
+    def _arguments(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> dict[str, Any]:
         """What the function is called with, in lists of its own.
 
         Raises:
@@ -87,9 +85,7 @@ class PassedFunction(FunctionSource):
         self._parameters = Parameters.of(function)
         self._guard = GlobalStateGuard(f"the reward {self.name!r}")
 
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         """One score per completion; None where the function says that it does not apply.
 
         Args:

@@ -32,7 +32,11 @@ class RewardError(UserError):
     splits = False
 
 
-Score: TypeAlias = "float | RewardError | None"
+Columns: TypeAlias = Mapping[str, Sequence[Any]]
+"""Of the data beside the prompts, one entry per completion."""
+Scores: TypeAlias = list[float | None]
+"""One per completion; None where the source does not apply."""
+_Result: TypeAlias = "float | RewardError | None"
 
 
 class RewardSource(abc.ABC):
@@ -50,9 +54,7 @@ class RewardSource(abc.ABC):
         """Returns when all that is to be started is there, so that starts do not cost the calls their time."""
 
     @abc.abstractmethod
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         """One finite score per completion; None where the source does not apply.
 
         Args:
@@ -129,7 +131,7 @@ class GuardedReward:
         self,
         prompts: Sequence[PromptText],
         completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
+        columns: Columns,
         mark: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Scores in the order of the completions, whenever the calls end.
@@ -142,7 +144,7 @@ class GuardedReward:
             RewardError: a call failed and the rule is to stop.
         """
 
-        async def marked_call(part: slice) -> list[Score]:
+        async def marked_call(part: slice) -> list[_Result]:
             mark()
             try:
                 return await self._call(prompts, completions, columns, part)
@@ -185,12 +187,8 @@ class GuardedReward:
         return found
 
     async def _call(
-        self,
-        prompts: Sequence[PromptText],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        part: slice,
-    ) -> list[Score]:
+        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns, part: slice
+    ) -> list[_Result]:
         """One score per completion of the part, or why there is none."""
         num = part.stop - part.start
         try:
@@ -213,7 +211,7 @@ class GuardedReward:
             self._places = (loop, asyncio.Semaphore(self.concurrency or sys.maxsize))
         return self._places[1]
 
-    def _result(self, task: asyncio.Task[list[Score]], part: slice) -> list[Score]:
+    def _result(self, task: asyncio.Task[list[_Result]], part: slice) -> list[_Result]:
         if task.done():
             return task.result()
         late = RewardError(
