@@ -81,17 +81,17 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
     if reader is None:
         found = _hub(str(path) if is_url(name) else name, config.config, config.split)
     else:
-        check_file_options(config)
+        _check_file_options(config)
         found = reader(path)
     is_empty = True
     for line, values in itertools.islice(found, config.limit):
         is_empty = False
         yield Row(values, name, line)
     if is_empty:
-        raise no_rows(name)
+        raise UserError("the data file holds no rows", found=name, remedy="name a file with data in it")
 
 
-def check_file_options(config: DataConfig | SourceConfig) -> None:
+def _check_file_options(config: DataConfig | SourceConfig) -> None:
     """Refuses for a single file what only data sets have."""
     for key, value, usual in (("config", config.config, None), ("split", config.split, "train")):
         if value != usual:
@@ -100,10 +100,6 @@ def check_file_options(config: DataConfig | SourceConfig) -> None:
                 found=f"{config.path} with {key}: {value}",
                 remedy=f"leave {key} out; `limit` takes only the first rows",
             )
-
-
-def no_rows(path: str) -> UserError:
-    return UserError("the data file holds no rows", found=path, remedy="name a file with data in it")
 
 
 def _json(path: Path) -> Values:
