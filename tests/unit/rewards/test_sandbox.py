@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -456,29 +455,3 @@ def test_nothing_is_left_of_many_runs() -> None:
         run_tests(ADD, TWO_TESTS, LIMITS)
         run_program("print(1)", "", LIMITS)
     assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_it_works_without_being_root() -> None:
-    source = Path(__file__).parents[3] / "src"
-    code = f"""
-import os, sys, types
-sys.modules["quartet"] = package = types.ModuleType("quartet")  # its libraries may be missing here
-package.__path__ = [{str(source / "quartet")!r}]
-from quartet.rewards.sandbox.run import Isolation, SandboxLimits, SolutionCheck, run_program, run_tests
-os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-limits = SandboxLimits(wall_s=20)
-print(run_program("import os; print(os.getuid(), os.path.exists('/proc'))", "", limits).output)
-print(run_tests("def f(): return 1", [SolutionCheck("assert f() == 1"), SolutionCheck("assert f() == 2")], limits))
-bomb = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass"
-print(run_program(bomb, "", SandboxLimits(wall_s=0.5)).ended)
-"""
-    python = next((p for p in (sys.executable, "/usr/bin/python3.11") if _open_to_all(Path(p))), None)
-    if python is None or not _open_to_all(source):
-        pytest.skip("another user can run no interpreter here, or not read the sources")
-    done = subprocess.run([python, "-B", "-c", code], capture_output=True, text=True, timeout=120, cwd="/")
-    assert done.stdout == "b'65534 False\\n'\n[True, False]\ntime\n", done.stderr
-
-
-def _open_to_all(path: Path) -> bool:
-    return path.exists() and all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)
