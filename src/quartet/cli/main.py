@@ -20,7 +20,7 @@ from quartet.cli.doctor import doctor
 from quartet.cli.options import (
     RESUME,
     GroupedHelp,
-    PrecisionOption,
+    Precision,
     Resume,
     ResumeChoice,
     Revision,
@@ -78,7 +78,7 @@ def quickstart(
 ) -> None:
     """SFT, reward model and PPO on a toy task."""
     if resume and out is None:
-        found = "--resume=auto" if resume is ResumeChoice.auto else "--resume"
+        found = "--resume=auto" if resume == "auto" else "--resume"
         raise UserError("nothing to resume", found=f"{found} without --out", remedy="name the directory with --out")
     path = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
     from quartet.cli.show import show_quickstart
@@ -89,7 +89,7 @@ def quickstart(
         typer.echo(busy, err=True)
     with Progress() as progress:
         job = Quickstart(seed, path, resume=as_argument(resume), progress=progress)
-        result = (job.finished() if resume is ResumeChoice.auto else None) or job.run()
+        result = (job.finished() if resume == "auto" else None) or job.run()
     show_quickstart(result)
 
 
@@ -119,9 +119,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template as a user turn.")] = False,
     chat_template: Annotated[str | None, typer.Option(help="Jinja file; the tokenizer's own by itself.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    precision: Annotated[PrecisionOption, typer.Option(help="auto: bf16 on a GPU that has it, fp32 on the CPU.")] = (
-        PrecisionOption.auto
-    ),
+    precision: Annotated[Precision, typer.Option(help="auto: bf16 on a GPU that has it, fp32 on the CPU.")] = "auto",
     engine: Annotated[
         list[str] | None, typer.Option(help="A key of rollout.engine, e.g. type=vllm; may be given several times.")
     ] = None,
@@ -150,7 +148,7 @@ def generate(
         stop_strings=tuple(stop or ()),
     )
     where = find_device(device)
-    frozen = FrozenModels(where, precision_on(where, precision.value))
+    frozen = FrozenModels(where, precision_on(where, precision))
     model = local_or_hub(model if revision is None else f"{model}@{revision}", "model")
     given = ModelConfig(path=model, trust_remote_code=trust_remote_code)
     codec = TextCodec.from_pretrained(model, chat_template=chat_template, trust_remote_code=trust_remote_code)
@@ -182,16 +180,8 @@ def upload(
     typer.echo(upload_run(run, url, typer.echo))
 
 
-app.command()(report)
-app.command()(watch)
-app.command()(compare)
-app.command()(replay)
-app.command()(config)
-app.command()(init)
-app.command()(serve)
-app.command()(doctor)
-app.command()(push)
-app.command()(data)
+for _command in (report, watch, compare, replay, config, init, serve, doctor, push, data):
+    app.command()(_command)
 
 
 def _add_job(job: str, kind: str, meaning: str) -> None:

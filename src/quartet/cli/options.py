@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
@@ -26,7 +25,7 @@ class GroupedHelp(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Typer knows no option whose value may be left out: ``--resume`` becomes ``--resume=on``."""
-        return super().parse_args(ctx, [f"{RESUME}={ResumeChoice.on}" if arg == RESUME else arg for arg in args])
+        return super().parse_args(ctx, [f"{RESUME}=on" if arg == RESUME else arg for arg in args])
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """The command; one that takes a recipe says in its help where the keys are."""
@@ -78,17 +77,8 @@ Version = Annotated[
 ]
 
 
-class PrecisionOption(enum.StrEnum):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class ResumeChoice(enum.StrEnum):
-    on = "on"
-    auto = "auto"
-
-
+Precision = Literal["auto", "fp32", "bf16"]
+ResumeChoice = Literal["on", "auto"]
 Resume = Annotated[
     ResumeChoice | None,
     typer.Option(
@@ -102,7 +92,7 @@ Resume = Annotated[
 
 def as_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:
     """The option as the trainers' argument ``resume``."""
-    return "auto" if chosen is ResumeChoice.auto else chosen is not None
+    return "auto" if chosen == "auto" else chosen is not None
 
 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from quartet.cli.options import PrecisionOption, Revision, TrustRemoteCode
+from quartet.cli.options import Precision, Revision, TrustRemoteCode
 from quartet.config import UserError
 
 
@@ -26,7 +26,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
     device: Annotated[str, typer.Option(help="Of a native engine: auto, cpu, cuda or cuda:N.")] = "auto",
-    precision: Annotated[PrecisionOption, typer.Option(help="Of a native engine.")] = PrecisionOption.auto,
+    precision: Annotated[Precision, typer.Option(help="Of a native engine.")] = "auto",
     max_requests: Annotated[int, typer.Option(help="Answers under way; more are turned away (429).", min=1)] = 1024,
     api_key_env: Annotated[str | None, typer.Option(help="Variable with the key that clients must send.")] = None,
     grace_s: Annotated[float, typer.Option(help="Seconds for what is under way at the end.", min=0.0)] = 5.0,
@@ -76,7 +76,7 @@ def serve(
             path=path,
             vocab_size=vocab_size,
             decode=codec.decode,
-            precision=precision_on(where, precision.value),
+            precision=precision_on(where, precision),
             device=where,
             trust_remote_code=trust_remote_code,
         )

@@ -26,9 +26,10 @@ best and worst of the group      pairs, as in DPO        ``online_dpo``
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quartet.config.common import Strict
 from quartet.config.policy_losses import (
@@ -139,12 +140,10 @@ class ScoredAlgorithm(Strict):
         None, description="Scores are held between these two before penalties; no limits when left out."
     )
 
-    @model_validator(mode="after")
-    def _clips_in_order(self) -> ScoredAlgorithm:
+    def _misfits(self) -> Iterator[str]:
         found = self.reward_clip_range
         if found is not None and not found[0] < found[1]:
-            raise ValueError(f"reward_clip_range needs a lower limit and a higher one; found {list(found)}")
-        return self
+            yield f"reward_clip_range needs a lower limit and a higher one; found {list(found)}"
 
 
 class RewardedAlgorithm(PolicyGradient, ScoredAlgorithm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -43,21 +44,17 @@ ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="type")
 SupervisedClusterConfig = Annotated[LocalCluster | RayCluster | TorchrunCluster, Field(discriminator="type")]
 
 
-def device_misfit(cluster: LocalCluster | RayCluster | TorchrunCluster, device: str) -> str | None:
-    """Why a recipe cannot have this ``device``; None if it can. Ray gives each process its GPUs already."""
-    if isinstance(cluster, LocalCluster) or device == "auto":
-        return None
-    if isinstance(cluster, TorchrunCluster):
+def device_misfits(cluster: LocalCluster | RayCluster | TorchrunCluster, device: str) -> Iterator[str]:
+    """Why a recipe cannot have this ``device``, if it cannot. Ray gives each process its GPUs already."""
+    if isinstance(cluster, TorchrunCluster) and device.startswith("cuda:"):
+        yield f"each process of a torchrun takes a GPU of its own: set device: cuda in place of {device}"
+    if isinstance(cluster, RayCluster):
         if device.startswith("cuda:"):
-            return f"each process of a torchrun takes a GPU of its own: set device: cuda in place of {device}"
-        return None
-    if device.startswith("cuda:"):
-        return f"Ray decides which GPU a process sees: set device: cuda in place of {device}"
-    if device == "cuda" and cluster.gpus_per_process == 0:
-        return "device is cuda, but cluster.gpus_per_process is 0: set it to 1, or leave device out"
-    if device == "cpu" and cluster.gpus_per_process > 0:
-        return f"device is cpu, but cluster.gpus_per_process is {cluster.gpus_per_process:g}: leave out either"
-    return None
+            yield f"Ray decides which GPU a process sees: set device: cuda in place of {device}"
+        if device == "cuda" and cluster.gpus_per_process == 0:
+            yield "device is cuda, but cluster.gpus_per_process is 0: set it to 1, or leave device out"
+        if device == "cpu" and cluster.gpus_per_process > 0:
+            yield f"device is cpu, but cluster.gpus_per_process is {cluster.gpus_per_process:g}: leave out either"
 
 
 class WeightSyncConfig(Strict):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator
 
 from quartet.config.logs import CallbackConfig
 from quartet.config.logs import LogConfig as LogConfig
@@ -27,14 +28,13 @@ class HubConfig(Strict):
         "architecture is not one of transformers'.",
     )
 
-    @model_validator(mode="after")
-    def _belongs_to_a_name(self) -> HubConfig:
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
         name = getattr(self, "path", getattr(self, "model", None))
         if name is None and (self.revision is not None or self.trust_remote_code):
-            raise ValueError("revision and trust_remote_code say something of a path: set it, too")
+            yield "revision and trust_remote_code say something of a path: set it, too"
         if self.revision is not None and "@" in str(name):
-            raise ValueError(f"{name} names a revision already: leave one of them out")
-        return self
+            yield f"{name} names a revision already: leave one of them out"
 
 
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -247,11 +247,9 @@ class SourceConfig(_Rows):
         None, gt=0, description="Share of the rows drawn, relative to the others'; as many as it has when left out."
     )
 
-    @model_validator(mode="after")
-    def _has_a_path(self) -> SourceConfig:
+    def _misfits(self) -> Iterator[str]:
         if self.path is None:
-            raise ValueError("a source needs a path")
-        return self
+            yield "a source needs a path"
 
 
 class DataConfig(_Rows):
@@ -273,17 +271,15 @@ class DataConfig(_Rows):
         "they are drawn; evaluations check all.",
     )
 
-    @model_validator(mode="after")
-    def _path_or_sources(self) -> DataConfig:
+    def _misfits(self) -> Iterator[str]:
         if not self.sources:
-            return self
+            return
         usual = {name: field.get_default(call_default_factory=True) for name, field in _Rows.model_fields.items()}
         own = [name for name, value in usual.items() if getattr(self, name) != value]
         if own:
-            raise ValueError(f"with sources, {', '.join(own)} belong{'s' * (len(own) == 1)} to each of them")
+            yield f"with sources, {', '.join(own)} belong{'s' * (len(own) == 1)} to each of them"
         if len({source.weight is None for source in self.sources}) > 1:
-            raise ValueError("give every source a weight, or none")
-        return self
+            yield "give every source a weight, or none"
 
     @property
     def parts(self) -> tuple[SourceConfig, ...]:

@@ -23,14 +23,14 @@ from quartet.config.algorithms import (
     kl_term,
     reads_reference,
 )
-from quartet.config.cluster import device_misfit
+from quartet.config.cluster import device_misfits
 from quartet.config.common import ShardingConfig
 from quartet.config.engines import (
     NativeEngineConfig,
     ServerEngineConfig,
     SGLangEngineConfig,
     VLLMEngineConfig,
-    draw_misfit,
+    draw_misfits,
 )
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
 from quartet.config.policy_losses import (
@@ -146,8 +146,7 @@ def _speculation(recipe: RLRecipe) -> Iterator[str]:
     if recipe.evaluation is not None:
         asked.append(("evaluation.sampling", recipe.evaluation.sampling))
     for key, sampling in asked:
-        if (reason := draw_misfit(key, sampling, rollout.engine)) is not None:
-            yield reason
+        yield from draw_misfits(key, sampling, rollout.engine)
     if speculation is None:
         return
     placement, is_native = recipe.placement, isinstance(rollout.engine, NativeEngineConfig)
@@ -307,8 +306,7 @@ def _placements(recipe: RLRecipe) -> Iterator[str]:
     yield from _shardings(recipe)
     if cluster.type == "ray" and placement is None:
         yield "cluster.type ray needs a placement: say which role works where, {type: full_offload, pool: {}} say"
-    if (reason := device_misfit(cluster, recipe.device)) is not None:
-        yield reason
+    yield from device_misfits(cluster, recipe.device)
     compiles = recipe.actor.train.compile or recipe.critic.train.compile
     if compiles and cluster.type == "ray" and cluster.max_restarts > 0:
         yield (

@@ -64,7 +64,7 @@ def inline(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{inline(key)}: {inline(part)}" for key, part in value.items()) + "}"
     if isinstance(value, str):
-        return value if _standsbare(value) else json.dumps(value, ensure_ascii=False)
+        return value if _stands_bare(value) else json.dumps(value, ensure_ascii=False)
     if isinstance(value, Sequence):
         return "[" + ", ".join(inline(part) for part in value) + "]"
     return _number(value) if isinstance(value, int | float) else "null"
@@ -143,7 +143,7 @@ def _number(value: float) -> str:
     return re.sub(r"e([-+])0+", r"e\1", repr(value))
 
 
-def _standsbare(text: str) -> bool:
+def _stands_bare(text: str) -> bool:
     if not re.fullmatch(r"[\w./-]([\w ./*-]*[\w./*-])?", text):
         return False
     try:

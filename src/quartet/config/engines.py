@@ -14,6 +14,7 @@ Where ``type`` is left out the engine is native.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
@@ -176,14 +177,13 @@ def is_served(engine: EngineConfig) -> bool:
     return not isinstance(engine, NativeEngineConfig) or engine.process
 
 
-def draw_misfit(key: str, sampling: SamplingConfig, engine: EngineConfig) -> str | None:
-    """Why the engine cannot draw as the section ``key`` asks; None where it can."""
-    if sampling.draw == "inverse" or isinstance(engine, NativeEngineConfig | VLLMEngineConfig):
-        return None
-    return (
-        f"{key}.draw gumbel needs this project's sampler, which native and vllm have; {engine.type} draws in its own "
-        "way: leave it out"
-    )
+def draw_misfits(key: str, sampling: SamplingConfig, engine: EngineConfig) -> Iterator[str]:
+    """Why the engine cannot draw as the section ``key`` asks, if it cannot."""
+    if sampling.draw == "gumbel" and not isinstance(engine, NativeEngineConfig | VLLMEngineConfig):
+        yield (
+            f"{key}.draw gumbel needs this project's sampler, which native and vllm have; {engine.type} draws in its "
+            "own way: leave it out"
+        )
 
 
 def has_own_weights(engine: EngineConfig) -> bool:

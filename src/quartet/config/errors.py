@@ -26,13 +26,8 @@ class UserError(Exception):
         super().__init__(f"{_shown(problem)}\n  found: {_shown(found)}\n  do: {_shown(remedy)}")
 
     def __reduce__(self) -> Any:
-        return _restored, (type(self), self.args, vars(self))  # by default pickle would call __init__ with the message
-
-
-def _restored(kind: type[UserError], args: tuple[Any, ...], fields: dict[str, Any]) -> UserError:
-    error = kind.__new__(kind, *args)
-    vars(error).update(fields)
-    return error
+        # By default pickle would call __init__ with the message.
+        return Exception.__new__, (type(self), *self.args), vars(self)
 
 
 def _shown(text: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from quartet.config.common import (
     DataConfig,
@@ -16,7 +17,7 @@ from quartet.config.common import (
     ShardingConfig,
     Strict,
 )
-from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights
+from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
 from quartet.config.units import Prompts, Samples
 
@@ -79,8 +80,8 @@ def untrained(sampling: SamplingConfig) -> list[str]:
     return [said] if sampling.truncated_logprobs else []
 
 
-def _sampling_fits(config: Any) -> Any:
-    """Refuses what of ``samples_per_prompt``, ``sampling`` and ``grading`` does not fit together."""
+def _sampling_misfits(config: EvaluationConfig | EvalRecipe) -> Iterator[str]:
+    """What of ``samples_per_prompt``, ``sampling`` and ``grading`` does not fit together, in one text."""
     samples, grading, found = config.samples_per_prompt, config.grading, untrained(config.sampling)
     if samples > 1 and config.sampling.temperature == 0:
         found.append(
@@ -92,8 +93,7 @@ def _sampling_fits(config: Any) -> Any:
         if wrong:
             found.append(f"grading.{name} has {wrong[0]}, which is not within 1 and samples_per_prompt ({samples})")
     if found:
-        raise ValueError("; ".join(found))
-    return config
+        yield "; ".join(found)
 
 
 # During training -------------------------------------------------------------------------------------------
@@ -125,7 +125,8 @@ class EvaluationConfig(Strict):
     grading: GradingConfig = GradingConfig()
     alarm: AlarmConfig | None = Field(AlarmConfig(), description="Reward-hacking alarm; null: none.")
 
-    _fits_together = model_validator(mode="after")(_sampling_fits)
+    def _misfits(self) -> Iterator[str]:
+        return _sampling_misfits(self)
 
 
 # On its own ------------------------------------------------------------------------------------------------
@@ -144,13 +145,12 @@ class ComparisonConfig(HubConfig):
     )
     tie_margin: float = Field(0.0, ge=0, description="Scores, or preferences, that differ by no more are the same.")
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> ComparisonConfig:
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
         if self.judge is not None and not isinstance(self.judge.method, PairwiseJudge):
-            raise ValueError("judge compares two answers: set judge.method.name: pairwise")
+            yield "judge compares two answers: set judge.method.name: pairwise"
         if self.judge is not None and self.source is not None:
-            raise ValueError("source and judge both decide who wins: give one of them")
-        return self
+            yield "source and judge both decide who wins: give one of them"
 
     @property
     def is_file(self) -> bool:
@@ -184,27 +184,15 @@ class EvalRecipe(Recipe):
         "auto", description="Of the model and of reward models; auto: bf16 on a GPU that has it, fp32 on the CPU."
     )
 
-    @model_validator(mode="after")
-    def _engine_draws_so(self) -> EvalRecipe:
-        if (reason := draw_misfit("sampling", self.sampling, self.engine)) is not None:
-            raise ValueError(reason)
-        return self
-
-    @model_validator(mode="after")
-    def _answers_by_two_models(self) -> EvalRecipe:
+    def _misfits(self) -> Iterator[str]:
+        yield from draw_misfits("sampling", self.sampling, self.engine)
         if self.compare is not None and not self.compare.is_file and has_own_weights(self.engine):
-            raise ValueError(
+            yield (
                 f"engine {self.engine.type} would answer for compare.model, too: evaluate that one by itself, and set "
                 "compare.model to its answers.jsonl"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_process(self) -> EvalRecipe:
         for i, source in enumerate(self.rewards):
             sharding: ShardingConfig | None = getattr(source, "sharding", None)
             if sharding is not None and (reason := sharding.misfit(f"rewards.{i}.sharding", 1)) is not None:
-                raise ValueError(reason)
-        return self
-
-    _fits_together = model_validator(mode="after")(_sampling_fits)
+                yield reason
+        yield from _sampling_misfits(self)

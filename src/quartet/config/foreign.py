@@ -52,7 +52,7 @@ def described(error: BaseException) -> str:
     """``Type: message``, the message cut where it is long."""
     try:
         text = str(error)
-    except BaseException as raised:  # The same.
+    except BaseException as raised:  # Its own code, which may raise anything.
         return f"{type_name(error)}, whose message cannot be shown ({type_name(raised)} in its str)"
     name = type_name(error)
     return f"{name}: {text if len(text) <= 2000 else text[:1500] + ' … ' + text[-500:]}" if text else name

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, JsonValue, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, SecretStr, field_validator
 
 from quartet.config.strict import Strict
 from quartet.config.units import Rows, Steps
@@ -85,11 +86,9 @@ class NotifyConfig(Strict):
         ("end", "failure", "alarm"), min_length=1, description="What is told; a run that a signal stops has ended."
     )
 
-    @model_validator(mode="after")
-    def _has_an_address(self) -> NotifyConfig:
+    def _misfits(self) -> Iterator[str]:
         if not self.urls and self.urls_env is None:
-            raise ValueError("messages need an address: set urls_env or urls")
-        return self
+            yield "messages need an address: set urls_env or urls"
 
 
 class LogConfig(Strict):
@@ -108,12 +107,10 @@ class LogConfig(Strict):
         "warning", description="Least severity that Python's logger `quartet` writes to stderr, in every process."
     )
 
-    @model_validator(mode="after")
-    def _names_each_once(self) -> LogConfig:
+    def _misfits(self) -> Iterator[str]:
         kinds = [tracker.type for tracker in self.trackers]
         if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
-            raise ValueError(f"trackers names {twice[0]} twice")
-        return self
+            yield f"trackers names {twice[0]} twice"
 
     @property
     def chosen_trackers(self) -> tuple[TensorBoardConfig | WandbConfig | TrackioConfig | MLflowConfig, ...]:

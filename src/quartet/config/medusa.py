@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig
 from quartet.config.evaluation import untrained
@@ -46,8 +47,8 @@ class MedusaRecipe(SupervisedRecipe):
         False, description="Write the model's LM head beside heads that share it, without which vLLM cannot load them."
     )
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> MedusaRecipe:
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
         found = untrained(self.sampling)
         if self.cluster.type != "local":
             found.append(f"cluster.type is {self.cluster.type}, but heads train in one process: leave cluster out")
@@ -59,5 +60,4 @@ class MedusaRecipe(SupervisedRecipe):
                 "set a temperature or samples_per_prompt: 1"
             )
         if found:
-            raise ValueError("; ".join(found))
-        return self
+            yield "; ".join(found)

@@ -23,7 +23,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from quartet.config.common import Strict
 from quartet.config.errors import UserError
@@ -126,13 +126,11 @@ class _Pools(Strict):
         description="Extra edges, {values: [reward]}: no part of a stage before all of the others of its step.",
     )
 
-    @model_validator(mode="after")
-    def _each_role_once(self) -> _Pools:
+    def _misfits(self) -> Iterator[str]:
         for role in ROLES:
             found = [name for name, pool in self.pools.items() for placed in pool.roles if placed == role]
             if len(found) > 1:
-                raise ValueError(f"role {role} is on {len(found)} pools ({', '.join(found)}): keep it on one of them")
-        return self
+                yield f"role {role} is on {len(found)} pools ({', '.join(found)}): keep it on one of them"
 
     @field_validator("after")
     @classmethod

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quartet.config.common import Strict
 
@@ -72,11 +73,9 @@ class ClipCovLoss(Strict):
     clip_cov_lb: float = Field(1.0, description="They are drawn from those with a covariance above this.")
     clip_cov_ub: float = Field(5.0, description="They are drawn from those with a covariance below this.")
 
-    @model_validator(mode="after")
-    def _in_order(self) -> ClipCovLoss:
+    def _misfits(self) -> Iterator[str]:
         if self.clip_cov_lb >= self.clip_cov_ub:
-            raise ValueError(f"clip_cov_lb ({self.clip_cov_lb:g}) must be less than clip_cov_ub ({self.clip_cov_ub:g})")
-        return self
+            yield f"clip_cov_lb ({self.clip_cov_lb:g}) must be less than clip_cov_ub ({self.clip_cov_ub:g})"
 
 
 class KLCovLoss(Strict):

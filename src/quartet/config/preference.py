@@ -15,9 +15,10 @@ the model alone  ``simpo``, ``orpo``                                  ``prompt``
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quartet.config.common import HubConfig, Strict
 from quartet.config.supervised import SupervisedRecipe
@@ -187,15 +188,12 @@ class PreferenceRecipe(SupervisedRecipe):
     )
     pairs_per_step: Pairs = Field(32, ge=1, description="Pairs, or judged answers, in each update.")
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> PreferenceRecipe:
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
         given = [name for name in ("path", "cache") if getattr(self.reference, name) is not None]
         if isinstance(self.loss, REFERENCE_FREE) and given:
-            raise ValueError(
-                f"loss {self.loss.name} has no reference: leave out reference.{' and reference.'.join(given)}"
-            )
+            yield (f"loss {self.loss.name} has no reference: leave out reference.{' and reference.'.join(given)}")
         if isinstance(self.loss, KTOLoss) and self.pairs_per_step < 2:
-            raise ValueError("loss kto estimates a KL over the step's answers: set pairs_per_step to 2 or more")
+            yield "loss kto estimates a KL over the step's answers: set pairs_per_step to 2 or more"
         if isinstance(self.loss, StepLossConfig) and self.pairs_per_step < 2:
-            raise ValueError(f"loss {self.loss.name} compares the step's pairs: set pairs_per_step to 2 or more")
-        return self
+            yield f"loss {self.loss.name} compares the step's pairs: set pairs_per_step to 2 or more"

@@ -7,9 +7,10 @@ into ``minibatches`` (one optimizer update each), and the whole is gone through 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 
 from quartet.config.algorithms import PPO, AlgorithmConfig
 from quartet.config.cluster import ClusterConfig, LocalCluster, OffloadConfig, WeightSyncConfig
@@ -28,7 +29,7 @@ from quartet.config.common import (
 )
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.cross_checks import misfits
-from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit, has_own_weights
+from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
 from quartet.config.medusa import MedusaRecipe
 from quartet.config.placement import PlacementConfig
@@ -167,12 +168,9 @@ class RLRecipe(TrainingRecipe):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     offload: OffloadConfig = OffloadConfig()
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> RLRecipe:
-        reasons = misfits(self)
-        if reasons:
-            raise ValueError("; ".join(reasons))
-        return self
+    def _misfits(self) -> Iterator[str]:
+        if reasons := misfits(self):
+            yield "; ".join(reasons)
 
 
 class CollectConfig(Strict):
@@ -189,13 +187,10 @@ class CollectConfig(Strict):
     least_difference: float = Field(0.0, ge=0, description="Labels must differ by more than this to make a pair.")
     engine: EngineConfig = Field(NativeEngineConfig(), description="What generates, with its own keys.")
 
-    @model_validator(mode="after")
-    def _sampling_fits(self) -> CollectConfig:
+    def _misfits(self) -> Iterator[str]:
         if found := untrained(self.sampling):
-            raise ValueError(found[0])
-        if (reason := draw_misfit("sampling", self.sampling, self.engine)) is not None:
-            raise ValueError(reason)
-        return self
+            yield found[0]
+        yield from draw_misfits("sampling", self.sampling, self.engine)
 
 
 class IteratedRecipe(TrainingRecipe):
@@ -216,23 +211,21 @@ class IteratedRecipe(TrainingRecipe):
         False, description="A round goes on with the reward model before; else it starts from reward_model.model."
     )
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> IteratedRecipe:
+    def _misfits(self) -> Iterator[str]:
         for name, section in (("reward_model", self.reward_model), ("rl", self.rl)):
             if section.output_dir is not None or section.seed != 0 or section.device != "auto":
-                raise ValueError(f"{name}.output_dir, {name}.seed, {name}.device are the loop's: set them at the top")
+                yield f"{name}.output_dir, {name}.seed, {name}.device are the loop's: set them at the top"
         if self.rl.actor.model is None or self.reward_model.model is None:
-            raise ValueError("set rl.actor.model.path and reward_model.model.path, where the first round starts")
+            yield "set rl.actor.model.path and reward_model.model.path, where the first round starts"
         if any(source.name == self.reward_name for source in self.rl.rewards):
-            raise ValueError(f"rl.rewards has one called {self.reward_name!r}, as the trained one is: rename either")
+            yield f"rl.rewards has one called {self.reward_name!r}, as the trained one is: rename either"
         if self.collect.sampling.temperature == 0:
-            raise ValueError("collect.sampling.temperature is 0: all answers to a prompt would be the same")
+            yield "collect.sampling.temperature is 0: all answers to a prompt would be the same"
         if has_own_weights(self.collect.engine):
-            raise ValueError(
+            yield (
                 f"collect.engine {self.collect.engine.type} answers with its own weights, and each round has another "
                 "policy: use native or vllm"
             )
-        return self
 
 
 RECIPES: dict[str, type[Recipe]] = {

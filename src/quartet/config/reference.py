@@ -17,7 +17,7 @@ from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RECIPES, RLRecipe
-from quartet.config.schema import dotted_names, item_annotation, tags
+from quartet.config.schema import dotted_fields, item_annotation, tags
 from quartet.config.synonyms import synonyms
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -310,7 +310,7 @@ def no_such_job(name: str) -> UserError:
 
 def _unknown(job: str, address: str, part: str, name: str, place: _Place) -> UserError:
     known = list(place.models) if place.is_choice else [key for key, _ in _keys_of(place.model)]
-    names = list(dict.fromkeys(dotted_names(RECIPES[job])))
+    names = list(dict(dotted_fields(RECIPES[job])))
     elsewhere = synonyms(part, name, names) or [full for full in names if full.rpartition(".")[2] == part]
     meant = nearest(part, known) or (f"did you mean {', '.join(elsewhere[:3])}?" if elsewhere else None)
     return UserError(

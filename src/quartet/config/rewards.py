@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quartet.config.common import HubConfig, ShardingConfig, Strict
 from quartet.config.remote import DAY_S, BreakerConfig, RemoteServer
@@ -57,11 +58,9 @@ class RewardSourceConfig(Strict):
     weight: float = Field(1.0, description="Factor of the score in the sum.")
     gate: GateConfig | None = Field(None, description="Counts only where another source's score is high enough.")
 
-    @model_validator(mode="after")
-    def _opens_by_another(self) -> RewardSourceConfig:
+    def _misfits(self) -> Iterator[str]:
         if self.gate is not None and self.gate.source == self.name:
-            raise ValueError(f"the reward {self.name!r} is gated by itself; name another one in gate.source")
-        return self
+            yield f"the reward {self.name!r} is gated by itself; name another one in gate.source"
 
 
 class Fallible(RewardSourceConfig):
@@ -177,14 +176,11 @@ class RegexReward(RewardSourceConfig):
     column: str | None = Field(None, description="Column of the data with the text that the group must be.")
     ignore_case: bool = Field(False, description="Upper and lower case are the same.")
 
-    @model_validator(mode="after")
-    def _can_be_matched(self) -> RegexReward:
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
         groups = compiled(self.pattern).groups
         if self.column is not None and groups != 1:
-            raise ValueError(
-                f"pattern {self.pattern!r} has {groups} groups; with `column` it needs one, what is compared"
-            )
-        return self
+            yield (f"pattern {self.pattern!r} has {groups} groups; with `column` it needs one, what is compared")
 
 
 class FormatReward(RewardSourceConfig):
@@ -199,18 +195,17 @@ class FormatReward(RewardSourceConfig):
     )
     tags: tuple[str, ...] | None = Field(None, description="Names without brackets, as in [think, answer].")
 
-    @model_validator(mode="after")
-    def _is_one_form(self) -> FormatReward:
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
         if (self.pattern is None) == (self.tags is None):
-            raise ValueError("a format is either a `pattern` or a list of `tags`; give one of them")
+            yield "a format is either a `pattern` or a list of `tags`; give one of them"
         if self.pattern is not None:
             compiled(self.pattern)
         if self.tags is not None and not self.tags:
-            raise ValueError("tags is empty; name at least one")
+            yield "tags is empty; name at least one"
         wrong = [tag for tag in self.tags or () if not re.fullmatch(r"[\w.:-]+", tag)]
         if wrong:
-            raise ValueError(f"tags are names without brackets, e.g. think; found {wrong}")
-        return self
+            yield f"tags are names without brackets, e.g. think; found {wrong}"
 
 
 class LengthReward(RewardSourceConfig):
@@ -224,11 +219,10 @@ class LengthReward(RewardSourceConfig):
     target: int | None = Field(None, ge=1, description="The one length, in `unit`, that scores 1.")
     unit: Literal["characters", "words"] = Field("characters", description="What length counts.")
 
-    @model_validator(mode="after")
-    def _is_one_measure(self) -> LengthReward:
+    def _misfits(self) -> Iterator[str]:
+        yield from super()._misfits()
         if (self.max is None) == (self.target is None):
-            raise ValueError("a length is judged by `max` or by `target`; give one of them")
-        return self
+            yield "a length is judged by `max` or by `target`; give one of them"
 
 
 # Beside this process --------------------------------------------------------------------------------------
@@ -300,17 +294,15 @@ class PointwiseJudge(Strict):
     lowest: float = Field(0.0, description="Worst score of the judge's scale, which counts 0.")
     highest: float = Field(10.0, description="Best score of the judge's scale, which counts 1.")
 
-    @model_validator(mode="after")
-    def _has_a_scale(self) -> PointwiseJudge:
+    def _misfits(self) -> Iterator[str]:
         if not self.lowest < self.highest:
-            raise ValueError(f"lowest ({self.lowest}) must be less than highest ({self.highest})")
+            yield f"lowest ({self.lowest}) must be less than highest ({self.highest})"
         if not math.isfinite(self.highest - self.lowest):
-            raise ValueError(f"from lowest ({self.lowest}) to highest ({self.highest}) is too far for a number")
+            yield f"from lowest ({self.lowest}) to highest ({self.highest}) is too far for a number"
         if compiled(self.pattern).groups != 1:
-            raise ValueError(f"pattern {self.pattern!r} needs one group, the score")
+            yield f"pattern {self.pattern!r} needs one group, the score"
         if self.template is not None and "{completion}" not in self.template:
-            raise ValueError("template lacks {completion}, so the judge would not see what it judges")
-        return self
+            yield "template lacks {completion}, so the judge would not see what it judges"
 
 
 class PairwiseJudge(Strict):
@@ -326,13 +318,11 @@ class PairwiseJudge(Strict):
         r"\[\[(A|B|C)\]\]", description="The last match's group is the verdict: A, B, anything else for equal."
     )
 
-    @model_validator(mode="after")
-    def _shows_both(self) -> PairwiseJudge:
+    def _misfits(self) -> Iterator[str]:
         if compiled(self.pattern).groups != 1:
-            raise ValueError(f"pattern {self.pattern!r} needs one group, the verdict")
+            yield f"pattern {self.pattern!r} needs one group, the verdict"
         if self.template is not None and not ("{a}" in self.template and "{b}" in self.template):
-            raise ValueError("template lacks {a} or {b}, so the judge would not see what it compares")
-        return self
+            yield "template lacks {a} or {b}, so the judge would not see what it compares"
 
 
 JudgeMethod = Annotated[PointwiseJudge | PairwiseJudge, Field(discriminator="name")]

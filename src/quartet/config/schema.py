@@ -1,4 +1,4 @@
-"""What a typed recipe says about its own shape: sections, members of tagged unions, dotted names."""
+"""What a typed recipe says about its own shape: sections, members of tagged unions, dotted keys."""
 
 from __future__ import annotations
 
@@ -51,13 +51,8 @@ def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | N
     return by_tag.get(tag) if isinstance(tag, str) else None
 
 
-def dotted_names(model: type[BaseModel]) -> Iterator[str]:
-    """Every key of a recipe, ``actor.train.optim.lr`` for a nested one; list items stand as ``0``."""
-    return (name for name, _ in dotted_fields(model))
-
-
 def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of a recipe as ``dotted_names`` has it, and what is known of it."""
+    """Every key of a recipe, ``actor.train.optim.lr`` for a nested one, with its field; list items stand as ``0``."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         inner = item_annotation(field.annotation)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from quartet.config.common import OptimConfig, Strict
 from quartet.config.units import Tokens
@@ -98,13 +99,11 @@ class MedusaSpeculation(_Speculation):
                 raise ValueError(f"{list(path)} continues no other path of the tree; add {list(path[:-1])}")
         return tuple(sorted(tree, key=lambda path: (len(path), path)))
 
-    @model_validator(mode="after")
-    def _agree(self) -> MedusaSpeculation:
+    def _misfits(self) -> Iterator[str]:
         if self.tree is not None and self.depth is not None:
-            raise ValueError("depth and tree both say what is drafted; leave one out")
+            yield "depth and tree both say what is drafted; leave one out"
         if self.choose == "uniform" and any(map(any, self.tree or ())):
-            raise ValueError("choose: uniform gives one token per head, so a tree has rank 0 alone; use top or gumbel")
-        return self
+            yield "choose: uniform gives one token per head, so a tree has rank 0 alone; use top or gumbel"
 
 
 SpeculationConfig = Annotated[HistorySpeculation | MedusaSpeculation, Field(discriminator="type")]

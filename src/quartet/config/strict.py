@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 
@@ -62,9 +62,15 @@ class Strict(BaseModel):
     def _path_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, PurePath) else value
 
+    def _misfits(self) -> Iterator[str]:
+        """Reasons why the values do not fit together, of which the first is told; after those of the parents."""
+        yield from ()
+
     @model_validator(mode="after")
-    def _names_files(self) -> Strict:
+    def _fits_together(self) -> Self:
         for name in _FILES:
             if "\0" in str(getattr(self, name, None)):
                 raise ValueError(f"{name} holds a zero byte, which no file's name can")
+        for reason in self._misfits():
+            raise ValueError(reason)
         return self

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
 
-from quartet.config.cluster import LocalCluster, SupervisedClusterConfig, device_misfit
+from pydantic import Field
+
+from quartet.config.cluster import LocalCluster, SupervisedClusterConfig, device_misfits
 from quartet.config.common import DataConfig, ModelConfig, ShardingConfig, TrainConfig, TrainingRecipe
 from quartet.config.units import Processes
 
@@ -29,18 +31,13 @@ class SupervisedRecipe(TrainingRecipe):
     nodes: int = Field(1, ge=1, description="Machines.")
     sharding: ShardingConfig = ShardingConfig()
 
-    @model_validator(mode="after")
-    def _has_its_processes(self) -> SupervisedRecipe:
+    def _misfits(self) -> Iterator[str]:
         if self.cluster.type == "local" and self.processes * self.nodes > 1:
-            raise ValueError(
+            yield (
                 f"processes {self.processes} on nodes {self.nodes}, but cluster.type local has one process: set "
                 "cluster.type: ray, start it by torchrun, or leave processes and nodes out"
             )
-        misfits = (
-            self.sharding.misfit("sharding", self.processes * self.nodes, compiles=self.train.compile),
-            device_misfit(self.cluster, self.device),
-        )
-        for reason in misfits:
-            if reason is not None:
-                raise ValueError(reason)
-        return self
+        reason = self.sharding.misfit("sharding", self.processes * self.nodes, compiles=self.train.compile)
+        if reason is not None:
+            yield reason
+        yield from device_misfits(self.cluster, self.device)

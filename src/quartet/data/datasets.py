@@ -149,44 +149,6 @@ class TokenLimit:
     section: str = "data"
 
 
-@dataclass
-class Overlength:
-    """Counts rows beyond the limit of tokens; keeps the first one's place and length, and the largest length."""
-
-    limit: TokenLimit
-    num: int = 0
-    first: str = ""
-    longest: int = 0
-
-    def fits(self, place: str, length: int) -> bool:
-        """Whether a row is within the limit; one that is not is counted."""
-        if length <= self.limit.max_tokens:
-            return True
-        self.first = self.first or f"first {place} with {length} tokens"
-        self.num += 1
-        self.longest = max(self.longest, length)
-        return False
-
-    def warning(self, num_rows: int, what: str) -> tuple[str, ...]:
-        """The warning that such rows are left out; empty where all rows fit.
-
-        Raises:
-            UserError: too long rows are errors, or no other row is left.
-        """
-        if not self.num:
-            return ()
-        allowed, section = self.limit.max_tokens, self.limit.section
-        found = f"{self.num} of {num_rows}, {self.first}, longest {self.longest}; allowed {allowed}"
-        if self.limit.overlong == "error":
-            remedy = f"set {section}.overlong=skip to leave such rows out, or raise {section}.max_tokens"
-            raise UserError(f"a {what} is longer than allowed", found=found, remedy=remedy)
-        reason = f"{what} longer than {allowed} tokens"
-        if self.num == num_rows:
-            remedy = "use a longer context, or other data"
-            raise NothingLeft(found, reason=reason, problem=f"every {what} is longer than allowed", remedy=remedy)
-        return (f"{self.num} rows left out: {reason} ({self.first})",)
-
-
 class Kept(Generic[T]):
     """Collects the rows of a data set: those within the limit of tokens; the others are counted.
 
@@ -195,8 +157,9 @@ class Kept(Generic[T]):
     """
 
     def __init__(self, limit: TokenLimit, what: str) -> None:
-        self.num_rows = 0
-        self._what, self._limit, self._too_long = what, limit, Overlength(limit)
+        self._limit, self._what = limit, what
+        self.num_rows = self._num_too_long = self._longest = 0
+        self._first_too_long = ""
         self._items = Spool[T]()
         self._lengths = array("i")
         self._tokens: set[int] = set()
@@ -204,7 +167,10 @@ class Kept(Generic[T]):
     def add(self, item: T, seen: Iterable[Sequence[int]] = ()) -> bool:
         """Takes a row; ``seen`` are token ids that occur in it. Returns whether it is within the limit."""
         self.num_rows += 1
-        if not self._too_long.fits(item.place, item.num_tokens):
+        if (length := item.num_tokens) > self._limit.max_tokens:
+            self._first_too_long = self._first_too_long or f"first {item.place} with {length} tokens"
+            self._num_too_long += 1
+            self._longest = max(self._longest, length)
             return False
         self._items.append(item)
         self._lengths.extend(item.lengths)
@@ -217,9 +183,21 @@ class Kept(Generic[T]):
         Raises:
             UserError: too long rows are errors, or no other row is left.
         """
-        warnings = (*told, *self._too_long.warning(self.num_rows, self._what))
+        warnings = (*told, *([self._warning()] if self._num_too_long else []))
         measured = np.array(self._lengths, np.int32).reshape(len(self._items), -1)
         return {"items": self._items, "warnings": warnings, "measured": measured, "tokens": frozenset(self._tokens)}
+
+    def _warning(self) -> str:
+        num, what, allowed, section = self._num_too_long, self._what, self._limit.max_tokens, self._limit.section
+        found = f"{num} of {self.num_rows}, {self._first_too_long}, longest {self._longest}; allowed {allowed}"
+        if self._limit.overlong == "error":
+            remedy = f"set {section}.overlong=skip to leave such rows out, or raise {section}.max_tokens"
+            raise UserError(f"a {what} is longer than allowed", found=found, remedy=remedy)
+        reason = f"{what} longer than {allowed} tokens"
+        if num == self.num_rows:
+            remedy = "use a longer context, or other data"
+            raise NothingLeft(found, reason=reason, problem=f"every {what} is longer than allowed", remedy=remedy)
+        return f"{num} rows left out: {reason} ({self._first_too_long})"
 
 
 def tokenised(parsed: Parsed[E], tokenise: Callable[[E], T], limit: TokenLimit, what: str) -> dict[str, Any]:

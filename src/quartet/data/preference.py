@@ -133,7 +133,7 @@ class PreferenceData(AnsweredData):
             body = chosen[:-1]  # without end-of-text; empty answers were found by their text
             found = None
             if item.num_tokens > limit.max_tokens:
-                pass  # told as too long
+                pass  # ``kept`` counts it as too long
             elif chosen == rejected:
                 found = SAME
             elif body and rejected[: len(body)] == body:

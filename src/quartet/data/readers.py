@@ -58,19 +58,14 @@ def shown_places(places: Sequence[str], most: int = 5) -> str:
     return ", ".join([*shown, *(["…"] if len(places) > most else [])])
 
 
-def read_data_rows(config: DataConfig | SourceConfig) -> list[Row]:
-    """All rows (the first ``config.limit``) under the file's own column names.
+def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
+    """All rows (the first ``config.limit``) under the file's own column names; read in pieces, but for JSON documents.
 
     A path with a known ending, or one that exists, is a file; anything else is the name of a hub data set.
 
     Raises:
         UserError: no such file, nothing in it, or a malformed row (file, line and an excerpt are named).
     """
-    return list(iter_rows(config))
-
-
-def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
-    """As ``read_data_rows``, one row after the other. Data are read in pieces, but for JSON documents."""
     name = config.path
     if name is None:
         raise ValueError("the data have no path of their own")
@@ -86,17 +81,17 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
     if reader is None:
         found = _hub(str(path) if is_url(name) else name, config.config, config.split)
     else:
-        check_file_options(config)
+        _check_file_options(config)
         found = reader(path)
     is_empty = True
     for line, values in itertools.islice(found, config.limit):
         is_empty = False
         yield Row(values, name, line)
     if is_empty:
-        raise no_rows(name)
+        raise UserError("the data file holds no rows", found=name, remedy="name a file with data in it")
 
 
-def check_file_options(config: DataConfig | SourceConfig) -> None:
+def _check_file_options(config: DataConfig | SourceConfig) -> None:
     """Refuses for a single file what only data sets have."""
     for key, value, usual in (("config", config.config, None), ("split", config.split, "train")):
         if value != usual:
@@ -105,10 +100,6 @@ def check_file_options(config: DataConfig | SourceConfig) -> None:
                 found=f"{config.path} with {key}: {value}",
                 remedy=f"leave {key} out; `limit` takes only the first rows",
             )
-
-
-def no_rows(path: str) -> UserError:
-    return UserError("the data file holds no rows", found=path, remedy="name a file with data in it")
 
 
 def _json(path: Path) -> Values:

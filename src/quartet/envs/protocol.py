@@ -126,7 +126,7 @@ def environment_factory(
 
 def _check(environment: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """What can be told of a class without making an object, which might start something."""
-    name = environment_name(environment)
+    name = str(getattr(environment, "__name__", type(environment).__name__))
     try:
         inspect.signature(environment).bind(**options)
     except TypeError as error:
@@ -147,7 +147,3 @@ def _check(environment: Callable[..., Any], options: Mapping[str, Any]) -> None:
                 found="it is missing" if value is None else f"{name}.{method} is not async",
                 remedy=f"write it as async def {method}(self, {argument})",
             )
-
-
-def environment_name(environment: Callable[..., Any]) -> str:
-    return str(getattr(environment, "__name__", type(environment).__name__))

@@ -5,9 +5,15 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from quartet.config.foreign import described
+
+_USUAL_LIMIT = 4
+"""Of pieces of one name in a ``BackgroundWriter``."""
+_MOST_WAITING = 1000
+"""Pieces that wait for a ``BestEffortThread``."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+"""Of a ``BestEffortThread``, before the second attempt at a piece, and at most."""
 
 
 class BackgroundWriter:
@@ -18,12 +24,12 @@ class BackgroundWriter:
     comes out, as it is, of every later call. Calls belong to one thread.
 
     Args:
-        limit: how many pieces of one name may wait or be under way; beyond it ``submit`` and ``wait_for_room`` wait.
-        limits: the same for single names.
+        limits: how many pieces of a name may wait or be under way, ``_USUAL_LIMIT`` of others; beyond it ``submit`` and
+            ``wait_for_room`` wait.
     """
 
-    def __init__(self, limit: int = 4, limits: Mapping[str, int] = MappingProxyType({})) -> None:
-        self._limit, self._limits = limit, limits
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        self._limits = limits
         # Entered by itself: ``with condition`` is a Python call, where an interrupt leaves it locked for ever.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -36,7 +42,7 @@ class BackgroundWriter:
 
     def has_room(self, name: str) -> bool:
         """Whether ``submit`` would neither wait nor raise."""
-        return self._error is None and self._pending[name] < self._limits.get(name, self._limit)
+        return self._error is None and self._pending[name] < self._limits.get(name, _USUAL_LIMIT)
 
     def wait_for_room(self, name: str) -> None:
         """Returns once ``submit`` would not have to wait; until then nothing needs to be copied for it."""
@@ -120,26 +126,14 @@ class BestEffortThread:
     Args:
         name: what the work is for, in messages.
         tell: is told of the first failure, in this thread; without one, in ``close``, of a call that hangs.
-        limit: most pieces that wait.
         attempts: of one piece.
-        first_wait_s, longest_wait_s: before its second attempt, and at most.
 
     Attributes:
         num_dropped: pieces that were not done, and never will be.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tell: Callable[[str], object],
-        *,
-        limit: int = 1000,
-        attempts: int = 8,
-        first_wait_s: float = 1.0,
-        longest_wait_s: float = 60.0,
-    ) -> None:
-        self._name, self._tell, self._limit, self._attempts = name, tell, limit, attempts
-        self._first_wait_s, self._longest_wait_s = first_wait_s, longest_wait_s
+    def __init__(self, name: str, tell: Callable[[str], object], *, attempts: int = 8) -> None:
+        self._name, self._tell, self._attempts = name, tell, attempts
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[Callable[[], object]] = deque()
@@ -153,7 +147,7 @@ class BestEffortThread:
         with self._lock:
             if self._closed:
                 return
-            if len(self._waiting) == self._limit:
+            if len(self._waiting) == _MOST_WAITING:
                 self._waiting.popleft()
                 self.num_dropped += 1
             self._waiting.append(work)
@@ -204,7 +198,7 @@ class BestEffortThread:
                     self.num_dropped += len(self._waiting)
                     self._waiting.clear()
                     break
-                wait_s = min(self._first_wait_s * 2.0**attempt, self._longest_wait_s)
+                wait_s = min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S)
                 if attempt + 1 < self._attempts:
                     self._changed.wait_for(lambda: self._closed, wait_s)
         self.num_dropped += 1

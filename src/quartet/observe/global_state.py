@@ -340,7 +340,6 @@ def _duplicate(fd: int) -> int | None:
 
 def _same_file(fd: int, other: int) -> bool:
     try:
-        found, wanted = os.fstat(fd), os.fstat(other)
+        return os.path.sameopenfile(fd, other)
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino)

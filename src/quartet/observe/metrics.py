@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -56,12 +56,6 @@ def find_metric(name: str) -> Metric:
     family = [known for known in METRICS if known.split("/")[0] == name.split("/")[0]]
     near = difflib.get_close_matches(name, family or METRICS, n=1, cutoff=0.0)
     raise ValueError(f"unknown metric {name!r}; the nearest known name is {near[0]!r} (table: quartet.observe.metrics)")
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Raises ValueError for the first name that :func:`find_metric` does not know."""
-    for name in names:
-        find_metric(name)
 
 
 def metrics_page() -> str:

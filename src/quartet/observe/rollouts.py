@@ -23,7 +23,7 @@ from quartet.config.printable import printable
 from quartet.observe.jsonl import as_dataclass, decode_lines, encode_row, replace_atomically
 from quartet.observe.trackers import Row
 
-_FILE_NAME = re.compile(r"step_([0-9]{6,18})\.jsonl\.gz")
+_FILE_NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,17})\.jsonl\.gz")
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,7 @@ def list_steps(directory: Path) -> list[int]:
     """Steps with a file, ascending; empty where the directory is missing."""
     if not directory.is_dir():
         return []
-    names = {path.name for path in directory.iterdir()}
-    steps = (int(match[1]) for name in names if (match := _FILE_NAME.fullmatch(name)))
-    return sorted(step for step in steps if rollouts_path(directory, step).name in names)
+    return sorted(int(match[1]) for path in directory.iterdir() if (match := _FILE_NAME.fullmatch(path.name)))
 
 
 def truncate_rollouts_after(directory: Path, step: int) -> list[int]:

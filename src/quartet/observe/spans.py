@@ -119,8 +119,7 @@ class SpanRecorder:
 
     def of_step(self, step: int | None) -> list[Span]:
         """The ended spans of one step that are still in memory, in order of their start."""
-        with self._lock:
-            return sorted((s for s in self._spans if s.step == step), key=lambda s: s.start_s)
+        return [span for span in self.spans() if span.step == step]
 
     def spans(self) -> list[Span]:
         """All ended spans that are still in memory, in order of their start."""

@@ -251,9 +251,7 @@ def build_trackers(
         warn: is told in the caller's, when they are closed, of how much was lost.
     """
     return [
-        DeliveredTracker(
-            of.type, partial(KINDS[of.type], of, run), run.directory, config.samples, tell, warn, run.resumed_after
-        )
+        DeliveredTracker(of.type, partial(KINDS[of.type], of, run), run, config.samples, tell, warn)
         for of in config.chosen_trackers
     ]
 
@@ -264,30 +262,29 @@ class DeliveredTracker:
     Args:
         kind: key of ``KINDS``.
         start: makes the tracker, of the id that the run had there.
+        run: what the tracker lacks of a resumed run's steps, as after a kill, is logged first.
         num_samples: rows of a table; 0: none are shown.
         tell, warn: as of ``build_trackers``.
-        resumed_after: as of ``TrackedRun``. What the tracker lacks of these steps, as after a kill, is logged first.
     """
 
     def __init__(
         self,
         kind: str,
         start: Callable[[str | None], Tracker],
-        directory: Path,
+        run: TrackedRun,
         num_samples: int,
         tell: Callable[[str], object],
         warn: Callable[[str], object],
-        resumed_after: int = 0,
     ) -> None:
         self._kind, self._start, self._num_samples, self._tell, self._warn = kind, start, num_samples, tell, warn
         self._thread = BestEffortThread(f"the tracker {kind}", tell)
-        self._path = directory / "trackers" / f"{kind}.json"
+        self._path = run.directory / "trackers" / f"{kind}.json"
         self._tracker: Tracker | None = None
         self._known: dict[str, Any] = {}
         self._last: dict[str, int] = {}  # step of metrics, and of each table
         self._kept: deque[tuple[float, int]] = deque()  # from when on no kill destroys a logged step, and the step
-        if resumed_after:
-            self._thread.submit(partial(self._catch_up, directory / "metrics.jsonl", resumed_after))
+        if run.resumed_after:
+            self._thread.submit(partial(self._catch_up, run.directory / "metrics.jsonl", run.resumed_after))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._thread.submit(partial(self._log, step, dict(metrics)))

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import ssl
+import sys
 import threading
 import time
 import zlib
@@ -97,6 +98,7 @@ class JSONClient:
     Args:
         config: where, how patiently, how often, how many at a time.
         name: of the server, in messages.
+        breaker: None: none, however often it fails.
         error: what is raised where there is no answer.
 
     Raises:
@@ -112,7 +114,7 @@ class JSONClient:
         error: type[RemoteError] = RemoteError,
     ) -> None:
         self._config, self._name, self._error_type = config, name or config.url, error
-        self._breaker = None if breaker is None else CircuitBreaker(breaker)
+        self._breaker = CircuitBreaker(breaker or BreakerConfig(failures=sys.maxsize))
         self._slots = asyncio.Semaphore(config.concurrency)
         self._is_closed = False
         self.num_retries = 0
@@ -186,7 +188,7 @@ class JSONClient:
     async def _patiently(self, call: _Call, read: Callable[[Any], T]) -> T:
         waits = waits_s(self._config.retry, call.data)
         while True:
-            if self._breaker is not None and (why := self._breaker.resting()) is not None:
+            if (why := self._breaker.resting()) is not None:
                 raise self._error("resting", why)
             try:
                 return await self._attempt(call, read)
@@ -203,9 +205,9 @@ class JSONClient:
         try:
             status, headers, text = await self._exchange(call)
         except RemoteError:
-            self._note(answered=False)
+            self._breaker.note(answered=False)
             raise
-        self._note(answered=status not in _AGAIN)
+        self._breaker.note(answered=status not in _AGAIN)
         if status != 200:
             place = f" to {headers['Location'][:200]}" if "Location" in headers else ""
             wait_s = _seconds(headers.get("Retry-After"))
@@ -216,10 +218,6 @@ class JSONClient:
         except (ValueError, RecursionError) as error:
             # A proxy's page, or a language model that answered otherwise than asked: it may do better.
             raise self._error("malformed", f"{error}; the answer is {_excerpt(text)}", again=True) from error
-
-    def _note(self, *, answered: bool) -> None:
-        if self._breaker is not None:
-            self._breaker.note(answered=answered)
 
     async def _exchange(self, call: _Call) -> tuple[int, httpx2.Headers, bytes]:
         seconds, text = self._config.timeout_s, bytearray()

@@ -14,7 +14,7 @@ from quartet.config.errors import UserError
 from quartet.config.printable import printable
 from quartet.config.rewards import CodeReward, Isolation
 from quartet.rewards.sandbox.run import SandboxError, SandboxLimits, SolutionCheck, check_sandbox, judge, run_program
-from quartet.rewards.source import RewardError, RewardSource, Threads
+from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
 from quartet.text.examples import PromptText
 
 # White space before and behind the language stands in one place each: a long run of it is read once.
@@ -72,9 +72,7 @@ class CodeSource(RewardSource):
         self._threads = Threads(config.concurrency, self.name)
         self._num_refused, self._first_refused = 0, ""
 
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         pairs = zip(completions, columns[self.column], strict=True)
         return [await self._threads.run(self._score, completion, value) for completion, value in pairs]
 

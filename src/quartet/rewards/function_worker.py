@@ -88,7 +88,7 @@ async def _called_async(function: Callable[..., Any], arguments: dict[str, Any])
     num = len(arguments["completions"])
     try:
         return {"scores": scores_of(await function(**arguments), num)}
-    except BaseException as error:  # The same.
+    except BaseException as error:  # As in ``_called``.
         return _failed(error)
 
 

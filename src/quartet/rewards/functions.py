@@ -6,21 +6,21 @@ A function receives, by keyword, those of ``prompts``, ``completions`` and the d
 its list of messages, a completion ``[{"role": "assistant", "content": …}]``.
 
 A function that a recipe names is called in processes of its own (``subprocess_functions.py``), one that Python code
-passes in this process while nothing else computes (``FunctionReward``).
+passes in this process while nothing else computes (``PassedFunction``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.foreign import excerpt
 from quartet.observe.global_state import GlobalStateGuard
 from quartet.rewards.called import BadReturn, Parameters, scores_of
-from quartet.rewards.source import RewardError, RewardSource
+from quartet.rewards.source import Columns, RewardError, RewardSource, Scores
 from quartet.text.examples import PromptText
 
 
@@ -37,9 +37,7 @@ class FunctionSource(RewardSource):
         """
         self._parameters.accepted(self.name, ["prompts", "completions", *columns])
 
-    def _arguments(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> dict[str, Any]:
+    def _arguments(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> dict[str, Any]:
         """What the function is called with, in lists of its own.
 
         Raises:
@@ -71,7 +69,7 @@ class FunctionSource(RewardSource):
         )
 
 
-class FunctionReward(FunctionSource):
+class PassedFunction(FunctionSource):
     """A function passed from Python. It runs in the event loop, so a plain one while generation waits.
 
     What it changes about the process is put back after every call, and told in ``warnings``.
@@ -87,9 +85,7 @@ class FunctionReward(FunctionSource):
         self._parameters = Parameters.of(function)
         self._guard = GlobalStateGuard(f"the reward {self.name!r}")
 
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         """One score per completion; None where the function says that it does not apply.
 
         Args:

@@ -20,7 +20,7 @@ from quartet.config.nearest import nearest
 from quartet.config.rewards import JudgeReward, PairwiseJudge, PointwiseJudge
 from quartet.rewards.builtin import text_of
 from quartet.rewards.remote import reward_client
-from quartet.rewards.source import GuardedReward, RewardSource
+from quartet.rewards.source import Columns, GuardedReward, RewardSource, Scores
 from quartet.text.examples import PromptText
 
 T = TypeVar("T")
@@ -59,9 +59,7 @@ class _Judge(RewardSource):
                 remedy=nearest(unknown[0], known) or "use these, or give the data that column",
             )
 
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         rows = [{name: values[n] for name, values in columns.items()} for n in range(len(completions))]
         asked = zip(prompts, completions, rows, strict=True)
         return [await self.judged(transcript(prompt), completion, row) for prompt, completion, row in asked]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.rewards import MathReward
-from quartet.rewards.source import RewardError, RewardSource, Threads
+from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
 from quartet.rewards.subprocesses import Subprocess, SubprocessDied, SubprocessPool, SubprocessTimeout
 from quartet.text.examples import PromptText
 
@@ -38,9 +38,7 @@ class MathSource(RewardSource):
         self._threads = Threads(config.concurrency, self.name)
         self._pool = SubprocessPool(self._start, config.concurrency)
 
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         pairs = zip(completions, columns[self._config.column], strict=True)
         return [await self._threads.run(self._score, completion, gold) for completion, gold in pairs]
 

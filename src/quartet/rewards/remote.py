@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quartet.config.foreign import as_score
 from quartet.config.rewards import HTTPReward, RemoteSource
 from quartet.remote.json_client import JSONClient, RemoteError
-from quartet.rewards.source import RewardError, RewardSource
+from quartet.rewards.source import Columns, RewardError, RewardSource, Scores
 from quartet.text.examples import PromptText
 
 _CONTENT = {400, 413, 422, 500}
@@ -38,9 +38,7 @@ class HTTPSource(RewardSource):
         self.name = config.name
         self._client = reward_client(config)
 
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         body = {
             "prompts": list(prompts),
             "completions": list(completions),

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from quartet.config.errors import UserError
-from quartet.config.rewards import CodeReward, FunctionReward, HTTPReward, JudgeReward, MathReward, OnError
+from quartet.config.rewards import Fallible, OnError
 from quartet.rewards.called import check_column
 from quartet.text.examples import PromptText
 
@@ -32,7 +32,11 @@ class RewardError(UserError):
     splits = False
 
 
-Score: TypeAlias = "float | RewardError | None"
+Columns: TypeAlias = Mapping[str, Sequence[Any]]
+"""Of the data beside the prompts, one entry per completion."""
+Scores: TypeAlias = list[float | None]
+"""One per completion; None where the source does not apply."""
+_Result: TypeAlias = "float | RewardError | None"
 
 
 class RewardSource(abc.ABC):
@@ -50,9 +54,7 @@ class RewardSource(abc.ABC):
         """Returns when all that is to be started is there, so that starts do not cost the calls their time."""
 
     @abc.abstractmethod
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         """One finite score per completion; None where the source does not apply.
 
         Args:
@@ -106,17 +108,10 @@ class GuardedReward:
     _places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(default=None, init=False)
 
     @classmethod
-    def of(
-        cls, source: RewardSource, config: FunctionReward | MathReward | CodeReward | HTTPReward | JudgeReward
-    ) -> GuardedReward:
-        """The source under the rules of its recipe's section."""
-        return cls(
-            source,
-            on_error=config.on_error,
-            deadline_s=config.deadline_s,
-            batch_size=config.batch_size if isinstance(config, FunctionReward | HTTPReward) else 1,
-            concurrency=config.concurrency,
-        )
+    def of(cls, source: RewardSource, config: Fallible) -> GuardedReward:
+        """The source under the rules of its recipe's section; one completion per call where that has no batch size."""
+        rules = {name: getattr(config, name) for name in ("on_error", "deadline_s", "concurrency")}
+        return cls(source, batch_size=getattr(config, "batch_size", 1), **rules)
 
     @property
     def name(self) -> str:
@@ -136,7 +131,7 @@ class GuardedReward:
         self,
         prompts: Sequence[PromptText],
         completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
+        columns: Columns,
         mark: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Scores in the order of the completions, whenever the calls end.
@@ -149,7 +144,7 @@ class GuardedReward:
             RewardError: a call failed and the rule is to stop.
         """
 
-        async def marked_call(part: slice) -> list[Score]:
+        async def marked_call(part: slice) -> list[_Result]:
             mark()
             try:
                 return await self._call(prompts, completions, columns, part)
@@ -192,12 +187,8 @@ class GuardedReward:
         return found
 
     async def _call(
-        self,
-        prompts: Sequence[PromptText],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        part: slice,
-    ) -> list[Score]:
+        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns, part: slice
+    ) -> list[_Result]:
         """One score per completion of the part, or why there is none."""
         num = part.stop - part.start
         try:
@@ -220,7 +211,7 @@ class GuardedReward:
             self._places = (loop, asyncio.Semaphore(self.concurrency or sys.maxsize))
         return self._places[1]
 
-    def _result(self, task: asyncio.Task[list[Score]], part: slice) -> list[Score]:
+    def _result(self, task: asyncio.Task[list[_Result]], part: slice) -> list[_Result]:
         if task.done():
             return task.result()
         late = RewardError(

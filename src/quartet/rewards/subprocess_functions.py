@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from quartet.config.foreign import described
 from quartet.config.rewards import FunctionReward
 from quartet.rewards.called import BadReturn, Parameters, scores_of
 from quartet.rewards.functions import FunctionSource
-from quartet.rewards.source import Threads
+from quartet.rewards.source import Columns, Scores, Threads
 from quartet.rewards.subprocesses import Subprocess, SubprocessDied, SubprocessPool
 from quartet.text.examples import PromptText
 
@@ -66,10 +66,8 @@ class SubprocessFunction(FunctionSource):
         if not self._pool.is_full:
             await self._starts.run(self._pool.fill)
 
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
-        """As ``FunctionReward.score``. A call that is cancelled while it is under way costs its process.
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
+        """As ``PassedFunction.score``. A call that is cancelled while it is under way costs its process.
 
         Raises:
             RewardError: the function or its process failed.

@@ -191,7 +191,7 @@ class Subprocess:
                         answer = self._waiting.pop(number)
                     answer.set_result(value)
         except OSError:
-            pass  # The same.
+            pass  # The process is gone; ``_bury`` tells why.
         except Exception as error:  # Whatever the bytes do to a reader: they are no answer.
             what = f"it wrote something that is no answer: {type(error).__name__}"
         self._bury(what)

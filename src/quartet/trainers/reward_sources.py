@@ -15,10 +15,10 @@ from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
 from quartet.data.datasets import PromptData
 from quartet.models.loading import load_scalar_model, load_step_separator
 from quartet.models.packed_model import PackedScalarModel
-from quartet.observe.metrics import METRICS, check_names
+from quartet.observe.metrics import METRICS, find_metric
 from quartet.rewards.build import build_reward
 from quartet.rewards.combine import RewardWeights
-from quartet.rewards.functions import FunctionReward
+from quartet.rewards.functions import PassedFunction
 from quartet.rewards.source import GuardedReward
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.lease_context import LeaseContext
@@ -88,7 +88,7 @@ def reward_weights(
         )
     for name in names:
         try:
-            check_names([REWARD_PREFIX + name])
+            find_metric(REWARD_PREFIX + name)
         except ValueError:
             raise UserError(
                 "the name of a reward cannot be part of a metric's",
@@ -118,7 +118,7 @@ def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[
         if not isinstance(config, ModelReward | ProcessModelReward)
     ]
     passed = [reward for reward in rewards if not isinstance(reward, PreTrainedModel)]
-    return found + [RewardFunctionRole(GuardedReward(FunctionReward(reward)), 1.0) for reward in passed]
+    return found + [RewardFunctionRole(GuardedReward(PassedFunction(reward)), 1.0) for reward in passed]
 
 
 def check_columns(functions: Sequence[RewardFunctionRole], data: PromptData) -> None:

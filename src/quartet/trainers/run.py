@@ -121,7 +121,7 @@ class RunDirectory:
         self._resolved = dict(resolved or {})
         self._lock: TextIO | None = None
         self._records = contextlib.ExitStack()
-        self._writer = BackgroundWriter(limits={_CHECKPOINT: 1})
+        self._writer = BackgroundWriter({_CHECKPOINT: 1})
         self.callbacks = Callbacks(callbacks, Control(recipe, path))
         self.has_stopped = self._has_failed = False
         self._trackers: list[DeliveredTracker] = []

@@ -13,7 +13,7 @@ from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
 from quartet.config.recipe import RECIPES
 from quartet.config.reference import children, jobs, meaning_at, sections
-from quartet.config.schema import dotted_names
+from quartet.config.schema import dotted_fields
 from quartet.config.units import Tokens
 from quartet.config.yamls import parse_yaml
 
@@ -62,7 +62,7 @@ def test_every_integer_says_what_it_counts(job: str) -> None:
 
 @pytest.mark.parametrize("job", RECIPES)
 def test_every_key_that_an_override_may_name_is_found(job: str) -> None:
-    names = [name for name in dotted_names(RECIPES[job]) if name.rpartition(".")[2] not in ("job", "name", "type")]
+    names = [name for name, _ in dotted_fields(RECIPES[job]) if name.rpartition(".")[2] not in ("job", "name", "type")]
     assert len(names) > 20
     for name in dict.fromkeys(names):
         assert sections(job, name), name

@@ -19,7 +19,7 @@ from quartet.data.fields import Reading
 from quartet.data.formats import Parsed, demonstrations, preferences, prompts
 from quartet.data.order import draw, draws, steps_for
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.readers import read_data_rows
+from quartet.data.readers import iter_rows
 from quartet.text.examples import Conversation, Demonstration, Judgement, Preference, Prompt
 from quartet.text.tokenizer import TextCodec
 
@@ -154,7 +154,7 @@ def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> No
 @pytest.mark.realdata
 @pytest.mark.parametrize(("name", "num_rows"), [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
 def test_gsm8k(realdata: Path, name: str, num_rows: int) -> None:
-    rows = read_data_rows(DataConfig(path=str(realdata / f"{name}.jsonl")))
+    rows = list(iter_rows(DataConfig(path=str(realdata / f"{name}.jsonl"))))
     found = demonstrations(rows, Reading({"prompt": "question", "completion": "answer"}))
     assert len(found.items) == num_rows and not found.report()
     assert "####" in prompts(rows, Reading({"prompt": "question"})).items[0].columns["answer"]
@@ -162,14 +162,14 @@ def test_gsm8k(realdata: Path, name: str, num_rows: int) -> None:
 
 @pytest.mark.realdata
 def test_pandalm_pairs(realdata: Path) -> None:
-    found = preferences(read_data_rows(DataConfig(path=str(realdata / "pandalm_human_pairs.jsonl"))))
+    found = preferences(list(iter_rows(DataConfig(path=str(realdata / "pandalm_human_pairs.jsonl")))))
     assert len(found.items) == 894 and not found.skipped
     assert dict(found.notes) == {"one answer is empty": 52, "chosen was not text and was written out as text": 6}
 
 
 @pytest.mark.realdata
 def test_conversational_pairs(realdata: Path) -> None:
-    found = preferences(read_data_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"))))
+    found = preferences(list(iter_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl")))))
     assert len(found.items) == 300 and not found.report()
     assert Counter(pair.prompt[0]["role"] for pair in found.items if not isinstance(pair.prompt, str)) == {
         "user": 220,
@@ -180,13 +180,13 @@ def test_conversational_pairs(realdata: Path) -> None:
 @pytest.mark.realdata
 def test_real_rows_as_the_story_model_reads_them(realdata: Path) -> None:
     codec = TextCodec.from_pretrained(realdata / "stories260K")
-    pairs = preferences(read_data_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"), limit=20)))
+    pairs = preferences(list(iter_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"), limit=20))))
     data = PreferenceData.build(pairs, codec, TokenLimit(512, "skip"))
     assert 0 < len(data) < 20 and "pair longer than 512 tokens" in data.warnings[0]
     item = data.items[0]
     chosen, rejected = item.answers
     assert item.prompt_ids[0] == 1 and chosen[-1] == 2 and chosen != rejected
-    rows = read_data_rows(DataConfig(path=str(realdata / "gsm8k_test.jsonl"), limit=100))
+    rows = list(iter_rows(DataConfig(path=str(realdata / "gsm8k_test.jsonl"), limit=100)))
     prompt_data = PromptData.build(prompts(rows, Reading({"prompt": "question"})), codec, TokenLimit(511))
     assert len(prompt_data) == 100 and set(prompt_data.items[0].columns) == {"answer"}
 

@@ -15,7 +15,7 @@ from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
 from quartet.data.files import MAX_ROW_BYTES
 from quartet.data.lazy import remaining_rows
-from quartet.data.readers import iter_rows, read_data_rows
+from quartet.data.readers import iter_rows
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "ü", "n": None}]
 LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
@@ -42,7 +42,7 @@ def refused(config: DataConfig) -> UserError:
     """The error of a file that is refused, within a moment."""
     start = time.monotonic()
     with pytest.raises(UserError) as caught:
-        read_data_rows(config)
+        list(iter_rows(config))
     assert time.monotonic() - start < 10, "a loaded machine's second"
     return caught.value
 
@@ -61,7 +61,7 @@ def refused(config: DataConfig) -> UserError:
 )
 def test_files_as_published(tmp_path: Path, ending: str, name: str, data: bytes, lines: list[int]) -> None:
     config = write(tmp_path / f"{name}{ending}", COMPRESS[ending](data))
-    rows = read_data_rows(config)
+    rows = list(iter_rows(config))
     assert [row.line for row in rows] == lines
     expected = ROWS if "csv" not in name else [{"prompt": "a", "n": "1"}, {"prompt": "ü", "n": ""}]
     assert [dict(row.values) for row in rows] == expected
@@ -71,9 +71,9 @@ def test_files_as_published(tmp_path: Path, ending: str, name: str, data: bytes,
 
 def test_a_row_may_have_a_column_named_data(tmp_path: Path) -> None:
     config = write(tmp_path / "r.jsonl", b'{"data": [{"a": 1}]}')
-    assert read_data_rows(config)[0].values == {"data": [{"a": 1}]}
+    assert next(iter_rows(config)).values == {"data": [{"a": 1}]}
     config = write(tmp_path / "r.json", b'{"data": "text"}')
-    assert read_data_rows(config)[0].values == {"data": "text"}
+    assert next(iter_rows(config)).values == {"data": "text"}
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -92,7 +92,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, "open", forbid)
     with pytest.raises(UserError, match="Permission denied"):
-        read_data_rows(config)
+        list(iter_rows(config))
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
@@ -167,7 +167,7 @@ def test_hostile_rows(tmp_path: Path, name: str, row: bytes, found: str) -> None
 def test_what_is_accepted_beside_the_standard(tmp_path: Path) -> None:
     """Escaped NUL characters, whole characters in two halves, and what Python's own writer makes of NaN."""
     row = b'{"a": "\\u0000", "b": "\\ud83d\\ude00", "c": [NaN, -Infinity], "d": 1' + b"0" * 200 + b"}"
-    values = read_data_rows(write(tmp_path / "r.jsonl", row))[0].values
+    values = next(iter_rows(write(tmp_path / "r.jsonl", row))).values
     assert (values["a"], values["b"], values["d"]) == ("\0", "\U0001f600", 10**200)
     assert str(values["c"]) == "[nan, -inf]"
 

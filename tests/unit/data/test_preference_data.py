@@ -17,7 +17,7 @@ from quartet.data.datasets import TokenLimit
 from quartet.data.fields import Reading
 from quartet.data.formats import Parsed, has_judgements, judgements, preferences
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.readers import Row, read_data_rows, shown_places
+from quartet.data.readers import Row, iter_rows, shown_places
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec
 
@@ -122,7 +122,7 @@ def test_margins_from_a_csv_file(codec: TextCodec, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,better,worse,margin\na,b,c,0.5\na,c,b,\na,d,b,-2e-1\n", encoding="utf-8")
     columns = {"chosen": "better", "rejected": "worse"}
-    parsed = preferences(read_data_rows(DataConfig(path=str(path))), Reading(columns))
+    parsed = preferences(list(iter_rows(DataConfig(path=str(path)))), Reading(columns))
     data = PreferenceData.build(parsed, codec, TokenLimit(99))
     margins = data.select([0, 1, 2]).sequence["margin"].tolist()
     assert margins == pytest.approx([0.5, 0.5, 0.0, 0.0, -0.2, -0.2])
@@ -224,7 +224,7 @@ def test_the_last_rows_find_a_partner_at_the_beginning(codec: TextCodec) -> None
 def test_a_batch_is_the_same_however_it_is_reached(codec: TextCodec, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(pair("b", "c d", margin=n)) + "\n" for n in range(5)), encoding="utf-8")
-    data = PreferenceData.build(preferences(read_data_rows(DataConfig(path=str(path)))), codec, TokenLimit(9))
+    data = PreferenceData.build(preferences(list(iter_rows(DataConfig(path=str(path))))), codec, TokenLimit(9))
     first, again = data.batch(1, 4, seed=3), data.batch(1, 4, seed=3)
     assert first.ids == again.ids and torch.equal(first.input_ids, again.input_ids)
     chosen = [data.items[row].margin for row in first.sequence["row"].tolist()]

@@ -9,13 +9,13 @@ import pytest
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.readers import iter_rows, read_data_rows
+from quartet.data.readers import iter_rows
 
 ROWS = [{"prompt": "a\u2028b", "n": 1}, {"prompt": "ü", "n": None}]
 
 
 def read(path: Path, **options: Any) -> list[tuple[int, dict[str, Any]]]:
-    return [(row.line, dict(row.values)) for row in read_data_rows(DataConfig(path=str(path), **options))]
+    return [(row.line, dict(row.values)) for row in iter_rows(DataConfig(path=str(path), **options))]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json", "JSONL"])
@@ -130,7 +130,7 @@ def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return [{"prompt": "a"}, {"prompt": "b"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    rows = read_data_rows(DataConfig(path="org/set", config="main", split="train[:1000]"))
+    rows = list(iter_rows(DataConfig(path="org/set", config="main", split="train[:1000]")))
     assert asked == [(("org/set",), {"name": "main", "split": "train[:1000]"})]
     assert [row.place for row in rows] == ["org/set:1", "org/set:2"]
 
@@ -178,7 +178,7 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"did you mean train\.jsonl"):
         read(Path("trian.jsonl"))
     with pytest.raises(UserError, match="there is no such data file"):
-        read_data_rows(DataConfig(path="./nothing"))
+        list(iter_rows(DataConfig(path="./nothing")))
 
 
 def test_a_hub_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,5 +189,5 @@ def test_a_hub_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(UserError, match="neither a file here nor a data set") as caught:
-        read_data_rows(DataConfig(path="somebody/something"))
+        list(iter_rows(DataConfig(path="somebody/something")))
     assert "cannot reach somebody/something" in caught.value.found

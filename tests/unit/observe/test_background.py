@@ -36,7 +36,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def writer(gate: Gate) -> Iterator[BackgroundWriter]:
-    found = BackgroundWriter(limit=2, limits={"checkpoint": 1})
+    found = BackgroundWriter({"checkpoint": 1, "rollouts": 2})
     yield found
     gate.go.set()
     with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ def test_drain_and_close_wait_for_the_last_piece(writer: BackgroundWriter, gate:
 
 def test_a_writer_that_never_wrote_has_no_thread() -> None:
     before = threading.active_count()
-    writer = BackgroundWriter()
+    writer = BackgroundWriter({})
     writer.drain()
     assert threading.active_count() == before
     writer.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.observe.metrics import METRICS, check_names, find_metric, metrics_page
+from quartet.observe.metrics import METRICS, find_metric, metrics_page
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -48,9 +48,3 @@ def test_unknown_name_offers_the_nearest(wrong: str, near: str) -> None:
     with pytest.raises(ValueError, match="unknown metric") as caught:
         find_metric(wrong)
     assert near in str(caught.value)
-
-
-def test_check_names_finds_the_one_that_is_wrong() -> None:
-    check_names(["loss/policy", "reward/x"])
-    with pytest.raises(ValueError, match="'nonsense'"):
-        check_names(["loss/policy", "nonsense"])

@@ -158,7 +158,7 @@ def test_mlflow_makes_no_second_run_where_the_first_was_made_and_a_call_fails(
     """A call reaches the server, and its answer is lost."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    quick(monkeypatch)
+    monkeypatch.setattr(background, "_FIRST_WAIT_S", 0.01)
     works, failures = getattr(mlflow.MlflowClient, call), [ConnectionError("no answer")]
 
     def fails_once(*args: Any, **options: Any) -> Any:
@@ -257,20 +257,14 @@ class Remote:
 
 
 def delivered(remote: Remote, path: Path, told: list[str], resumed_after: int = 0) -> DeliveredTracker:
-    return DeliveredTracker("wandb", lambda known: remote, path, 0, told.append, told.append, resumed_after)
-
-
-def quick(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    def make(name: str, tell: Any) -> background.BestEffortThread:
-        return background.BestEffortThread(name, tell, **{"first_wait_s": 0.01, **changes})
-
-    monkeypatch.setattr(tracker_kinds, "BestEffortThread", make)
+    run = TrackedRun("r", path, {}, resumed_after)
+    return DeliveredTracker("wandb", lambda known: remote, run, 0, told.append, told.append)
 
 
 def test_an_outage_is_told_once_and_nothing_is_lost(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick(monkeypatch)
+    monkeypatch.setattr(background, "_FIRST_WAIT_S", 0.01)
     remote = Remote(failures=3)
     tracker = delivered(remote, tmp_path, told)
     for step in range(5):
@@ -288,7 +282,7 @@ def test_what_waited_when_a_process_was_killed_is_logged_by_the_next(
     noted: int | None, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the steps in metrics.jsonl the tracker has the first two, or none; the run goes on after step 4."""
-    quick(monkeypatch)
+    monkeypatch.setattr(background, "_FIRST_WAIT_S", 0.01)
     metrics = JsonlTracker(tmp_path / "metrics.jsonl")
     for step in range(1, 6):
         metrics.log(step, {"loss/policy": math.nan if step == 4 else 1.0})
@@ -328,7 +322,8 @@ def test_a_step_counts_as_logged_once_no_kill_destroys_it(
 def test_what_an_unreachable_tracker_lacks_is_counted_and_costs_no_time(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick(monkeypatch, first_wait_s=60.0, limit=4)
+    monkeypatch.setattr(background, "_FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(background, "_MOST_WAITING", 4)
     path = tmp_path / "metrics.jsonl"
     remote = delivered(Remote(failures=10**6), tmp_path, told)
     tracker = JsonlTracker(path, [remote])

@@ -14,7 +14,7 @@ from quartet.config import UserError
 from quartet.config.addresses import is_url
 from quartet.config.common import DataConfig
 from quartet.data.lazy import remaining_rows
-from quartet.data.readers import iter_rows, read_data_rows
+from quartet.data.readers import iter_rows
 from quartet.remote.store import Store, StoreError, copied_files, fingerprint, local_copy
 from quartet.text.loading import local_or_hub
 
@@ -121,7 +121,7 @@ def test_an_interrupted_download_leaves_no_file_of_that_name(
 def test_rows_at_a_url(url: str) -> None:
     Store(url).write("rows.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n')
     config = DataConfig(path=f"{url}/rows.jsonl")
-    rows = read_data_rows(config)
+    rows = list(iter_rows(config))
     assert [row.values["prompt"] for row in rows] == ["a", "b"] and rows[1].place == f"{url}/rows.jsonl:2"
     (source,) = config.parts
     later = remaining_rows(source, iter_rows(source), 0)

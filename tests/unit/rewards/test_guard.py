@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quartet.config import UserError
-from quartet.rewards.functions import FunctionReward
+from quartet.rewards.functions import PassedFunction
 from quartet.rewards.source import GuardedReward, Outcome, RewardError, RewardSource, Threads
 
 
@@ -244,7 +244,7 @@ def test_a_deadline_holds_for_an_async_function() -> None:
         await asyncio.sleep(30 if "slow" in completions else 0)
         return [1.0]
 
-    held = GuardedReward(FunctionReward(awaits), deadline_s=0.1, on_error="leave_out")
+    held = GuardedReward(PassedFunction(awaits), deadline_s=0.1, on_error="leave_out")
     assert asyncio.run(held.score(["?"], ["slow"], {})).failed == [True]
     assert asyncio.run(held.score(["?"], ["quick"], {})).failed == [False]
 

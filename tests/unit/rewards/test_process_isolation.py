@@ -1,6 +1,7 @@
 """``isolation: process``: the sandbox without namespaces. What it keeps from the code, and that all of it ends.
 
-That it forges no verdict is tested with the strong sandbox's cheats.
+That it forges no verdict is tested with the strong sandbox's cheats, and what every kind of sandbox has in
+``test_sandbox_escapes.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,20 +108,7 @@ def test_honest_code_runs_as_ever() -> None:
     assert (run.output, run.ended, run.status) == (b"half\n", "by itself", 1)
 
 
-def test_a_solution_is_tested_call_by_call() -> None:
-    assert run_tests(ADD, TWO_TESTS, LIMITS) == [True, True]
-    wrong = "def add(a, b):\n    return a * b - 1\n"
-    assert run_tests(wrong, [*TWO_TESTS, SolutionCheck("assert add(2, 3) == 5")], LIMITS) == [True, False, True]
-
-
 # Everything ends -------------------------------------------------------------------------------------------
-
-
-def test_a_fork_bomb_is_bounded_and_swept_away() -> None:
-    bomb, name = marked("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
-    start = time.monotonic()
-    assert run_program(bomb, "", LIMITS).ended == "time"
-    assert time.monotonic() - start < 30 and named(name) == []
 
 
 def test_orphans_end_with_the_program() -> None:
@@ -135,7 +122,7 @@ def test_orphans_end_with_the_program() -> None:
 
 
 def test_the_names_by_which_processes_are_looked_for_do_find_them() -> None:
-    """So that the two tests above see what they look for."""
+    """So that the test above sees what it looks for."""
     source, name = marked("import time; time.sleep(60)")
     with subprocess.Popen([sys.executable, "-c", source]) as process:
         deadline = time.monotonic() + 20
@@ -147,17 +134,6 @@ def test_the_names_by_which_processes_are_looked_for_do_find_them() -> None:
 
 def test_no_process_leaves_the_group() -> None:
     refused("os.setsid()", "os.setpgid(0, 0)", "os.setpgrp()", f"call({_number('setsid')})")
-
-
-def test_time_is_limited() -> None:
-    ignore = "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
-    ignore += "    except (OSError, ValueError): pass\n"
-    start = time.monotonic()
-    assert run_program(ignore + "while True: pass", "", replace(LIMITS, wall_s=0.5)).ended == "time"
-    assert run_program("import time; time.sleep(1e6)", "", replace(LIMITS, wall_s=0.5)).ended == "time"
-    run = run_program(ignore + "while True: pass", "", replace(LIMITS, wall_s=60.0, cpu_s=1))
-    assert run.ended == "by itself" and run.status != 0, "the processor's time, too"
-    assert time.monotonic() - start < 20
 
 
 def test_nothing_is_left_of_its_files(folders: Path) -> None:
@@ -191,18 +167,7 @@ def test_a_link_is_not_followed_where_files_are_removed(tmp_path: Path) -> None:
 # Limits ----------------------------------------------------------------------------------------------------
 
 
-def test_the_number_of_processes_is_limited() -> None:
-    count = "import os, time\nn = 1\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(60)\n        n += 1\n"
-    count += "except BlockingIOError:\n    print(n)\n"
-    found = int(says(count))
-    assert found == 8 if os.geteuid() == 0 else found < 64
-
-
-def test_memory_output_and_files_are_limited() -> None:
-    run = run_program("x = bytearray(10**9)", "", LIMITS)
-    assert run.ended == "by itself" and run.status != 0
-    run = run_program("import sys\nwhile True: sys.stdout.write('x' * 10**6)", "", LIMITS)
-    assert run.ended == "output" and len(run.output) == LIMITS.output_bytes + 1
+def test_the_size_of_a_file_is_limited() -> None:
     grow = (
         "file = open('one', 'wb')\ntry:\n    while True: file.write(b'x' * 100_000)\nexcept OSError:\n    print('full')"
     )
@@ -306,43 +271,3 @@ def test_what_cannot_be_set_up_is_an_error_and_no_verdict(monkeypatch: pytest.Mo
     with pytest.raises(SandboxError, match="could not be started"):
         run_program("print(1)", "", LIMITS)
     assert [path.name for path in tmp_path.iterdir()] == ["folders"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_it_works_without_being_root(tmp_path: Path) -> None:
-    source = Path(__file__).parents[3] / "src"
-    python = next((p for p in (sys.executable, "/usr/bin/python3.11") if _open_to_all(Path(p))), None)
-    if python is None or not _open_to_all(source):
-        pytest.skip("another user can run no interpreter here, or not read the sources")
-    code = f'''
-import ctypes, os, sys, types
-sys.modules["quartet"] = package = types.ModuleType("quartet")  # its libraries may be missing here
-package.__path__ = [{str(source / "quartet")!r}]
-from quartet.rewards.sandbox.kernel_filters import has_landlock
-from quartet.rewards.sandbox.run import SandboxLimits, SolutionCheck, run_program, run_tests
-os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-ctypes.CDLL(None).prctl(4, 1)  # as open to others of its user as a process that was never root
-limits = SandboxLimits(wall_s=20, isolation="process")
-print(run_program("import os; print(os.getuid())", "", limits).output)
-print(run_tests("def f(): return 1", [SolutionCheck("assert f() == 1"), SolutionCheck("assert f() == 2")], limits))
-bomb = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass"
-print(run_program(bomb, "", SandboxLimits(wall_s=0.5, isolation="process")).ended)
-kill = f"import os\\ntry: os.kill({{os.getpid()}}, 9)\\nexcept OSError: print('refused')"
-print(run_program(kill, "", limits).output)
-forge = f"""
-import os
-def f():
-    for fd in range(64):
-        try: os.write(os.open("/proc/{{os.getpid()}}/fd/" + str(fd), os.O_WRONLY | os.O_NONBLOCK), b"PP")
-        except OSError: pass
-"""
-both = [SolutionCheck("assert f() == 1"), SolutionCheck("assert f() == 2")]
-print(not has_landlock() or run_tests(forge, both, limits))
-'''
-    done = subprocess.run([python, "-B", "-c", code], capture_output=True, text=True, timeout=120, cwd="/")
-    forged = [False, False] if has_landlock() else True
-    assert done.stdout == f"b'65534\\n'\n[True, False]\ntime\nb'refused\\n'\n{forged}\n", done.stderr
-
-
-def _open_to_all(path: Path) -> bool:
-    return path.exists() and all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)

@@ -14,7 +14,7 @@ import torch
 from quartet.config.errors import UserError
 from quartet.config.targets import load_target
 from quartet.rewards.builtin import exact_match, length
-from quartet.rewards.functions import FunctionReward
+from quartet.rewards.functions import PassedFunction
 from quartet.rewards.source import RewardError
 
 PROMPTS = ["one?", "two?"]
@@ -22,7 +22,7 @@ COMPLETIONS = ["1", "22"]
 
 
 def score(function: Callable[..., Any], prompts: Any = PROMPTS, **columns: Any) -> list[float | None]:
-    return asyncio.run(FunctionReward(function).score(prompts, COMPLETIONS, columns))
+    return asyncio.run(PassedFunction(function).score(prompts, COMPLETIONS, columns))
 
 
 def test_a_function_gets_what_it_names() -> None:
@@ -62,7 +62,7 @@ def test_a_function_cannot_change_the_batch() -> None:
         return [0.0, 0.0]
 
     completions = list(COMPLETIONS)
-    asyncio.run(FunctionReward(reward).score(PROMPTS, completions, {}))
+    asyncio.run(PassedFunction(reward).score(PROMPTS, completions, {}))
     assert completions == COMPLETIONS
 
 
@@ -201,15 +201,15 @@ def test_missing_columns_are_named_before_any_work() -> None:
         return []
 
     with pytest.raises(UserError, match="did you mean 'answers'"):
-        FunctionReward(reward).check_columns(["answers"])
-    FunctionReward(reward).check_columns(["answer"])
+        PassedFunction(reward).check_columns(["answers"])
+    PassedFunction(reward).check_columns(["answer"])
     with pytest.raises(UserError, match="no parameter `completions`"):
-        FunctionReward(lambda samples: []).check_columns([])
+        PassedFunction(lambda samples: []).check_columns([])
 
 
 def test_names() -> None:
-    assert FunctionReward(length).name == "length"
-    assert FunctionReward(lambda completions: []).name == "lambda"
+    assert PassedFunction(length).name == "length"
+    assert PassedFunction(lambda completions: []).name == "lambda"
 
 
 def test_functions_are_found_in_files_and_modules(tmp_path: Path) -> None:

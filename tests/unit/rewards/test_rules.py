@@ -11,7 +11,7 @@ from quartet.config import UserError
 from quartet.config.rewards import ExactMatchReward, FormatReward, LengthReward, NumericReward, RegexReward
 from quartet.rewards.build import RuleSource
 from quartet.rewards.builtin import exact_match, format_match, last_number, length, numeric, regex
-from quartet.rewards.functions import FunctionReward
+from quartet.rewards.functions import PassedFunction
 
 
 def score(config: Any, completions: list[str], **columns: Any) -> list[float | None]:
@@ -97,7 +97,7 @@ def test_types_of_a_recipe_are_these_functions_with_options() -> None:
 
 def test_builtins_are_functions_of_a_recipe_too() -> None:
     for function in (exact_match, numeric):
-        reward = FunctionReward(function)
+        reward = PassedFunction(function)
         reward.check_columns(["answer", "other"])
         assert asyncio.run(reward.score(["?"], ["4"], {"answer": ["4"], "other": [1]})) == [1.0]
 

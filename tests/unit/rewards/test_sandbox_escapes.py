@@ -1,4 +1,4 @@
-"""What code must not get from the kernel, in every kind of sandbox: memory, namespaces, sockets, other processes."""
+"""What holds in every kind of sandbox: limits, and what code must not get from the kernel (namespaces, sockets, …)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from quartet.rewards.sandbox import run as sandbox
+from quartet.rewards.sandbox.kernel_filters import has_landlock
 from quartet.rewards.sandbox.run import (
+    Isolation,
     SandboxError,
     SandboxLimits,
     SolutionCheck,
@@ -268,9 +270,79 @@ def test_the_number_of_processes_is_limited(limits: SandboxLimits) -> None:
     assert found == LIMITS.processes if os.geteuid() == 0 or limits.isolation == "namespaces" else found < 64
 
 
+def test_time_is_limited(limits: SandboxLimits) -> None:
+    short = replace(limits, wall_s=0.5)
+    start = time.monotonic()
+    assert run_program("while True: pass", "", short).ended == "time"
+    assert run_program("import time; time.sleep(1e6)", "", short).ended == "time"
+    ignore = "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    ignore += "    except (OSError, ValueError): pass\n"
+    assert run_program(ignore + "while True: pass", "", short).ended == "time"
+    assert time.monotonic() - start < 20
+    run = run_program(ignore + "while True: pass", "", replace(limits, wall_s=60.0, cpu_s=1))
+    assert run.ended == "by itself" and run.status != 0, "the processor's time, too"
+
+
+def test_output_is_limited(limits: SandboxLimits) -> None:
+    start = time.monotonic()
+    run = run_program("import sys\nwhile True: sys.stdout.write('x' * 10**6)", "", limits)
+    assert run.ended == "output" and len(run.output) == limits.output_bytes + 1
+    assert time.monotonic() - start < 10
+    assert len(says(f"print('x' * {limits.output_bytes - 1})", limits)) == limits.output_bytes, "so much is allowed"
+    assert says("import os\nfor _ in range(1000): os.write(2, b'x' * 10**6)\nprint('done')", limits) == "done\n"
+
+
+def test_memory_is_limited(limits: SandboxLimits) -> None:
+    run = run_program("x = bytearray(10**9)", "", limits)
+    assert run.ended == "by itself" and run.status != 0
+    assert says("x = bytearray(10**8); print(len(x))", limits) == "100000000\n"
+
+
 def test_the_tool_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     find = sandbox.tool_for_namespaces.__wrapped__
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     assert find() == Tool("namespaces", "Quartet's own namespaces (bubblewrap is not installed)")
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: "/bin/false")
     assert find().confinement == "namespaces" and "/bin/false does not work here" in find().told
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_it_works_without_being_root(isolation: Isolation) -> None:
+    source = Path(__file__).parents[3] / "src"
+    python = next((p for p in (sys.executable, "/usr/bin/python3.11") if _open_to_all(Path(p))), None)
+    if python is None or not _open_to_all(source):
+        pytest.skip("another user can run no interpreter here, or not read the sources")
+    code = f'''
+import ctypes, os, sys, types
+sys.modules["quartet"] = package = types.ModuleType("quartet")  # its libraries may be missing here
+package.__path__ = [{str(source / "quartet")!r}]
+from quartet.rewards.sandbox.run import SandboxLimits, SolutionCheck, run_program, run_tests
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+ctypes.CDLL(None).prctl(4, 1)  # as open to others of its user as a process that was never root
+limits = SandboxLimits(wall_s=20, isolation={isolation!r})
+print(run_program("import os; print(os.getuid(), os.path.exists('/proc'))", "", limits).output)
+both = [SolutionCheck("assert f() == 1"), SolutionCheck("assert f() == 2")]
+print(run_tests("def f(): return 1", both, limits))
+bomb = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass"
+print(run_program(bomb, "", SandboxLimits(wall_s=0.5, isolation={isolation!r})).ended)
+kill = f"import os\\ntry: os.kill({{os.getpid()}}, 9)\\nexcept OSError: print('refused')"
+print(run_program(kill, "", limits).output)
+forge = f"""
+import os
+def f():
+    for fd in range(64):
+        try: os.write(os.open("/proc/{{os.getpid()}}/fd/" + str(fd), os.O_WRONLY | os.O_NONBLOCK), b"PP")
+        except OSError: pass
+"""
+print(run_tests(forge, both, limits))
+'''
+    done = subprocess.run([python, "-B", "-c", code], capture_output=True, text=True, timeout=120, cwd="/")
+    *lines, forged = done.stdout.splitlines()
+    is_process = isolation == "process"
+    assert lines == [f"b'65534 {is_process}\\n'", "[True, False]", "time", "b'refused\\n'"], done.stderr
+    assert forged == "[False, False]" or (is_process and not has_landlock())
+
+
+def _open_to_all(path: Path) -> bool:
+    return path.exists() and all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)

@@ -15,7 +15,7 @@ from quartet.config.errors import UserError
 from quartet.config.schema import flatten
 from quartet.config.yamls import parse_yaml
 from quartet.observe.report.build import write_page
-from quartet.observe.report.collect import TELLING, collect_run, explain
+from quartet.observe.report.collect import TELLING, collect_run
 from quartet.observe.report.samples import ReportLimits
 
 MAX_RUNS = 10
@@ -44,24 +44,23 @@ def collect_comparison(run_dirs: Sequence[Path], limits: ReportLimits) -> dict[s
         )
     share = replace(limits, tokens=limits.tokens * 2 // len(run_dirs), scanned_steps=0)
     notes: list[str] = []
+    explained: dict[str, Any] = {}
     runs: list[dict[str, Any]] = []
     recipes: list[dict[str, Any] | None] = []
     for path, name in zip(run_dirs, _names(list(distinct)), strict=True):
         data = collect_run(path, share)
+        explained |= data["explained"]
         notes += [f"{name}: {note}" for note in data["notes"]]
         recipes.append(_recipe(data["recipe"]))
         for stage in data["stages"]:
             if stage["id"] == path.name:
                 stage["id"] = data["run"].get("job") or "run"  # the same in every run, whatever its directory's name
         runs.append({**data["run"], "name": name, "stages": data["stages"]})
-    series = {
-        name for run in runs for stage in run["stages"] if stage["metrics"] for name in stage["metrics"]["series"]
-    }
     return {
         "run": {"name": " and ".join(run["name"] for run in runs)},
         "runs": runs,
         "differences": _differences([recipe for recipe in recipes if recipe is not None]) if all(recipes) else None,
-        "explained": explain(sorted(series)),
+        "explained": dict(sorted(explained.items())),
         "telling": TELLING,
         "notes": notes,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from quartet.observe.report.samples import compact, evenly
 from quartet.observe.spans import BACKGROUND, Span, union
-from quartet.observe.stragglers import WorkerSeconds, worker_table
+from quartet.observe.stragglers import worker_table
 
 MAX_TIMED_STEPS = 400
 MAX_DETAILED_STEPS = 16
@@ -48,11 +48,9 @@ def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
 
 def show_workers(spans: Iterable[Span]) -> list[dict[str, Any]]:
     """The rows of ``worker_table``; none where every stage has one worker."""
-    return [_short(row) for row in worker_table(spans)]
-
-
-def _short(row: WorkerSeconds) -> dict[str, Any]:
-    return {**asdict(row), "median_s": compact(row.median_s), "max_s": compact(row.max_s)}
+    return [
+        {**asdict(row), "median_s": compact(row.median_s), "max_s": compact(row.max_s)} for row in worker_table(spans)
+    ]
 
 
 def with_steps(spans: Sequence[Span]) -> list[Span]:

@@ -123,7 +123,7 @@ class Channel:
     def _decoded(self, tree: Any) -> Any:
         try:
             return decode(tree, self._resolve)
-        except Exception as error:  # As above.
+        except Exception as error:  # Hostile data may make decoding raise anything.
             self.close(f"{type(error).__name__}: {error}")
 
     # Calls -----------------------------------------------------------------------------------------------
