@@ -33,8 +33,6 @@ _WAIT_S = 20.0
 """Longest wait of wandb for its server when a run begins and when it ends; it keeps the process that long."""
 _PARAMS, _PARAM_CHARACTERS = 100, 500
 """So many parameters, each of so many characters at most, servers of MLflow take at a time."""
-_RETRIES = "3"
-"""Of one request, by mlflow itself: some 15 s. Its 7 hide for 4 minutes why a server cannot be reached."""
 _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 
 
@@ -147,7 +145,6 @@ class MLflowTracker:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", _RETRIES)
         self._client, self._metric = MlflowClient(tracking_uri=config.uri), Metric
         self.url: str | None = None
         if known is not None:

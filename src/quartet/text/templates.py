@@ -160,4 +160,13 @@ def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         f"after an answer: {after!r}",
         f"loss: {masks}",
         f"<think> blocks: {fates[num_kept]}",
+        *(["date: that of the day on which a row is read"] if _is_dated(tokenizer, template) else []),
     ]
+
+
+def _is_dated(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether the template writes today's date into a prompt."""
+    given = {**tokenizer.special_tokens_map, "messages": _talk()[:1], "add_generation_prompt": True}
+    program = _compile_jinja_template(template)  # apply_chat_template passes no functions on
+    one, other = (program.render(given, strftime_now=lambda form, day=day: day) for day in ("one", "another"))
+    return bool(one != other)

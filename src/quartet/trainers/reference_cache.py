@@ -259,8 +259,8 @@ def _weights(reference: Reference, record: Mapping[str, Any] | None, digests: Ma
         raise UserError(
             f"the {' and '.join(changed)} data are not those the run began with",
             found="other token ids, or rows that are only checked when they are drawn are read in another way",
-            remedy="resume with the same rows, tokenizer, chat template, system prompt, max_tokens and doubtful_pairs, "
-            "or choose another output_dir",
+            remedy="resume with the same rows, tokenizer, chat template, system prompt, max_tokens and doubtful_pairs "
+            "(a template that writes today's date: also with that date), or choose another output_dir",
         )
     weights = str(record["weights"])
     if not reference.is_start and reference.digest() != weights:

@@ -130,6 +130,17 @@ def test_a_template_of_its_own_for_tools(plain: Any) -> None:
     assert template_warnings(both, has_tools=False) == ["the chat template does not read `x` of chat_template_kwargs"]
 
 
+def test_a_template_that_writes_the_date_says_so_unless_it_is_given(plain: Any) -> None:
+    """As those of Llama 3.1 and later, whose rows have other tokens on another day."""
+    plain.chat_template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ date_string }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    given = with_template(plain, None, {"date_string": "26 Nov 2026"})
+    said = [[line for line in template_effects(one) if line.startswith("date:")] for one in (plain, given)]
+    assert said == [["date: that of the day on which a row is read"], []]
+
+
 def test_what_a_template_does_not_read(chat: TextCodec, plain: Any) -> None:
     deaf = with_template(chat.tokenizer, None, {"thinking": False})
     assert template_warnings(chat.tokenizer, has_tools=False) == []
