@@ -36,9 +36,8 @@ from quartet.rollout.speculation import Acceptance, Drafter, Speculator
 from quartet.rollout.step_attention import Contexts
 from quartet.rollout.step_costs import measure, most_tokens
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
-from quartet.weights.in_process import sync_in_process
+from quartet.weights.in_process import write_into
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import NamedSource
 
 _Sampled = dict[int, list[float]]
 """``[token, logprob]`` behind a row's newest token, 0, and behind drafted ones, ``1 + node``."""
@@ -439,8 +438,7 @@ class NativeEngine:
         if source is None:
             self._take_version(version)
             return
-        pairs, sink = list(source), self.weight_sink()
-        sync_in_process(NamedSource(lambda: pairs, like=sink.dtypes()), [sink], version)
+        write_into(self.weight_sink(), source, version)
 
     def release_cache(self) -> int:
         """Gives back what can be computed again: keys and values, weights in other forms. Weights and requests stay.
