@@ -23,6 +23,7 @@ from quartet.algorithms.losses import kl_loss, sft_loss, value_loss
 from quartet.algorithms.off_policy import ImportanceWeights, importance_weights, mean_weight
 from quartet.algorithms.policy_losses import (
     PolicyLossOutput,
+    PolicyTokens,
     cispo_loss,
     gmpo_loss,
     gspo_loss,
@@ -224,31 +225,31 @@ class PolicyObjective(Objective):
         self, logprobs: Tensor, old: Tensor, weights: Tensor | None, batch: RaggedBatch, tokens: LossTokens
     ) -> PolicyLossOutput:
         advantages = batch.token["advantages"]
-        inputs = (logprobs, old, advantages, tokens)
+        given = PolicyTokens(logprobs, old, advantages, tokens, weights)
         match self.config.policy_loss:
             case ClippedLoss(clip_eps_low=low, clip_eps_high=high, dual_clip=dual):
-                return policy_loss(*inputs, clip_eps_low=low, clip_eps_high=high, dual_clip=dual, weights_T=weights)
+                return policy_loss(given, clip_eps_low=low, clip_eps_high=high, dual_clip=dual)
             case ClipCovLoss(clip_eps_low=low, clip_eps_high=high):
-                return policy_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
+                return policy_loss(given, clip_eps_low=low, clip_eps_high=high)
             case SequenceClippedLoss(clip_eps_low=low, clip_eps_high=high):
                 # The advantage stands on every token of its trajectory; its mean over them is itself.
                 spread = keep(advantages if weights is None else advantages * weights, tokens.mask_T)
                 sums_N = segment_sum(spread, tokens.owner_T, self.num_trajectories)
                 advantages_N = sums_N / tokens.denominators.tokens_per_sequence.clamp(min=1)
-                return sequence_policy_loss(logprobs, old, advantages_N, tokens, clip_eps_low=low, clip_eps_high=high)
+                given = PolicyTokens(logprobs, old, advantages_N, tokens)
+                return sequence_policy_loss(given, clip_eps_low=low, clip_eps_high=high)
             case GSPOLoss(clip_eps_low=low, clip_eps_high=high):
-                return gspo_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
+                return gspo_loss(given, clip_eps_low=low, clip_eps_high=high)
             case CISPOLoss(clip_eps_low=bound, clip_eps_high=high):
-                return cispo_loss(*inputs, clip_eps_low=bound, clip_eps_high=high, weights_T=weights)
+                return cispo_loss(given, clip_eps_low=bound, clip_eps_high=high)
             case SAPOLoss(tau_pos=positive, tau_neg=negative):
-                return sapo_loss(*inputs, tau_pos=positive, tau_neg=negative, weights_T=weights)
+                return sapo_loss(given, tau_pos=positive, tau_neg=negative)
             case GMPOLoss(clip_eps_low=low, clip_eps_high=high):
-                return gmpo_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
+                return gmpo_loss(given, clip_eps_low=low, clip_eps_high=high)
             case KLCovLoss(ppo_kl_coef=coef):
-                held = batch.token[HIGH_COVARIANCE]
-                return kl_cov_loss(*inputs, held_T=held, ppo_kl_coef=coef, weights_T=weights)
+                return kl_cov_loss(given, held_T=batch.token[HIGH_COVARIANCE], ppo_kl_coef=coef)
             case ReinforceLoss():
-                return reinforce_loss(*inputs, weights_T=weights)
+                return reinforce_loss(given)
 
     def _clip_metrics(self, out: PolicyLossOutput, sums: MetricSums) -> None:
         if not isinstance(self.config.policy_loss, UNCLIPPED_LOSSES):
