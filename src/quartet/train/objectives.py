@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quartet.algorithms.aggregate import AggregationDenominators, LossTokens, aggregate, aggregation_denominators
 from quartet.algorithms.losses import kl_loss, sft_loss, value_loss
-from quartet.algorithms.off_policy import ImportanceWeights, importance_weights, mean_weight
+from quartet.algorithms.off_policy import ImportanceWeights, SampledTokens, importance_weights, mean_weight
 from quartet.algorithms.policy_losses import (
     PolicyLossOutput,
     PolicyTokens,
@@ -158,10 +158,9 @@ class PolicyObjective(Objective):
         found = aggregation_denominators(mask, owner, self.num_trajectories, norm=float(self.max_new_tokens))
         if correction is None or not correction.batch_normalize:
             return found
-        weights = self._importance(correction, batch.token["old_logprobs"], batch).weights
-        return replace(
-            found, mean_weight=mean_weight(weights, mask, owner, self.num_trajectories, level=correction.level)
-        )
+        sampled = self._sampled(batch.token["old_logprobs"], batch)
+        weights = _importance(correction, sampled).weights
+        return replace(found, mean_weight=mean_weight(weights, sampled, level=correction.level))
 
     def loss(
         self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
@@ -197,7 +196,7 @@ class PolicyObjective(Objective):
         that the policy loss leaves out."""
         config, mask, weights = self.config, batch.token["loss_mask"], None
         if config.off_policy is not None:
-            found = self._importance(config.off_policy, old, batch)
+            found = _importance(config.off_policy, self._sampled(old, batch))
             sums.mean("correction/weight_mean", found.weights, mask)
             sums.add("correction/limited_frac", found.num_capped, mask.sum())
             mean = denominators.mean_weight
@@ -208,18 +207,10 @@ class PolicyObjective(Objective):
             weights = mask.to(old.dtype) if weights is None else weights * mask
         return weights
 
-    def _importance(self, config: OffPolicyConfig, old: Tensor, batch: RaggedBatch) -> ImportanceWeights:
-        return importance_weights(
-            old,
-            batch.token["rollout_logprobs"],
-            batch.token["loss_mask"],
-            trajectory_index(batch),
-            self.num_trajectories,
-            level=config.level,
-            mode=config.mode,
-            cap=config.cap,
-            floor=config.floor,
-        )
+    def _sampled(self, old: Tensor, batch: RaggedBatch) -> SampledTokens:
+        token = batch.token
+        owner = trajectory_index(batch)
+        return SampledTokens(old, token["rollout_logprobs"], token["loss_mask"], owner, self.num_trajectories)
 
     def _policy_loss(
         self, logprobs: Tensor, old: Tensor, weights: Tensor | None, batch: RaggedBatch, tokens: LossTokens
@@ -261,6 +252,10 @@ class PolicyObjective(Objective):
         sums.add("policy/ratio_mean", out.ratio_sum, out.num_units)
         sums.add("policy/approx_kl", out.approx_kl_sum, out.num_units)
         sums.maximum("policy/ratio_max", out.ratios, torch.ones_like(out.ratios, dtype=torch.bool))
+
+
+def _importance(config: OffPolicyConfig, sampled: SampledTokens) -> ImportanceWeights:
+    return importance_weights(sampled, level=config.level, mode=config.mode, cap=config.cap, floor=config.floor)
 
 
 @dataclass(frozen=True)
