@@ -21,7 +21,7 @@ import torch
 from common import arguments, markdown, write_results
 from torch import Tensor
 
-from quartet.algorithms.segments import segment_count
+from quartet.algorithms.segments import masked_owner, segment_count
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PolicyGradientConfig
 from quartet.trainers.estimators import SHARP, Scored, estimate
@@ -59,14 +59,13 @@ def step(num_tokens: int, response_tokens: int, is_split: bool) -> Scored:
     scores = torch.randn(num, generator=generator)
     return Scored(
         batch=batch,
-        trajectory_T=owner,
-        action_mask_T=action,
+        owner_T=masked_owner(owner, action),
         scores_N=scores,
         shaped_N=scores,
         kl_T=torch.where(action, token["old_logprobs"] - token["ref_logprobs"], 0.0),
         kl_coef=0.05,
         group_N=group,
-        length_N=segment_count(torch.where(action, owner, -1), num),
+        length_N=segment_count(masked_owner(owner, action), num),
         ended_N=torch.ones(num, dtype=torch.bool),
         baseline_N=torch.randn(num, generator=generator),
     )
@@ -87,7 +86,7 @@ def measure(num_tokens: int, repeats: int) -> dict[str, dict[str, float]]:
     found = {name: {"seconds": 0.0, "per_million": 0.0} for name in METHODS}
     for response_tokens, is_split in LAYOUTS:
         data = step(num_tokens, response_tokens, is_split)
-        total = len(data.trajectory_T)
+        total = len(data.owner_T)
         for name, config in METHODS.items():
             seconds = median_seconds(lambda config=config, data=data: estimate(config, data), repeats)
             if seconds / total > found[name]["per_million"] / 1e6:

@@ -18,8 +18,7 @@ from quartet.rollout.protocol import Request, SamplingParams  # noqa: E402
 from quartet.rollout.router import Router  # noqa: E402
 from quartet.rollout.seeds import sample_seed  # noqa: E402
 from quartet.rollout.staging import StagedWeights  # noqa: E402
-from quartet.weights.in_process import sync_in_process  # noqa: E402
-from quartet.weights.source import NamedSource  # noqa: E402
+from quartet.weights.in_process import write_into  # noqa: E402
 
 BLOCK = 32
 
@@ -59,8 +58,7 @@ def update(version: int) -> float:
     """Seconds of sending every weight."""
     begun = time.perf_counter()
     router.pause()
-    sink = router.weight_sink()
-    sync_in_process(NamedSource(lambda: model.named_parameters(), like=sink.dtypes()), [sink], version)
+    write_into(router.weight_sink(), model.named_parameters(), version)
     router.resume()
     return time.perf_counter() - begun
 

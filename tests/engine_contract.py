@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
-from quartet.weights.in_process import sync_in_process
-from quartet.weights.source import NamedSource
+from quartet.weights.in_process import write_into
 
 LIMIT_S = 60.0
 """For what a test waits for."""
@@ -106,8 +105,7 @@ class Kind:
         """In a pause, as the protocol has it."""
         self.version += 1
         self.engine.pause()
-        sink = self.engine.weight_sink()
-        sync_in_process(NamedSource(lambda: model.named_parameters(), like=sink.dtypes()), [sink], self.version)
+        write_into(self.engine.weight_sink(), model.named_parameters(), self.version)
         self.engine.resume()
 
     def swap(self) -> None:
@@ -234,10 +232,9 @@ class EngineContract:
             pytest.skip("it takes none")
         request = kind.ask(temperature=0.0, max_new_tokens=10)
         expected = kind.run([request])[0]
-        sink = kind.engine.weight_sink()
         few = list(kind.models[1].named_parameters())[1:]
         with pytest.raises(UserError):
-            sync_in_process(NamedSource(lambda: few, like=sink.dtypes()), [sink], kind.version + 1)
+            write_into(kind.engine.weight_sink(), few, kind.version + 1)
         again = kind.run([kind.ask(temperature=0.0, max_new_tokens=10)])[0]
         assert (again.token_ids, again.versions) == (expected.token_ids, expected.versions)
 

@@ -45,8 +45,7 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     from quartet.rollout.process import EngineProcess, EngineSpec
     from quartet.rollout.router import Router
     from quartet.rollout.staging import StagedWeights
-    from quartet.weights.in_process import sync_in_process
-    from quartet.weights.source import NamedSource
+    from quartet.weights.in_process import write_into
 
     if args.smoke:
         config = config_of("smoke")
@@ -67,8 +66,7 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
         version += 1
         begun = time.perf_counter()
         router.pause()
-        sink = router.weight_sink()
-        sync_in_process(NamedSource(lambda: model.named_parameters(), like=sink.dtypes()), [sink], version)
+        write_into(router.weight_sink(), model.named_parameters(), version)
         router.resume()
         return time.perf_counter() - begun
 

@@ -14,7 +14,8 @@ from machine import peak_memory, synchronize
 from shapes import Group, build, config_of
 from training import engine_of, objective_of
 
-from quartet.algorithms.advantages import broadcast_to_tokens, group_relative
+from quartet.algorithms.advantages import group_relative
+from quartet.algorithms.segments import gather_owner
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
@@ -75,7 +76,7 @@ class Steps:
         batch = batch.with_token(
             loss_mask=action,
             action_mask=action,
-            advantages=broadcast_to_tokens(advantages, owner, action),
+            advantages=gather_owner(advantages, owner),
             rollout_logprobs=logprobs,
         )
         return batch.with_sequence(trajectory=torch.arange(len(batch))).to(self.device)

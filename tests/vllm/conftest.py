@@ -23,8 +23,7 @@ from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.in_process import sync_in_process
-from quartet.weights.source import NamedSource
+from quartet.weights.in_process import write_into
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 VOCAB = 512
@@ -93,9 +92,8 @@ class Sides:
 
     def send(self) -> None:
         self.version += 1
-        sink = self.router.weight_sink()
         self.router.pause()
-        sync_in_process(NamedSource(lambda: self.sent.items(), like=sink.dtypes()), [sink], self.version)
+        write_into(self.router.weight_sink(), self.sent.items(), self.version)
         self.router.resume()
 
     @torch.no_grad()

@@ -20,8 +20,7 @@ from quartet.rollout.process import EngineProcess
 from quartet.rollout.staging import StagedWeights
 from quartet.trainers.doctor.examine import examine
 from quartet.trainers.doctor.findings import Finding
-from quartet.weights.in_process import sync_in_process
-from quartet.weights.source import NamedSource
+from quartet.weights.in_process import write_into
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 ROWS = [f"w{7 * n + 3} w{n + 40} w{n + 300}" for n in range(8)]
@@ -91,8 +90,7 @@ def test_an_old_weight_of_one_engine_is_found(
         sent = {name: tensor.clone() for name, tensor in staging.handle}
         sent[STALE] = first.setdefault(STALE, sent[STALE])
         with closing(StagedWeights(sent.items())) as copied:
-            sink = copied.weight_sink()
-            sync_in_process(NamedSource(lambda: sent.items(), like=sink.dtypes()), [sink], version)
+            write_into(copied.weight_sink(), sent.items(), version)
             handle = replace(staging.handle, path=copied.handle.path)
             with monkeypatch.context() as patched:
                 patched.setattr(self, "_staging", SimpleNamespace(handle=handle))

@@ -18,8 +18,7 @@ from quartet.config import UserError
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import EngineFailed, Request, SamplingParams
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.in_process import sync_in_process
-from quartet.weights.source import NamedSource
+from quartet.weights.in_process import write_into
 
 TOLERANCE = 1e-4
 
@@ -168,8 +167,7 @@ def test_weights_of_another_model_end_the_engine_before_anything_is_touched(
     staging = StagedWeights(list(model.named_parameters()))
     engine = EngineProcess(engine_spec(path, version=None), staging)
     engine.wait_ready() if engine.is_ready() else None
-    sink = staging.weight_sink()
-    sync_in_process(NamedSource(lambda: model.named_parameters(), like=sink.dtypes()), [sink], 1)
+    write_into(staging.weight_sink(), model.named_parameters(), 1)
     with pytest.raises((EngineFailed, UserError), match=r"unknown name 'lm_head\.weight'"):
         while not engine.is_ready():
             engine.completed(0.2)

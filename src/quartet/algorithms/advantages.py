@@ -1,9 +1,10 @@
 """Advantage estimators. Their results are constants: no gradient flows through them.
 
-Shape suffixes: T stored tokens, A action tokens, N trajectories.
+Shape suffixes: T stored tokens, A action tokens, N trajectories. ``owner_T`` is ``[T]`` int64: the trajectory of each
+action token (one the policy emitted), -1 for other tokens (``segments.masked_owner``). Tokens stand in time order.
 
 Per token: ``gae`` (PPO), ``discounted_returns`` (REINFORCE++ after whitening), ``less_baseline`` (ReMax),
-``teacher_advantages`` (distillation). Per trajectory, then spread by ``broadcast_to_tokens``: ``group_relative``
+``teacher_advantages`` (distillation). Per trajectory, then spread by ``segments.gather_owner``: ``group_relative``
 (GRPO and its variants), ``best_of_k`` (pass@k), ``leave_one_out`` (RLOO), ``length_weighted`` (OPO), and on top
 ``rescaled_by_variance`` (GPG) or ``whitened_unless_equal`` (REINFORCE++-baseline). Per token, with a baseline per
 position in the group: ``optimal_token_baseline``. Per source, before rewards are added up: ``normalised_in_groups``
@@ -22,7 +23,6 @@ from quartet.algorithms.segments import (
     STD_EPSILON,
     gather_owner,
     keep,
-    masked_owner,
     masked_whiten,
     reduction_dtype,
     segment_count,
@@ -39,8 +39,7 @@ from quartet.algorithms.segments import (
 def gae(
     token_rewards_T: Tensor,
     values_T: Tensor,
-    action_mask_T: Tensor,
-    trajectory_T: Tensor,
+    owner_T: Tensor,
     gamma: float,
     gae_lambda: float,
     *,
@@ -56,8 +55,7 @@ def gae(
     Args:
         token_rewards_T: ``[T]``; ignored where no action.
         values_T: ``[T]`` ``V(state before token t)``; ignored where no action.
-        action_mask_T: ``[T]`` bool, tokens the policy emitted.
-        trajectory_T: ``[T]`` int64 owner index; tokens in time order.
+        owner_T: ``[T]`` trajectory of each action token, -1 for others.
         gamma: discount per action token, in [0, 1].
         gae_lambda: in [0, 1].
         bootstrap_N: ``[N]`` value of the state behind each trajectory's last action token, 0 where the trajectory
@@ -68,21 +66,21 @@ def gae(
         elsewhere.
     """
     dtype = torch.promote_types(reduction_dtype(token_rewards_T), reduction_dtype(values_T))
-    order_A, continues_A = _action_order(trajectory_T, action_mask_T, dtype)
+    order_A, continues_A = _action_order(owner_T, dtype)
     rewards_A, values_A = token_rewards_T[order_A].to(dtype), values_T[order_A].to(dtype)
     next_values_A = torch.zeros_like(values_A)
     next_values_A[:-1] = values_A[1:]
     next_values_A = continues_A * next_values_A
     if bootstrap_N is not None:
-        next_values_A += (1 - continues_A) * bootstrap_N.to(dtype)[trajectory_T[order_A]]
+        next_values_A += (1 - continues_A) * bootstrap_N.to(dtype)[owner_T[order_A]]
     deltas_A = rewards_A + gamma * next_values_A - values_A
     advantages_A = reverse_linear_scan(deltas_A, gamma * gae_lambda * continues_A)
-    num_tokens = trajectory_T.shape[0]
+    num_tokens = owner_T.shape[0]
     return _scattered(advantages_A, order_A, num_tokens), _scattered(advantages_A + values_A, order_A, num_tokens)
 
 
 @torch.no_grad()
-def discounted_returns(token_rewards_T: Tensor, action_mask_T: Tensor, trajectory_T: Tensor, gamma: float) -> Tensor:
+def discounted_returns(token_rewards_T: Tensor, owner_T: Tensor, gamma: float) -> Tensor:
     """``[T]`` discounted sum of the rewards from each action token on: ``return = reward + gamma * next return``.
 
     Over action tokens only, joined across the trajectory's sequences, as in ``gae``; 0 elsewhere. REINFORCE++ (Hu et
@@ -90,23 +88,21 @@ def discounted_returns(token_rewards_T: Tensor, action_mask_T: Tensor, trajector
 
     Args:
         token_rewards_T: ``[T]``; ignored where no action.
-        action_mask_T: ``[T]`` bool, tokens the policy emitted.
-        trajectory_T: ``[T]`` int64 owner index; tokens in time order.
+        owner_T: ``[T]`` trajectory of each action token, -1 for others.
         gamma: discount per action token, in [0, 1].
     """
     dtype = reduction_dtype(token_rewards_T)
-    order_A, continues_A = _action_order(trajectory_T, action_mask_T, dtype)
+    order_A, continues_A = _action_order(owner_T, dtype)
     returns_A = reverse_linear_scan(token_rewards_T[order_A].to(dtype), gamma * continues_A)
-    return _scattered(returns_A, order_A, trajectory_T.shape[0])
+    return _scattered(returns_A, order_A, owner_T.shape[0])
 
 
 @torch.no_grad()
-def less_baseline(returns_T: Tensor, baseline_N: Tensor, action_mask_T: Tensor, trajectory_T: Tensor) -> Tensor:
+def less_baseline(returns_T: Tensor, baseline_N: Tensor, owner_T: Tensor) -> Tensor:
     """``[T]`` returns less one baseline per trajectory; 0 where no action.
 
     ReMax (Li et al., 2024), where the baseline is the score of the greedy response to the same prompt.
     """
-    owner_T = masked_owner(trajectory_T, action_mask_T)
     acts_T = owner_T >= 0
     return torch.where(acts_T, keep(returns_T, acts_T) - gather_owner(baseline_N, owner_T), 0)
 
@@ -270,9 +266,7 @@ def length_weighted(
 
 
 @torch.no_grad()
-def whitened_unless_equal(
-    advantages_N: Tensor, is_equal_N: Tensor, action_mask_T: Tensor, trajectory_T: Tensor, *, scale: bool = True
-) -> Tensor:
+def whitened_unless_equal(advantages_N: Tensor, is_equal_N: Tensor, owner_T: Tensor, *, scale: bool = True) -> Tensor:
     """``[T]`` advantages on their action tokens, whitened over all of them (REINFORCE++-baseline; Hu et al., 2025).
 
     Whitening moves every value by the batch's mean, also those of groups with equal scores, which have nothing to say:
@@ -283,15 +277,12 @@ def whitened_unless_equal(
         is_equal_N: ``[N]`` bool, True for members of a group of equal scores.
         scale: divide by the standard deviation.
     """
-    spread_T = broadcast_to_tokens(advantages_N, trajectory_T, action_mask_T)
-    whitened_T = masked_whiten(spread_T, action_mask_T, scale=scale)
-    return torch.where(gather_owner(is_equal_N, masked_owner(trajectory_T, action_mask_T)), 0, whitened_T)
+    whitened_T = masked_whiten(gather_owner(advantages_N, owner_T), owner_T >= 0, scale=scale)
+    return torch.where(gather_owner(is_equal_N, owner_T), 0, whitened_T)
 
 
 @torch.no_grad()
-def optimal_token_baseline(
-    returns_T: Tensor, energy_T: Tensor, group_N: Tensor, action_mask_T: Tensor, trajectory_T: Tensor
-) -> Tensor:
+def optimal_token_baseline(returns_T: Tensor, energy_T: Tensor, group_N: Tensor, owner_T: Tensor) -> Tensor:
     """``[T]`` returns less the baseline of least variance for their position in the group (arXiv 2602.07078; verl's
     ``optimal_token_baseline``); 0 where no action.
 
@@ -304,7 +295,6 @@ def optimal_token_baseline(
         energy_T: ``[T]`` squared norm of the logits' gradient, ``score_energy``.
         group_N: ``[N]`` int64, any label per group.
     """
-    owner_T = masked_owner(trajectory_T, action_mask_T)
     returns_T, energy_T = keep(returns_T, owner_T >= 0), keep(energy_T, owner_T >= 0)
     order_A = time_order(owner_T)
     owner_A = owner_T[order_A]
@@ -336,16 +326,10 @@ def score_energy(logprobs_T: Tensor, sharp_logprobs_T: Tensor, mask_T: Tensor) -
     return torch.where(mask_T, energy_T.clamp(min=0), 0)
 
 
-def broadcast_to_tokens(advantages_N: Tensor, trajectory_T: Tensor, action_mask_T: Tensor) -> Tensor:
-    """``[T]`` each trajectory's advantage on all its action tokens, 0 elsewhere."""
-    return gather_owner(advantages_N, masked_owner(trajectory_T, action_mask_T))
-
-
-def _action_order(trajectory_T: Tensor, action_mask_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _action_order(owner_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``[A]`` positions of the action tokens, trajectory after trajectory in time order, and ``[A]`` 1 where the next
     of them belongs to the same trajectory, 0 where it does not.
     """
-    owner_T = masked_owner(trajectory_T, action_mask_T)
     order_A = time_order(owner_T)
     owner_A = owner_T[order_A]
     continues_A = torch.zeros(owner_A.shape[0], dtype=dtype, device=owner_A.device)

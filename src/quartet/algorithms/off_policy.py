@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -23,6 +24,38 @@ from quartet.algorithms.segments import (
     segment_sum,
 )
 
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Tokens that were sampled under other log-probabilities than those when the step began.
+
+    Attributes:
+        old_logprobs_T: ``[T]`` under the trainer's policy when the step began.
+        rollout_logprobs_T: ``[T]`` under the engine that sampled.
+        mask_T: ``[T]`` bool, tokens that count.
+        trajectory_T: ``[T]`` int64 owner index.
+        num_trajectories: N.
+    """
+
+    old_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor
+    mask_T: Tensor
+    trajectory_T: Tensor
+    num_trajectories: int
+
+    @cached_property
+    def owner_T(self) -> Tensor:
+        """``[T]`` the owner of each token that counts, -1 for others."""
+        return masked_owner(self.trajectory_T, self.mask_T)
+
+    @property
+    def log_ratio_T(self) -> Tensor:
+        """``[T]`` ``old - rollout``, 0 where it does not count."""
+        is_owned_T = self.owner_T >= 0
+        return keep(self.old_logprobs_T, is_owned_T) - keep(self.rollout_logprobs_T, is_owned_T)
+
 
 @dataclass(frozen=True)
 class ImportanceWeights:
@@ -34,58 +67,35 @@ class ImportanceWeights:
 
 @torch.no_grad()
 def importance_weights(
-    old_logprobs_T: Tensor,
-    rollout_logprobs_T: Tensor,
-    mask_T: Tensor,
-    trajectory_T: Tensor,
-    num_trajectories: int,
-    *,
-    level: Literal["token", "sequence"],
-    mode: Literal["truncate", "mask"],
-    cap: float,
-    floor: float | None = None,
+    given: SampledTokens, *, level: Level, mode: Literal["truncate", "mask"], cap: float, floor: float | None = None
 ) -> ImportanceWeights:
     """Weights ``old / rollout`` that correct a loss for the policy which really sampled; constants.
 
     Args:
-        old_logprobs_T: ``[T]`` under the trainer's policy when the step began.
-        rollout_logprobs_T: ``[T]`` under the engine that sampled.
-        mask_T: ``[T]`` bool, tokens that need a weight.
-        trajectory_T: ``[T]`` int64 owner index.
-        num_trajectories: N.
         level: "token", or "sequence" for the product over the trajectory's masked tokens on each of them.
         mode: weights above ``cap`` become ``cap`` ("truncate") or 0 ("mask").
         cap: above 0.
         floor: weights below it become ``floor`` or 0, as those above the cap; None for no limit.
     """
-    owner_T = masked_owner(trajectory_T, mask_T)
-    is_owned_T = owner_T >= 0
-    log_weight_T = keep(old_logprobs_T, is_owned_T) - keep(rollout_logprobs_T, is_owned_T)
+    owner_T, log_weight_T = given.owner_T, given.log_ratio_T
     if level == "sequence":
-        log_weight_T = gather_owner(segment_sum(log_weight_T, owner_T, num_trajectories), owner_T)
+        log_weight_T = gather_owner(segment_sum(log_weight_T, owner_T, given.num_trajectories), owner_T)
     weight_T = bounded_exp(log_weight_T)
     is_capped_T = weight_T > cap
     if floor is not None:
         is_capped_T = is_capped_T | (weight_T < floor)
     weight_T = weight_T.clamp(floor, cap) if mode == "truncate" else torch.where(is_capped_T, 0, weight_T)
-    return ImportanceWeights(torch.where(is_owned_T, weight_T, 0), (is_capped_T & is_owned_T).sum())
+    return ImportanceWeights(torch.where(owner_T >= 0, weight_T, 0), (is_capped_T & (owner_T >= 0)).sum())
 
 
 @torch.no_grad()
-def mean_weight(
-    weights_T: Tensor,
-    mask_T: Tensor,
-    trajectory_T: Tensor,
-    num_trajectories: int,
-    *,
-    level: Literal["token", "sequence"],
-) -> Tensor:
+def mean_weight(weights_T: Tensor, given: SampledTokens, *, level: Level) -> Tensor:
     """Scalar mean of ``importance_weights`` over their tokens, or over the trajectories that have any; 1 without any
     token, or where all weights are 0. Weights divided by it have mean 1: self-normalised importance sampling.
 
-    Other arguments as for ``importance_weights``, of the whole mini-batch.
+    ``given`` is the whole mini-batch.
     """
-    owner_T = masked_owner(trajectory_T, mask_T)
+    owner_T, num_trajectories = given.owner_T, given.num_trajectories
     if level == "token":
         mean = masked_mean(weights_T, owner_T >= 0)
     else:
@@ -96,15 +106,7 @@ def mean_weight(
 
 @torch.no_grad()
 def is_accepted(
-    old_logprobs_T: Tensor,
-    rollout_logprobs_T: Tensor,
-    mask_T: Tensor,
-    trajectory_T: Tensor,
-    num_trajectories: int,
-    *,
-    statistic: Literal["geometric", "sequence"],
-    lower: float,
-    upper: float,
+    given: SampledTokens, *, statistic: Literal["geometric", "sequence"], lower: float, upper: float
 ) -> Tensor:
     """``[N]`` bool: trajectories whose ratio ``old / rollout`` lies within both limits; True for those without tokens.
 
@@ -112,10 +114,8 @@ def is_accepted(
     grow with the length ("geometric"; verl's rollout correction, "Rejection Sampling").
 
     Args:
-        lower, upper: limits of the ratio, above 0. Other arguments as for ``importance_weights``.
+        lower, upper: limits of the ratio, above 0.
     """
-    owner_T = masked_owner(trajectory_T, mask_T)
-    difference_T = keep(old_logprobs_T, owner_T >= 0) - keep(rollout_logprobs_T, owner_T >= 0)
     of_trajectory = segment_mean if statistic == "geometric" else segment_sum
-    log_ratio_N = of_trajectory(difference_T, owner_T, num_trajectories)
+    log_ratio_N = of_trajectory(given.log_ratio_T, given.owner_T, given.num_trajectories)
     return (log_ratio_N >= math.log(lower)) & (log_ratio_N <= math.log(upper))

@@ -15,15 +15,15 @@ With A the advantage, ``r_t = exp(policy - old)`` a token's ratio and ``s`` a se
 ``reinforce_loss``        ``-A policy``                           REINFORCE, GPG, ReMax, distillation
 ========================= ======================================= ===========================================
 
-Each takes the tokens that have loss (``LossTokens``; their owners are trajectories in the mini-batch's numbering) and
-returns the micro-batch's share of the mini-batch's loss. Masked positions may hold anything. Figures beside the loss
-are detached *sums*, to be added over micro-batches and ranks and divided by the mini-batch's counts. All log-ratios are
+Each takes a micro-batch (``PolicyTokens``) and returns its share of the mini-batch's loss. Figures beside the loss are
+detached *sums*, to be added over micro-batches and ranks and divided by the mini-batch's counts. All log-ratios are
 clamped to ±20 before ``exp``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,6 +31,52 @@ from torch import Tensor
 from quartet.algorithms.aggregate import LossTokens, aggregate
 from quartet.algorithms.kl import bounded_exp, kl_estimate
 from quartet.algorithms.segments import gather_owner, keep, segment_count, segment_sum
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What policy losses of a micro-batch are made of. Masked positions may hold anything.
+
+    Attributes:
+        logprobs_T: ``[T]`` under the policy, with gradient.
+        old_logprobs_T: ``[T]`` constants, under the policy when the step began.
+        advantages: ``[T]`` constants; ``[N]`` for ``sequence_policy_loss``.
+        tokens: those that have loss; their owners are trajectories in the mini-batch's numbering.
+        weights_T: ``[T]`` importance weights (``off_policy``), multiplied onto each token's loss.
+    """
+
+    logprobs_T: Tensor
+    old_logprobs_T: Tensor
+    advantages: Tensor
+    tokens: LossTokens
+    weights_T: Tensor | None = None
+
+    @property
+    def mask_T(self) -> Tensor:
+        return self.tokens.mask_T
+
+    @cached_property
+    def policy_T(self) -> Tensor:
+        """``[T]`` ``logprobs``, 0 where masked."""
+        return keep(self.logprobs_T, self.mask_T)
+
+    @cached_property
+    def log_ratio_T(self) -> Tensor:
+        """``[T]`` ``policy - old`` with gradient, 0 where masked."""
+        return self.policy_T - keep(self.old_logprobs_T, self.mask_T).detach()
+
+    @cached_property
+    def advantages_T(self) -> Tensor:
+        """``[T]`` the advantages, 0 where masked."""
+        return keep(self.advantages, self.mask_T).detach()
+
+    def output(self, loss_T: Tensor, ratio_T: Tensor, num_clipped: Tensor | None = None) -> PolicyLossOutput:
+        """Of losses per token; ``num_clipped`` is 0 where left out."""
+        mask_T = self.mask_T
+        if self.weights_T is not None:
+            loss_T = loss_T * keep(self.weights_T, mask_T).detach()
+        num_clipped = torch.zeros_like(mask_T.sum()) if num_clipped is None else num_clipped
+        return _output(aggregate(loss_T, self.tokens), self.log_ratio_T, ratio_T, mask_T, num_clipped)
 
 
 @dataclass(frozen=True)
@@ -46,7 +92,7 @@ class PolicyLossOutput:
             log-ratio was held, 0 for ``reinforce_loss``, ``sapo_loss`` and ``kl_cov_loss``.
         num_dual_clipped: those held by the dual clip (no gradient).
         ratio_sum: sum of their ratios.
-        approx_kl_sum: sum of the k3 estimates of KL(old ‖ policy).
+        approx_kl_sum: sum of the k3 estimates of KL(old ‖ policy); of single tokens but for ``sequence_policy_loss``.
     """
 
     loss: Tensor
@@ -59,15 +105,7 @@ class PolicyLossOutput:
 
 
 def policy_loss(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    tokens: LossTokens,
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    dual_clip: float | None = None,
-    weights_T: Tensor | None = None,
+    given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float, dual_clip: float | None = None
 ) -> PolicyLossOutput:
     """PPO's clipped surrogate (Schulman et al., 2017, eq. 7), to be minimised; also GRPO's and token-level
     RLOO's.
@@ -77,208 +115,112 @@ def policy_loss(
     al., 2020, eq. 5).
 
     Args:
-        policy_logprobs_T: ``[T]`` with gradient.
-        old_logprobs_T: ``[T]`` constants.
-        advantages_T: ``[T]`` constants.
-        tokens: see the module.
         clip_eps_low: in [0, 1].
         clip_eps_high: at least 0.
         dual_clip: above 1, or None for none.
-        weights_T: ``[T]`` importance weights (``off_policy``), multiplied onto each token's loss.
     """
-    mask_T = tokens.mask_T
-    log_ratio_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
-    advantages_T = keep(advantages_T, mask_T).detach()
-    clipped = _clipped_surrogate(log_ratio_T, advantages_T, mask_T, clip_eps_low, clip_eps_high, dual_clip)
-    return replace(clipped, loss=aggregate(_weighted(clipped.loss, weights_T, mask_T), tokens))
+    ratio_T = bounded_exp(given.log_ratio_T)
+    loss_T, num_clipped = _clipped(ratio_T, given.advantages_T, given.mask_T, clip_eps_low, clip_eps_high)
+    is_held_T = torch.zeros_like(given.mask_T)
+    if dual_clip is not None:
+        ceiling_T = -dual_clip * given.advantages_T
+        is_held_T = given.mask_T & (given.advantages_T < 0) & (loss_T > ceiling_T)
+        loss_T = torch.where(is_held_T, ceiling_T, loss_T)
+    return replace(given.output(loss_T, ratio_T, num_clipped), num_dual_clipped=is_held_T.sum())
 
 
-def sequence_policy_loss(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_N: Tensor,
-    tokens: LossTokens,
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-) -> PolicyLossOutput:
+def sequence_policy_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float) -> PolicyLossOutput:
     """RLOO as published: a whole completion is one action, the clip acts on its ratio (Ahmadian et al.,
     2024).
 
     The log-ratio is the sum over the trajectory's loss tokens. The loss is the mean over the mini-batch's
-    trajectories that have loss tokens; arguments as for ``policy_loss`` except ``advantages_N`` ``[N]``.
+    trajectories that have loss tokens, without ``weights_T``; other arguments as for ``policy_loss``.
 
     Raises:
         ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
     """
-    mask_T, count_N = tokens.mask_T, _whole_trajectories(tokens)
+    tokens = given.tokens
+    count_N = _whole_trajectories(tokens)
     present_N = count_N > 0
-    difference_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
-    log_ratio_N = segment_sum(difference_T, tokens.owner_T, count_N.shape[0])
-    clipped = _clipped_surrogate(
-        log_ratio_N, keep(advantages_N, present_N).detach(), present_N, clip_eps_low, clip_eps_high
-    )
-    return replace(clipped, loss=clipped.loss.sum() / tokens.denominators.num_sequences.clamp(min=1))
+    log_ratio_N = segment_sum(given.log_ratio_T, tokens.owner_T, count_N.shape[0])
+    ratio_N, advantages_N = bounded_exp(log_ratio_N), keep(given.advantages, present_N).detach()
+    loss_N, num_clipped = _clipped(ratio_N, advantages_N, present_N, clip_eps_low, clip_eps_high)
+    loss = loss_N.sum() / tokens.denominators.num_sequences.clamp(min=1)
+    return _output(loss, log_ratio_N, ratio_N, present_N, num_clipped)
 
 
-def gspo_loss(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    tokens: LossTokens,
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    weights_T: Tensor | None = None,
-) -> PolicyLossOutput:
+def gspo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float) -> PolicyLossOutput:
     """GSPO (Zheng et al., 2025): the clipped surrogate under the length-normalised ratio of the sequence.
 
     Each token's ratio is ``exp(mean of policy - old over the trajectory's loss tokens)``, and the gradient goes through
     that mean. With one advantage per trajectory this equals the published form, and its stop-gradient form, under each
-    aggregation; ``sequence_mean_token_mean`` is the published one. Arguments as for ``policy_loss``; units are tokens,
-    and ``approx_kl_sum`` is that of single tokens.
+    aggregation; ``sequence_mean_token_mean`` is the published one. Arguments as for ``policy_loss``; units are tokens.
 
     Raises:
         ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
     """
-    mask_T, count_N = tokens.mask_T, _whole_trajectories(tokens)
-    difference_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
-    mean_N = segment_sum(difference_T, tokens.owner_T, count_N.shape[0]) / count_N.clamp(min=1)
-    advantages_T = keep(advantages_T, mask_T).detach()
-    log_ratio_T = gather_owner(mean_N, tokens.owner_T)
-    clipped = _clipped_surrogate(log_ratio_T, advantages_T, mask_T, clip_eps_low, clip_eps_high)
-    return replace(
-        clipped,
-        loss=aggregate(_weighted(clipped.loss, weights_T, mask_T), tokens),
-        approx_kl_sum=_approx_kl(difference_T, mask_T),
-    )
+    ratio_T = bounded_exp(_mean_of_trajectory(given.log_ratio_T, given.tokens))
+    loss_T, num_clipped = _clipped(ratio_T, given.advantages_T, given.mask_T, clip_eps_low, clip_eps_high)
+    return given.output(loss_T, ratio_T, num_clipped)
 
 
-def cispo_loss(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    tokens: LossTokens,
-    *,
-    clip_eps_low: float | None,
-    clip_eps_high: float,
-    weights_T: Tensor | None = None,
-) -> PolicyLossOutput:
+def cispo_loss(given: PolicyTokens, *, clip_eps_low: float | None, clip_eps_high: float) -> PolicyLossOutput:
     """CISPO (MiniMax, 2025): the policy gradient under a clipped, constant importance weight.
 
     Per token ``-A * stop(clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high)) * policy``: no token loses its gradient.
     Arguments as for ``policy_loss``; without ``clip_eps_low`` there is no lower bound.
     """
-    mask_T = tokens.mask_T
-    policy_T = keep(policy_logprobs_T, mask_T)
-    log_ratio_T = policy_T.detach() - keep(old_logprobs_T, mask_T).detach()
-    ratio_T = bounded_exp(log_ratio_T)
+    ratio_T = bounded_exp(given.log_ratio_T.detach())
     limited_T = ratio_T.clamp(0.0 if clip_eps_low is None else 1.0 - clip_eps_low, 1.0 + clip_eps_high)
-    loss_T = -keep(advantages_T, mask_T).detach() * limited_T * policy_T
-    loss = aggregate(_weighted(loss_T, weights_T, mask_T), tokens)
-    return _output(loss, log_ratio_T, ratio_T, mask_T, (mask_T & (limited_T != ratio_T)).sum())
+    loss_T = -given.advantages_T * limited_T * given.policy_T
+    return given.output(loss_T, ratio_T, (given.mask_T & (limited_T != ratio_T)).sum())
 
 
-def sapo_loss(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    tokens: LossTokens,
-    *,
-    tau_pos: float,
-    tau_neg: float,
-    weights_T: Tensor | None = None,
-) -> PolicyLossOutput:
+def sapo_loss(given: PolicyTokens, *, tau_pos: float, tau_neg: float) -> PolicyLossOutput:
     """SAPO (Gao et al., 2025, arXiv 2511.20347): the ratio through a smooth gate in the place of the clip.
 
     Per token ``-A * 4/τ * sigmoid(τ (ratio - 1))``, τ being ``tau_pos`` where A is above 0 and ``tau_neg`` elsewhere:
-    the gradient is that of ``-A * ratio`` at ratio 1, and fades on both sides of it. Arguments as for ``policy_loss``.
+    the gradient is that of ``-A * ratio`` at ratio 1, and fades on both sides of it.
     """
-    mask_T = tokens.mask_T
-    log_ratio_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
-    advantages_T, ratio_T = keep(advantages_T, mask_T).detach(), bounded_exp(log_ratio_T)
-    tau_T = torch.full_like(ratio_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
-    loss_T = -advantages_T * 4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1))
-    loss = aggregate(_weighted(loss_T, weights_T, mask_T), tokens)
-    return _output(loss, log_ratio_T, ratio_T, mask_T, torch.zeros_like(mask_T.sum()))
+    ratio_T = bounded_exp(given.log_ratio_T)
+    tau_T = torch.full_like(ratio_T, tau_neg).masked_fill(given.advantages_T > 0, tau_pos)
+    return given.output(-given.advantages_T * 4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)), ratio_T)
 
 
-def gmpo_loss(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    tokens: LossTokens,
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    weights_T: Tensor | None = None,
-) -> PolicyLossOutput:
+def gmpo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float) -> PolicyLossOutput:
     """GMPO (Zhao et al., 2025, arXiv 2507.20673, eq. 4): the geometric mean of token ratios, each clipped by itself.
 
     A token's log-ratio is held at ``clip_eps_high`` where A is above 0, at ``-clip_eps_low`` where it is below (the
-    pessimistic side, as in PPO), then averaged over the trajectory's loss tokens: ``-A * exp(mean)``. Arguments as for
-    ``gspo_loss``, but the limits are those of the log-ratio, at least 0. The published aggregation is
-    ``sequence_mean_token_mean``.
+    pessimistic side, as in PPO), then averaged over the trajectory's loss tokens: ``-A * exp(mean)``. The limits are
+    those of the log-ratio, at least 0. The published aggregation is ``sequence_mean_token_mean``.
 
     Raises:
         ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
     """
-    mask_T, count_N = tokens.mask_T, _whole_trajectories(tokens)
-    difference_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
-    advantages_T = keep(advantages_T, mask_T).detach()
-    lowest_T = torch.full_like(difference_T, -torch.inf).masked_fill(advantages_T < 0, -clip_eps_low)
-    highest_T = torch.full_like(difference_T, torch.inf).masked_fill(advantages_T > 0, clip_eps_high)
-    held_T = torch.minimum(torch.maximum(difference_T, lowest_T), highest_T)
-    mean_N = segment_sum(held_T, tokens.owner_T, count_N.shape[0]) / count_N.clamp(min=1)
-    log_ratio_T = gather_owner(mean_N, tokens.owner_T)
-    ratio_T = bounded_exp(log_ratio_T)
-    loss = aggregate(_weighted(-advantages_T * ratio_T, weights_T, mask_T), tokens)
-    found = _output(loss, log_ratio_T, ratio_T, mask_T, (mask_T & (held_T != difference_T)).sum())
-    return replace(found, approx_kl_sum=_approx_kl(difference_T, mask_T))
+    log_ratio_T, advantages_T = given.log_ratio_T, given.advantages_T
+    lowest_T = torch.full_like(log_ratio_T, -torch.inf).masked_fill(advantages_T < 0, -clip_eps_low)
+    highest_T = torch.full_like(log_ratio_T, torch.inf).masked_fill(advantages_T > 0, clip_eps_high)
+    held_T = torch.minimum(torch.maximum(log_ratio_T, lowest_T), highest_T)
+    ratio_T = bounded_exp(_mean_of_trajectory(held_T, given.tokens))
+    return given.output(-advantages_T * ratio_T, ratio_T, (given.mask_T & (held_T != log_ratio_T)).sum())
 
 
-def kl_cov_loss(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    tokens: LossTokens,
-    *,
-    held_T: Tensor,
-    ppo_kl_coef: float,
-    weights_T: Tensor | None = None,
-) -> PolicyLossOutput:
+def kl_cov_loss(given: PolicyTokens, *, held_T: Tensor, ppo_kl_coef: float) -> PolicyLossOutput:
     """KL-Cov (Cui et al., 2025, arXiv 2505.22617, eq. 13): the surrogate without a clip, some tokens held by a penalty.
 
     Per token ``-A * ratio``, and ``ppo_kl_coef * |policy - old|`` more where ``held_T``: the absolute log-ratio of the
-    authors' code, in the place of the paper's KL. Arguments as for ``policy_loss``; ``held_T`` ``[T]`` bool are the
-    tokens of highest covariance (``token_selection.top_share``).
+    authors' code, in the place of the paper's KL. ``held_T`` ``[T]`` bool are the tokens of highest covariance
+    (``token_selection.top_share``).
     """
-    mask_T = tokens.mask_T
-    log_ratio_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
-    ratio_T = bounded_exp(log_ratio_T)
-    loss_T = -keep(advantages_T, mask_T).detach() * ratio_T + ppo_kl_coef * log_ratio_T.abs() * held_T
-    loss = aggregate(_weighted(loss_T, weights_T, mask_T), tokens)
-    return _output(loss, log_ratio_T, ratio_T, mask_T, torch.zeros_like(mask_T.sum()))
+    ratio_T = bounded_exp(given.log_ratio_T)
+    return given.output(-given.advantages_T * ratio_T + ppo_kl_coef * given.log_ratio_T.abs() * held_T, ratio_T)
 
 
-def reinforce_loss(
-    policy_logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    tokens: LossTokens,
-    *,
-    weights_T: Tensor | None = None,
-) -> PolicyLossOutput:
-    """The plain policy gradient (Williams, 1992): per token ``-A * policy``.
-
-    Arguments as for ``policy_loss``; ``old_logprobs_T`` only measures the drift.
+def reinforce_loss(given: PolicyTokens) -> PolicyLossOutput:
+    """The plain policy gradient (Williams, 1992): per token ``-A * policy``; the old log-probabilities only measure the
+    drift.
     """
-    mask_T = tokens.mask_T
-    policy_T = keep(policy_logprobs_T, mask_T)
-    loss_T = _weighted(-keep(advantages_T, mask_T).detach() * policy_T, weights_T, mask_T)
-    loss = aggregate(loss_T, tokens)
-    log_ratio_T = policy_T.detach() - keep(old_logprobs_T, mask_T).detach()
-    return _output(loss, log_ratio_T, bounded_exp(log_ratio_T), mask_T, torch.zeros_like(mask_T.sum()))
+    return given.output(-given.advantages_T * given.policy_T, bounded_exp(given.log_ratio_T.detach()))
 
 
 # Parts ---------------------------------------------------------------------------------------------------
@@ -293,35 +235,21 @@ def _whole_trajectories(tokens: LossTokens) -> Tensor:
     return count_N
 
 
-def _weighted(loss_T: Tensor, weights_T: Tensor | None, mask_T: Tensor) -> Tensor:
-    return loss_T if weights_T is None else loss_T * keep(weights_T, mask_T).detach()
+def _mean_of_trajectory(values_T: Tensor, tokens: LossTokens) -> Tensor:
+    """``[T]`` the mean of ``values`` over the loss tokens of the token's trajectory; 0 where masked."""
+    count_N = _whole_trajectories(tokens)
+    mean_N = segment_sum(values_T, tokens.owner_T, count_N.shape[0]) / count_N.clamp(min=1)
+    return gather_owner(mean_N, tokens.owner_T)
 
 
-def _clipped_surrogate(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLossOutput:
-    """Losses per unit (in the output's ``loss``) and the sums, from inputs that are 0 where masked."""
-    ratio = bounded_exp(log_ratio)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
-    loss = torch.maximum(unclipped, clipped)
-    is_clipped = mask & (clipped > unclipped)
-    is_dual_clipped = torch.zeros_like(mask)
-    if dual_clip is not None:
-        ceiling = -dual_clip * advantages
-        is_dual_clipped = mask & (advantages < 0) & (loss > ceiling)
-        loss = torch.where(is_dual_clipped, ceiling, loss)
-    found = _output(loss, log_ratio, ratio, mask, is_clipped.sum())
-    return replace(found, num_dual_clipped=is_dual_clipped.sum())
+def _clipped(ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate of each unit, and for how many the clipped branch is the larger loss."""
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(plain, clipped), (mask & (clipped > plain)).sum()
 
 
 def _output(loss: Tensor, log_ratio: Tensor, ratio: Tensor, mask: Tensor, num_clipped: Tensor) -> PolicyLossOutput:
-    ratio = ratio.detach()
+    log_ratio, ratio = log_ratio.detach(), ratio.detach()
     return PolicyLossOutput(
         loss=loss,
         ratios=ratio,
@@ -329,11 +257,6 @@ def _output(loss: Tensor, log_ratio: Tensor, ratio: Tensor, mask: Tensor, num_cl
         num_clipped=num_clipped,
         num_dual_clipped=torch.zeros_like(num_clipped),
         ratio_sum=keep(ratio, mask).sum(),
-        approx_kl_sum=_approx_kl(log_ratio, mask),
+        # KL(old ‖ policy)
+        approx_kl_sum=kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3", mask_T=mask).sum(),
     )
-
-
-def _approx_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the k3 estimates of KL(old ‖ policy)."""
-    log_ratio = log_ratio.detach()
-    return kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3", mask_T=mask).sum()

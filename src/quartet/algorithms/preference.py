@@ -20,7 +20,7 @@ answers), so shares add up however the mini-batch was cut. *Implicit rewards* ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -41,6 +41,28 @@ class PreferenceLossOutput:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """The pairs of a micro-batch, each answer by its number.
+
+    Attributes:
+        chosen_P, rejected_P: ``[P]`` with gradient.
+        num_pairs: pairs of the whole mini-batch, the denominator.
+    """
+
+    chosen_P: Tensor
+    rejected_P: Tensor
+    num_pairs: int
+
+    def rewards(self, beta: float) -> tuple[Tensor, Tensor]:
+        """``[P]`` the implicit rewards of both sides, ``beta`` times their numbers."""
+        return beta * wide(self.chosen_P), beta * wide(self.rejected_P)
+
+    def output(self, loss_P: Tensor, chosen: Tensor, rejected: Tensor) -> PreferenceLossOutput:
+        """The share of the mean of ``loss_P``, and the implicit rewards."""
+        return PreferenceLossOutput(loss_P.sum() / max(self.num_pairs, 1), chosen.detach(), rejected.detach())
+
+
+@dataclass(frozen=True)
 class JudgedLossOutput:
     """``loss`` with gradient, and the detached implicit reward ``[S]`` of each answer."""
 
@@ -52,13 +74,7 @@ class JudgedLossOutput:
 
 
 def dpo_loss(
-    chosen_P: Tensor,
-    rejected_P: Tensor,
-    num_pairs: int,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    margin_P: Tensor | None = None,
+    pairs: Pairs, *, beta: float, label_smoothing: float = 0.0, margin_P: Tensor | None = None
 ) -> PreferenceLossOutput:
     """Direct preference optimisation (Rafailov et al., 2023, eq. 7).
 
@@ -66,77 +82,66 @@ def dpo_loss(
     of labels thought to be wrong (conservative DPO, Mitchell, 2023); the margin is the offset of Amini et al., 2024.
 
     Args:
-        chosen_P, rejected_P: ``[P]`` log-ratios with gradient.
-        num_pairs: pairs of the whole mini-batch, the denominator.
+        pairs: of log-ratios.
         beta: above 0.
         label_smoothing: in [0, 0.5].
         margin_P: ``[P]`` by how much a chosen answer's implicit reward should be higher, or None for 0.
     """
-    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    chosen, rejected = pairs.rewards(beta)
     logits = chosen - rejected
     if margin_P is not None:
         logits = logits - margin_P.detach().to(logits.dtype)
     loss_P = -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
-    return _output(loss_P, num_pairs, chosen, rejected)
+    return pairs.output(loss_P, chosen, rejected)
 
 
-def robust_dpo_loss(
-    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, label_smoothing: float
-) -> PreferenceLossOutput:
+def robust_dpo_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> PreferenceLossOutput:
     """DPO whose expectation is that of clean labels where a share ε of them is flipped (Chowdhury et al., 2024).
 
     Per pair ``(-(1 - ε) logsigmoid(x) + ε logsigmoid(-x)) / (1 - 2ε)``; arguments as for ``dpo_loss``, ε in [0, 0.5).
     It is not bounded below: a pair that is already certain keeps a gradient.
     """
-    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    chosen, rejected = pairs.rewards(beta)
     logits = chosen - rejected
     loss_P = -(1 - label_smoothing) * logsigmoid(logits) + label_smoothing * logsigmoid(-logits)
-    return _output(loss_P / (1 - 2 * label_smoothing), num_pairs, chosen, rejected)
+    return pairs.output(loss_P / (1 - 2 * label_smoothing), chosen, rejected)
 
 
-def ipo_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float) -> PreferenceLossOutput:
+def ipo_loss(pairs: Pairs, *, beta: float) -> PreferenceLossOutput:
     """Identity preference optimisation (Azar et al., 2023, eq. 17): ``(chosen - rejected - 1 / (2β))²``.
 
     The paper's τ is ``beta``. Arguments as for ``dpo_loss``; the log-ratios may be per token (divided by the answer's
     length), which makes the target independent of it.
     """
-    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
-    gap = wide(chosen_P) - wide(rejected_P) - 1 / (2 * beta)
-    return _output(gap.square(), num_pairs, chosen, rejected)
+    chosen, rejected = pairs.rewards(beta)
+    gap = wide(pairs.chosen_P) - wide(pairs.rejected_P) - 1 / (2 * beta)
+    return pairs.output(gap.square(), chosen, rejected)
 
 
-def hinge_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float) -> PreferenceLossOutput:
+def hinge_loss(pairs: Pairs, *, beta: float) -> PreferenceLossOutput:
     """``max(0, 1 - β (chosen - rejected))``: SLiC's rank loss on log-ratios (Zhao et al., 2023; Liu et al., 2024).
 
     Arguments as for ``dpo_loss``. A pair further apart than ``1 / β`` has no gradient.
     """
-    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
-    return _output(relu(1 - (chosen - rejected)), num_pairs, chosen, rejected)
+    chosen, rejected = pairs.rewards(beta)
+    return pairs.output(relu(1 - (chosen - rejected)), chosen, rejected)
 
 
-def exo_pair_loss(
-    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, label_smoothing: float
-) -> PreferenceLossOutput:
+def exo_pair_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> PreferenceLossOutput:
     """EXO on pairs (Ji et al., 2024, arXiv 2402.00856, eq. 16): the reverse KL from labels smoothed by ε to σ(x).
 
     Per pair ``σ(x) (log σ(x) - log(1 - ε)) + σ(-x) (log σ(-x) - log ε)`` with ``x = β (chosen - rejected)``; arguments
     as for ``dpo_loss``, ε in (0, 0.5).
     """
-    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    chosen, rejected = pairs.rewards(beta)
     x = chosen - rejected
     right = torch.sigmoid(x) * (logsigmoid(x) - math.log(1 - label_smoothing))
-    return _output(
-        right + torch.sigmoid(-x) * (logsigmoid(-x) - math.log(label_smoothing)), num_pairs, chosen, rejected
-    )
+    wrong = torch.sigmoid(-x) * (logsigmoid(-x) - math.log(label_smoothing))
+    return pairs.output(right + wrong, chosen, rejected)
 
 
 def pointwise_pair_loss(
-    kind: Literal["nca_pair", "sppo_hard", "apo_zero", "apo_down"],
-    chosen_P: Tensor,
-    rejected_P: Tensor,
-    num_pairs: int,
-    *,
-    beta: float,
+    kind: Literal["nca_pair", "sppo_hard", "apo_zero", "apo_down"], pairs: Pairs, *, beta: float
 ) -> PreferenceLossOutput:
     """Losses of pairs in which each implicit reward, r_w and r_l, also counts by itself.
 
@@ -149,7 +154,7 @@ def pointwise_pair_loss(
 
     Other arguments as for ``dpo_loss``.
     """
-    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    chosen, rejected = pairs.rewards(beta)
     match kind:
         case "nca_pair":
             loss_P = -logsigmoid(chosen) - 0.5 * (logsigmoid(-chosen) + logsigmoid(-rejected))
@@ -159,29 +164,25 @@ def pointwise_pair_loss(
             loss_P = torch.sigmoid(-chosen) + torch.sigmoid(rejected)
         case "apo_down":
             loss_P = torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
-    return _output(loss_P, num_pairs, chosen, rejected)
+    return pairs.output(loss_P, chosen, rejected)
 
 
-def discopop_loss(
-    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, discopop_tau: float
-) -> PreferenceLossOutput:
+def discopop_loss(pairs: Pairs, *, beta: float, discopop_tau: float) -> PreferenceLossOutput:
     """DiscoPOP's log-ratio modulated loss (Lu et al., 2024, arXiv 2406.08414, section 4).
 
     Per pair ``-(1 - m) log σ(x) + m exp(-x)`` with ``x = β (chosen - rejected)`` and ``m = σ(x / τ)``; arguments as for
     ``dpo_loss``. ``exp(-x)`` is weighed as ``exp(log m - x)``, which stays finite wherever the product does.
     """
-    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    chosen, rejected = pairs.rewards(beta)
     x = chosen - rejected
     loss_P = -torch.sigmoid(-x / discopop_tau) * logsigmoid(x) + torch.exp(logsigmoid(x / discopop_tau) - x)
-    return _output(loss_P, num_pairs, chosen, rejected)
+    return pairs.output(loss_P, chosen, rejected)
 
 
 # With a reference, and the whole step --------------------------------------------------------------------
 
 
-def bco_pair_loss(
-    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, anchors: tuple[Tensor, Tensor]
-) -> PreferenceLossOutput:
+def bco_pair_loss(pairs: Pairs, *, beta: float, anchors: tuple[Tensor, Tensor]) -> PreferenceLossOutput:
     """BCO on pairs (Jung et al., 2024, arXiv 2404.04656, eq. 13): ``-log σ(r_w - δ) - log σ(δ - r_l)``.
 
     δ is the mean implicit reward of all answers of the step, a constant. The paper keeps a moving average of it, TRL
@@ -191,19 +192,13 @@ def bco_pair_loss(
     Args:
         anchors: ``[P]`` each, ``step_anchors`` of both sides.
     """
-    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    chosen, rejected = pairs.rewards(beta)
     above, below = (beta * wide(anchor_P.detach()) for anchor_P in anchors)
-    return _output(-logsigmoid(chosen - above) - logsigmoid(below - rejected), num_pairs, chosen, rejected)
+    return pairs.output(-logsigmoid(chosen - above) - logsigmoid(below - rejected), chosen, rejected)
 
 
 def aot_unpaired_loss(
-    chosen_P: Tensor,
-    rejected_P: Tensor,
-    num_pairs: int,
-    *,
-    beta: float,
-    label_smoothing: float,
-    anchors: tuple[Tensor, Tensor],
+    pairs: Pairs, *, beta: float, label_smoothing: float, anchors: tuple[Tensor, Tensor]
 ) -> PreferenceLossOutput:
     """AOT without pairs (Melnyk et al., 2024, arXiv 2406.05882, section 3): DPO between the j-th smallest log-ratio of
     chosen answers and the j-th smallest of rejected ones. Arguments as for ``bco_pair_loss``.
@@ -211,11 +206,11 @@ def aot_unpaired_loss(
     The two answers need not lie in one micro-batch: each meets the other's value as a constant, in a term of its own.
     Their sum has the gradient of the whole, and half of it is its value.
     """
-    chosen, rejected = wide(chosen_P), wide(rejected_P)
     higher, lower = (wide(anchor_P.detach()) for anchor_P in anchors)
-    of_pairs = partial(dpo_loss, num_pairs=num_pairs, beta=beta, label_smoothing=label_smoothing)
-    both = of_pairs(chosen, higher).loss + of_pairs(lower, rejected).loss
-    return PreferenceLossOutput(both - both.detach() / 2, beta * chosen.detach(), beta * rejected.detach())
+    loss_of = partial(dpo_loss, beta=beta, label_smoothing=label_smoothing)
+    own = loss_of(replace(pairs, rejected_P=higher)), loss_of(replace(pairs, chosen_P=lower))
+    both = own[0].loss + own[1].loss
+    return PreferenceLossOutput(both - both.detach() / 2, own[0].chosen_rewards_P, own[1].rejected_rewards_P)
 
 
 @torch.no_grad()
@@ -292,40 +287,34 @@ def kto_loss(
 # Without a reference -------------------------------------------------------------------------------------
 
 
-def simpo_loss(
-    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, gamma: float
-) -> PreferenceLossOutput:
+def simpo_loss(pairs: Pairs, *, beta: float, gamma: float) -> PreferenceLossOutput:
     """SimPO (Meng et al., 2024, eq. 6): ``-logsigmoid(β (chosen - rejected) - γ)``.
 
     Args:
-        chosen_P, rejected_P: ``[P]`` mean log-probabilities with gradient.
-        num_pairs: pairs of the whole mini-batch.
+        pairs: of mean log-probabilities.
         beta: above 0.
         gamma: target margin between the implicit rewards, at least 0.
     """
-    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
-    return _output(-logsigmoid(chosen - rejected - gamma), num_pairs, chosen, rejected)
+    chosen, rejected = pairs.rewards(beta)
+    return pairs.output(-logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
-def odds_ratio_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int) -> PreferenceLossOutput:
+def odds_ratio_loss(pairs: Pairs) -> PreferenceLossOutput:
     """ORPO's second term (Hong et al., 2024, eq. 7): ``-logsigmoid(log odds(chosen) - log odds(rejected))``.
 
     ``odds = p / (1 - p)`` of the answer's mean probability per token ``p = exp(mean log-probability)``. The first term,
     to which this is added times its weight, is ``answer_nll`` of the chosen answers. Arguments as for ``simpo_loss``.
     The implicit reward is the log of the odds.
     """
-    chosen, rejected = _log_odds(chosen_P), _log_odds(rejected_P)
-    return _output(-logsigmoid(chosen - rejected), num_pairs, chosen, rejected)
+    chosen, rejected = _log_odds(pairs.chosen_P), _log_odds(pairs.rejected_P)
+    return pairs.output(-logsigmoid(chosen - rejected), chosen, rejected)
 
 
-def answer_nll(chosen_P: Tensor, num_pairs: int) -> Tensor:
-    """Negative log-likelihood per token of the chosen answers, each answer counting alike: ``mean(-chosen)``.
-
-    Args:
-        chosen_P: ``[P]`` mean log-probabilities with gradient.
-        num_pairs: pairs of the whole mini-batch.
+def answer_nll(pairs: Pairs) -> Tensor:
+    """Negative log-likelihood per token of the chosen answers, each answer counting alike: ``mean(-chosen)``. Arguments
+    as for ``simpo_loss``.
     """
-    return -wide(chosen_P).sum() / max(num_pairs, 1)
+    return -wide(pairs.chosen_P).sum() / max(pairs.num_pairs, 1)
 
 
 # Choosing among responses ---------------------------------------------------------------------------------
@@ -368,10 +357,6 @@ def _ranked(scores_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # Details -------------------------------------------------------------------------------------------------
-
-
-def _output(loss_P: Tensor, num_pairs: int, chosen: Tensor, rejected: Tensor) -> PreferenceLossOutput:
-    return PreferenceLossOutput(loss_P.sum() / max(num_pairs, 1), chosen.detach(), rejected.detach())
 
 
 def _log_odds(mean_logprob: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quartet.algorithms.segments import keep, last_token, masked_owner, reduction_dtype, segment_sum, wide
+from quartet.algorithms.segments import keep, last_token, reduction_dtype, segment_sum, wide
 
 
 def penalise_missing_eos(scores_N: Tensor, ended_N: Tensor, penalty: float) -> Tensor:
@@ -37,9 +37,7 @@ def overlong_penalty(lengths_N: Tensor, limit: int, buffer: int, penalty: float)
     return penalty * ((lengths_N.to(torch.float32) - (limit - buffer)) / buffer).clamp(0.0, 1.0)
 
 
-def token_rewards(
-    scores_N: Tensor, kl_T: Tensor | None, kl_coef: float, action_mask_T: Tensor, trajectory_T: Tensor
-) -> Tensor:
+def token_rewards(scores_N: Tensor, kl_T: Tensor | None, kl_coef: float, owner_T: Tensor) -> Tensor:
     """``[T]`` rewards: the score on the trajectory's last action token, less ``kl_coef * kl`` on each of
     them.
 
@@ -47,13 +45,11 @@ def token_rewards(
         scores_N: ``[N]`` one score per trajectory. That of a trajectory without action tokens lands nowhere.
         kl_T: ``[T]`` KL estimate per token, or None for none.
         kl_coef: its coefficient.
-        action_mask_T: ``[T]`` bool, tokens the policy emitted.
-        trajectory_T: ``[T]`` int64 owner index; tokens in time order.
+        owner_T: ``[T]`` int64 trajectory of each action token, -1 for others; tokens in time order.
 
     Returns:
         ``[T]`` in the reduction's dtype of the scores, 0 where no action.
     """
-    owner_T = masked_owner(trajectory_T, action_mask_T)
     position_N = last_token(owner_T, scores_N.shape[0])
     scores = wide(scores_N)
     rewards_T = torch.zeros(owner_T.shape[0], dtype=scores.dtype, device=scores.device)
@@ -63,14 +59,11 @@ def token_rewards(
     return rewards_T.index_add(0, position_N[has_action_N], scores[has_action_N])
 
 
-def completion_rewards(
-    scores_N: Tensor, kl_T: Tensor, kl_coef: float, action_mask_T: Tensor, trajectory_T: Tensor
-) -> Tensor:
+def completion_rewards(scores_N: Tensor, kl_T: Tensor, kl_coef: float, owner_T: Tensor) -> Tensor:
     """``[N]`` scores less ``kl_coef`` times the KL summed over the trajectory's action tokens.
 
     The reward of RLOO as published (Ahmadian et al., 2024), where a whole completion is one action. Arguments
     as for ``token_rewards``; a trajectory without action tokens keeps its score.
     """
-    owner_T = masked_owner(trajectory_T, action_mask_T)
     kl_N = segment_sum(keep(kl_T, owner_T >= 0), owner_T, scores_N.shape[0])
     return wide(scores_N) - kl_coef * kl_N

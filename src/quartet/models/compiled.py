@@ -14,12 +14,11 @@ import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from transformers import AttentionInterface
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quartet.config import UserError
 from quartet.models.attention import NAME
-from quartet.models.packed_model import PackedModel
+from quartet.models.packed_model import PackedModel, decoder_layers
 
 _MIN_VARIANTS = 64
 """Compiled forms of one function that are kept: kinds of context x gradient mode x precision x architectures."""
@@ -38,7 +37,7 @@ class CompiledLayers:
     """
 
     def __init__(self, packed: PackedModel, *, backend: str = "inductor") -> None:
-        self._layers = [module for module in packed.body.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self._layers = decoder_layers(packed.body)
         if not self._layers:
             raise UserError(
                 f"the layers of {type(packed.model).__name__} cannot be compiled",

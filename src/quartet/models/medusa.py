@@ -240,28 +240,17 @@ class SavedHeads:
             UserError: there are none, or fewer, or they are of another trunk.
         """
         saved = cls.read(path)
-        saved.check_depth(depth or saved.depth)
-        saved.check_trunk(trunk)
-        return saved
-
-    def check_depth(self, depth: int) -> None:
-        """
-        Raises:
-            UserError: there are fewer heads.
-        """
-        if depth > self.depth:
+        if depth is not None and depth > saved.depth:
             raise UserError(
                 "more Medusa heads are asked for than there are",
-                found=f"depth {depth}; {self.depth} heads in {self.path}",
-                remedy=f"set depth to {self.depth} or less, or train more by quartet medusa with heads.depth={depth}",
+                found=f"depth {depth}; {saved.depth} heads in {saved.path}",
+                remedy=f"set depth to {saved.depth} or less, or train more by quartet medusa with heads.depth={depth}",
             )
+        saved._check_trunk(trunk)
+        return saved
 
-    def check_trunk(self, trunk: PackedCausalLM) -> None:
-        """By its weights where they are here as a whole, else by its sizes alone.
-
-        Raises:
-            UserError: the heads were trained on another model.
-        """
+    def _check_trunk(self, trunk: PackedCausalLM) -> None:
+        """By its weights where they are here as a whole, else by its sizes alone."""
         own: dict[str, Any] = {"hidden_size": trunk.head.in_features, "vocab_size": trunk.head.out_features}
         there: dict[str, Any] = {name: getattr(self, name) for name in own}
         if own == there and trunk.gather is WHOLE and trunk.device.type != "meta":

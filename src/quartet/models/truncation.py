@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,22 +19,9 @@ from quartet.models.memory import to_device
 _CANDIDATES = 256
 
 
-class Truncating(Protocol):
-    """Of a request or a recipe: what is cut off, as sampling parameters have it."""
-
-    @property
-    def top_p(self) -> float: ...
-
-    @property
-    def top_k(self) -> int: ...
-
-    @property
-    def min_p(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class Limits:
-    """What is cut off from every row of log-probabilities."""
+    """What is cut off from a row of log-probabilities, as sampling parameters have it."""
 
     top_p: float
     top_k: int
@@ -68,7 +54,7 @@ class Truncation:
     open_ended: bool
 
     @classmethod
-    def build(cls, asked: Mapping[int, Truncating], vocab_size: int, device: torch.device) -> Truncation | None:
+    def build(cls, asked: Mapping[int, Limits], vocab_size: int, device: torch.device) -> Truncation | None:
         """Of the rows with these indices, as each of them asks."""
         if not asked:
             return None

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from quartet.models.lora import AdaptedLayer
 from quartet.models.memory import note_derived
-from quartet.models.packed_model import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM, decoder_layers
 from quartet.rollout.merged_layers import MergedLayers
 from quartet.rollout.weight_copies import (
     ConvertedWeight,
@@ -116,8 +115,7 @@ class ComputeWeights:
         if packed.precision == "fp32" and packed.device.type == "cpu":
             kinds = MergedLayers()
             with packed.without_adapters():
-                found = [m for m in packed.body.modules() if isinstance(m, GradientCheckpointingLayer)]
-                for module in found:
+                for module in decoder_layers(packed.body):
                     layer = kinds.merge(module, self._num_rows, adapted)
                     if layer is not None:
                         merged.update(layer.linears)

@@ -133,13 +133,16 @@ class DecodeAttention:
         self._buffers: dict[tuple[int, ...], _Buffers] = {}
         self.begin()
 
+    def places_read(self, num_tokens: int) -> int:
+        """How many places of a slot are read for so many tokens."""
+        return round_up(num_tokens)
+
     def begin(self) -> None:
         """Before every step, once the rows are as they are to be decoded."""
         self._places: dict[int, Tensor] = {}
-        self._masks: dict[int, Tensor] = {}
         self._mask_pieces: dict[int, list[Tensor]] = {}
         self._shared_masks: dict[tuple[Block, int], Tensor] = {}
-        layout = (self.rows.version, tuple(round_up(row_range.longest) for row_range in self.rows.row_ranges))
+        layout = (self.rows.version, tuple(self.places_read(r.longest) for r in self.rows.row_ranges))
         if layout != self._layout:
             self._layout = layout
             self._views.clear()
@@ -148,9 +151,7 @@ class DecodeAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
         rows = self.rows
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        self._store(keys, k)
-        self._store(values, v)
+        keys, values = self._stored(layer, k, v)
         num_rows, num_heads, num_kv, size_v = rows.num_rows, q.shape[1], keys.shape[1], values.shape[3]
         folded = q.squeeze(0).transpose(0, 1).reshape(num_rows, num_kv, num_heads // num_kv, q.shape[3])
         if q.dtype in (torch.float32, torch.float64):
@@ -220,9 +221,16 @@ class DecodeAttention:
         """Of slots ``[S, Hk, C, D]`` what each stretch reads; of masks ``[S, C]`` the same as ``[m, 1, K]``."""
         pieces = []
         for row_range in self.rows.row_ranges:
-            span, num_keys = slice(row_range.start, row_range.end), round_up(row_range.longest)
+            span, num_keys = slice(row_range.start, row_range.end), self.places_read(row_range.longest)
             pieces.append(x[span, :, :num_keys] if x.dim() == 4 else x[span, None, :num_keys])
         return pieces
+
+    def _stored(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's slots, with the new keys and values in them."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        self._store(keys, k)
+        self._store(values, v)
+        return keys, values
 
     def _store(self, stored: Tensor, new: Tensor) -> None:
         """``new [1, Hk, B, D]`` into its places of ``stored [S, Hk, C, D]``."""
@@ -244,7 +252,7 @@ class DecodeAttention:
         pieces = self._mask_pieces.get(window)
         if pieces is None:
             places = rows.places[: rows.num_rows].unsqueeze(1)
-            left = torch.arange(round_up(rows.longest), device=places.device) <= places - window
+            left = torch.arange(self.places_read(rows.longest), device=places.device) <= places - window
             mask = rows.mask[: rows.num_rows, : left.shape[1]].masked_fill(left, float("-inf"))
             pieces = self._mask_pieces[window] = self._cut(mask)
         return pieces
@@ -311,9 +319,7 @@ class SpanAttention:
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        self.spans.store(keys, k)
-        self.spans.store(values, v)
+        keys, values = self.spans.stored(self.cache, layer, k, v)
         num_rows, most = self.spans.grid.shape
         num_kv, share = keys.shape[1], q.shape[1] // keys.shape[1]
         # Query heads that share a key/value head, and a row's tokens, are query rows of one product.

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -32,18 +31,15 @@ from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
-from quartet.rollout.speculation import Acceptance, Drafter, Speculator
+from quartet.rollout.speculation import Acceptance, Speculator
 from quartet.rollout.step_attention import Contexts
-from quartet.rollout.step_costs import measure, most_tokens
+from quartet.rollout.step_costs import measure
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
-from quartet.weights.in_process import sync_in_process
+from quartet.weights.in_process import write_into
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import NamedSource
 
 _Sampled = dict[int, list[float]]
 """``[token, logprob]`` behind a row's newest token, 0, and behind drafted ones, ``1 + node``."""
-_COSTS_PROMPT = 64
-"""Most tokens of a prompt with which costs of steps are measured."""
 _PACKED_ROWS = 64
 """Rows that weights are packed for at least: a form for fewer is slower for the 16 rows that every product has, and for
 drafts (``benchmarks/products.py``)."""
@@ -208,22 +204,14 @@ class NativeEngine:
             response.propose(tuple(proposed.get(response.request.request_id, ()))[:room])
 
     def _speculate(self, speculator: Speculator) -> None:
+        computing = self._weights.active if self._keeps_hidden else nullcontext
         if speculator.costs is None:
-            limit = self._scheduler.max_running
+            limit, like = self._scheduler.max_running, next(iter(self._scheduler.held.values())).request
             scratch = NativeEngine(self.packed, max_running=limit, contexts=self._runner.contexts)
             scratch._weights, scratch._keeps_hidden = self._weights, self._keeps_hidden
-            drafts = partial(self._drafting, speculator.drafter, scratch) if self._keeps_hidden else None
-            tree, like = speculator.drafter.tree, next(iter(self._scheduler.held.values())).request
-            room = _COSTS_PROMPT if self._context is None else self._context - most_tokens(tree, limit)
-            prompt = like.prompt_ids[: max(1, min(room, _COSTS_PROMPT))]
-            like = replace(like, prompt_ids=prompt, content_digests=())
-            speculator.costs = measure(scratch, limit, tree, drafts, like)
+            speculator.costs = measure(scratch, limit, speculator.drafter, computing, like, self._context)
         if self._scheduler.num_running:
-            speculator.propose(self._scheduler.running, self._weights.active if self._keeps_hidden else nullcontext)
-
-    def _drafting(self, drafter: Drafter, scratch: NativeEngine, nodes: Sequence[int]) -> None:
-        with self._weights.active():
-            drafter.draft(scratch.running, nodes)
+            speculator.propose(self._scheduler.running, computing)
 
     # ---- one step ----
 
@@ -439,8 +427,7 @@ class NativeEngine:
         if source is None:
             self._take_version(version)
             return
-        pairs, sink = list(source), self.weight_sink()
-        sync_in_process(NamedSource(lambda: pairs, like=sink.dtypes()), [sink], version)
+        write_into(self.weight_sink(), source, version)
 
     def release_cache(self) -> int:
         """Gives back what can be computed again: keys and values, weights in other forms. Weights and requests stay.

@@ -61,30 +61,17 @@ class ExactContexts(Contexts):
 class ExactDecodeAttention(DecodeAttention):
     """One token of each row against its slot."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        self._store(keys, k)
-        self._store(values, v)
-        queries = q.squeeze(0).transpose(0, 1)
-        mask = self._mask(rule.window)
-        parts = []
-        for row_range in self.rows.row_ranges:
-            span, num_keys = slice(row_range.start, row_range.end), key_length(row_range.longest)
-            stored = keys[span, :, :num_keys], values[span, :, :num_keys]
-            parts.append(decode_attention(queries[span], *stored, mask[span, None, None, :num_keys], rule))
-        return torch.cat(parts).transpose(0, 1).unsqueeze(0)
+    def places_read(self, num_tokens: int) -> int:
+        return key_length(num_tokens)
 
-    def _mask(self, window: int | None) -> Tensor:
-        """``[B, K]`` additive; the rows' own where the window cuts nothing off."""
-        rows = self.rows
-        if window is None or window >= rows.longest:
-            return rows.mask
-        mask = self._masks.get(window)
-        if mask is None:
-            left = torch.arange(key_length(rows.longest)) <= rows.places[: rows.num_rows].unsqueeze(1) - window
-            mask = rows.mask[: rows.num_rows, : left.shape[1]].masked_fill(left, float("-inf"))
-            self._masks[window] = mask
-        return mask
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        keys, values = map(self._cut, self._stored(layer, k, v))
+        queries, parts = q.squeeze(0).transpose(0, 1), []
+        masks = self._masks_of_stretches(rule.window)
+        for row_range, own_k, own_v, mask in zip(self.rows.row_ranges, keys, values, masks, strict=True):
+            own_q = queries[row_range.start : row_range.end]
+            parts.append(decode_attention(own_q, own_k, own_v, mask.unsqueeze(1), rule))
+        return torch.cat(parts).transpose(0, 1).unsqueeze(0)
 
 
 class ExactSpanAttention:
@@ -95,9 +82,7 @@ class ExactSpanAttention:
         self.spans = spans
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        self.spans.store(keys, k)
-        self.spans.store(values, v)
+        keys, values = self.spans.stored(self.cache, layer, k, v)
         parts = []
         queries = q.split([1 + len(tree) for tree in self.spans.trees], 2)
         for row, (own, start, tree) in enumerate(zip(queries, self.spans.starts, self.spans.trees, strict=True)):

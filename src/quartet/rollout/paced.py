@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from quartet.rollout.protocol import Completion, EngineStats, Generated, GenerationError, Request, RolloutEngine
-from quartet.weights.in_process import sync_in_process
+from quartet.weights.in_process import write_into
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import NamedSource
 
 
 class PacedEngine:
@@ -49,8 +48,7 @@ class PacedEngine:
         self.engine.cancel(request_ids)
 
     def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        pairs, sink = list(source or ()), self.weight_sink()
-        sync_in_process(NamedSource(lambda: pairs, like=sink.dtypes()), [sink], version)
+        write_into(self.weight_sink(), source or (), version)
 
     def weight_sink(self) -> TensorSink:
         return self.engine.weight_sink()

@@ -183,6 +183,24 @@ class Generated:
     versions: tuple[int, ...]
 
 
+@dataclass(eq=False)
+class Unfinished:
+    """A request, and the tokens that it has so far; ``text_end`` as of ``Completion``."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list, kw_only=True)
+    logprobs: list[float] = field(default_factory=list, kw_only=True)
+    versions: list[int] = field(default_factory=list, kw_only=True)
+    text_end: int | None = field(default=None, kw_only=True)
+
+    def generated(self) -> Generated:
+        return Generated(tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions))
+
+    def completion(self, reason: FinishReason) -> Completion:
+        columns = tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions)
+        return Completion(self.request.request_id, self.request.group, *columns, reason, self.text_end)
+
+
 @dataclass
 class EngineStats:
     """Counters since the engine was made (``num_*`` of requests: now).

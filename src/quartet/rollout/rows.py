@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quartet.models.memory import to_device
 from quartet.rollout.draft_tree import NO_DRAFT, DraftTree
-from quartet.rollout.kv_cache import round_up
+from quartet.rollout.kv_cache import KVCache, round_up
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.sampler import SamplingRows
 from quartet.rollout.scheduler import BAND, Response
@@ -247,6 +247,9 @@ class DraftRows:
         """Nothing is proposed."""
         return cls.of(rows, [()] * rows.num_rows, [NO_DRAFT] * rows.num_rows)
 
-    def store(self, stored: Tensor, new: Tensor) -> None:
-        """``new [1, Hk, T, D]`` into its places of ``stored [S, Hk, C, D]``."""
-        stored[self.rows, :, self.places] = new.squeeze(0).transpose(0, 1)
+    def stored(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's slots ``[S, Hk, C, D]``, with ``k, v [1, Hk, T, D]`` of the new tokens in them."""
+        keys, values = cache.keys[layer], cache.values[layer]
+        for slots, new in ((keys, k), (values, v)):
+            slots[self.rows, :, self.places] = new.squeeze(0).transpose(0, 1)
+        return keys, values

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quartet.models.memory import to_device
-from quartet.models.truncation import Truncation, left_out, truncate
+from quartet.models.truncation import Limits, Truncation, left_out, truncate
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.seeds import race_keys, race_numbers, seed_keys, token_hashes, uniforms
 
@@ -74,8 +74,8 @@ class SamplingRows:
         temperature = [p.temperature or 1.0 for p in params]
         greedy = [i for i, p in enumerate(params) if p.greedy]
         scales = any(t != 1 for t in temperature)
-        truncating = {i: p for i, p in enumerate(params) if p.truncates}
-        reported = {i: p for i, p in truncating.items() if p.truncated_logprobs}
+        truncating = {i: Limits(p.top_p, p.top_k, p.min_p) for i, p in enumerate(params) if p.truncates}
+        reported = {i: limits for i, limits in truncating.items() if params[i].truncated_logprobs}
         racing = [p.draw == "gumbel" for p in params]
         return cls(
             temperature=to_device(torch.tensor(temperature), device).unsqueeze(1) if scales else None,

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from quartet.config import UserError
 from quartet.rollout.draft_tree import NO_DRAFT, DraftTree, chain
 from quartet.rollout.prefix_cache import Block
-from quartet.rollout.protocol import Completion, FinishReason, Generated, PromptKey, Request
+from quartet.rollout.protocol import FinishReason, PromptKey, Request, Unfinished
 from quartet.rollout.stop_strings import StopStringMatcher
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class RequestGroup:
 
 
 @dataclass(eq=False)
-class Response:
-    """One request with the tokens it has so far.
+class Response(Unfinished):
+    """One request as the native engine holds it.
 
     Attributes:
         order: its place among all requests ever submitted.
@@ -60,7 +60,6 @@ class Response:
         hidden: ``[D]`` of the position that gave the newest token, where drafts are made from it.
     """
 
-    request: Request
     group: RequestGroup
     order: int
     max_tokens: int
@@ -68,10 +67,6 @@ class Response:
     row: int = -1
     block: Block | None = None
     prefix: Block | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    text_end: int | None = None
     draft: tuple[int, ...] = ()
     tree: DraftTree = NO_DRAFT
     hidden: Tensor | None = None
@@ -132,20 +127,6 @@ class Response:
                 kept.append(held)
             if reason is not None or held is None:
                 return reason, kept
-
-    def generated(self) -> Generated:
-        return Generated(tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions))
-
-    def completion(self, reason: FinishReason) -> Completion:
-        return Completion(
-            request_id=self.request.request_id,
-            group=self.request.group,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            finish_reason=reason,
-            text_end=self.text_end,
-        )
 
 
 @dataclass(frozen=True)

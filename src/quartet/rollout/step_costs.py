@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -16,11 +17,14 @@ from quartet.rollout.protocol import Request
 
 if TYPE_CHECKING:
     from quartet.rollout.engine import NativeEngine
+    from quartet.rollout.speculation import Drafter
 
 _DRAFT = 3
 """Tokens drafted per row where the cost of drafted steps is measured; of ``StepCosts.drafted`` in a recipe, too."""
 _MOST = 7
 """Tokens drafted per row up to which costs are measured where many rows run; those of more go on in a straight line."""
+_PROMPT = 64
+"""Most tokens of a prompt."""
 _REPEATS = 5
 
 
@@ -45,9 +49,10 @@ def drafted_cost(costs: StepCosts, num_rows: int, num_tokens: int) -> float:
 def measure(
     engine: NativeEngine,
     max_running: int,
-    tree: DraftTree,
-    drafts: Callable[[Sequence[int]], None] | None,
+    drafter: Drafter,
+    computing: Callable[[], AbstractContextManager[object]],
     like: Request,
+    context: int | None,
 ) -> StepCosts:
     """Runs steps of an engine that holds nothing; its counts and cache are of no use afterwards.
 
@@ -55,24 +60,30 @@ def measure(
 
     Args:
         max_running: rows up to which plain steps are measured.
-        tree: a whole draft.
-        drafts: drafts these nodes for what runs; None where that costs next to nothing.
-        like: of whose kind requests run, with a prompt that leaves room for ``most_tokens``. Each has a prompt of its
-            own, as in the tail of a rollout.
+        drafter: its drafts cost next to nothing, unless they are made from hidden states.
+        computing: in which it is asked for drafts.
+        like: of whose kind requests run. Each has a prompt of its own, as in the tail of a rollout.
+        context: most tokens of a request, its prompt's included; None: no end.
     """
     plain, drafted, drafting = [], [], []
-    longest, begin = len(tree), partial(_begin, engine, like, most_tokens(tree, max_running))
+    tree, most_new = drafter.tree, _most_tokens(drafter.tree, max_running)
+    longest, room = len(tree), _PROMPT if context is None else max(1, min(context - most_new, _PROMPT))
+    like = replace(like, prompt_ids=like.prompt_ids[:room], content_digests=())
+    begin = partial(_begin, engine, like, most_new)
+
+    def draft(nodes: Sequence[int]) -> None:
+        with computing():
+            drafter.draft(engine.running, nodes)
+
     for power in range(max_running.bit_length()):
         begin(1 << power)
         plain.append(_seconds(engine.step))
-    for power in range((max_running * tree.depth).bit_length()):
-        if drafts is None:
-            break
+    for power in range((max_running * tree.depth).bit_length() if drafter.reads_hidden else 0):
         num_rows = -(-(1 << power) // tree.depth)
         depth = -(-(1 << power) // num_rows)
         begin(num_rows)
         nodes = [node for node, at in enumerate(tree.depths) if at <= depth]
-        drafting.append(_seconds(partial(drafts, nodes)))
+        drafting.append(_seconds(partial(draft, nodes)))
     most = max(1 + longest, max_running * (1 + min(longest, _MOST)))
     for power in range(most.bit_length()):
         num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)
@@ -85,14 +96,14 @@ def measure(
     return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
 
 
-def max_waits(num_rows: int) -> int:
+def _max_waits(num_rows: int) -> int:
     """Steps in which some of so many requests still wait for their prompts."""
     return num_rows // 8
 
 
-def most_tokens(tree: DraftTree, max_running: int) -> int:
+def _most_tokens(tree: DraftTree, max_running: int) -> int:
     """That a request may get while costs are measured, and while others wait for their prompts."""
-    return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + max_waits(max_running)
+    return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + _max_waits(max_running)
 
 
 def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> list[str]:
@@ -105,7 +116,7 @@ def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> lis
         engine.submit(
             [replace(like, request_id=i, group=i, prompt_ids=prompt, sampling=replace(sampling, seed=int(i)))]
         )
-    for _ in range(1 + max_waits(num_rows)):
+    for _ in range(1 + _max_waits(num_rows)):
         if len(engine.running) < num_rows:
             engine.step()
     return ids

@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quartet.observe.digests import FileDigest, digest_file, seal, unseal
+from quartet.observe.digests import FileDigest, digest_file, digested_file, seal, unseal
 
 NAME, METADATA = "manifest.json", ".metadata"
 """Names of the manifest, and of what every share has."""
@@ -50,10 +50,8 @@ class CheckpointManifest(BaseModel):
 
     def write(self, path: Path) -> None:
         """Into the file ``path``, synced."""
-        with open(path, "wb") as file:
+        with digested_file(path) as file:
             file.write(seal(self.model_dump()))
-            file.flush()
-            os.fsync(file.fileno())
 
     @classmethod
     def read(cls, path: Path) -> CheckpointManifest:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from quartet.algorithms.aggregate import AggregationDenominators, LossTokens, aggregate, aggregation_denominators
 from quartet.algorithms.losses import kl_loss, sft_loss, value_loss
-from quartet.algorithms.off_policy import ImportanceWeights, importance_weights, mean_weight
+from quartet.algorithms.off_policy import ImportanceWeights, SampledTokens, importance_weights, mean_weight
 from quartet.algorithms.policy_losses import (
     PolicyLossOutput,
+    PolicyTokens,
     cispo_loss,
     gmpo_loss,
     gspo_loss,
@@ -157,10 +158,9 @@ class PolicyObjective(Objective):
         found = aggregation_denominators(mask, owner, self.num_trajectories, norm=float(self.max_new_tokens))
         if correction is None or not correction.batch_normalize:
             return found
-        weights = self._importance(correction, batch.token["old_logprobs"], batch).weights
-        return replace(
-            found, mean_weight=mean_weight(weights, mask, owner, self.num_trajectories, level=correction.level)
-        )
+        sampled = self._sampled(batch.token["old_logprobs"], batch)
+        weights = _importance(correction, sampled).weights
+        return replace(found, mean_weight=mean_weight(weights, sampled, level=correction.level))
 
     def loss(
         self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
@@ -196,7 +196,7 @@ class PolicyObjective(Objective):
         that the policy loss leaves out."""
         config, mask, weights = self.config, batch.token["loss_mask"], None
         if config.off_policy is not None:
-            found = self._importance(config.off_policy, old, batch)
+            found = _importance(config.off_policy, self._sampled(old, batch))
             sums.mean("correction/weight_mean", found.weights, mask)
             sums.add("correction/limited_frac", found.num_capped, mask.sum())
             mean = denominators.mean_weight
@@ -207,48 +207,40 @@ class PolicyObjective(Objective):
             weights = mask.to(old.dtype) if weights is None else weights * mask
         return weights
 
-    def _importance(self, config: OffPolicyConfig, old: Tensor, batch: RaggedBatch) -> ImportanceWeights:
-        return importance_weights(
-            old,
-            batch.token["rollout_logprobs"],
-            batch.token["loss_mask"],
-            trajectory_index(batch),
-            self.num_trajectories,
-            level=config.level,
-            mode=config.mode,
-            cap=config.cap,
-            floor=config.floor,
-        )
+    def _sampled(self, old: Tensor, batch: RaggedBatch) -> SampledTokens:
+        token = batch.token
+        owner = trajectory_index(batch)
+        return SampledTokens(old, token["rollout_logprobs"], token["loss_mask"], owner, self.num_trajectories)
 
     def _policy_loss(
         self, logprobs: Tensor, old: Tensor, weights: Tensor | None, batch: RaggedBatch, tokens: LossTokens
     ) -> PolicyLossOutput:
         advantages = batch.token["advantages"]
-        inputs = (logprobs, old, advantages, tokens)
+        given = PolicyTokens(logprobs, old, advantages, tokens, weights)
         match self.config.policy_loss:
             case ClippedLoss(clip_eps_low=low, clip_eps_high=high, dual_clip=dual):
-                return policy_loss(*inputs, clip_eps_low=low, clip_eps_high=high, dual_clip=dual, weights_T=weights)
+                return policy_loss(given, clip_eps_low=low, clip_eps_high=high, dual_clip=dual)
             case ClipCovLoss(clip_eps_low=low, clip_eps_high=high):
-                return policy_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
+                return policy_loss(given, clip_eps_low=low, clip_eps_high=high)
             case SequenceClippedLoss(clip_eps_low=low, clip_eps_high=high):
                 # The advantage stands on every token of its trajectory; its mean over them is itself.
                 spread = keep(advantages if weights is None else advantages * weights, tokens.mask_T)
                 sums_N = segment_sum(spread, tokens.owner_T, self.num_trajectories)
                 advantages_N = sums_N / tokens.denominators.tokens_per_sequence.clamp(min=1)
-                return sequence_policy_loss(logprobs, old, advantages_N, tokens, clip_eps_low=low, clip_eps_high=high)
+                given = PolicyTokens(logprobs, old, advantages_N, tokens)
+                return sequence_policy_loss(given, clip_eps_low=low, clip_eps_high=high)
             case GSPOLoss(clip_eps_low=low, clip_eps_high=high):
-                return gspo_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
+                return gspo_loss(given, clip_eps_low=low, clip_eps_high=high)
             case CISPOLoss(clip_eps_low=bound, clip_eps_high=high):
-                return cispo_loss(*inputs, clip_eps_low=bound, clip_eps_high=high, weights_T=weights)
+                return cispo_loss(given, clip_eps_low=bound, clip_eps_high=high)
             case SAPOLoss(tau_pos=positive, tau_neg=negative):
-                return sapo_loss(*inputs, tau_pos=positive, tau_neg=negative, weights_T=weights)
+                return sapo_loss(given, tau_pos=positive, tau_neg=negative)
             case GMPOLoss(clip_eps_low=low, clip_eps_high=high):
-                return gmpo_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
+                return gmpo_loss(given, clip_eps_low=low, clip_eps_high=high)
             case KLCovLoss(ppo_kl_coef=coef):
-                held = batch.token[HIGH_COVARIANCE]
-                return kl_cov_loss(*inputs, held_T=held, ppo_kl_coef=coef, weights_T=weights)
+                return kl_cov_loss(given, held_T=batch.token[HIGH_COVARIANCE], ppo_kl_coef=coef)
             case ReinforceLoss():
-                return reinforce_loss(*inputs, weights_T=weights)
+                return reinforce_loss(given)
 
     def _clip_metrics(self, out: PolicyLossOutput, sums: MetricSums) -> None:
         if not isinstance(self.config.policy_loss, UNCLIPPED_LOSSES):
@@ -260,6 +252,10 @@ class PolicyObjective(Objective):
         sums.add("policy/ratio_mean", out.ratio_sum, out.num_units)
         sums.add("policy/approx_kl", out.approx_kl_sum, out.num_units)
         sums.maximum("policy/ratio_max", out.ratios, torch.ones_like(out.ratios, dtype=torch.bool))
+
+
+def _importance(config: OffPolicyConfig, sampled: SampledTokens) -> ImportanceWeights:
+    return importance_weights(sampled, level=config.level, mode=config.mode, cap=config.cap, floor=config.floor)
 
 
 @dataclass(frozen=True)

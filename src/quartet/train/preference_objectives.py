@@ -25,6 +25,7 @@ from torch import Tensor
 from quartet.algorithms.aggregate import Aggregation, AggregationDenominators, LossTokens, aggregation_denominators
 from quartet.algorithms.losses import pairwise_reward_loss, sft_loss
 from quartet.algorithms.preference import (
+    Pairs,
     PreferenceLossOutput,
     answer_nll,
     aot_unpaired_loss,
@@ -124,24 +125,25 @@ class PairwiseObjective(_OverPairs):
 
 @dataclass(frozen=True)
 class _Answers:
-    """Log-probabilities of a micro-batch's answers, their reference's and their numbers of tokens, each ``[S]``; and
-    ``sides``, the chosen and the rejected ones ``[P]``."""
+    """Log-probabilities of a micro-batch's answers, their reference's and their numbers of tokens, each ``[S]``;
+    ``sides``, the chosen and the rejected ones ``[P]``; and the number of pairs in the mini-batch."""
 
     logprobs: Tensor
     reference: Tensor
     lengths: Tensor
     sides: tuple[Tensor, Tensor]
+    num_pairs: int
 
     def of_sides(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return values[self.sides[0]], values[self.sides[1]]
 
-    def log_ratios(self, *, per_token: bool = False) -> tuple[Tensor, Tensor]:
+    def log_ratios(self, *, per_token: bool = False) -> Pairs:
         ratios = self.logprobs - self.reference
-        return self.of_sides(ratios / self.lengths.clamp(min=1) if per_token else ratios)
+        return Pairs(*self.of_sides(ratios / self.lengths.clamp(min=1) if per_token else ratios), self.num_pairs)
 
-    def means(self) -> tuple[Tensor, Tensor]:
+    def means(self) -> Pairs:
         """Log-probabilities per token."""
-        return self.of_sides(self.logprobs / self.lengths.clamp(min=1))
+        return Pairs(*self.of_sides(self.logprobs / self.lengths.clamp(min=1)), self.num_pairs)
 
 
 @dataclass(frozen=True)
@@ -169,16 +171,16 @@ class PreferenceObjective(_OverPairs):
         totals, lengths = answer_logprobs(logprobs, batch)
         has_reference = not isinstance(self.config, REFERENCE_FREE)
         reference = batch.sequence["ref_logprobs"] if has_reference else torch.zeros_like(totals)
-        answers = _Answers(totals, reference.to(totals.dtype), lengths, pair_sides(batch))
+        answers = _Answers(totals, reference.to(totals.dtype), lengths, pair_sides(batch), denominators)
         margin = batch.sequence["margin"][answers.sides[0]] if "margin" in batch.sequence else None
         if isinstance(self.config, StepLossConfig):
-            out = self._step_loss(self.config, answers, denominators, answers.of_sides(batch.sequence["anchor"]))
+            out = self._step_loss(self.config, answers, answers.of_sides(batch.sequence["anchor"]))
         else:
-            out = self._pair_loss(self.config, answers, denominators, margin)
+            out = self._pair_loss(self.config, answers, margin)
         total = out.loss
         sft_coef = 1.0 if isinstance(self.config, ORPOLoss) else self.config.sft_coef
         if sft_coef > 0:
-            likelihood = answer_nll(answers.means()[0], denominators)
+            likelihood = answer_nll(answers.means())
             sums.total("loss/sft", likelihood)
             total = total + sft_coef * likelihood
         sums.total("loss/preference", total)
@@ -186,47 +188,37 @@ class PreferenceObjective(_OverPairs):
         return total
 
     def _step_loss(
-        self, config: StepLossConfig, answers: _Answers, num_pairs: int, anchors: tuple[Tensor, Tensor]
+        self, config: StepLossConfig, answers: _Answers, anchors: tuple[Tensor, Tensor]
     ) -> PreferenceLossOutput:
-        ratios, beta = answers.log_ratios(), config.beta
+        pairs, beta = answers.log_ratios(), config.beta
         if isinstance(config, BCOPairLoss):
-            return bco_pair_loss(*ratios, num_pairs, beta=beta, anchors=anchors)
+            return bco_pair_loss(pairs, beta=beta, anchors=anchors)
         smoothing = config.label_smoothing
         if config.name == "aot":
-            return dpo_loss(*ratios, num_pairs, beta=beta, label_smoothing=smoothing, margin_P=beta * anchors[0])
-        return aot_unpaired_loss(*ratios, num_pairs, beta=beta, label_smoothing=smoothing, anchors=anchors)
+            return dpo_loss(pairs, beta=beta, label_smoothing=smoothing, margin_P=beta * anchors[0])
+        return aot_unpaired_loss(pairs, beta=beta, label_smoothing=smoothing, anchors=anchors)
 
-    def _pair_loss(
-        self, config: PairLossConfig, answers: _Answers, num_pairs: int, margin: Tensor | None
-    ) -> PreferenceLossOutput:
+    def _pair_loss(self, config: PairLossConfig, answers: _Answers, margin: Tensor | None) -> PreferenceLossOutput:
         match config:
-            case DPOLoss():
+            case DPOLoss(beta=beta, label_smoothing=smoothing):
                 offset = None if margin is None or config.margin_coef == 0 else config.margin_coef * margin
-                return dpo_loss(
-                    *answers.log_ratios(),
-                    num_pairs,
-                    beta=config.beta,
-                    label_smoothing=config.label_smoothing,
-                    margin_P=offset,
-                )
-            case RobustDPOLoss():
-                return robust_dpo_loss(
-                    *answers.log_ratios(), num_pairs, beta=config.beta, label_smoothing=config.label_smoothing
-                )
+                return dpo_loss(answers.log_ratios(), beta=beta, label_smoothing=smoothing, margin_P=offset)
+            case RobustDPOLoss(beta=beta, label_smoothing=smoothing):
+                return robust_dpo_loss(answers.log_ratios(), beta=beta, label_smoothing=smoothing)
             case IPOLoss():
-                return ipo_loss(*answers.log_ratios(per_token=config.per_token), num_pairs, beta=config.beta)
+                return ipo_loss(answers.log_ratios(per_token=config.per_token), beta=config.beta)
             case HingeLoss():
-                return hinge_loss(*answers.log_ratios(), num_pairs, beta=config.beta)
+                return hinge_loss(answers.log_ratios(), beta=config.beta)
             case EXOPairLoss(beta=beta, label_smoothing=smoothing):
-                return exo_pair_loss(*answers.log_ratios(), num_pairs, beta=beta, label_smoothing=smoothing)
+                return exo_pair_loss(answers.log_ratios(), beta=beta, label_smoothing=smoothing)
             case PointwisePairLoss(name=kind, beta=beta):
-                return pointwise_pair_loss(kind, *answers.log_ratios(), num_pairs, beta=beta)
+                return pointwise_pair_loss(kind, answers.log_ratios(), beta=beta)
             case DiscoPOPLoss(beta=beta, discopop_tau=tau):
-                return discopop_loss(*answers.log_ratios(), num_pairs, beta=beta, discopop_tau=tau)
+                return discopop_loss(answers.log_ratios(), beta=beta, discopop_tau=tau)
             case SimPOLoss():
-                return simpo_loss(*answers.means(), num_pairs, beta=config.beta, gamma=config.gamma)
+                return simpo_loss(answers.means(), beta=config.beta, gamma=config.gamma)
             case ORPOLoss():
-                out = odds_ratio_loss(*answers.means(), num_pairs)
+                out = odds_ratio_loss(answers.means())
                 return PreferenceLossOutput(config.odds_coef * out.loss, out.chosen_rewards_P, out.rejected_rewards_P)
 
 
@@ -237,8 +229,8 @@ def _pair_metrics(out: PreferenceLossOutput, answers: _Answers, sums: MetricSums
     sums.mean("preference/margin", chosen - rejected)
     sums.mean("preference/accuracy", chosen > rejected)
     means = answers.means()
-    sums.mean("preference/logprob_chosen", means[0])
-    sums.mean("preference/logprob_rejected", means[1])
+    sums.mean("preference/logprob_chosen", means.chosen_P)
+    sums.mean("preference/logprob_rejected", means.rejected_P)
 
 
 @dataclass(frozen=True)

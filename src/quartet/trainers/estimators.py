@@ -32,7 +32,6 @@ from torch import Tensor
 
 from quartet.algorithms.advantages import (
     best_of_k,
-    broadcast_to_tokens,
     discounted_returns,
     gae,
     group_relative,
@@ -88,16 +87,16 @@ SHARP = "sharp_logprobs"
 class Scored:
     """What an estimator sees.
 
-    ``scores_N`` raw scores (0 where none applies), ``shaped_N`` less the penalties of the recipe, ``kl_T`` the KL to
-    the reference per action token (0 without a reference), ``kl_coef`` the coefficient of KL in the reward. ``group_N``
-    labels the groups, ``length_N`` counts action tokens, ``ended_N`` says who ended by itself. ``baseline_N`` is the
-    shaped score of the greedy response (ReMax). ``step_rewards_T`` is the part of the scores that is earned before the
-    end, weighted; None: all of it lands on the last action token.
+    ``owner_T`` is the trajectory of each action token, -1 for other tokens. ``scores_N`` are raw scores (0 where none
+    applies), ``shaped_N`` less the penalties of the recipe, ``kl_T`` the KL to the reference per action token (0
+    without a reference), ``kl_coef`` the coefficient of KL in the reward. ``group_N`` labels the groups, ``length_N``
+    counts action tokens, ``ended_N`` says who ended by itself. ``baseline_N`` is the shaped score of the greedy
+    response (ReMax). ``step_rewards_T`` is the part of the scores that is earned before the end, weighted; None: all of
+    it lands on the last action token.
     """
 
     batch: RaggedBatch
-    trajectory_T: Tensor
-    action_mask_T: Tensor
+    owner_T: Tensor
     scores_N: Tensor
     shaped_N: Tensor
     kl_T: Tensor
@@ -109,9 +108,9 @@ class Scored:
     step_rewards_T: Tensor | None = None
 
     @property
-    def owner_T(self) -> Tensor:
-        """``[T]`` trajectory of each action token, -1 for others."""
-        return masked_owner(self.trajectory_T, self.action_mask_T)
+    def action_mask_T(self) -> Tensor:
+        """``[T]`` bool: action tokens."""
+        return self.owner_T >= 0
 
     def summed(self, values_T: Tensor) -> Tensor:
         """``[N]`` a token field over the action tokens of each trajectory."""
@@ -191,8 +190,7 @@ def _ppo(config: PPO, scored: Scored) -> Estimate:
     advantages_T, returns_T = gae(
         rewards_T,
         scored.batch.token["values"],
-        scored.action_mask_T,
-        scored.trajectory_T,
+        scored.owner_T,
         config.gamma,
         config.gae_lambda,
         bootstrap_N=_values_behind(scored) if config.bootstrap_truncated else None,
@@ -216,25 +214,25 @@ def _values_behind(scored: Scored) -> Tensor:
 
 
 def _discounted(config: ReinforcePlusPlus | ReMax, scored: Scored) -> Estimate:
-    rewards_T, mask_T, owner_T = _token_rewards(scored), scored.action_mask_T, scored.trajectory_T
-    returns_T = discounted_returns(rewards_T, mask_T, owner_T, config.gamma)
+    rewards_T, owner_T = _token_rewards(scored), scored.owner_T
+    returns_T = discounted_returns(rewards_T, owner_T, config.gamma)
     if isinstance(config, ReinforcePlusPlus):
         advantages_T = returns_T
     elif scored.baseline_N is None:
         raise ValueError(f"ReMax needs the sequence column {BASELINE!r}, the scores of greedy responses")
     else:
-        advantages_T = less_baseline(returns_T, scored.baseline_N, mask_T, owner_T)
-    return Estimate(_whitened(config, advantages_T, mask_T), rewards_T, None, scored.summed(rewards_T))
+        advantages_T = less_baseline(returns_T, scored.baseline_N, owner_T)
+    return Estimate(_whitened(config, advantages_T, scored.action_mask_T), rewards_T, None, scored.summed(rewards_T))
 
 
 def _optimal_tokens(config: OptimalTokenBaseline, scored: Scored) -> Estimate:
-    rewards_T, mask_T, owner_T = _token_rewards(scored), scored.action_mask_T, scored.trajectory_T
+    rewards_T, mask_T, owner_T = _token_rewards(scored), scored.action_mask_T, scored.owner_T
     token = scored.batch.token
     energy_T = score_energy(token["old_logprobs"], token[SHARP], mask_T)
-    returns_T = discounted_returns(rewards_T, mask_T, owner_T, gamma=1.0)
-    advantages_T = optimal_token_baseline(returns_T, energy_T, scored.group_N, mask_T, owner_T)
+    returns_T = discounted_returns(rewards_T, owner_T, gamma=1.0)
+    advantages_T = optimal_token_baseline(returns_T, energy_T, scored.group_N, owner_T)
     acting_N = torch.bincount(owner_T[mask_T], minlength=len(scored.scores_N)) > 0
-    is_equal_T = gather_owner(_in_equal_group(scored, acting_N), scored.owner_T)
+    is_equal_T = gather_owner(_in_equal_group(scored, acting_N), owner_T)
     advantages_T = torch.where(is_equal_T, 0, _whitened(config, advantages_T, mask_T))
     return Estimate(advantages_T, rewards_T, None, scored.summed(rewards_T))
 
@@ -245,29 +243,29 @@ def _token_rewards(scored: Scored) -> Tensor:
     if steps_T is not None:
         steps_T = torch.where(scored.action_mask_T, steps_T, 0.0)
         rest_N = rest_N - scored.summed(steps_T)
-    found_T = token_rewards(rest_N, scored.kl_T, scored.kl_coef, scored.action_mask_T, scored.trajectory_T)
+    found_T = token_rewards(rest_N, scored.kl_T, scored.kl_coef, scored.owner_T)
     return found_T if steps_T is None else found_T + steps_T
 
 
 def _within_groups(config: PolicyGradientConfig | SelectionConfig, scored: Scored) -> Estimate:
     """Trajectories compared with the others of their group that take part; one advantage on all their tokens."""
-    mask_T, owner_T, group_N, shaped_N = scored.action_mask_T, scored.trajectory_T, scored.group_N, scored.shaped_N
+    owner_T, group_N, shaped_N = scored.owner_T, scored.group_N, scored.shaped_N
     if isinstance(config, Selection):
         rewards_N = shaped_N  # KL takes no part in what is best
     else:
-        rewards_N = completion_rewards(shaped_N, scored.kl_T, scored.kl_coef, mask_T, owner_T)
+        rewards_N = completion_rewards(shaped_N, scored.kl_T, scored.kl_coef, owner_T)
     acting_N = torch.zeros(len(scored.scores_N), dtype=torch.bool)
-    acting_N[owner_T[mask_T]] = True
+    acting_N[owner_T[scored.action_mask_T]] = True
     advantages_N = torch.zeros_like(rewards_N)
     if bool(acting_N.any()):
         columns = (rewards_N, group_N, shaped_N, scored.length_N)
         advantages_N[acting_N] = _group_advantages(config, *(column[acting_N] for column in columns))
     if isinstance(config, RewardedAlgorithm) and config.whiten_advantages:
         is_equal_N, scale = _in_equal_group(scored, acting_N), config.whiten_advantages is True
-        advantages_T = whitened_unless_equal(advantages_N, is_equal_N, mask_T, owner_T, scale=scale)
+        advantages_T = whitened_unless_equal(advantages_N, is_equal_N, owner_T, scale=scale)
     else:
-        advantages_T = broadcast_to_tokens(advantages_N, owner_T, mask_T)
-    return Estimate(advantages_T, token_rewards(rewards_N, None, 0.0, mask_T, owner_T), None, rewards_N)
+        advantages_T = gather_owner(advantages_N, owner_T)
+    return Estimate(advantages_T, token_rewards(rewards_N, None, 0.0, owner_T), None, rewards_N)
 
 
 def _in_equal_group(scored: Scored, acting_N: Tensor) -> Tensor:

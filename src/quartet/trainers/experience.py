@@ -142,8 +142,7 @@ class Assembler:
         kl_T, kl_metrics = self._kl(batch, action_mask_T)
         scored = Scored(
             batch=batch,
-            trajectory_T=trajectory_T,
-            action_mask_T=action_mask_T,
+            owner_T=masked_owner(trajectory_T, action_mask_T),
             scores_N=judged.scores_N,
             shaped_N=judged.shaped_N,
             kl_T=kl_T,

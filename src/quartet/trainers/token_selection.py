@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quartet.algorithms.off_policy import is_accepted
+from quartet.algorithms.off_policy import SampledTokens, is_accepted
 from quartet.algorithms.segments import gather_owner, masked_owner
 from quartet.algorithms.token_selection import covariance, drawn_between, top_share
 from quartet.batch.ragged import RaggedBatch
@@ -68,13 +68,7 @@ def with_selected_tokens(
 
 def _kept(config: RejectionConfig, batch: RaggedBatch, owner_T: Tensor, num_trajectories: int) -> Tensor:
     """``[N]`` bool."""
-    return is_accepted(
-        batch.token["old_logprobs"],
-        batch.token["rollout_logprobs"],
-        owner_T >= 0,
-        owner_T,
-        num_trajectories,
-        statistic=config.statistic,
-        lower=config.lower if config.lower is not None else 1 / config.upper,
-        upper=config.upper,
-    )
+    logprobs = batch.token["old_logprobs"], batch.token["rollout_logprobs"]
+    sampled = SampledTokens(*logprobs, owner_T >= 0, owner_T, num_trajectories)
+    lower = config.lower if config.lower is not None else 1 / config.upper
+    return is_accepted(sampled, statistic=config.statistic, lower=lower, upper=config.upper)

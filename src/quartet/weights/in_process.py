@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -117,3 +117,9 @@ def sync_in_process(source: NamedSource, sinks: Sequence[TensorSink], version: i
             deque(tensors, maxlen=0)  # the other ranks wait in their gathers for this one, to the last tensor
         raise
     return manifest
+
+
+def write_into(sink: TensorSink, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+    """Brings ``(name, tensor)`` pairs to one sink of this process, in its dtypes; raises as ``sync_in_process``."""
+    pairs = list(named)
+    sync_in_process(NamedSource(lambda: pairs, like=sink.dtypes()), [sink], version)

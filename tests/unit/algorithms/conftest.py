@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.aggregate import Aggregation, LossTokens, aggregation_denominators
+from quartet.algorithms.segments import masked_owner
 
 
 @dataclass
@@ -21,6 +22,11 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         return self.owner.shape[0]
+
+    @property
+    def acting(self) -> Tensor:
+        """The owner of each masked token, -1 for others."""
+        return masked_owner(self.owner, self.mask)
 
     def tokens_of(self, n: int) -> list[int]:
         """Positions of the masked tokens of owner n, in time order."""

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.algorithms.advantages import broadcast_to_tokens, gae, group_relative, leave_one_out, length_weighted
+from quartet.algorithms.advantages import gae, group_relative, leave_one_out, length_weighted
 
 PUBLISHED_SCORES = torch.tensor([1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10], dtype=torch.float64)
 PUBLISHED_GROUPS = torch.arange(12) % 3
@@ -26,11 +26,10 @@ def slow_gae(rewards, values, layout, gamma, gae_lambda):
 
 def test_gae_by_hand(close):
     # gamma 0.5, lambda 0.5; actions at 1, 2 and 4, an observation at 3, the prompt at 0.
-    trajectory = torch.tensor([-1, 0, 0, 0, 0])
-    action = torch.tensor([False, True, True, False, True])
+    owner = torch.tensor([-1, 0, 0, -1, 0])
     rewards = torch.tensor([9.0, 0.0, 1.0, 9.0, 4.0], dtype=torch.float64)
     values = torch.tensor([9.0, 1.0, 2.0, 9.0, 2.0], dtype=torch.float64)
-    advantages, returns = gae(rewards, values, action, trajectory, 0.5, 0.5)
+    advantages, returns = gae(rewards, values, owner, 0.5, 0.5)
     # deltas: 4 - 2 = 2; 1 + 0.5·2 - 2 = 0; 0 + 0.5·2 - 1 = 0. Then 2; 0 + 0.25·2 = 0.5; 0 + 0.25·0.5 = 0.125.
     close(advantages, torch.tensor([0.0, 0.125, 0.5, 0.0, 2.0], dtype=torch.float64))
     close(returns, torch.tensor([0.0, 1.125, 2.5, 0.0, 4.0], dtype=torch.float64))
@@ -43,9 +42,7 @@ def test_gae_matches_a_loop(gamma, gae_lambda, num_tokens, make_layout, close):
     rewards, values = layout.normal(0), layout.normal(1)
     expected = slow_gae(rewards, values, layout, gamma, gae_lambda)
     poison = float("-inf")
-    found = gae(
-        layout.poisoned(rewards, poison), layout.poisoned(values, poison), layout.mask, layout.owner, gamma, gae_lambda
-    )
+    found = gae(layout.poisoned(rewards, poison), layout.poisoned(values, poison), layout.acting, gamma, gae_lambda)
     for actual, wanted in zip(found, expected, strict=True):
         close(actual, wanted)
 
@@ -60,67 +57,61 @@ def test_gae_with_values_behind_the_end_matches_a_loop(gamma, gae_lambda, make_l
     for n in range(layout.num_owners):
         if layout.tokens_of(n):
             ended[layout.tokens_of(n)[-1]] += gamma * behind[n]
-    found = gae(rewards, values, layout.mask, layout.owner, gamma, gae_lambda, bootstrap_N=behind)
+    found = gae(rewards, values, layout.acting, gamma, gae_lambda, bootstrap_N=behind)
     for actual, wanted in zip(found, slow_gae(ended, values, layout, gamma, gae_lambda), strict=True):
         close(actual, wanted)
-    plain = gae(rewards, values, layout.mask, layout.owner, gamma, gae_lambda)
+    plain = gae(rewards, values, layout.acting, gamma, gae_lambda)
     assert not torch.equal(found[0], plain[0])
 
 
 def test_a_final_reward_reaches_the_first_turn_of_another_sequence():
     # Two sequences of one trajectory, with another trajectory's tokens between them.
-    trajectory = torch.tensor([0, 1, 1, -1, 0])
-    action = torch.tensor([True, True, True, False, True])
+    owner = torch.tensor([0, 1, 1, -1, 0])
     rewards = torch.tensor([0.0, 0.0, 5.0, 0.0, 1.0])
-    advantages, _ = gae(rewards, torch.zeros(5), action, trajectory, 1.0, 1.0)
+    advantages, _ = gae(rewards, torch.zeros(5), owner, 1.0, 1.0)
     assert advantages.tolist() == [1.0, 5.0, 5.0, 0.0, 1.0]
 
 
 def test_gae_of_length_one_responses():
-    trajectory = torch.tensor([1, 0])
-    advantages, returns = gae(
-        torch.tensor([3.0, 4.0]), torch.ones(2), torch.ones(2, dtype=torch.bool), trajectory, 0.9, 0.9
-    )
+    advantages, returns = gae(torch.tensor([3.0, 4.0]), torch.ones(2), torch.tensor([1, 0]), 0.9, 0.9)
     assert advantages.tolist() == [2.0, 3.0] and returns.tolist() == [3.0, 4.0]
 
 
 def test_gae_of_nothing_and_of_fully_masked_rows():
     empty = torch.zeros(0)
-    found = gae(empty, empty, empty.bool(), empty.long(), 1.0, 0.95)
+    found = gae(empty, empty, empty.long(), 1.0, 0.95)
     assert found[0].shape == found[1].shape == (0,)
-    nan, owner = torch.full((3,), float("nan")), torch.zeros(3, dtype=torch.int64)
-    masked = gae(nan, nan, torch.zeros(3, dtype=torch.bool), owner, 1.0, 0.95)
+    nan = torch.full((3,), float("nan"))
+    masked = gae(nan, nan, torch.full((3,), -1), 1.0, 0.95)
     assert masked[0].tolist() == masked[1].tolist() == [0, 0, 0]
 
 
 def test_order_of_trajectories_does_not_change_gae(make_layout, close):
     layout = make_layout(8, 200, 9)
     rewards, values = layout.normal(0), layout.normal(1)
-    before = gae(rewards, values, layout.mask, layout.owner, 0.99, 0.95)[0]
+    before = gae(rewards, values, layout.acting, 0.99, 0.95)[0]
     # Whole owners change places; time order within each is kept.
     permutation = torch.argsort(-layout.owner, stable=True)
-    after = gae(
-        rewards[permutation], values[permutation], layout.mask[permutation], layout.owner[permutation], 0.99, 0.95
-    )[0]
+    after = gae(rewards[permutation], values[permutation], layout.acting[permutation], 0.99, 0.95)[0]
     close(after, before[permutation])
-    renamed = gae(rewards, values, layout.mask, torch.where(layout.owner >= 0, 8 - layout.owner, -1), 0.99, 0.95)[0]
+    renamed = gae(rewards, values, torch.where(layout.acting >= 0, 8 - layout.acting, -1), 0.99, 0.95)[0]
     close(renamed, before)
 
 
 def test_gae_splits_into_its_trajectories(make_layout, close):
     layout = make_layout(9)
     rewards, values = layout.normal(0), layout.normal(1)
-    whole = gae(rewards, values, layout.mask, layout.owner, 0.99, 0.95)[0]
+    whole = gae(rewards, values, layout.acting, 0.99, 0.95)[0]
     for n in range(layout.num_owners):
         own = layout.owner == n
-        part = gae(rewards[own], values[own], layout.mask[own], layout.owner[own], 0.99, 0.95)[0]
+        part = gae(rewards[own], values[own], layout.acting[own], 0.99, 0.95)[0]
         close(part, whole[own])
 
 
 def test_gae_of_bfloat16_is_single_and_close(make_layout, close):
     layout = make_layout(3)
     rewards, values = layout.normal(0, torch.bfloat16), layout.normal(1, torch.bfloat16)
-    advantages, returns = gae(rewards, values, layout.mask, layout.owner, 1.0, 0.95)
+    advantages, returns = gae(rewards, values, layout.acting, 1.0, 0.95)
     assert advantages.dtype == returns.dtype == torch.float32
     close(advantages, slow_gae(rewards.double(), values.double(), layout, 1.0, 0.95)[0])
 
@@ -128,8 +119,8 @@ def test_gae_of_bfloat16_is_single_and_close(make_layout, close):
 def test_gae_is_a_constant(make_layout, unchanged):
     layout = make_layout(3)
     values = layout.normal(0).requires_grad_()
-    assert not gae(layout.normal(1), values, layout.mask, layout.owner, 1.0, 0.95)[1].requires_grad
-    unchanged(gae, layout.normal(1), values, layout.mask, layout.owner, 1.0, 0.95)
+    assert not gae(layout.normal(1), values, layout.acting, 1.0, 0.95)[1].requires_grad
+    unchanged(gae, layout.normal(1), values, layout.acting, 1.0, 0.95)
 
 
 # Groups --------------------------------------------------------------------------------------------------
@@ -230,10 +221,3 @@ def test_bfloat16_scores(name, close):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_inputs_unchanged(name, unchanged):
     unchanged(ESTIMATORS[name], PUBLISHED_SCORES, PUBLISHED_GROUPS)
-
-
-def test_broadcast_to_tokens():
-    trajectory = torch.tensor([-1, 1, 0, 1])
-    action = torch.tensor([True, True, True, False])
-    spread = broadcast_to_tokens(torch.tensor([2.0, 3.0]), trajectory, action)
-    assert spread.tolist() == [0.0, 3.0, 2.0, 0.0]

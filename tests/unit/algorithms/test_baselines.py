@@ -22,7 +22,7 @@ from quartet.algorithms.advantages import (
     whitened_unless_equal,
 )
 from quartet.algorithms.rewards import overlong_penalty
-from quartet.algorithms.segments import masked_whiten
+from quartet.algorithms.segments import masked_owner, masked_whiten
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -41,11 +41,10 @@ def slow_returns(rewards, layout, gamma):
 
 def test_returns_by_hand():
     # The prompt at 0, an observation at 3: the action behind it follows the one before it.
-    trajectory = torch.tensor([-1, 0, 0, 0, 0])
-    action = torch.tensor([True, True, True, False, True])
+    owner = torch.tensor([-1, 0, 0, -1, 0])
     rewards = torch.tensor([9.0, 1.0, 2.0, 9.0, 4.0], dtype=torch.float64)
-    assert discounted_returns(rewards, action, trajectory, 0.5).tolist() == [0.0, 3.0, 4.0, 0.0, 4.0]
-    assert discounted_returns(rewards, action, trajectory, 0.0).tolist() == [0.0, 1.0, 2.0, 0.0, 4.0]
+    assert discounted_returns(rewards, owner, 0.5).tolist() == [0.0, 3.0, 4.0, 0.0, 4.0]
+    assert discounted_returns(rewards, owner, 0.0).tolist() == [0.0, 1.0, 2.0, 0.0, 4.0]
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.7, 0.99, 1.0])
@@ -53,39 +52,38 @@ def test_returns_by_hand():
 def test_returns_match_a_loop(gamma, num_tokens, make_layout, close):
     layout = make_layout(num_tokens, num_tokens)
     rewards = layout.normal(0)
-    found = discounted_returns(layout.poisoned(rewards, -INFINITY), layout.mask, layout.owner, gamma)
+    found = discounted_returns(layout.poisoned(rewards, -INFINITY), layout.acting, gamma)
     close(found, slow_returns(rewards, layout, gamma))
 
 
 def test_a_final_reward_reaches_the_first_turn_of_another_sequence_in_returns():
-    trajectory = torch.tensor([0, 1, 1, -1, 0])
+    owner = torch.tensor([0, 1, 1, -1, 0])
     rewards = torch.tensor([0.0, 0.0, 5.0, 7.0, 1.0])
-    returns = discounted_returns(rewards, torch.ones(5, dtype=torch.bool), trajectory, 1.0)
+    returns = discounted_returns(rewards, owner, 1.0)
     assert returns.tolist() == [1.0, 5.0, 5.0, 0.0, 1.0]
 
 
 def test_returns_of_length_one_of_nothing_and_of_fully_masked_rows():
-    one = discounted_returns(torch.tensor([3.0, 4.0]), torch.ones(2, dtype=torch.bool), torch.tensor([1, 0]), 0.9)
+    one = discounted_returns(torch.tensor([3.0, 4.0]), torch.tensor([1, 0]), 0.9)
     assert one.tolist() == [3.0, 4.0]
     empty = torch.zeros(0)
-    assert discounted_returns(empty, empty.bool(), empty.long(), 0.9).shape == (0,)
-    masked = torch.zeros(3, dtype=torch.bool)
-    assert discounted_returns(torch.full((3,), NAN), masked, torch.zeros(3, dtype=torch.int64), 1.0).tolist() == [0] * 3
+    assert discounted_returns(empty, empty.long(), 0.9).shape == (0,)
+    assert discounted_returns(torch.full((3,), NAN), torch.full((3,), -1), 1.0).tolist() == [0] * 3
 
 
 def test_order_of_trajectories_does_not_change_returns(make_layout, close):
     layout = make_layout(8, 200, 9)
     rewards = layout.normal(0)
-    before = discounted_returns(rewards, layout.mask, layout.owner, 0.9)
+    before = discounted_returns(rewards, layout.acting, 0.9)
     permutation = torch.argsort(-layout.owner, stable=True)
-    after = discounted_returns(rewards[permutation], layout.mask[permutation], layout.owner[permutation], 0.9)
+    after = discounted_returns(rewards[permutation], layout.acting[permutation], 0.9)
     close(after, before[permutation])
 
 
 def test_returns_of_bfloat16_are_single_and_close(make_layout, close):
     layout = make_layout(3)
     rewards = layout.normal(0, torch.bfloat16)
-    found = discounted_returns(rewards, layout.mask, layout.owner, 0.9)
+    found = discounted_returns(rewards, layout.acting, 0.9)
     assert found.dtype == torch.float32
     close(found, slow_returns(rewards.double(), layout, 0.9))
 
@@ -97,7 +95,7 @@ def test_reinforce_plus_plus_is_whitened_over_the_whole_batch(make_layout, close
     tokens = [t for n in range(layout.num_owners) for t in layout.tokens_of(n)]
     expected = torch.zeros_like(returns)
     expected[tokens] = (returns[tokens] - returns[tokens].mean()) / (returns[tokens].std() + 1e-6)
-    found = discounted_returns(rewards, layout.mask, layout.owner, 0.9)
+    found = discounted_returns(rewards, layout.acting, 0.9)
     close(masked_whiten(found, layout.mask & (layout.owner >= 0)), expected)
 
 
@@ -105,10 +103,9 @@ def test_reinforce_plus_plus_is_whitened_over_the_whole_batch(make_layout, close
 
 
 def test_less_baseline_by_hand():
-    trajectory = torch.tensor([-1, 1, 0, 1, 1])
-    action = torch.tensor([True, True, True, False, True])
+    owner = torch.tensor([-1, 1, 0, -1, 1])
     returns = torch.tensor([NAN, 5.0, 2.0, INFINITY, 4.0])
-    found = less_baseline(returns, torch.tensor([1.5, 3.0]), action, trajectory)
+    found = less_baseline(returns, torch.tensor([1.5, 3.0]), owner)
     assert found.tolist() == [0.0, 2.0, 0.5, 0.0, 1.0]
 
 
@@ -119,13 +116,13 @@ def test_less_baseline_matches_a_loop(make_layout, close):
     for n in range(layout.num_owners):
         for t in layout.tokens_of(n):
             expected[t] = returns[t] - baseline[n]
-    close(less_baseline(layout.poisoned(returns, NAN), baseline, layout.mask, layout.owner), expected)
+    close(less_baseline(layout.poisoned(returns, NAN), baseline, layout.acting), expected)
 
 
 def test_a_response_like_the_greedy_one_has_no_advantage():
-    trajectory, action = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)
-    returns = discounted_returns(torch.tensor([0.0, 0.0, 0.3]), action, trajectory, 1.0)
-    assert less_baseline(returns, torch.tensor([0.3]), action, trajectory).tolist() == [0.0, 0.0, 0.0]
+    owner = torch.zeros(3, dtype=torch.int64)
+    returns = discounted_returns(torch.tensor([0.0, 0.0, 0.3]), owner, 1.0)
+    assert less_baseline(returns, torch.tensor([0.3]), owner).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_teacher_advantages_by_hand():
@@ -210,7 +207,7 @@ def test_nothing_to_rescale():
 def whitened(scores, group, layout_owner, mask):
     labels = torch.unique(group, return_inverse=True)[1]
     equal = torch.tensor([len(set(scores[labels == g].tolist())) == 1 for g in range(int(labels.max()) + 1)])
-    return whitened_unless_equal(group_relative(scores, group, False), equal[labels], mask, layout_owner)
+    return whitened_unless_equal(group_relative(scores, group, False), equal[labels], masked_owner(layout_owner, mask))
 
 
 def test_whitened_groups_match_a_loop_and_equal_ones_stay_exactly_zero(close):
@@ -304,11 +301,10 @@ def test_pass_at_k_matches_every_choice_in_any_order(k, normalise, unchanged):
 
 def test_the_optimal_token_baseline_by_hand():
     # Two trajectories with returns 1 and 4; paths 1, 2 and 3, 4, 5: baselines 13 / 4, 18 / 6, and 4 alone.
-    owner = torch.tensor([-1, 0, 1, 0, 1, 1, 0])
-    mask = torch.tensor([True, True, True, True, True, True, False])
+    owner = torch.tensor([-1, 0, 1, 0, 1, 1, -1])
     returns = torch.tensor([NAN, 1.0, 4.0, 1.0, 4.0, 4.0, NAN])
     energy = torch.tensor([NAN, 1.0, 3.0, 1.0, 1.0, 1.0, NAN])
-    found = optimal_token_baseline(returns, energy, torch.tensor([5, 5]), mask, owner)
+    found = optimal_token_baseline(returns, energy, torch.tensor([5, 5]), owner)
     assert found.tolist() == pytest.approx([0, 1 - 13 / 4, 4 - 13 / 4, 1 - 3, 4 - 3, 0, 0])
 
 
@@ -336,15 +332,15 @@ def test_baselines_leave_inputs_unchanged_and_are_constants(make_layout, unchang
     per_owner = torch.ones(layout.num_owners, dtype=torch.float64, requires_grad=True)
     group = torch.zeros(layout.num_owners, dtype=torch.int64)
     calls = [
-        (discounted_returns, (values, layout.mask, layout.owner, 0.9)),
-        (less_baseline, (values, per_owner, layout.mask, layout.owner)),
+        (discounted_returns, (values, layout.acting, 0.9)),
+        (less_baseline, (values, per_owner, layout.acting)),
         (teacher_advantages, (values, values, layout.mask)),
         (length_weighted, (per_owner, torch.ones(layout.num_owners), group)),
         (rescaled_by_variance, (per_owner, group, torch.arange(layout.num_owners))),
         (normalised_in_groups, (per_owner, group)),
         (best_of_k, (per_owner, group, 2, True)),
-        (optimal_token_baseline, (values, values, group, layout.mask, layout.owner)),
-        (whitened_unless_equal, (per_owner, group > 0, layout.mask, layout.owner)),
+        (optimal_token_baseline, (values, values, group, layout.acting)),
+        (whitened_unless_equal, (per_owner, group > 0, layout.acting)),
         (overlong_penalty, (torch.arange(4), 8, 4, 1.0)),
     ]
     for function, arguments in calls:

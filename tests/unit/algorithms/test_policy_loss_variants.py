@@ -8,6 +8,7 @@ import torch
 
 from quartet.algorithms.aggregate import LossTokens, aggregation_denominators
 from quartet.algorithms.policy_losses import (
+    PolicyTokens,
     cispo_loss,
     gmpo_loss,
     gspo_loss,
@@ -26,19 +27,23 @@ CLIP = {"clip_eps_low": 0.1, "clip_eps_high": 0.15}
 COEF = 0.7
 
 
-def kl_cov(policy, old, advantages, tokens, **options):
-    return kl_cov_loss(policy, old, advantages, tokens, held_T=old < -1.9, ppo_kl_coef=COEF, **options)
+def given(loss, policy, old, advantages, tokens, weights_T=None, **options):
+    return loss(PolicyTokens(policy, old, advantages, tokens, weights_T), **options)
+
+
+def kl_cov(tokens):
+    return kl_cov_loss(tokens, held_T=tokens.old_logprobs_T < -1.9, ppo_kl_coef=COEF)
 
 
 LOSSES = {
-    "clipped": partial(policy_loss, **CLIP),
-    "gspo": partial(gspo_loss, **CLIP),
-    "cispo": partial(cispo_loss, **CLIP),
-    "cispo-unbounded": partial(cispo_loss, clip_eps_low=None, clip_eps_high=0.15),
-    "reinforce": reinforce_loss,
-    "sapo": partial(sapo_loss, tau_pos=1.0, tau_neg=1.4),
-    "gmpo": partial(gmpo_loss, **CLIP),
-    "kl_cov": kl_cov,
+    "clipped": partial(given, policy_loss, **CLIP),
+    "gspo": partial(given, gspo_loss, **CLIP),
+    "cispo": partial(given, cispo_loss, **CLIP),
+    "cispo-unbounded": partial(given, cispo_loss, clip_eps_low=None, clip_eps_high=0.15),
+    "reinforce": partial(given, reinforce_loss),
+    "sapo": partial(given, sapo_loss, tau_pos=1.0, tau_neg=1.4),
+    "gmpo": partial(given, gmpo_loss, **CLIP),
+    "kl_cov": partial(given, kl_cov),
 }
 SEQUENCE = ("gspo", "gmpo")
 UNCLIPPED = ("reinforce", "sapo", "kl_cov")
@@ -140,7 +145,8 @@ def test_gspo_by_hand():
     policy = torch.tensor([-1.0, -9.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.2, -1.0, -1.95, -3.0], dtype=torch.float64)
     advantages = torch.tensor([2.0, 0.0, 3.0, 2.0], dtype=torch.float64)
-    out = gspo_loss(
+    out = given(
+        gspo_loss,
         policy,
         old,
         advantages,
@@ -161,10 +167,10 @@ def test_gspo_equals_its_stop_gradient_form(aggregation, make_layout, close):
     layout, policy, old, advantages = case(make_layout)
     tokens = layout.tokens(aggregation, norm=NORM)
     mine, other = (policy.clone().requires_grad_() for _ in range(2))
-    out = gspo_loss(mine, old, advantages, tokens, **CLIP)
+    out = given(gspo_loss, mine, old, advantages, tokens, **CLIP)
     out.loss.backward()
     # The same clip on the same value: an old that makes the token's own ratio the sequence's.
-    surrogate = policy_loss(other, policy - out.ratios.log(), advantages, tokens, **CLIP)
+    surrogate = given(policy_loss, other, policy - out.ratios.log(), advantages, tokens, **CLIP)
     surrogate.loss.backward()
     close(out.loss.detach(), surrogate.loss.detach())
     close(mine.grad, other.grad)
@@ -176,7 +182,7 @@ def by_hand(loss, ratios, advantages, **options):
     policy = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     tokens = LossTokens(mask, owner, aggregation_denominators(mask, owner, 1))
     old, advantages = torch.zeros(len(ratios), dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64)
-    out = loss(policy, old, advantages, tokens, **options)
+    out = given(loss, policy, old, advantages, tokens, **options)
     out.loss.backward()
     return out, policy.grad.tolist()
 
@@ -213,7 +219,8 @@ def test_kl_cov_by_hand():
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
     owner, mask = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)
     policy = torch.tensor([2.0, 0.5, 1.0], dtype=torch.float64).log().requires_grad_()
-    out = cispo_loss(
+    out = given(
+        cispo_loss,
         policy,
         torch.zeros(3, dtype=torch.float64),
         torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64),

@@ -6,27 +6,37 @@ from functools import partial
 import pytest
 import torch
 
+from quartet.algorithms import preference
 from quartet.algorithms.preference import (
-    answer_nll,
-    aot_unpaired_loss,
-    bco_pair_loss,
+    Pairs,
     best_and_worst,
     best_of_groups,
-    discopop_loss,
-    dpo_loss,
-    exo_pair_loss,
-    hinge_loss,
-    ipo_loss,
     kto_loss,
     kto_reference_point,
-    odds_ratio_loss,
-    pointwise_pair_loss,
-    robust_dpo_loss,
-    simpo_loss,
     step_anchors,
 )
 
 NUM_PAIRS = 9
+
+
+def of_sides(loss):
+    return lambda chosen, rejected, num_pairs, **options: loss(Pairs(chosen, rejected, num_pairs), **options)
+
+
+aot_unpaired_loss = of_sides(preference.aot_unpaired_loss)
+bco_pair_loss = of_sides(preference.bco_pair_loss)
+discopop_loss = of_sides(preference.discopop_loss)
+dpo_loss = of_sides(preference.dpo_loss)
+exo_pair_loss = of_sides(preference.exo_pair_loss)
+hinge_loss = of_sides(preference.hinge_loss)
+ipo_loss = of_sides(preference.ipo_loss)
+odds_ratio_loss = of_sides(preference.odds_ratio_loss)
+robust_dpo_loss = of_sides(preference.robust_dpo_loss)
+simpo_loss = of_sides(preference.simpo_loss)
+
+
+def pointwise_pair_loss(kind, *sides, beta):
+    return preference.pointwise_pair_loss(kind, Pairs(*sides), beta=beta)
 
 
 def sigmoid(x):
@@ -248,7 +258,7 @@ def test_orpo_by_hand_and_at_its_ends():
     out = odds_ratio_loss(chosen, rejected, 1)
     assert float(out.loss) == pytest.approx(math.log(5 / 4))
     assert float(out.chosen_rewards_P) == pytest.approx(math.log(4))
-    assert float(answer_nll(chosen, 1)) == pytest.approx(-math.log(0.8))
+    assert float(preference.answer_nll(Pairs(chosen, rejected, 1))) == pytest.approx(-math.log(0.8))
     # Certain and impossible answers give finite losses and gradients, in fp32 too.
     for dtype in (torch.float32, torch.float64):
         ends = torch.tensor([0.0, -1e-9, -200.0], dtype=dtype, requires_grad=True)

@@ -6,28 +6,26 @@ from quartet.algorithms.rewards import completion_rewards, penalise_missing_eos,
 
 def test_by_hand():
     # Trajectory 0 acts at 1 and 3 (2 is an observation), trajectory 1 at 4; token 0 is the prompt.
-    trajectory = torch.tensor([-1, 0, 0, 0, 1])
-    action = torch.tensor([False, True, False, True, True])
+    owner = torch.tensor([-1, 0, -1, 0, 1])
     kl = torch.tensor([float("nan"), 1.0, float("inf"), 2.0, -4.0])
-    rewards = token_rewards(torch.tensor([10.0, 20.0]), kl, 0.5, action, trajectory)
+    rewards = token_rewards(torch.tensor([10.0, 20.0]), kl, 0.5, owner)
     assert rewards.tolist() == [0.0, -0.5, 0.0, 9.0, 22.0]
-    assert completion_rewards(torch.tensor([10.0, 20.0]), kl, 0.5, action, trajectory).tolist() == [8.5, 22.0]
+    assert completion_rewards(torch.tensor([10.0, 20.0]), kl, 0.5, owner).tolist() == [8.5, 22.0]
 
 
 def test_published_numbers_with_our_sign():
     # The text adds coef · log-ratio; a reward of 1.0 then gives -0.2. Ours subtracts.
     kl = torch.tensor([-1.0, 0.1, -0.3], dtype=torch.float64)
-    everything, owner = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
-    score = torch.ones(1, dtype=torch.float64)
-    assert completion_rewards(score, kl, -1.0, everything, owner).item() == pytest.approx(-0.2)
-    assert completion_rewards(score, kl, 1.0, everything, owner).item() == pytest.approx(2.2)
+    score, owner = torch.ones(1, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    assert completion_rewards(score, kl, -1.0, owner).item() == pytest.approx(-0.2)
+    assert completion_rewards(score, kl, 1.0, owner).item() == pytest.approx(2.2)
 
 
 def test_matches_a_loop(make_layout, close):
     layout = make_layout(4)
     kl = layout.poisoned(layout.normal(0), float("-inf"))
     scores = torch.arange(layout.num_owners, dtype=torch.float64)
-    rewards = token_rewards(scores, kl, 0.3, layout.mask, layout.owner)
+    rewards = token_rewards(scores, kl, 0.3, layout.acting)
     expected = torch.zeros(layout.num_tokens, dtype=torch.float64)
     for n in range(layout.num_owners):
         tokens = layout.tokens_of(n)
@@ -39,9 +37,8 @@ def test_matches_a_loop(make_layout, close):
 
 
 def test_without_kl_and_without_actions():
-    trajectory, nothing = torch.tensor([0, 0, 1]), torch.zeros(3, dtype=torch.bool)
-    assert token_rewards(torch.ones(2), None, 0.0, nothing, trajectory).tolist() == [0, 0, 0]
-    assert token_rewards(torch.ones(2), None, 0.0, ~nothing, trajectory).tolist() == [0, 1, 1]
+    assert token_rewards(torch.ones(2), None, 0.0, torch.full((3,), -1)).tolist() == [0, 0, 0]
+    assert token_rewards(torch.ones(2), None, 0.0, torch.tensor([0, 0, 1])).tolist() == [0, 1, 1]
 
 
 def test_missing_eos_penalty():
@@ -52,6 +49,6 @@ def test_missing_eos_penalty():
 def test_inputs_unchanged(make_layout, unchanged):
     layout = make_layout(4)
     scores = torch.ones(layout.num_owners)
-    unchanged(token_rewards, scores, layout.normal(0), 0.3, layout.mask, layout.owner)
-    unchanged(completion_rewards, scores, layout.normal(0), 0.3, layout.mask, layout.owner)
+    unchanged(token_rewards, scores, layout.normal(0), 0.3, layout.acting)
+    unchanged(completion_rewards, scores, layout.normal(0), 0.3, layout.acting)
     unchanged(penalise_missing_eos, scores, scores > 0, 1.0)

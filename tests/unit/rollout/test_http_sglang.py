@@ -22,8 +22,7 @@ from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Req
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
 from quartet.weights.errors import WeightsUnusable
-from quartet.weights.in_process import sync_in_process
-from quartet.weights.source import NamedSource
+from quartet.weights.in_process import write_into
 
 targets: Any = importlib.import_module("engine_targets")
 servers: Any = importlib.import_module("http_engines")
@@ -42,10 +41,8 @@ class Side:
     folder: Path
 
     def send(self, version: int, engine: Any = None) -> None:
-        sink = self.staging.weight_sink()
         (engine or self.engine).pause()
-        source = NamedSource(lambda: self.model.named_parameters(), like=sink.dtypes())
-        sync_in_process(source, [sink], version)
+        write_into(self.staging.weight_sink(), self.model.named_parameters(), version)
         (engine or self.engine).resume()
 
 
@@ -209,9 +206,7 @@ def test_one_that_fails_in_a_pause_goes_on_after_it(tmp_path: Path) -> None:
 
         made_of.server.answers["/update_weights_from_disk"] = refuse
         router.pause()
-        sink = made_of.staging.weight_sink()
-        source = NamedSource(lambda: made_of.model.named_parameters(), like=sink.dtypes())
-        sync_in_process(source, [sink], 2)
+        write_into(made_of.staging.weight_sink(), made_of.model.named_parameters(), 2)
         made_of.server.answers["/update_weights_from_disk"] = takes
         assert router.completed(0) == [] and router.restarts == 1
         router.resume()
@@ -267,9 +262,7 @@ def test_an_update_while_it_sleeps_is_taken_when_it_wakes(tmp_path: Path) -> Non
         made_of.engine.pause()
         made_of.engine.sleep(2)
         move(made_of.model)
-        sink = made_of.staging.weight_sink()
-        source = NamedSource(lambda: made_of.model.named_parameters(), like=sink.dtypes())
-        sync_in_process(source, [sink], 2)
+        write_into(made_of.staging.weight_sink(), made_of.model.named_parameters(), 2)
         assert made_of.server.weight_version == "1"
         made_of.engine.wake()
         made_of.engine.resume()

@@ -20,8 +20,7 @@ from quartet.rollout.protocol import EngineFailed, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
 from quartet.weights.errors import WeightsRefused
-from quartet.weights.in_process import sync_in_process
-from quartet.weights.source import NamedSource
+from quartet.weights.in_process import write_into
 
 targets: Any = importlib.import_module("engine_targets")
 servers: Any = importlib.import_module("http_engines")
@@ -45,10 +44,8 @@ class Side:
 
     def send(self, version: int, engine: Any = None) -> None:
         engine = engine or self.engine
-        sink = self.staging.weight_sink()
         engine.pause()
-        source = NamedSource(lambda: self.model.named_parameters(), like=sink.dtypes())
-        sync_in_process(source, [sink], version)
+        write_into(self.staging.weight_sink(), self.model.named_parameters(), version)
         engine.resume()
 
     def check(self, engine: Any, version: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quartet.models import truncation as truncation_module
-from quartet.models.truncation import Truncation, truncate
+from quartet.models.truncation import Limits, Truncation, truncate
 from quartet.rollout import sampler
 from quartet.rollout.protocol import Draw, SamplingParams
 from quartet.rollout.sampler import SamplingRows, argmax, sample, sample_tokens
@@ -250,7 +250,8 @@ def test_truncation_equals_the_slow_rule(
     params = [SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p), *others]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(truncation_module, "_CANDIDATES", candidates)
-        truncation = Truncation.build({i: p for i, p in enumerate(params) if p.truncates}, len(weights), CPU)
+        limits = {i: Limits(p.top_p, p.top_k, p.min_p) for i, p in enumerate(params) if p.truncates}
+        truncation = Truncation.build(limits, len(weights), CPU)
     assert truncation is not None
     kept = truncate(row.repeat(len(truncation.rows), 1), truncation)
     for place, i in enumerate(truncation.rows.tolist()):
@@ -266,7 +267,8 @@ def test_truncation_of_a_wide_row(options: dict[str, float], temperature: float)
     """Peaked rows need few candidates, flat ones more than are looked at first."""
     logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(4)) / temperature
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    truncation = Truncation.build(dict.fromkeys(range(6), SamplingParams(**options)), 1500, CPU)
+    limits = Limits(options.get("top_p", 1.0), int(options.get("top_k", 0)), 0.0)
+    truncation = Truncation.build(dict.fromkeys(range(6), limits), 1500, CPU)
     assert truncation is not None
     kept = truncate(weights.clone(), truncation)
     for row, original in zip(kept, weights, strict=True):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quartet.algorithms.segments import masked_owner
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
     CISPO,
@@ -87,8 +88,7 @@ def scored(seed: int = 0, kl_coef: float = 0.3, permutation: list[int] | None = 
     batch = RaggedBatch.from_sequences([[7] * len(owner)], token=token)
     return Scored(
         batch=batch,
-        trajectory_T=owner,
-        action_mask_T=mask,
+        owner_T=masked_owner(owner, mask),
         scores_N=scores[order],
         shaped_N=scores[order],
         kl_T=kl,
@@ -105,10 +105,7 @@ def scored(seed: int = 0, kl_coef: float = 0.3, permutation: list[int] | None = 
 
 def tokens_of(data: Scored) -> list[list[int]]:
     num = len(data.scores_N)
-    return [
-        [t for t in range(len(data.trajectory_T)) if data.trajectory_T[t] == n and data.action_mask_T[t]]
-        for n in range(num)
-    ]
+    return [[t for t in range(len(data.owner_T)) if data.owner_T[t] == n] for n in range(num)]
 
 
 def slow(config: PolicyGradientConfig, data: Scored) -> Tensor:
@@ -117,7 +114,7 @@ def slow(config: PolicyGradientConfig, data: Scored) -> Tensor:
     for n, row in enumerate(rewards):
         if row:
             row[-1] += float(data.shaped_N[n])
-    found = torch.zeros(len(data.trajectory_T), dtype=torch.float64)
+    found = torch.zeros(len(data.owner_T), dtype=torch.float64)
     if isinstance(config, OptimalTokenBaseline):
         for n, tokens in enumerate(owned):
             found[tokens] = torch.tensor(_slow_optimal(data, owned, rewards, n), dtype=torch.float64)
@@ -253,7 +250,7 @@ def test_order_of_trajectories_does_not_matter(name: str, close) -> None:
 def test_equal_scores_give_exactly_zero_whatever_the_kl(name: str) -> None:
     data = scored(kl_coef=0.3)
     found = estimate(METHODS[name], data).advantages_T
-    equal = (data.trajectory_T >= 3 * EQUAL) & (data.trajectory_T < 3 * EQUAL + 3) & data.action_mask_T
+    equal = (data.owner_T >= 3 * EQUAL) & (data.owner_T < 3 * EQUAL + 3)
     assert bool(equal.any()) and torch.all(found[equal] == 0)
     if not isinstance(METHODS[name], PassAtK | OptimalTokenBaseline):  # in which some have no say
         assert torch.all(found[data.action_mask_T & ~equal] != 0)
@@ -274,7 +271,7 @@ def test_masked_positions_may_hold_anything(name: str, close) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_without_trained_tokens_is_all_zero(name: str) -> None:
     data = scored()
-    found = estimate(METHODS[name], replace(data, action_mask_T=torch.zeros_like(data.action_mask_T)))
+    found = estimate(METHODS[name], replace(data, owner_T=torch.full_like(data.owner_T, -1)))
     assert torch.all(found.advantages_T == 0) and torch.all(found.token_rewards_T == 0)
 
 
@@ -287,7 +284,7 @@ def test_what_is_seen_is_left_alone(name: str) -> None:
     before = {k: v.clone() for k, v in tensors.items()}
     found: Estimate = estimate(METHODS[name], data)
     assert all(torch.equal(v, before[k]) for k, v in tensors.items())
-    assert found.advantages_T.shape == found.token_rewards_T.shape == data.trajectory_T.shape
+    assert found.advantages_T.shape == found.token_rewards_T.shape == data.owner_T.shape
     assert (found.returns_T is not None) == isinstance(METHODS[name], PPO)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -26,7 +26,7 @@ class Choice:
     request: Request
     num_tokens: int = 0
     text: str = ""
-    is_new: bool = field(default=True)
+    is_new: bool = True
 
 
 class Answers:

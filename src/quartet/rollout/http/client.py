@@ -31,7 +31,15 @@ from quartet.config.remote import RemoteServer
 from quartet.remote.json_client import JSONClient, RemoteError
 from quartet.rollout.http.checks import Ended, Part, agreed, check_columns, ending
 from quartet.rollout.ledger import RequestLedger, RequestsRefused
-from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, FinishReason, Generated, Request
+from quartet.rollout.protocol import (
+    Completion,
+    EngineFailed,
+    EngineStats,
+    FinishReason,
+    Generated,
+    Request,
+    Unfinished,
+)
 from quartet.rollout.scheduler import check_request
 from quartet.rollout.stop_strings import Decode
 from quartet.weights.sink import TensorSink
@@ -45,21 +53,13 @@ LARGEST_SEED = (1 << 63) - 1
 
 
 @dataclass(eq=False)
-class _Held:
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+class _Held(Unfinished):
     answer: Future[Ended] = field(default_factory=Future)
 
     def take(self, part: Part, version: int) -> None:
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += [version] * len(part.token_ids)
-
-    def completion(self, reason: FinishReason, text_end: int | None = None) -> Completion:
-        columns = tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions)
-        return Completion(self.request.request_id, self.request.group, *columns, reason, text_end)
 
 
 class HTTPEngine(abc.ABC):
@@ -285,7 +285,7 @@ class HTTPEngine(abc.ABC):
 
     def _settle(self, held: _Held) -> None:
         try:
-            part, reason, text_end = held.answer.result()
+            part, reason, held.text_end = held.answer.result()
         except RemoteError as error:
             if error.status in _REFUSED:
                 self._refused.append(RequestsRefused(error, [held.request.request_id]))
@@ -298,10 +298,10 @@ class HTTPEngine(abc.ABC):
         if reason is None:
             self._waiting.appendleft(held)
         else:
-            self._end(held, reason, text_end)
+            self._end(held, reason)
 
-    def _end(self, held: _Held, reason: FinishReason, text_end: int | None = None) -> None:
-        completion = held.completion(reason, text_end)
+    def _end(self, held: _Held, reason: FinishReason) -> None:
+        completion = held.completion(reason)
         self._ledger.settle(completion)
         self._ended.append(completion)
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -85,8 +86,8 @@ class Server:
         self._created = int(time.time())
         self.engine = EngineThread(engine)
         routes = [
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", partial(self._answered, kind=CompletionBody, prefix="cmpl"), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._answered, kind=ChatBody, prefix="chatcmpl"), methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
@@ -119,12 +120,6 @@ class Server:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     # Completions ------------------------------------------------------------------------------------------
-
-    async def _completions(self, http: HTTPRequest) -> Response:
-        return await self._answered(http, CompletionBody, "cmpl")
-
-    async def _chat(self, http: HTTPRequest) -> Response:
-        return await self._answered(http, ChatBody, "chatcmpl")
 
     async def _answered(self, http: HTTPRequest, kind: type[AnyBody], prefix: str) -> Response:
         try:

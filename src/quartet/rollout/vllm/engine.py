@@ -9,7 +9,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from quartet.rollout.protocol import (
     GenerationError,
     Request,
     SamplingParams,
+    Unfinished,
 )
 from quartet.rollout.scheduler import check_request
 from quartet.rollout.speculation import Acceptance
@@ -44,21 +45,9 @@ from quartet.weights.disk import checkpoint_shapes
 from quartet.weights.errors import WeightsUnusable
 
 
-@dataclass
-class _Response:
-    """What a request has so far."""
-
-    request: Request
+@dataclass(eq=False)
+class _Response(Unfinished):
     matcher: StopStringMatcher | None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def completion(self, reason: FinishReason, text_end: int | None = None) -> Completion:
-        return Completion(self.request.request_id, self.request.group, *self.columns(), reason, text_end)
-
-    def columns(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-        return tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions)
 
 
 class VLLMEngine:
@@ -148,7 +137,7 @@ class VLLMEngine:
 
     def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
         held = (self._held[i] for i in request_ids if i in self._held)
-        return {r.request.request_id: Generated(*r.columns()) for r in held}
+        return {r.request.request_id: r.generated() for r in held}
 
     # ---- driving ----
 
@@ -202,10 +191,10 @@ class VLLMEngine:
             self._stats.generated_tokens += 1
             if response.matcher is None or token in response.request.sampling.stop_token_ids:
                 continue
-            text_end = response.matcher.find(response.token_ids)
-            if text_end is not None:
+            response.text_end = response.matcher.find(response.token_ids)
+            if response.text_end is not None:
                 self._end(response, output)
-                self._ended.append(response.completion(FinishReason.STOP_STRING, text_end))
+                self._ended.append(response.completion(FinishReason.STOP_STRING))
                 return
         if output.finish_reason is None:
             return

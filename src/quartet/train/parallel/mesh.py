@@ -56,7 +56,6 @@ class Mesh:
         shard: int = 1,
         context: int = 1,
         tensor: int = 1,
-        device_type: str | None = None,
         fixed_order: bool = False,
         time_limit: timedelta | None = None,
     ) -> Mesh:
@@ -66,7 +65,6 @@ class Mesh:
             shard: data ranks that hold one copy of the model between them.
             context: ranks that have the tokens of a pack between them.
             tensor: ranks that have the columns and rows of every layer between them.
-            device_type: ``cpu`` or ``cuda``; what the group's backend is for where it is left out.
             time_limit: of one collective within a pass; the group's own where it is left out.
 
         Raises:
@@ -81,8 +79,7 @@ class Mesh:
                 f"{', '.join(str(n) for n in range(1, data.size + 1) if data.size % n == 0)}, "
                 "or another number of processes",
             )
-        if device_type is None:
-            device_type = "cuda" if "nccl" in dist.get_backend(data.process_group) else "cpu"
+        device_type = "cuda" if "nccl" in dist.get_backend(data.process_group) else "cpu"
         ranks = torch.tensor(data.ranks, dtype=torch.int).view(-1, shard, context, tensor)
         r, s, c, t = ((ranks == data.ranks[data.rank]).nonzero())[0].tolist()
         limit = time_limit if time_limit is not None else _time_limit(data, device_type)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.train.parallel.layer_plan import COLUMN, GATHERED_COLUMN, layer_styles, of_adapted
 from quartet.train.parallel.pass_group import PassGroup, near_equal
-from quartet.train.parallel.vocabulary import VocabParallel, parallelize_vocabulary
+from quartet.train.parallel.vocabulary import VocabParallel
 
 Forward = Callable[..., Any]
 
@@ -74,7 +74,8 @@ def parallelize_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) 
     cuts[id(embedding.weight)] = Shard(0)
     forwards[embedding] = partial(_embed, vocabulary=VocabParallel(embedding.num_embeddings, group), group=group)
     if isinstance(packed, PackedCausalLM):
-        parallelize_vocabulary(packed, group)
+        assert isinstance(packed.head, nn.Linear), "others are refused before"
+        packed.vocabulary = VocabParallel(packed.head.out_features, group)
         cuts.update({id(p): Shard(0) for p in packed.head.parameters()})
     elif isinstance(packed, PackedScalarModel):
         packed.plain = _here

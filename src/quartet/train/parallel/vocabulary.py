@@ -7,11 +7,10 @@ what is left, as a DTensor's ``Shard(0)`` lies.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quartet.models.logprobs import LEAST
-from quartet.models.packed_model import PackedCausalLM
 from quartet.train.parallel.pass_group import PassGroup
 
 
@@ -47,10 +46,3 @@ class VocabParallel:
         logprobs.copy_((parts[:, 0] + masses).gather(0, holders).squeeze(0))
         if entropies is not None:
             entropies.copy_((masses.exp() * (parts[:, 2] - masses)).sum(0))
-
-
-def parallelize_vocabulary(packed: PackedCausalLM, group: PassGroup) -> VocabParallel:
-    """Log-probabilities of ``packed`` are computed by the ranks of ``group`` from now on, each from its rows."""
-    assert isinstance(packed.head, nn.Linear), "others are refused before"
-    packed.vocabulary = VocabParallel(packed.head.out_features, group)
-    return packed.vocabulary
