@@ -121,7 +121,9 @@ def test_what_runs_goes_on_under_new_weights(tied: Any) -> None:
 def submit_and_wait(sides: Any, requests: Any) -> None:
     """Until an engine is in the middle of it."""
     sides.router.submit(requests)
-    while not any(len(g.token_ids) > 2 for g in sides.router.generated([r.request_id for r in requests]).values()):
+    ids, until = [r.request_id for r in requests], time.monotonic() + 60
+    while not any(len(g.token_ids) > 2 for g in sides.router.generated(ids).values()):
+        assert time.monotonic() < until, f"never seen in the middle: {sides.router.stats()}"
         time.sleep(0.01)
 
 
