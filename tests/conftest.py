@@ -1,6 +1,7 @@
 """What all tests share: one thread, reproducible hypothesis examples, the table of tolerances."""
 
 import contextlib
+import gc
 import importlib.util
 import sys
 from collections import Counter
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         longest: Sequence[str] = _beside("longest").FILES
         rank = {file: number for number, file in enumerate(longest)}
         items.sort(key=lambda item: rank.get(_file(item.nodeid), len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: a full garbage collection, 0.4 s with them, need not walk them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
