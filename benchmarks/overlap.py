@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from common import arguments, markdown, write_results
@@ -288,9 +289,8 @@ def added_by_heads(name: str, *, critic: float = 1.0) -> dict[str, float]:
     Args:
         critic: seconds of its training, of the actor's.
     """
-    costs = replace(LESS_MEMORY, critic=critic * LESS_MEMORY.actor).costs()
-    beside = replace(costs, learning=(*costs.learning, StageCost("train_heads", HEADS, Cost(HEADS_S))))
-    without, found = (steady(name, divides=True, costs=of) for of in (costs, beside))
+    seconds = replace(LESS_MEMORY, critic=critic * LESS_MEMORY.actor)
+    without, found = (steady(name, divides=True, seconds=seconds, has_heads=has) for has in (False, True))
     return {"without_s": without["step_s"], "step_s": found["step_s"], "on_path_s": found["path"].get("train_heads", 0)}
 
 
@@ -305,13 +305,19 @@ def heads_table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
 
 def side_by_side(name: str) -> dict[str, Any]:
     """Figures of one placement where stages divide over devices, and the seconds of a step where they do not."""
-    return {**steady(name, divides=True), "undivided_s": steady(name, divides=False)["step_s"]}
+    found = steady(name, divides=True, seconds=LESS_MEMORY, has_heads=False)
+    return {**found, "undivided_s": steady(name, divides=False)["step_s"]}
 
 
-def steady(name: str, *, divides: bool, steps: int = 6, costs: CostModel | None = None) -> dict[str, Any]:
+@cache  # placements side by side and the heads beside the first critic have a run in common, asked for alike
+def steady(
+    name: str, *, divides: bool, steps: int = 6, seconds: Seconds = LESS_MEMORY, has_heads: bool = False
+) -> dict[str, Any]:
     """Figures once iterations repeat: the first is left out."""
-    placement = placed(PLACEMENTS[name])
-    costs = on_devices(costs or LESS_MEMORY.costs(), placement, divides=divides)
+    placement, costs = placed(PLACEMENTS[name]), seconds.costs()
+    if has_heads:
+        costs = replace(costs, learning=(*costs.learning, StageCost("train_heads", HEADS, Cost(HEADS_S))))
+    costs = on_devices(costs, placement, divides=divides)
     outcome = simulated(costs, placement, steps)
     began_s, ended_s, num = outcome.ended_s[0], outcome.ended_s[-1], steps - 1
     # What runs ahead of the last step when it ends is no part of it.

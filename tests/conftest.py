@@ -1,10 +1,11 @@
 """What all tests share: one thread, reproducible hypothesis examples, the table of tolerances."""
 
 import contextlib
+import gc
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         longest: Sequence[str] = _beside("longest").FILES
         rank = {file: number for number, file in enumerate(longest)}
         items.sort(key=lambda item: rank.get(_file(item.nodeid), len(rank)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay until the end: no garbage collection looks at them, 0.4 s each time."""
+    gc.disable()
+    result = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

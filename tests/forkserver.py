@@ -16,6 +16,7 @@ def context() -> ForkServerContext:
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(
         [
+            "growing_heap",
             "weight_ends",
             "torchrun_forks",
             "sharded_ranks",

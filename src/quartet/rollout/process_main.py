@@ -9,6 +9,7 @@ and so does the end of the connection.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -60,8 +61,12 @@ def main() -> None:
 
 def _made(connection: Connection, target: str, kwargs: Mapping[str, Any]) -> SteppedEngine:
     module, _, name = target.partition(":")
+    gc.disable()  # what is imported stays: walking it takes a fifth of the start, and 0.3 s now and then afterwards
     try:
-        engine = SteppedEngine(getattr(importlib.import_module(module), name)(**kwargs))
+        make = getattr(importlib.import_module(module), name)
+        gc.freeze()
+        gc.enable()
+        engine = SteppedEngine(make(**kwargs))
     except UserError as error:
         connection.send(("error", error, None))
         raise
