@@ -31,10 +31,12 @@ def test_every_method_is_timed_in_every_layout(bench: Callable[[str], Any]) -> N
 
 
 def test_a_step_of_the_benchmark_has_groups_prompts_and_masked_tokens(bench: Callable[[str], Any]) -> None:
-    data = bench("advantages").step(2000, 100, True)
-    assert int((data.trajectory_T == 0).sum()) == 100, "two sequences of 50 tokens"
-    assert 0 < int(((data.trajectory_T >= 0) & ~data.action_mask_T).sum()) < 300
-    assert torch.bincount(data.group_N).tolist() == [4] * (len(data.group_N) // 4)
+    advantages = bench("advantages")
+    trajectory_T, action_mask_T, group_N = advantages.layout(2000, 100, True)
+    assert int((trajectory_T == 0).sum()) == 100, "two sequences of 50 tokens"
+    assert 0 < int(((trajectory_T >= 0) & ~action_mask_T).sum()) < 300
+    assert torch.bincount(group_N).tolist() == [4] * (len(group_N) // 4)
+    assert torch.equal(advantages.step(2000, 100, True).action_mask_T, action_mask_T)
 
 
 def test_states_of_rloo_are_counted_as_seven_tenths_of_ppos(bench: Callable[[str], Any]) -> None:
