@@ -52,6 +52,7 @@ def step(num_tokens: int, response_tokens: int, is_split: bool) -> Scored:
     owner, action, group = layout(num_tokens, response_tokens, is_split)
     generator = torch.Generator().manual_seed(1)
     total, num = owner.shape[0], group.shape[0]
+    owner_T = masked_owner(owner, action)
     columns = ("values", "ref_logprobs", "old_logprobs", SHARP)
     token = {name: torch.randn(total, generator=generator) for name in columns}
     # One long segment: estimators read fields and owners, never the segment table.
@@ -59,13 +60,13 @@ def step(num_tokens: int, response_tokens: int, is_split: bool) -> Scored:
     scores = torch.randn(num, generator=generator)
     return Scored(
         batch=batch,
-        owner_T=masked_owner(owner, action),
+        owner_T=owner_T,
         scores_N=scores,
         shaped_N=scores,
         kl_T=torch.where(action, token["old_logprobs"] - token["ref_logprobs"], 0.0),
         kl_coef=0.05,
         group_N=group,
-        length_N=segment_count(masked_owner(owner, action), num),
+        length_N=segment_count(owner_T, num),
         ended_N=torch.ones(num, dtype=torch.bool),
         baseline_N=torch.randn(num, generator=generator),
     )
