@@ -43,14 +43,23 @@ ROLLOUT: list[Column] = [
     ("x generate", number("times_generate", 1, 2)), MEMORY,
 ]  # fmt: skip
 STEP: list[Column] = [
-    ("model", text("model")), ("fused", yes("fused")), ("s/step", number("seconds", 1, 2)),
+    ("model", text("model")), ("method", text("method")), ("s/step", number("seconds", 1, 2)),
     ("generate s", number("generate_s", 1, 2)), ("update s", number("update_s", 1, 2)),
-    ("samples/s", number("samples_per_s")), ("x TRL", number("times_trl", 1, 2)),
-    ("mean log-prob difference", number("logprob_diff_mean", 1, 5)),
-    ("largest", number("logprob_diff_max", 1, 5)), MEMORY,
+    ("critic's s", number("update_critic_s", 1, 2)), ("samples/s", number("samples_per_s")),
+    ("new tokens", number("new_tokens", 1, 0)), ("x TRL", number("times_trl", 1, 2)), ("MFU %", number("mfu", 100)),
+    ("mean log-prob difference", number("logprob_diff_mean", 1, 5)), ("largest", number("logprob_diff_max", 1, 5)),
+    MEMORY,
 ]  # fmt: skip
 
 
+def largest(row: Mapping[str, Any]) -> str:
+    return "; ".join(f"`{name}` {seconds * 1e3:,.1f}" for name, seconds in row["largest"].items())
+
+
+KERNELS: list[Column] = [
+    ("model", text("model")), ("work", text("work")), ("ms", number("seconds", 1e3)),
+    ("device busy ms", number("busy_s", 1e3)), ("kernels", number("num_kernels", 1, 0)), ("largest, ms", largest),
+]  # fmt: skip
 SHARDED: list[Column] = [
     ("model", text("model")), ("processes", text("processes")), ("shard", text("shard")), ("context", text("context")),
     ("tensor", text("tensor")), ("batch", text("layout")),
@@ -83,12 +92,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         lines = [f"{g['model']}: {g['tokens_per_s']:,.0f} tokens/s" for g in (e["generate"] for e in found["rollout"])]
         parts.append("`generate`: " + "; ".join(lines) + ".")
     if found.get("step"):
-        parts += ["## Whole GRPO steps", table(STEP, [row for entry in found["step"] for row in entry["ours"]])]
-        parts.append("TRL: " + "; ".join(_trl(entry["trl"]) for entry in found["step"]) + ".")
+        parts += ["## Whole RL steps", table(STEP, found["step"])]
+    if found.get("kernels"):
+        parts += ["## Where the time goes", table(KERNELS, found["kernels"])]
     return "\n\n".join(parts) + "\n"
-
-
-def _trl(found: Mapping[str, Any]) -> str:
-    if "not_run" in found:
-        return f"{found['model']}: {found['not_run']}"
-    return f"{found['model']}: {found['samples_per_s']:.1f} samples/s, {found['seconds']:.2f} s per step"

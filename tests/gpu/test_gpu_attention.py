@@ -40,10 +40,11 @@ def attended(inputs: Sequence[Tensor], attend: Callable[..., Tensor]) -> list[Te
     return [out, *torch.autograd.grad((out * weight).sum() * 0.1, leaves)]
 
 
+# Trees last of all: neighbouring tests share a compiled kernel.
+@pytest.mark.parametrize("tree", list(TREES))
 @pytest.mark.parametrize("size", [8, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", list(RULES))
-@pytest.mark.parametrize("tree", list(TREES))
 def test_outputs_and_gradients_are_those_of_the_formula(
     tree: str,
     rule: str,

@@ -24,8 +24,6 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     WeightTransform,
-    apply_converters,
-    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
@@ -87,7 +85,7 @@ class Conversion:
                 rule.add_tensor(self.target, name, pattern, tensor)
         found: dict[str, Any] = rule.convert(self.target, model=model, config=model.config)
         return {
-            apply_renamings(name, list(self.renamings)): tensor[0] if isinstance(tensor, list) else tensor
+            rename_source_key(name, list(self.renamings), [])[0]: tensor[0] if isinstance(tensor, list) else tensor
             for name, tensor in found.items()
         }
 
@@ -137,8 +135,10 @@ def conversions_to_save(model: PreTrainedModel, twin: PreTrainedModel, names: It
     renamings, converters = _split([transform.reverse_transform() for transform in reversed(forward)])
     made: dict[str, Conversion] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = apply_converters(name, converters)
-        _add(made, apply_renamings(name, renamings) if pattern is None else target, name, pattern, converters)
+        target, pattern = rename_source_key(name, [], converters)
+        if pattern is None:
+            target, _ = rename_source_key(name, renamings, [])
+        _add(made, target, name, pattern, converters)
     return [replace(c, renamings=renamings) if c.rule is not None else c for c in made.values()]
 
 
