@@ -22,6 +22,7 @@ from quartet.data.order import Mixture, draws
 from quartet.data.spool import Chained, Spool
 from quartet.text.chat import until_last_learned
 from quartet.text.examples import (
+    ROLES,
     Conversation,
     Example,
     Judgement,
@@ -216,6 +217,7 @@ class Kept(Generic[T]):
 _ANSWERS = ("completion", "chosen", "rejected")
 _ENDED = "an answer ended with the end-of-text token, which was taken off: each gets one"
 _TORN = "an answer holds the end-of-text token in its middle"
+_STRANGE = "the role {!r} is none that models are trained with, and was written as it is"
 _ENDLESS = "the {% generation %} marks leave out the end-of-text token: the model does not learn to end an answer"
 
 
@@ -266,6 +268,7 @@ def _checked(example: Any, codec: TextCodec) -> tuple[Any, set[str]]:
             talks = [[*prompt, answer] for answer in answers.values()] or [prompt]
     for talk in talks:
         notes.update(left_out(codec.tokenizer, talk, generation_prompt=isinstance(example, Prompt)))
+        notes.update(_STRANGE.format(turn["role"]) for turn in talk if turn["role"] not in ROLES)
     return example, notes
 
 

@@ -15,14 +15,14 @@ from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.data.dialogues import as_dialogue
 from quartet.data.json_rows import Unreadable, loads
-from quartet.text.examples import AnswerText, Message, Messages, PromptText, is_empty
+from quartet.text.examples import ROLES, AnswerText, Message, Messages, PromptText, is_empty
 
 Turns = Literal["text", "messages"]
 
 _SPOKEN = {"prompt", "completion", "chosen", "rejected"}
 _LIST = re.compile(r"\s*\[\s*\{")
 _ROLES = {"human": "user", "gpt": "assistant"}
-_SPEAKERS = {*_ROLES, "system", "developer", "user", "assistant", "tool", "function", "ipython", "observation"}
+_SPEAKERS = ROLES | _ROLES.keys()
 _WEIGHTS = {0: False, 1: True}
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
