@@ -23,6 +23,7 @@ from quartet.data.spool import Chained, Spool
 from quartet.text.chat import until_last_learned
 from quartet.text.examples import (
     ROLES,
+    THOUGHTS,
     Conversation,
     Example,
     Judgement,
@@ -250,7 +251,9 @@ def _checked(example: Any, codec: TextCodec) -> tuple[Any, set[str]]:
 
     def ended_once(turn: Message) -> Message:
         content = codec.without_end(turn["content"])
-        if codec.holds_end(content):
+        if any(
+            codec.holds_end(str(said)) for said in (content, *(turn.get(name) for name in (*THOUGHTS, "tool_calls")))
+        ):
             raise Skip(_TORN)
         notes.update([_ENDED] * (content != turn["content"]))
         return {**turn, "content": content}

@@ -190,20 +190,8 @@ class Fields:
         Raises:
             UserError: JSON text that cannot be read, or anything but objects.
         """
-        value = self.values.get("tools")
-        try:
-            found = loads(value) if isinstance(value, str) and value.strip() else without_nulls(value)
-            tools = [found] if isinstance(found, dict) else found if isinstance(found, list) else [found]
-            # Some tables have a list of JSON texts.
-            tools = [loads(tool) if isinstance(tool, str) and tool.strip() else tool for tool in tools]
-        except Unreadable as error:
-            remedy = "write a list of JSON schemas, or the JSON text of one"
-            raise _refused(f"`tools` is not valid JSON: {error}", self.place, value, remedy) from None
-        tools = [tool for tool in tools if not _is_null(tool) and tool not in ("", {})]
-        if not all(isinstance(tool, dict) for tool in tools):
-            remedy = 'write [{"type": "function", "function": {"name": "…", "parameters": {…}}}], or map another column'
-            raise _refused("`tools` is not a list of JSON schemas", self.place, value, remedy)
-        return tools
+        shape = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]'
+        return _objects(self.values.get("tools"), "tools", self.place, "JSON schemas", shape)
 
     def truth(self, name: str) -> bool:
         """A yes or no; CSV gives it as text, some converters as 1 and 0.
@@ -221,6 +209,26 @@ class Fields:
 
 def _refused(problem: str, place: str, value: Any, remedy: str) -> UserError:
     return UserError(problem, found=f"{place}: {field_excerpt(value)}", remedy=remedy)
+
+
+def _objects(value: Any, name: str, place: str, what: str, shape: str) -> list[dict[str, Any]]:
+    """A list of objects, one object, or the JSON text of either; empty where there are none.
+
+    Raises:
+        UserError: JSON text that cannot be read, or anything but objects.
+    """
+    try:
+        found = loads(value) if isinstance(value, str) and value.strip() else without_nulls(value)
+        objects = [found] if isinstance(found, dict) else found if isinstance(found, list) else [found]
+        # Some tables have a list of JSON texts.
+        objects = [loads(one) if isinstance(one, str) and one.strip() else one for one in objects]
+    except Unreadable as error:
+        remedy = f"write a list of {what}, or the JSON text of one"
+        raise _refused(f"`{name}` is not valid JSON: {error}", place, value, remedy) from None
+    objects = [one for one in objects if not _is_null(one) and one not in ("", {})]
+    if not all(isinstance(one, dict) for one in objects):
+        raise _refused(f"`{name}` is not a list of {what}", place, value, f"write {shape}, or map another column")
+    return objects
 
 
 def _is_null(value: Any) -> bool:
@@ -262,6 +270,9 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
     if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
         role = message.pop("from")
         message = {"role": _ROLES.get(role, role), "content": message.pop("value"), **message}
+    if "tool_calls" in message:
+        shape = '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
+        message["tool_calls"] = _objects(message["tool_calls"], "tool_calls", place, "calls", shape)
     if "content" not in message and not is_empty({**message, "content": ""}):
         message["content"] = ""
     if isinstance(parts := message.get("content"), list):

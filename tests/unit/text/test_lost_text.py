@@ -275,6 +275,9 @@ def test_an_answer_with_an_end_in_its_middle_is_left_out(codec_of: Any) -> None:
     assert note.startswith("2 rows left out: an answer holds the end-of-text token") and "f.jsonl:2, 3" in note
     with pytest.raises(NothingLeft, match="no row is left"):
         pairs(codec, {"prompt": [ASK], "chosen": "yes", "rejected": torn})
+    for turn in ({**YES, "reasoning_content": torn}, call({"text": torn}, content="look")):
+        with pytest.raises(NothingLeft):
+            sft(codec_of("qwen3"), {"messages": [ASK, turn]})
     asked = sft(codec, {"messages": [{**ASK, "content": f"What does {END} do?"}, YES]})
     assert learned(codec, asked.items[0]) == f"It is 4.{END}"
     assert len(sft(codec, {"text": f"a{END}b"})) == 1, "a document is learned as it is"
@@ -337,6 +340,17 @@ def test_tool_calls_from_parquet_have_no_null_keys(codec_of: Any, tmp_path: Path
     data = SFTData.build(demonstrations(iter_rows(DataConfig(path=str(path)))), codec, LIMIT)
     assert data.items[0].input_ids == sft(codec, {"messages": talk}).items[0].input_ids
     assert 'look {"days": 3}' in learned(codec, data.items[0]) and "null" not in text_of(codec, data.items[0])
+
+
+def test_tool_calls_as_json_text(codec_of: Any) -> None:
+    codec, given = codec_of("qwen"), call(ARGUMENTS)
+    expected = sft(codec, {"messages": [ASK, given]}).items[0]
+    for text in (json.dumps(given["tool_calls"]), [json.dumps(given["tool_calls"][0])]):
+        assert sft(codec, {"messages": [ASK, {**given, "tool_calls": text}]}).items[0] == expected
+    for wrong, said in (("[{", "not valid JSON"), ("look(3)", "not valid JSON"), ([3], "not a list of calls")):
+        with pytest.raises(UserError, match=f"`tool_calls` is {said}") as refused:
+            sft(codec, {"messages": [ASK, {**given, "tool_calls": wrong}]})
+        assert "f.jsonl:1, turn 2" in refused.value.found
 
 
 # Content and weights -------------------------------------------------------------------------------------
