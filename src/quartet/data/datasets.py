@@ -32,6 +32,7 @@ from quartet.text.examples import (
     Prompt,
     PromptText,
     answer_turn,
+    is_empty,
     is_learned,
 )
 from quartet.text.templates import left_out
@@ -217,6 +218,7 @@ class Kept(Generic[T]):
 
 _ANSWERS = ("completion", "chosen", "rejected")
 _ENDED = "an answer ended with the end-of-text token, which was taken off: each gets one"
+_END_ALONE = "an answer is the end-of-text token alone"
 _TORN = "an answer holds the end-of-text token in its middle"
 _STRANGE = "the role {!r} is none that models are trained with, and was written as it is"
 _ENDLESS = "the {% generation %} marks leave out the end-of-text token: the model does not learn to end an answer"
@@ -255,7 +257,8 @@ def _checked(example: Any, codec: TextCodec) -> tuple[Any, set[str]]:
             codec.holds_end(str(said)) for said in (content, *(turn.get(name) for name in (*THOUGHTS, "tool_calls")))
         ):
             raise Skip(_TORN)
-        notes.update([_ENDED] * (content != turn["content"]))
+        if content != turn["content"]:
+            notes.add(_END_ALONE if is_empty({**turn, "content": content}) else _ENDED)
         return {**turn, "content": content}
 
     talks: list[Messages] = []

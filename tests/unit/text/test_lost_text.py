@@ -260,6 +260,7 @@ def test_an_answer_ends_once(codec_of: Any, tail: str) -> None:
     talk = [ASK, {**YES, "content": f"yes{tail}"}, ASK, {**YES, "content": f"no{tail}"}]
     found = sft(codec, {"messages": talk})
     assert text_of(codec, found.items[0]).count(END) == 4 and learned(codec, found.items[0]) == f"yes{END}no{END}"
+    assert "end-of-text token alone" in sft(codec, {"prompt": "a", "completion": tail}).warnings[0]
     (item,) = pairs(codec, {"prompt": "a", "chosen": f"yes{tail}", "rejected": "no"}).items
     assert [codec.decode(ids, skip_special=False) for ids in item.answers] == [f"yes{END}", f"no{END}"]
 
