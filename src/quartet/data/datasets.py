@@ -15,12 +15,27 @@ from numpy.typing import NDArray
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.data.fields import placed
+from quartet.data.fields import Skip, placed
 from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.lazy import Unchecked
 from quartet.data.order import Mixture, draws
 from quartet.data.spool import Chained, Spool
-from quartet.text.examples import Example, Judgement, Prompt, PromptText
+from quartet.text.chat import until_last_learned
+from quartet.text.examples import (
+    ROLES,
+    THOUGHTS,
+    Conversation,
+    Example,
+    Judgement,
+    Message,
+    Messages,
+    Prompt,
+    PromptText,
+    answer_turn,
+    is_empty,
+    is_learned,
+)
+from quartet.text.templates import left_out
 from quartet.text.tokenizer import TextCodec
 
 Overlong = Literal["error", "skip"]
@@ -43,6 +58,7 @@ class Item(Protocol):
 
 
 E = TypeVar("E", bound=Example | Judgement | Prompt)
+A = TypeVar("A")
 T = TypeVar("T", bound=Item)
 
 
@@ -200,14 +216,78 @@ class Kept(Generic[T]):
         return f"{num} rows left out: {reason} ({self._first_too_long})"
 
 
-def tokenised(parsed: Parsed[E], tokenise: Callable[[E], T], limit: TokenLimit, what: str) -> dict[str, Any]:
+_ANSWERS = ("completion", "chosen", "rejected")
+_ENDED = "an answer ended with the end-of-text token, which was taken off: each gets one"
+_END_ALONE = "an answer is the end-of-text token alone"
+_TORN = "an answer holds the end-of-text token in its middle"
+_STRANGE = "the role {!r} is none that models are trained with, and was written as it is"
+_ENDLESS = "the {% generation %} marks leave out the end-of-text token: the model does not learn to end an answer"
+
+
+def checked(parsed: Parsed[A], codec: TextCodec) -> Iterator[A]:
+    """The examples, whose answers end once. What is to be said of them is counted in ``parsed``, and so are those left
+    out, in which an answer holds the end-of-text token in its middle.
+
+    Raises:
+        UserError: the chat template refuses a conversation, or leaves out a whole message; no row is left.
+    """
+    num_kept = 0
+    for row in parsed.items:
+        try:
+            with placed(row.place):
+                example, notes = _checked(row, codec)
+        except Skip as reason:
+            parsed.count(parsed.skipped, str(reason), row.place)
+            continue
+        for note in notes:
+            parsed.count(parsed.notes, note, row.place)
+        num_kept += 1
+        yield example
+    if parsed.skipped and not num_kept:
+        raise NothingLeft(parsed.counted(parsed.skipped), reason=next(iter(parsed.skipped)))
+
+
+def _checked(example: Any, codec: TextCodec) -> tuple[Any, set[str]]:
+    """The example, whose answers end once, and what is to be said of it."""
+    notes = set[str]()
+
+    def ended_once(turn: Message) -> Message:
+        content = codec.without_end(turn["content"])
+        if any(
+            codec.holds_end(str(said)) for said in (content, *(turn.get(name) for name in (*THOUGHTS, "tool_calls")))
+        ):
+            raise Skip(_TORN)
+        if content != turn["content"]:
+            notes.add(_END_ALONE if is_empty({**turn, "content": content}) else _ENDED)
+        return {**turn, "content": content}
+
+    talks: list[Messages] = []
+    if isinstance(example, Conversation):
+        turns = [ended_once(turn) if is_learned(turn) else turn for turn in example.messages]
+        example, talks = replace(example, messages=turns), [until_last_learned(turns)]
+    elif (prompt := getattr(example, "prompt", None)) is not None:
+        given = {name: getattr(example, name) for name in _ANSWERS if hasattr(example, name)}
+        answers = {name: ended_once(answer_turn(answer)) for name, answer in given.items()}
+        texts = {name: answer["content"] for name, answer in answers.items()}
+        example = replace(example, **{n: texts[n] if isinstance(given[n], str) else answers[n] for n in given})
+        if not isinstance(prompt, str):
+            talks = [[*prompt, answer] for answer in answers.values()] or [prompt]
+    for talk in talks:
+        notes.update(left_out(codec.tokenizer, talk, generation_prompt=isinstance(example, Prompt)))
+        notes.update(_STRANGE.format(turn["role"]) for turn in talk if turn["role"] not in ROLES)
+    return example, notes
+
+
+def tokenised(
+    parsed: Parsed[E], codec: TextCodec, tokenise: Callable[[E], T], limit: TokenLimit, what: str
+) -> dict[str, Any]:
     """Fields of the data set of the rows that ``tokenise`` makes of the examples.
 
     Raises:
         UserError: the tokenizer or the chat template refuses a row, which is named; rows are too long.
     """
     kept = Kept[T](limit, what)
-    for example in parsed.items:
+    for example in checked(parsed, codec):
         with placed(example.place):
             item = tokenise(example)
         kept.add(item, getattr(item, "parts", ()))
@@ -266,7 +346,15 @@ class SFTData(Batches):
     @classmethod
     def build(cls, parsed: Parsed[Example], codec: TextCodec, limit: TokenLimit) -> SFTData:
         """Tokenises; UserError as :func:`tokenised`."""
-        return cls(**tokenised(parsed, lambda example: SFTItem.of(example, codec), limit, "sequence"))
+
+        def item(example: Example) -> SFTItem:
+            found = SFTItem.of(example, codec)
+            learned = {token for token, is_on in zip(found.input_ids, found.loss_mask, strict=True) if is_on}
+            if isinstance(example, Conversation) and learned and codec.eos_ids.isdisjoint(learned):
+                parsed.count(parsed.notes, _ENDLESS, example.place)
+            return found
+
+        return cls(**tokenised(parsed, codec, item, limit, "sequence"))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Rows by index, in that order, with token field ``loss_mask`` (bool)."""
@@ -294,7 +382,7 @@ class PromptData(Ordered):
     ) -> PromptData:
         """Tokenises; UserError as :func:`tokenised`. Ids are ``prefix`` and a number, from ``first`` on."""
         kept, columns, hashes = Kept[PromptItem](limit, "prompt"), set[str](), array("q")
-        for number, row in enumerate(parsed.items, start=first):
+        for number, row in enumerate(checked(parsed, codec), start=first):
             with placed(row.place):
                 ids = codec.encode_prompt(row.prompt)
             if kept.add(PromptItem(f"{prefix}{number}", row.prompt, row.columns, row.place, len(ids)), [ids]):

@@ -15,13 +15,15 @@ from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.data.dialogues import as_dialogue
 from quartet.data.json_rows import Unreadable, loads
-from quartet.text.examples import Messages, PromptText
+from quartet.text.examples import ROLES, AnswerText, Message, Messages, PromptText, is_empty
 
 Turns = Literal["text", "messages"]
 
 _SPOKEN = {"prompt", "completion", "chosen", "rejected"}
 _LIST = re.compile(r"\s*\[\s*\{")
 _ROLES = {"human": "user", "gpt": "assistant"}
+_SPEAKERS = ROLES | _ROLES.keys()
+_WEIGHTS = {0: False, 1: True}
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -77,13 +79,17 @@ class Fields:
     notes: list[str] = field(default_factory=list)
 
     def get(self, name: str) -> Any:
-        """A value; of a prompt or an answer that is the JSON text of messages, as tables have them, the messages."""
+        """A value; of a prompt or an answer that is the JSON text of messages, as tables have them, the messages.
+
+        Answers of which the last turn is not the assistant's are answers in JSON.
+        """
         value = self.values.get(name)
         if name not in _SPOKEN or not isinstance(value, str) or not _LIST.match(value):
             return value
         with contextlib.suppress(Unreadable):
             found = loads(value)
-            if all(isinstance(turn, dict) and ({"role", "content"} <= turn.keys() or "from" in turn) for turn in found):
+            speakers = [_speaker(turn) for turn in found]
+            if None not in speakers and (name == "prompt" or speakers[-1] in ("assistant", "gpt")):
                 note = f"{name} was the text of a list of messages, and was read as the list"
                 self.notes += [note] if note not in self.notes else []
                 return found
@@ -184,20 +190,8 @@ class Fields:
         Raises:
             UserError: JSON text that cannot be read, or anything but objects.
         """
-        value = self.values.get("tools")
-        try:
-            found = loads(value) if isinstance(value, str) and value.strip() else without_nulls(value)
-            tools = [found] if isinstance(found, dict) else found if isinstance(found, list) else [found]
-            # Some tables have a list of JSON texts.
-            tools = [loads(tool) if isinstance(tool, str) and tool.strip() else tool for tool in tools]
-        except Unreadable as error:
-            remedy = "write a list of JSON schemas, or the JSON text of one"
-            raise _refused(f"`tools` is not valid JSON: {error}", self.place, value, remedy) from None
-        tools = [tool for tool in tools if not _is_null(tool) and tool not in ("", {})]
-        if not all(isinstance(tool, dict) for tool in tools):
-            remedy = 'write [{"type": "function", "function": {"name": "…", "parameters": {…}}}], or map another column'
-            raise _refused("`tools` is not a list of JSON schemas", self.place, value, remedy)
-        return tools
+        shape = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]'
+        return _objects(self.values.get("tools"), "tools", self.place, "JSON schemas", shape)
 
     def truth(self, name: str) -> bool:
         """A yes or no; CSV gives it as text, some converters as 1 and 0.
@@ -217,6 +211,26 @@ def _refused(problem: str, place: str, value: Any, remedy: str) -> UserError:
     return UserError(problem, found=f"{place}: {field_excerpt(value)}", remedy=remedy)
 
 
+def _objects(value: Any, name: str, place: str, what: str, shape: str) -> list[dict[str, Any]]:
+    """A list of objects, one object, or the JSON text of either; empty where there are none.
+
+    Raises:
+        UserError: JSON text that cannot be read, or anything but objects.
+    """
+    try:
+        found = loads(value) if isinstance(value, str) and value.strip() else without_nulls(value)
+        objects = [found] if isinstance(found, dict) else found if isinstance(found, list) else [found]
+        # Some tables have a list of JSON texts.
+        objects = [loads(one) if isinstance(one, str) and one.strip() else one for one in objects]
+    except Unreadable as error:
+        remedy = f"write a list of {what}, or the JSON text of one"
+        raise _refused(f"`{name}` is not valid JSON: {error}", place, value, remedy) from None
+    objects = [one for one in objects if not _is_null(one) and one not in ("", {})]
+    if not all(isinstance(one, dict) for one in objects):
+        raise _refused(f"`{name}` is not a list of {what}", place, value, f"write {shape}, or map another column")
+    return objects
+
+
 def _is_null(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
@@ -228,9 +242,18 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
+def _speaker(turn: Any) -> str | None:
+    """Who speaks in a turn; None where it is none."""
+    if not isinstance(turn, dict) or not {"content", "value", "tool_calls"} & turn.keys():
+        return None
+    who = turn.get("role", turn.get("from"))
+    return who if isinstance(who, str) and who in _SPEAKERS else None
+
+
 def as_messages(value: Any, place: str) -> Messages:
     """Messages with text content; one message alone counts as a list, ``from``/``value`` as
-    ``role``/``content``. A message that only calls tools has the content "".
+    ``role``/``content``, a list of text parts as their text. A message that only calls tools or thinks has the content
+    "". An assistant's with ``weight`` 0 or ``train`` false has ``train`` False.
 
     Raises:
         UserError: with the turn that is wrong.
@@ -243,17 +266,52 @@ def as_messages(value: Any, place: str) -> Messages:
 
 
 def _message(turn: Any, place: str) -> dict[str, Any]:
-    # Parquet stores one struct type for all messages and so gives null for the keys a message does not have.
-    message = {k: v for k, v in turn.items() if v is not None} if isinstance(turn, dict) else {}
+    message: Message = without_nulls(turn) if isinstance(turn, dict) else {}
     if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
         role = message.pop("from")
         message = {"role": _ROLES.get(role, role), "content": message.pop("value"), **message}
-    if message.get("tool_calls") and "content" not in message:
+    if "tool_calls" in message:
+        shape = '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
+        message["tool_calls"] = _objects(message["tool_calls"], "tool_calls", place, "calls", shape)
+    if "content" not in message and not is_empty({**message, "content": ""}):
         message["content"] = ""
+    if isinstance(parts := message.get("content"), list):
+        message["content"] = _joined_parts(parts, place)
+    _read_weight(message, place)
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
         remedy = 'write {"role": "user", "content": "…"}'
         raise _refused("a message needs `role` and `content`, both text", place, turn, remedy)
     return message
+
+
+def _joined_parts(parts: list[Any], place: str) -> str:
+    """The text of content that is a list of parts.
+
+    Raises:
+        UserError: some are none of text.
+    """
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            remedy = 'write {"type": "text", "text": "…"}; images and sounds are not read'
+            raise _refused("a part of a message's content is not text", place, part, remedy)
+    return "".join(part["text"] for part in parts)
+
+
+def _read_weight(message: Message, place: str) -> None:
+    """Turns ``weight`` and ``train`` into ``train`` False where a turn is not to be learned, and into nothing else.
+
+    Raises:
+        UserError: neither 0 nor 1, neither true nor false.
+    """
+    for name in ("weight", "train"):
+        if name not in message:
+            continue
+        value = message.pop(name)
+        if not isinstance(value, (bool, int, float)) or value not in _WEIGHTS:
+            remedy = "write 0 (false) for a turn that carries no loss, 1 (true) for one that does"
+            raise _refused(f"`{name}` of a message is neither 0 nor 1", place, value, remedy)
+        if not value:
+            message["train"] = False
 
 
 def prompt_field(fields: Fields) -> PromptText:
@@ -300,15 +358,16 @@ def as_chat(prompt: PromptText) -> Messages:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def answer_of(messages: Messages, place: str) -> str:
-    """The content of an answer given as one assistant message."""
+def answer_of(messages: Messages, place: str) -> AnswerText:
+    """An answer given as one assistant message: its content, where it has nothing else."""
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise UserError(
             "an answer is not one assistant message",
             found=f"{place}: roles {[message['role'] for message in messages]}",
             remedy="give the answer as text or as one assistant message, the turns before it in `prompt`",
         )
-    return str(messages[0]["content"])
+    answer = {name: value for name, value in messages[0].items() if name != "train"}
+    return answer if answer.keys() - {"role", "content"} else str(answer["content"])
 
 
 _SHORT = reprlib.Repr()

@@ -43,12 +43,14 @@ from quartet.data.fields import (
     answer_of,
     as_chat,
     as_messages,
+    field_excerpt,
     in_context,
     prompt_field,
 )
 from quartet.data.pairs import SAME, SIDES, pair_field
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import (
+    AnswerText,
     Conversation,
     Demonstration,
     Document,
@@ -59,10 +61,13 @@ from quartet.text.examples import (
     Prompt,
     PromptText,
     Tokenised,
+    is_empty,
+    is_learned,
 )
 
 T = TypeVar("T")
 
+UNSEEN = "chosen and rejected differ only in what the chat template leaves out"
 EMPTY = "one answer is empty"
 BEGINNING = "the chosen answer is the beginning of the rejected one"
 _NO_LOSS = -100
@@ -137,7 +142,7 @@ def preferences(
 
 def refuse_doubtful(parsed: Parsed[Any], num_rows: int = 0) -> None:
     """Stops where pairs were left out that the recipe wants to be an error."""
-    if found := parsed.counted((SAME, EMPTY, BEGINNING)):
+    if found := parsed.counted((SAME, UNSEEN, EMPTY, BEGINNING)):
         raise UserError(
             "some pairs are doubtful",
             found=found,
@@ -224,25 +229,27 @@ def _demonstration(fields: Fields) -> Example:
             fields.notes.append("input_ids were learned from, not the text beside them")
         return _tokenised(fields)
     if fields.has("prompt", "completion"):
-        prompt, text = _answered(fields)
-        return Demonstration(prompt, text, fields.place)
+        prompt, answer = _answered(fields)
+        return Demonstration(prompt, answer, fields.place)
     if fields.has("messages"):
-        return _conversation(fields.messages("messages"), fields.place)
+        return _conversation(fields.messages("messages"), fields)
     if fields.has("text") and not (fields.has("prompt") or fields.has("completion")):
         text = fields.text("text")
-        return _conversation(as_dialogue(text), fields.place) if fields.as_turns else Document(text, fields.place)
+        return _conversation(as_dialogue(text), fields) if fields.as_turns else Document(text, fields.place)
     raise fields.missing("`prompt` and `completion`, `messages`, `text` or `input_ids`")
 
 
-def _conversation(messages: Messages, place: str) -> Conversation:
+def _conversation(messages: Messages, fields: Fields) -> Conversation:
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[1:]:
         raise UserError(
             "a conversation has no assistant turn to learn from",
-            found=f"{place}: roles {roles}",
+            found=f"{fields.place}: roles {roles}",
             remedy="remove the row, or add the answer",
         )
-    return Conversation(messages, place)
+    if any(is_learned(message) and is_empty(message) for message in messages):
+        fields.notes.append("an assistant's turn is empty: end-of-text alone is learned")
+    return Conversation(messages, fields.place)
 
 
 def _tokenised(fields: Fields) -> Tokenised:
@@ -282,17 +289,21 @@ def _unfit(fields: Fields, reason: str) -> UserError:
 def _judgement(fields: Fields) -> Judgement:
     if not fields.has("completion", "label"):
         raise fields.missing("`prompt`, `completion` and `label`")
-    prompt, text = _answered(fields, empty=True)
-    if not text.strip():
+    prompt, answer = _answered(fields, empty=True)
+    if is_empty(answer):
         fields.notes.append("the answer is empty")
-    return Judgement(prompt, text, fields.truth("label"), fields.place)
+    return Judgement(prompt, answer, fields.truth("label"), fields.place)
 
 
-def _answered(fields: Fields, *, empty: bool = False) -> tuple[PromptText, str]:
+def _answered(fields: Fields, *, empty: bool = False) -> tuple[PromptText, AnswerText]:
     """``prompt`` and ``completion``."""
-    prompt, answer = prompt_field(fields), fields.get("completion")
-    if isinstance(answer, (list, dict)):
-        return as_chat(prompt), answer_of(as_messages(answer, fields.place), fields.place)
+    prompt, given = prompt_field(fields), fields.get("completion")
+    if isinstance(given, (list, dict)):
+        answer = answer_of(as_messages(given, fields.place), fields.place)
+        if is_empty(answer) and not empty:
+            found = f"{fields.place}: {field_excerpt(given)}"
+            raise UserError("`completion` is empty", found=found, remedy="fill in or remove that row")
+        return as_chat(prompt), answer
     text = fields.text("completion", empty=empty)
     return prompt, text.strip() if fields.as_turns else text
 
@@ -307,7 +318,7 @@ def _preference(fields: Fields, *, keep_empty: bool) -> Preference:
     prompt, chosen, rejected = pair_field(fields)
     if chosen == rejected:
         raise Skip(SAME)
-    if not chosen.strip() or not rejected.strip():
+    if is_empty(chosen) or is_empty(rejected):
         if not keep_empty:
             raise Skip(EMPTY)
         fields.notes.append(EMPTY)

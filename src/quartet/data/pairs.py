@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from quartet.data.dialogues import as_dialogue, is_dialogue, is_whole_dialogue, split_dialogues, split_texts
 from quartet.data.fields import Fields, Skip, answer_of, as_chat, as_messages, prompt_field
-from quartet.text.examples import PromptText
+from quartet.text.examples import AnswerText, PromptText
 
 SIDES = ("chosen", "rejected")
 SAME = "chosen and rejected are the same"
@@ -14,7 +14,7 @@ OWN_PROMPT = "the answers were whole conversations, of which the prompt was take
 EARLIER = "the conversations differ before their last turn"
 
 
-def pair_field(fields: Fields) -> tuple[PromptText, str, str]:
+def pair_field(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
     """Prompt and answers.
 
     Raises:
@@ -59,7 +59,7 @@ def _num_prompt(fields: Fields, chosen: str, rejected: str) -> int:
     return cut
 
 
-def _conversations(fields: Fields) -> tuple[PromptText, str, str]:
+def _conversations(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
     """Prompt and answers of conversations: what both begin with, and the one turn in which they differ.
 
     Where they begin with the assistant's turn, they continue ``prompt``.

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.config.preference import DoubtfulPairs
-from quartet.data.datasets import Batches, Kept, TokenLimit, tokenised
+from quartet.data.datasets import Batches, Kept, TokenLimit, checked, tokenised
 from quartet.data.fields import placed
-from quartet.data.formats import BEGINNING, SAME, NothingLeft, Parsed, refuse_doubtful
-from quartet.text.examples import Judgement, Preference
+from quartet.data.formats import BEGINNING, SAME, UNSEEN, NothingLeft, Parsed, refuse_doubtful
+from quartet.text.examples import AnswerText, Judgement, Preference, answer_turn
 from quartet.text.tokenizer import TextCodec
 
 
@@ -124,7 +125,7 @@ class PreferenceData(AnsweredData):
         """
         kept = Kept[AnsweredItem](limit, "pair")
         told: Parsed[AnsweredItem] = Parsed()
-        for pair in parsed.items:
+        for pair in checked(parsed, codec):
             with placed(pair.place):
                 prompt, chosen = codec.encode_completion(pair.prompt, pair.chosen)
                 _, rejected = codec.encode_completion(pair.prompt, pair.rejected)
@@ -135,10 +136,10 @@ class PreferenceData(AnsweredData):
             if item.num_tokens > limit.max_tokens:
                 pass  # ``kept`` counts it as too long
             elif chosen == rejected:
-                found = SAME
+                found = SAME if isinstance(pair.prompt, str) or _words(pair.chosen) == _words(pair.rejected) else UNSEEN
             elif body and rejected[: len(body)] == body:
                 found = BEGINNING
-            if found == SAME or (found is not None and doubtful != "keep"):
+            if found in (SAME, UNSEEN) or (found is not None and doubtful != "keep"):
                 told.count(told.skipped, found, pair.place)
                 continue
             if found is not None:
@@ -149,6 +150,11 @@ class PreferenceData(AnsweredData):
         if not kept.num_rows:
             raise NothingLeft("; ".join(told.report()), reason=next(iter(told.skipped)))
         return cls(**kept.fields((*parsed.report(), *told.report())), max_tokens=limit.max_tokens)
+
+
+def _words(answer: AnswerText) -> Any:
+    """An answer without what templates trim."""
+    return {**answer_turn(answer), "content": answer_turn(answer)["content"].split()}
 
 
 class JudgedData(AnsweredData):
@@ -162,4 +168,4 @@ class JudgedData(AnsweredData):
             prompt, answer = codec.encode_completion(row.prompt, row.completion)
             return AnsweredItem(tuple(prompt), (tuple(answer),), (row.label,), row.place)
 
-        return cls(**tokenised(parsed, item, limit, "sequence"), max_tokens=limit.max_tokens)
+        return cls(**tokenised(parsed, codec, item, limit, "sequence"), max_tokens=limit.max_tokens)

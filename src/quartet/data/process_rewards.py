@@ -22,7 +22,7 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.data.datasets import Batches, Kept, TokenLimit
+from quartet.data.datasets import Batches, Kept, TokenLimit, checked
 from quartet.data.fields import AS_GIVEN, Fields, Reading, Skip, field_excerpt, placed, prompt_field
 from quartet.data.formats import Parsed, parse_rows
 from quartet.data.readers import Row, shown_places
@@ -180,7 +180,7 @@ class ProcessData(Batches):
         """
         faults: list[tuple[str, str]] = []
         kept, num_rows = Kept[ProcessItem](limit, "sequence"), 0
-        for num_rows, example in enumerate(parsed.items, start=1):  # noqa: B007 - their number
+        for num_rows, example in enumerate(checked(parsed, codec), start=1):  # noqa: B007 - their number
             try:
                 with placed(example.place):
                     item = _tokenised(example, codec, separator, limit.max_tokens)

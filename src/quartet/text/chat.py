@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from quartet.config.errors import UserError
-from quartet.text.examples import Messages
+from quartet.text.examples import Messages, is_learned
 
 MARKS = re.compile(r"\{%-?\s*generation\b")
 """In a template that says itself which tokens are the assistant's."""
@@ -75,6 +77,7 @@ def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: 
     if (tools := tools_of(messages)) is not None:
         first = {name: value for name, value in messages[0].items() if name != "tools"}
         messages, options = [first, *messages[1:]], {**options, "tools": tools}
+    messages = _with_arguments(tokenizer, messages, options)
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except TemplateSyntaxError as error:
@@ -90,6 +93,40 @@ def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: 
             found=f"{said}{''.join(lines[-1:])}; roles {[message.get('role') for message in messages]}",
             remedy="leave out the roles that the template does not know, or use another template",
         ) from error
+
+
+def _with_arguments(tokenizer: PreTrainedTokenizerBase, messages: Messages, options: Mapping[str, Any]) -> Messages:
+    """The messages, with objects for arguments of tool calls that are JSON text, as OpenAI has them, where the template
+    would encode that text once more or cannot read it."""
+    texts: list[str] = []
+
+    def parsed(call: Any) -> Any:
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            return {**call, "function": parsed(call["function"])}
+        if isinstance(call, dict) and isinstance(text := call.get("arguments"), str):
+            try:
+                value = json.loads(text)
+            except ValueError:
+                return call
+            if isinstance(value, dict):
+                texts.append(text)
+                return {**call, "arguments": value}
+        return call
+
+    calling = [message.get("tool_calls") for message in messages]
+    objects = [
+        {**message, "tool_calls": [*map(parsed, calls)]} if isinstance(calls, list) else message
+        for message, calls in zip(messages, calling, strict=True)
+    ]
+    if not texts:
+        return messages
+    plain = {"tokenize": False, "return_dict": False, "return_assistant_tokens_mask": False}
+    try:
+        written = str(tokenizer.apply_chat_template(messages, **{**options, **plain}))
+    except Exception:  # it reads objects only; what else it refuses, it refuses with them
+        return objects
+    quoted = (json.dumps(text, ensure_ascii=ascii) for text in texts for ascii in (False, True))
+    return objects if any(text in written for text in quoted) else messages
 
 
 def continuation(head: str, whole: str, what: str, where: str) -> str:
@@ -112,7 +149,7 @@ def marked_by_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -
     """Ids and assistant mask from the template's own ``{% generation %}`` marks.
 
     Raises:
-        UserError: the marks cover nothing.
+        UserError: the marks cover nothing, or it is not clear which of them belong to a turn that is not learned.
     """
     encoded = _applied(tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
@@ -122,4 +159,30 @@ def marked_by_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -
             found=f"roles {[message['role'] for message in messages]}",
             remedy="put the assistant's content between {% generation %} and {% endgeneration %}",
         )
+    turns = [is_learned(message) for message in messages if message["role"] == "assistant"]
+    stretches = [list(run) for is_marked, run in groupby(range(len(mask)), mask.__getitem__) if is_marked]
+    if not all(turns) and len(turns) != len(stretches):
+        raise UserError(
+            "it is not clear which {% generation %} marks are those of the turns that are not to be learned",
+            found=f"{len(turns)} turns, {len(stretches)} marked stretches",
+            remedy="mark each assistant turn once, or use a template without marks",
+        )
+    for place in (place for turn, stretch in zip(turns, stretches, strict=False) if not turn for place in stretch):
+        mask[place] = False
     return ids, mask
+
+
+def until_last_learned(messages: Messages) -> Messages:
+    """A conversation up to the last turn that carries loss.
+
+    Raises:
+        UserError: there is none behind another turn.
+    """
+    last = max((k for k, message in enumerate(messages) if is_learned(message)), default=-1)
+    if last < 1:
+        raise UserError(
+            "the conversation has nothing to learn from",
+            found=f"roles {[message['role'] for message in messages]}",
+            remedy="it needs an assistant turn after at least one other turn, and one that is not left out of the loss",
+        )
+    return messages[: last + 1]

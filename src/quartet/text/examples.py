@@ -14,6 +14,28 @@ from typing import Any, TypeAlias
 Message: TypeAlias = dict[str, Any]
 Messages: TypeAlias = list[Message]
 PromptText: TypeAlias = str | Messages
+AnswerText: TypeAlias = str | Message
+"""Text, or an assistant message that has more than its content: thoughts, tool calls."""
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation"})
+"""Roles that chat templates know, of which each knows some."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which assistant messages have their thoughts."""
+
+
+def answer_turn(answer: AnswerText) -> Message:
+    """An answer as the assistant's turn."""
+    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+
+
+def is_empty(answer: AnswerText) -> bool:
+    """Whether an answer says nothing: neither text nor thoughts nor tool calls."""
+    turn = answer_turn(answer)
+    return not (turn["content"].strip() or turn.get("tool_calls") or any(turn.get(name) for name in THOUGHTS))
+
+
+def is_learned(message: Message) -> bool:
+    """Whether a message is an assistant's turn that carries loss."""
+    return message["role"] == "assistant" and bool(message.get("train", True))
 
 
 @dataclass(frozen=True)
@@ -21,13 +43,13 @@ class Demonstration:
     """A prompt and the answer to imitate (SFT); ``place`` is its file and line, for messages."""
 
     prompt: PromptText
-    completion: str
+    completion: AnswerText
     place: str = ""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of which the assistant's are to be imitated (SFT)."""
+    """Messages of which the assistant's are to be imitated (SFT), but those with ``train`` False."""
 
     messages: Messages
     place: str = ""
@@ -59,8 +81,8 @@ class Preference:
     """Two answers to one prompt, the first preferred; ``margin`` is how clearly, where the data says so."""
 
     prompt: PromptText
-    chosen: str
-    rejected: str
+    chosen: AnswerText
+    rejected: AnswerText
     margin: float | None = None
     place: str = ""
 
@@ -70,7 +92,7 @@ class Judgement:
     """An answer to a prompt that was judged by itself: good (``label``) or bad."""
 
     prompt: PromptText
-    completion: str
+    completion: AnswerText
     label: bool
     place: str = ""
 

@@ -6,9 +6,11 @@ trained model then renders as training did, whoever loads it, and whoever passes
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
 from quartet.text.chat import MARKS, not_jinja, render, template_of
-from quartet.text.examples import Messages
+from quartet.text.examples import THOUGHTS, Message, Messages
 
 _DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = ([^%]*) %\}\{% endif %\}")
+_THOUGHT_END = "</think>"
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace"}
 
 
@@ -117,6 +120,57 @@ def template_warnings(
 
 
 # What it does ---------------------------------------------------------------------------------------------
+
+
+def left_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool) -> list[str]:
+    """What the template does not write of a conversation, in words: thoughts, tool calls, text beside them.
+
+    Raises:
+        UserError: it leaves out a whole message.
+    """
+    whole = render(tokenizer, messages, generation_prompt=generation_prompt)
+    text, lost = _spaced(whole), set[tuple[int, str]]()
+    parts = [(n, what, part) for n, message in enumerate(messages) for what, part in _parts(message)]
+    # Each part needs a place of its own: of "yes, they do" and "yes" the longer one is looked for first, and is gone.
+    for n, what, part in sorted(parts, key=lambda found: -len(found[2])):
+        # Some templates write what a tool said as JSON.
+        forms = [_spaced(part), _spaced(json.dumps(part, ensure_ascii=False)[1:-1])]
+        if (form := next((form for form in forms if form in text), None)) is None:
+            lost.add((n, what))
+        else:
+            text = text.replace(form, "\0", 1)
+    calling = [n for n, message in enumerate(messages) if message.get("tool_calls")]
+    if calling:
+        silent = [{name: value for name, value in one.items() if name != "tool_calls"} for one in messages]
+        with contextlib.suppress(UserError):  # who refuses answers of tools that were not called reads the calls
+            unread = render(tokenizer, silent, generation_prompt=generation_prompt) == whole
+            lost |= {(n, "tool calls") for n in calling if unread}
+    for n, message in enumerate(messages):
+        said = {what for at, what, _ in parts if at == n} | {"tool calls" for at in calling if at == n}
+        if said and all((n, what) in lost for what in said):
+            raise UserError(
+                "the chat template leaves out a whole message",
+                found=f"turn {n + 1}, role {message['role']!r}: {message['content'][:80]!r}",
+                remedy="name roles as the template does (user, assistant), put a system turn into the user's, or use "
+                "another template (chat_template)",
+            )
+    which = {True: "the last turn", False: "earlier turns"}
+    return sorted({f"the chat template leaves out {what} of {which[n == len(messages) - 1]}" for n, what in lost})
+
+
+def _parts(message: Message) -> Iterator[tuple[str, str]]:
+    """The texts of a message that a template may write or leave out, each by what it is."""
+    thought, said = "", message["content"]
+    if message["role"] == "assistant":
+        thought, _, said = said.rpartition(_THOUGHT_END)
+    thoughts = [thought.strip().removeprefix("<think>"), *(message.get(name) for name in THOUGHTS)]
+    found = [("text", said), *(("thoughts", text) for text in thoughts)]
+    return ((what, text.strip()) for what, text in found if isinstance(text, str) and text.strip())
+
+
+def _spaced(text: str) -> str:
+    """With one space wherever there is white space: templates trim texts and change line breaks around them."""
+    return " ".join(text.split())
 
 
 def _talk(thought: str = "") -> Messages:

@@ -22,7 +22,17 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from quartet.config.errors import UserError
 from quartet.text import chat
-from quartet.text.examples import Conversation, Document, Example, Messages, PromptText, Tokenised
+from quartet.text.examples import (
+    AnswerText,
+    Conversation,
+    Document,
+    Example,
+    Messages,
+    PromptText,
+    Tokenised,
+    answer_turn,
+    is_learned,
+)
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
 from quartet.text.templates import with_template
 
@@ -114,6 +124,22 @@ class TextCodec:
             remedy="set eos_token in tokenizer_config.json to the token that ends an answer",
         )
 
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """The end-of-text tokens as texts."""
+        return tuple(filter(None, (self.decode([token], skip_special=False).strip() for token in self.eos_ids)))
+
+    def holds_end(self, text: str) -> bool:
+        """Whether the ids of a text hold an end-of-text token, at which generation would stop."""
+        return any(end in text for end in self._ends) and not self.eos_ids.isdisjoint(self._plain(text))
+
+    def without_end(self, text: str) -> str:
+        """An answer without the end-of-text tokens that it ends with: encoding adds one."""
+        while self.holds_end(text) and text.rstrip().endswith(self._ends):
+            end = max((end for end in self._ends if text.rstrip().endswith(end)), key=len)
+            text = text.rstrip().removesuffix(end)
+        return text
+
     # Encoding --------------------------------------------------------------------------------------------
 
     def encode_prompt(self, prompt: PromptText, variables: Mapping[str, Any] | None = None) -> list[int]:
@@ -133,7 +159,7 @@ class TextCodec:
             raise UserError("the prompt has no tokens", found=repr(prompt), remedy="give it some text")
         return ids
 
-    def encode_completion(self, prompt: PromptText, completion: str) -> tuple[list[int], list[int]]:
+    def encode_completion(self, prompt: PromptText, completion: AnswerText) -> tuple[list[int], list[int]]:
         """``encode_prompt(prompt)`` and the ids of its completion, which end with an end-of-text id.
 
         The completion's tokens are those it has in the joined text where the prompt's tokens do not change by
@@ -141,9 +167,10 @@ class TextCodec:
         """
         prompt_ids = self.encode_prompt(prompt)
         if isinstance(prompt, str):
+            assert isinstance(completion, str), "an answer that is a message has a prompt of messages"
             return prompt_ids, [*self._continue(prompt_ids, self._encode_text, prompt, completion), self.eos_id]
         head = self.render(prompt)
-        whole = self.render([*prompt, {"role": "assistant", "content": completion}], generation_prompt=False)
+        whole = self.render([*prompt, answer_turn(completion)], generation_prompt=False)
         text = chat.continuation(head, whole, "the conversation with its answer", "the prompt")
         return prompt_ids, self._end(self._continue(prompt_ids, self._plain, head, text))
 
@@ -188,23 +215,16 @@ class TextCodec:
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """``(input_ids, loss_mask)`` of a conversation whose assistant turns carry loss.
 
-        A template with ``{% generation %}`` marks decides itself. Otherwise the conversation is rendered turn
-        by turn; loss begins behind the generation prompt and ends with the turn's end-of-text token, which is
-        appended where the template writes none after the last turn. Turns after the assistant's last are left
-        out.
+        Those with ``train`` False do not. A template with ``{% generation %}`` marks decides itself. Otherwise the
+        conversation is rendered turn by turn; loss begins behind the generation prompt and ends with the turn's
+        end-of-text token, which is appended where the template writes none after the last turn. Turns after the last
+        that is learned are left out.
 
         Raises:
             UserError: no assistant turn, one before any other turn, or a template that changes earlier text
                 when a turn is added.
         """
-        last = max((k for k, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        if last < 1:
-            raise UserError(
-                "the conversation has nothing to learn from",
-                found=f"roles {[message['role'] for message in messages]}",
-                remedy="it needs an assistant turn after at least one other turn",
-            )
-        messages = messages[: last + 1]
+        messages = chat.until_last_learned(messages)
         if chat.MARKS.search(chat.template_of(self.tokenizer, chat.tools_of(messages))):
             ids, mask = chat.marked_by_template(self.tokenizer, messages)
         else:
@@ -357,6 +377,6 @@ class TextCodec:
             ids, mask = ids + lead, mask + [False] * len(lead)
             answer = self._continue(ids, self._plain, head, turn)
             stop = next((n + 1 for n, token in enumerate(answer) if token in self.eos_ids), len(answer))
-            ids, mask = ids + answer, mask + [True] * stop + [False] * (len(answer) - stop)
+            ids, mask = ids + answer, mask + [is_learned(message)] * stop + [False] * (len(answer) - stop)
             text = whole
         return ids, mask

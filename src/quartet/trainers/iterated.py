@@ -42,6 +42,7 @@ from quartet.observe.callbacks import Callback
 from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
+from quartet.text.examples import AnswerText, Preference, answer_turn
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import Answer, write_answers, write_rows
@@ -215,8 +216,7 @@ class IteratedTrainer:
         section = "reward_model.data"
         parsed = [preferences(iter_rows(s), Reading.of(s, section)) for s in data.parts]
         return (
-            {"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected}
-            | ({} if p.margin is None else {"margin": p.margin})
+            {"prompt": p.prompt, **_sides(p)} | ({} if p.margin is None else {"margin": p.margin})
             for part in parsed
             for p in part.items
         )
@@ -287,6 +287,13 @@ def make_pair(group: Sequence[Answer], label: str, config: CollectConfig, seed: 
     rejected = min(labelled, key=lambda answer: answer.rewards[label])
     difference = chosen.rewards[label] - rejected.rewards[label]
     return LabelledPair(chosen, rejected) if difference > config.least_difference else None
+
+
+def _sides(pair: Preference) -> dict[str, AnswerText]:
+    """The answers of a pair as a row has them: both as messages where one is more than text."""
+    sides = {"chosen": pair.chosen, "rejected": pair.rejected}
+    is_text = all(isinstance(answer, str) for answer in sides.values())
+    return sides if is_text else {name: answer_turn(answer) for name, answer in sides.items()}
 
 
 def _row(pair: LabelledPair) -> dict[str, Any]:

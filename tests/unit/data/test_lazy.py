@@ -208,6 +208,12 @@ class Short:
     def limited(self, _: int) -> Short:
         return self
 
+    def without_end(self, text: str) -> str:
+        return text
+
+    def holds_end(self, _: str) -> bool:
+        return False
+
     def encode_completion(self, prompt: Any, text: str) -> tuple[list[int], list[int]]:
         return [int(prompt) % 7, 1], [2] * len(text)
 

@@ -586,7 +586,6 @@ def test_a_healthy_template(tokenizer: Any) -> None:
     ("template", "check", "named"),
     [
         (TURNS, quick.check_template, "1 of 1"),
-        ("{{ messages[-1]['content'] }}" + PROMPT, quick.check_template, "'system'"),
         (TURNS.replace("{{ end }}", "<end>") + PROMPT, quick.check_turn_end, "'<end>'"),
         ("<bos><bos>" + TURNS + PROMPT, begin_of_text, "1 of 1"),
     ],

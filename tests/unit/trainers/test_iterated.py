@@ -14,8 +14,11 @@ from quartet.config import Interrupted, UserError
 from quartet.config.load import load_recipe
 from quartet.config.recipe import CollectConfig, IteratedRecipe
 from quartet.config.rewards import LengthReward
+from quartet.data.formats import preferences
+from quartet.data.readers import Row
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
+from quartet.text.examples import Preference
 from quartet.trainers import iterated
 from quartet.trainers.evaluation_files import Answer
 from quartet.trainers.iterated import IteratedTrainer, make_pair
@@ -242,3 +245,12 @@ def test_random_pairs_are_drawn_by_the_seed_and_labelled() -> None:
     found = {(pair.chosen.sample, pair.rejected.sample) for pair in drawn if pair is not None}
     assert len(found) > 20 and all(chosen > rejected for chosen, rejected in found)
     assert iterated.PREVIOUS == "previous_round"
+
+
+def test_answers_that_are_messages_stay_so_in_the_files_of_a_round() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    for chosen, rejected in ((call, "no"), ("yes", call), ("yes", "no")):
+        pair = Preference([{"role": "user", "content": "?"}], chosen, rejected)
+        row = json.loads(json.dumps({"prompt": pair.prompt, **iterated._sides(pair)}))
+        (found,) = preferences([Row(row, "pairs.jsonl", 1)]).items
+        assert (found.prompt, found.chosen, found.rejected) == (pair.prompt, chosen, rejected)
