@@ -6,6 +6,7 @@ process can be ended that is deep inside a number of a billion digits.
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,18 +17,44 @@ if TYPE_CHECKING:
 _MEMORY_BYTES = 4 << 30
 
 
+_STANDS_ALONE = re.compile(
+    r"(?<!\\)\$|\\[(\[]|\\boxed"  # has delimiters
+    r"|(?<![\\\w{])[A-Za-z]{4,}|\*\*"  # a sentence, which ends with the answer; Python's power
+    r"|^\s*(?:[-+\d.,/]+|-?\\[dt]?frac\{\d+\}\{\d+\})(?:\s+[A-Za-z]{2,}\.?)+\s*$"  # a number with its unit
+)
+_SET_IN_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
+_MIXED = re.compile(r"(?<![^{$-])(\d+)\s+(\d+)/(\d+)(?=\s*(?:[}$]|$))")
+
+
 def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dict[str, Any], job: Any) -> float | None:
     """1 for an equal answer, else 0; None where the right answer itself cannot be read."""
     extraction = [configs[kind] for kind in job["extract"]]
     limit = max(1, int(job["timeout_s"]))
-    gold = parse(job["gold"], extraction_config=extraction, parsing_timeout=limit)
-    if not gold:
-        # Data sets often hold bare LaTeX, which is only recognised between delimiters.
-        gold = parse(f"${job['gold']}$", extraction_config=list(configs.values()), parsing_timeout=limit)
+    as_it_stands, between = (job["gold"], extraction), (f"${job['gold']}$", [*configs.values()])
+    stands_alone = _STANDS_ALONE.search(_SET_IN_TEXT.sub("", job["gold"])) is not None
+    gold: list[Any] = []
+    # Data sets often hold bare LaTeX. Without delimiters a number is looked for, which would be a part of it.
+    for text, kinds in (as_it_stands, between) if stands_alone else (between, as_it_stands):
+        gold = parse(_with_fractions(text), extraction_config=kinds, parsing_timeout=limit)
+        if any(not isinstance(found, str) for found in gold):
+            break
     if not gold:
         return None
-    found = parse(job["completion"], extraction_config=extraction, parsing_timeout=limit)
+    found = parse(_with_fractions(job["completion"]), extraction_config=extraction, parsing_timeout=limit)
     return float(bool(verify(gold, found, float_rounding=job["digits"], timeout_seconds=limit)))
+
+
+def _with_fractions(text: str) -> str:
+    """Repeating decimals and mixed numbers as fractions: math-verify reads 0 in ``0.\\overline{3}``, 1 in ``2 1/2``."""
+
+    def repeating(found: re.Match[str]) -> str:
+        whole, fixed, repeated = found.groups()
+        value = int(whole + fixed + repeated) - int((whole + fixed) or "0")
+        return rf"\frac{{{value}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
+
+    text = _REPEATING.sub(repeating, text)
+    return _MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
 
 
 def serve(settings: Mapping[str, Any], channel: PipeChannel) -> None:
