@@ -49,6 +49,8 @@ def build_reward(config: RewardConfig) -> GuardedReward:
 class RuleSource(RewardSource):
     """A rule with a recipe's options; ``column`` holds the right answers, where it compares with any."""
 
+    compares = True
+
     def __init__(self, config: RewardConfig) -> None:
         self.name, self.column = config.name or "", getattr(config, "column", None)
         options = config.model_dump(exclude={"type", "column", *RewardSourceConfig.model_fields})

@@ -1,14 +1,17 @@
 """Ready reward functions: plain functions, by ``type`` in a recipe or used as ``quartet.rewards.builtin:exact_match``.
 
 Each takes completions (text or messages), most also the right answers, and gives one score per completion; None where a
-row has no answer.
+row has no answer. Where it has a list of right answers, any of them counts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Literal
+
+from quartet.config.errors import UserError
 
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-+−])?"  # a sign, not the minus of a difference
@@ -24,7 +27,7 @@ def exact_match(
     def normal(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
 
-    return _against(completions, answer, lambda text, right: float(normal(text) == normal(str(right))))
+    return _against(completions, answer, lambda text, right: float(normal(text) == normal(right)))
 
 
 def numeric(
@@ -42,8 +45,8 @@ def numeric(
         tolerance, relative_tolerance: most that the two may differ, absolutely or as a share of the right one.
     """
 
-    def judge(text: str, right: Any) -> float | None:
-        wanted, found = last_number(str(right)), last_number(text)
+    def judge(text: str, right: str) -> float | None:
+        wanted, found = last_number(right), last_number(text)
         if wanted is None:
             return None
         room = max(tolerance, relative_tolerance * abs(wanted))
@@ -73,10 +76,10 @@ def regex(
     if answer is None:
         return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
 
-    def judge(text: str, right: Any) -> float:
+    def judge(text: str, right: str) -> float:
         matches = list(compiled.finditer(text))
         found = (matches[-1].group(1) or "").strip() if matches else None
-        wanted = str(right).strip()
+        wanted = right.strip()
         return float(found is not None and (found.casefold() == wanted.casefold() if ignore_case else found == wanted))
 
     return _against(completions, answer, judge)
@@ -128,12 +131,39 @@ def _at_least_0(value: float) -> float:
 
 
 def _against(
-    completions: Sequence[Any], answers: Sequence[Any], judge: Callable[[str, Any], float | None]
+    completions: Sequence[Any], answers: Sequence[Any], judge: Callable[[str, str], float | None]
 ) -> list[float | None]:
-    return [
-        None if right is None else judge(text_of(completion), right)
-        for completion, right in zip(completions, answers, strict=True)
-    ]
+    scores: list[float | None] = []
+    for completion, answer in zip(completions, answers, strict=True):
+        found = [judge(text_of(completion), right) for right in right_answers(answer)]
+        scores.append(max((score for score in found if score is not None), default=None))
+    return scores
+
+
+def right_answers(answer: Any, column: str = "answer") -> list[str]:
+    """The texts that are right where a row has ``answer``: all entries of a list, both ways to write a whole float;
+    none where there is no answer (null, NaN).
+
+    Args:
+        column: where it stands, for the message.
+
+    Raises:
+        UserError: an object, of which nobody has said what in it is the answer.
+    """
+    if isinstance(answer, Mapping):
+        raise UserError(
+            f"the right answers in {column!r} are objects",
+            found=f"one with {', '.join(map(repr, answer))}",
+            remedy="name the answer in them: data.columns.answer=COLUMN.KEY, the file's COLUMN and one of these keys",
+        )
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
+    if isinstance(answer, (list, tuple)):
+        return [text for one in answer for text in right_answers(one, column)]
+    if answer is None or answer != answer:
+        return []
+    if isinstance(answer, float):  # a column of whole numbers has become floats where one was missing
+        return [f"{Decimal(answer):f}"] * answer.is_integer() + [f"{Decimal(repr(answer)):f}"]
+    return [str(answer)]
 
 
 def text_of(completion: Any) -> str:

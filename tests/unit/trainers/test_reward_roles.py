@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,25 +17,37 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
-from quartet.config.common import SamplingConfig
+from quartet.config.common import DataConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
 from quartet.config.remote import RetryConfig
-from quartet.config.rewards import FunctionReward, GateConfig, HTTPReward, LengthReward, RegexReward
+from quartet.config.rewards import (
+    ExactMatchReward,
+    FunctionReward,
+    GateConfig,
+    HTTPReward,
+    LengthReward,
+    NumericReward,
+    RegexReward,
+)
 from quartet.data.datasets import PromptItem
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rewards.combine import RewardWeights
 from quartet.rewards.source import GuardedReward
+from quartet.rollout.protocol import Completion, FinishReason
+from quartet.schedule.groups import chunk_of
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.placement import local_arbiter
 from quartet.text.tokenizer import TextCodec
 from quartet.train.token_budget import TokenBudget
+from quartet.trainers.evaluation import answers_of
 from quartet.trainers.experience import Assembler
-from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole
-from quartet.trainers.reward_sources import reward_functions, reward_weights
+from quartet.trainers.input_sources import prompt_data
+from quartet.trainers.reward_roles import FunctionScorer, RewardFunctionRole, RewardModelRole
+from quartet.trainers.reward_sources import check_columns, reward_functions, reward_weights
 from quartet.trainers.rl import RLTrainer
 from split_workers import SplitWorkers, without_ids
 
@@ -138,6 +151,72 @@ def test_python_functions_may_be_gates_too(digits: Any) -> None:
     roles: list[RewardFunctionRole] = reward_functions([gated], [digits])
     weights = reward_weights(roles)
     assert weights == {"length": 3.0, "share_of_digits": 1.0} and set(weights.gates) == {"length"}
+
+
+# Rows as verl publishes them --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def verl(tmp_path: Path) -> str:
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n}+{n}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * n)} if n else None,
+            "extra_info": {"split": "train", "index": n, "answer": f"so #### {2 * n}", "question": f"{n}+{n}="},
+        }
+        for n in (1, 2, 0)
+    ]
+    path = tmp_path / "train.parquet"
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "compared"),
+    [({"answer": "reward_model.ground_truth"}, "answer"), ({}, "reward_model.ground_truth")],
+)
+def test_nested_truths_are_compared_with(verl: str, tokenizer: Any, columns: Any, compared: str) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %} {% endif %}"
+    codec = TextCodec(tokenizer)
+    data = prompt_data(DataConfig(path=verl, columns=columns), None, codec, 64, "data")
+    roles = reward_functions([NumericReward(column=compared)], [])
+    check_columns(roles, data)
+    assert [item.prompt for item in data.items] == [[{"role": "user", "content": f"{n}+{n}="}] for n in (1, 2, 0)]
+    assert {"data_source", "extra_info", "reward_model", *columns} <= data.items[0].columns.keys()
+    answers = [answers_of(codec, n, item, [Completion("", "", (1,), (0.0,), (0,), FinishReason.STOP)] * 2, ["it is 2", "4"])
+               for n, item in enumerate(data.items)]  # fmt: skip
+    leases = LeaseContext(local_arbiter({}, version=0), SpanRecorder())
+    found = asyncio.run(FunctionScorer(leases, roles[0].reward).score(chunk_of(0, 0, answers)))
+    scores = found.sequence["reward/numeric"].tolist()
+    assert scores[:4] == [1.0, 0.0, 0.0, 1.0] and all(map(math.isnan, scores[4:])), "null: no answer"
+
+
+@pytest.mark.parametrize(
+    ("columns", "reward", "found", "remedy"),
+    [
+        ({}, NumericReward(), "reward_model.ground_truth", "map it: data.columns.answer=reward_model.ground_truth"),
+        (
+            {"answer": "reward_model"},
+            NumericReward(),
+            "'style', 'ground_truth'",
+            "name the answer in them: data.columns.answer=COLUMN.KEY",
+        ),
+        ({}, ExactMatchReward(column="reward_model"), "'ground_truth'", "data.columns.answer=COLUMN.KEY"),
+        ({"answer": "reward_model.truth"}, NumericReward(), "'reward_model.ground_truth'", ""),
+        ({"answer": "data_source.x"}, NumericReward(), "'data_source'", "did you mean 'data_source'?"),
+    ],
+)
+def test_objects_are_refused_before_any_work(
+    verl: str, tokenizer: Any, columns: Any, reward: Any, found: str, remedy: str
+) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %} {% endif %}"
+    config = DataConfig(path=verl, columns=columns)
+    with pytest.raises(UserError) as caught:
+        check_columns(reward_functions([reward], []), prompt_data(config, None, TextCodec(tokenizer), 64, "data"))
+    assert found in caught.value.found and remedy in caught.value.remedy
 
 
 # Another tokenizer -----------------------------------------------------------------------------------------
