@@ -86,17 +86,33 @@ def regex(
 
 
 def format_match(
-    completions: Sequence[Any], *, pattern: str | None = None, tags: Sequence[str] | None = None, **_: Any
+    completions: Sequence[Any],
+    *,
+    pattern: str | None = None,
+    tags: Sequence[str] | None = None,
+    opened: Sequence[str] | None = None,
+    **_: Any,
 ) -> list[float | None]:
     """1 where ``pattern`` matches the whole completion (``.`` also a line break) or every tag stands in it once, as
     ``<tag>…</tag>``, one behind the other. Else 0.
+
+    Args:
+        opened: the tag that the prompt of each completion opens at its end (``opened_tag``): the completion with it in
+            front may have the form, too.
     """
-    texts = [text_of(completion).strip() for completion in completions]
+    texts = list(map(text_of, completions))
+    ways = [{text.strip(), (tag + text).strip()} for text, tag in zip(texts, opened or [""] * len(texts), strict=True)]
     if pattern is not None:
         compiled = re.compile(pattern, re.DOTALL)
-        return [float(compiled.fullmatch(text) is not None) for text in texts]
+        return [float(any(map(compiled.fullmatch, texts))) for texts in ways]
     marks = [mark for tag in tags or () for mark in (f"<{tag}>", f"</{tag}>")]
-    return [float(_each_once_in_order(text, marks)) for text in texts]
+    return [float(any(_each_once_in_order(text, marks) for text in texts)) for texts in ways]
+
+
+def opened_tag(prompt: str) -> str:
+    """The tag with which a prompt ends, as templates open ``<think>``; '' where it ends with none."""
+    found = re.search(r"<[\w.:-]+>\s*\Z", prompt)
+    return found[0] if found else ""
 
 
 def _each_once_in_order(text: str, marks: Sequence[str]) -> bool:

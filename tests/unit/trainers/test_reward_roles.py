@@ -23,6 +23,7 @@ from quartet.config.recipe import RolloutConfig
 from quartet.config.remote import RetryConfig
 from quartet.config.rewards import (
     ExactMatchReward,
+    FormatReward,
     FunctionReward,
     GateConfig,
     HTTPReward,
@@ -47,7 +48,7 @@ from quartet.trainers.evaluation import answers_of
 from quartet.trainers.experience import Assembler
 from quartet.trainers.input_sources import prompt_data
 from quartet.trainers.reward_roles import FunctionScorer, RewardFunctionRole, RewardModelRole
-from quartet.trainers.reward_sources import check_columns, reward_functions, reward_weights
+from quartet.trainers.reward_sources import fit_to_data, reward_functions, reward_weights
 from quartet.trainers.rl import RLTrainer
 from split_workers import SplitWorkers, without_ids
 
@@ -183,11 +184,11 @@ def test_nested_truths_are_compared_with(verl: str, tokenizer: Any, columns: Any
     codec = TextCodec(tokenizer)
     data = prompt_data(DataConfig(path=verl, columns=columns), None, codec, 64, "data")
     roles = reward_functions([NumericReward(column=compared)], [])
-    check_columns(roles, data)
+    fit_to_data(roles, data, codec)
     assert [item.prompt for item in data.items] == [[{"role": "user", "content": f"{n}+{n}="}] for n in (1, 2, 0)]
     assert {"data_source", "extra_info", "reward_model", *columns} <= data.items[0].columns.keys()
-    answers = [answers_of(codec, n, item, [Completion("", "", (1,), (0.0,), (0,), FinishReason.STOP)] * 2, ["it is 2", "4"])
-               for n, item in enumerate(data.items)]  # fmt: skip
+    made = [Completion("", "", (1,), (0.0,), (0,), FinishReason.STOP)] * 2
+    answers = [answers_of(codec, n, item, made, ["it is 2", "4"]) for n, item in enumerate(data.items)]
     leases = LeaseContext(local_arbiter({}, version=0), SpanRecorder())
     found = asyncio.run(FunctionScorer(leases, roles[0].reward).score(chunk_of(0, 0, answers)))
     scores = found.sequence["reward/numeric"].tolist()
@@ -215,8 +216,27 @@ def test_objects_are_refused_before_any_work(
     tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %} {% endif %}"
     config = DataConfig(path=verl, columns=columns)
     with pytest.raises(UserError) as caught:
-        check_columns(reward_functions([reward], []), prompt_data(config, None, TextCodec(tokenizer), 64, "data"))
+        codec = TextCodec(tokenizer)
+        fit_to_data(reward_functions([reward], []), prompt_data(config, None, codec, 64, "data"), codec)
     assert found in caught.value.found and remedy in caught.value.remedy
+
+
+# Templates that open a tag ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"tags": ("think", "answer")}, {"pattern": "<think>.*</think>.*<answer>.*"}])
+@pytest.mark.parametrize(("generation", "opens"), [("A:", False), ("A:<think>", True), ("A:<think>\n", True)])
+def test_a_format_knows_what_the_template_has_opened(
+    options: Any, generation: str, opens: bool, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}" + generation + "{% endif %}"
+    codec, prompt = TextCodec(tokenizer), [{"role": "user", "content": "1+1="}]
+    roles = reward_functions([FormatReward(**options)], [])
+    fit_to_data(roles, prompt_data(None, [{"prompt": prompt}], codec, 64, "data"), codec)
+    texts = ["so\n</think>\n<answer>2</answer>", "<think>so</think><answer>2</answer>", "<answer>2</answer>"]
+    for prompts in ([prompt] * 3, [f"1+1={generation}"] * 3):
+        outcome = asyncio.run(roles[0].reward.score(prompts, texts, {}))
+        assert outcome.scores == [float(opens), 1.0, 0.0]
 
 
 # Another tokenizer -----------------------------------------------------------------------------------------
