@@ -51,7 +51,6 @@ from quartet.trainers.estimators import (
 )
 from quartet.trainers.token_selection import with_selected_tokens
 
-
 _LARGE = 2.0**50
 """Scores beyond it are computed with in fp64."""
 

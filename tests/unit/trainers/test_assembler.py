@@ -306,9 +306,13 @@ def test_huge_rewards_have_the_advantages_of_small_ones(
     groups = [[2, 1, 3], [1, 1, 1]]
     found = assemble(config, step(groups, huge, columns=columns), weights={"a": 1.0, "b": 1.0})
     scores = {"a": [value * math.copysign(1.0, factor) for value in small], "b": [1.0] * 6}
-    expected = actions(assemble(config, step(groups, scores, columns=columns), weights={"a": 1.0, "b": 1.0}), "advantages")
+    expected = actions(
+        assemble(config, step(groups, scores, columns=columns), weights={"a": 1.0, "b": 1.0}), "advantages"
+    )
     scale = abs(factor) if is_scaled else 1.0
-    assert actions(found, "advantages") == pytest.approx([value * scale for value in expected], rel=1e-5, abs=scale * 1e-6)
+    assert actions(found, "advantages") == pytest.approx(
+        [value * scale for value in expected], rel=1e-5, abs=scale * 1e-6
+    )
     assert found.batch.sequence["score"].isfinite().all() and math.isfinite(found.metrics["reward/score_std"])
 
 

@@ -16,7 +16,7 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO, PPO, KLConfig
+from quartet.config.algorithms import GRPO, PPO, RLOO, KLConfig
 from quartet.config.common import DataConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
@@ -274,6 +274,33 @@ def test_workers_render_what_a_model_with_another_tokenizer_reads(
     found = asyncio.run(scorer.score(Chunk(0, 0, without_ids(batch))))
     assert found.ids == ("a", "b", "c")
     assert found.sequence["reward/judge"].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+# Huge rewards ----------------------------------------------------------------------------------------------
+
+
+def alternately(size: float) -> Any:
+    return lambda completions, **_: [size if len(text) % 2 else -size for text in completions]
+
+
+def test_a_run_that_huge_rewards_keep_from_learning_stops(tiny_rl: Any, tmp_path: Path) -> None:
+    algorithm = RLOO(kl=KLConfig(coef=0.0))
+    values = {"algorithm": algorithm, "steps": 6, "prompts_per_step": 4, "responses_per_prompt": 4}
+    with pytest.raises(UserError, match="no update of the actor has been made for 3 steps"):
+        tiny_rl(tmp_path / "run", alternately(3e38), **values).train()
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 3
+    assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir(), "nothing is lost"
+
+
+def test_a_method_that_divides_by_the_deviation_learns_from_huge_rewards_what_it_learns_from_others(
+    train: Train,
+) -> None:
+    weights = []
+    for n, size in enumerate((1.0, 3e19)):
+        trainer, rows = train(functions=[alternately(size)], name=f"{n}", prompts_per_step=2, responses_per_prompt=4)
+        assert rows[-1]["optim/skipped_steps"] == 0 and rows[1]["advantages/std"] > 0.5
+        weights.append(torch.cat([p.flatten() for p in trainer.roles.engines()["actor"].packed.model.parameters()]))
+    assert torch.allclose(*weights, atol=1e-4)
 
 
 # Failures --------------------------------------------------------------------------------------------------
