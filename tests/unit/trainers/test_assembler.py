@@ -302,17 +302,13 @@ def test_huge_rewards_have_the_advantages_of_small_ones(
     """As far as fp32 holds them: what is squared or added up on the way is fp64."""
     small = [1.0, -1.0, 0.5, 2.0, 0.0, 1.0]
     huge = {"a": [value * factor for value in small], "b": [abs(factor)] * 6}
-    columns = {"values": [0.0] * 9}
-    groups = [[2, 1, 3], [1, 1, 1]]
-    found = assemble(config, step(groups, huge, columns=columns), weights={"a": 1.0, "b": 1.0})
     scores = {"a": [value * math.copysign(1.0, factor) for value in small], "b": [1.0] * 6}
-    expected = actions(
-        assemble(config, step(groups, scores, columns=columns), weights={"a": 1.0, "b": 1.0}), "advantages"
-    )
+    columns, groups, weights = {"values": [0.0] * 9}, [[2, 1, 3], [1, 1, 1]], {"a": 1.0, "b": 1.0}
+    found = assemble(config, step(groups, huge, columns=columns), weights=weights)
+    expected = actions(assemble(config, step(groups, scores, columns=columns), weights=weights), "advantages")
     scale = abs(factor) if is_scaled else 1.0
-    assert actions(found, "advantages") == pytest.approx(
-        [value * scale for value in expected], rel=1e-5, abs=scale * 1e-6
-    )
+    expected = [value * scale for value in expected]
+    assert actions(found, "advantages") == pytest.approx(expected, rel=1e-5, abs=scale * 1e-6)
     assert found.batch.sequence["score"].isfinite().all() and math.isfinite(found.metrics["reward/score_std"])
 
 
