@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from quartet.config.errors import UserError
 
-_NUMBER = re.compile(
+NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-+−])?"  # a sign, not the minus of a difference
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
 )
@@ -57,7 +57,7 @@ def numeric(
 
 def last_number(text: str) -> float | None:
     """The last number written in digits, e.g. ``-1,234.5`` or ``2e-3``; None without any."""
-    found = _NUMBER.findall(text)
+    found = NUMBER.findall(text)
     return float(found[-1].replace(",", "").replace("−", "-")) if found else None
 
 

@@ -32,10 +32,9 @@ def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dic
     extraction = [configs[kind] for kind in job["extract"]]
     limit = max(1, int(job["timeout_s"]))
     as_it_stands, between = (job["gold"], extraction), (f"${job['gold']}$", [*configs.values()])
-    stands_alone = _STANDS_ALONE.search(_SET_IN_TEXT.sub("", job["gold"])) is not None
     gold: list[Any] = []
     # Data sets often hold bare LaTeX. Without delimiters a number is looked for, which would be a part of it.
-    for text, kinds in (as_it_stands, between) if stands_alone else (between, as_it_stands):
+    for text, kinds in (as_it_stands, between) if stands_alone(job["gold"]) else (between, as_it_stands):
         gold = parse(_with_fractions(text), extraction_config=kinds, parsing_timeout=limit)
         if any(not isinstance(found, str) for found in gold):
             break
@@ -43,6 +42,11 @@ def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dic
         return None
     found = parse(_with_fractions(job["completion"]), extraction_config=extraction, parsing_timeout=limit)
     return float(bool(verify(gold, found, float_rounding=job["digits"], timeout_seconds=limit)))
+
+
+def stands_alone(gold: str) -> bool:
+    """Whether an answer is read as it stands: it has delimiters, or is no LaTeX. Any other is read between them."""
+    return _STANDS_ALONE.search(_SET_IN_TEXT.sub("", gold)) is not None
 
 
 def _with_fractions(text: str) -> str:

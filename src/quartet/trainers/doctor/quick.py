@@ -17,7 +17,7 @@ from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.doctor.answers import answer_column
+from quartet.trainers.doctor.answers import answer_column, answer_text
 from quartet.trainers.doctor.findings import Finding, judged
 from quartet.trainers.roles import RLRoles
 
@@ -156,7 +156,7 @@ def check_prompt_lengths(roles: RLRoles) -> Finding:
 def check_answers(recipe: RLRecipe, codec: TextCodec, items: Sequence[PromptItem]) -> list[Finding]:
     """Answers that the data know can be given: in the tokens allowed, and without a stop string in their middle."""
     column, sampling = answer_column(recipe, items), recipe.rollout.sampling
-    texts = [str(item.columns[column]) for item in items if item.columns.get(column)] if column is not None else []
+    texts = [text for item in items if (text := answer_text(item, column))] if column is not None else []
     if not texts:
         return [judged(name, "the data have no answers") for name in ("answer_lengths", "answer_stops")]
     lengths = [len(codec.encode_continuation(text)) + 1 for text in texts]
