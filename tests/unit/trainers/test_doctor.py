@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
@@ -696,9 +698,34 @@ def test_a_tokenizer_that_moves_blanks(tokenizer: Any) -> None:
     assert quick.check_round_trip(TextCodec(moves), ["1+2="]).status == "warning"
 
 
-def test_a_tokenizer_that_loses_case(tokenizer: Any) -> None:
-    from tokenizers import normalizers
+@pytest.mark.parametrize(
+    ("decoder", "status"),
+    [
+        (["Replace", "Fuse", "Strip"], "ok"),
+        (["Replace", "Fuse"], "ok"),
+        (["Drop", "Fuse"], "failure"),
+    ],
+)
+@pytest.mark.parametrize("text", ["<s>a b  c<|x|>d", "<|x|>\na <|x|> b", "a<|x|>", " a"])
+def test_the_blank_that_sentencepiece_puts_behind_special_tokens(decoder: list[str], status: str, text: str) -> None:
+    """As Llama's: a blank before every text, and so behind every special token; only the first is taken off again."""
+    steps = {
+        "Replace": decoders.Replace("▁", " "),
+        "Drop": decoders.Replace("a", ""),
+        "Fuse": decoders.Fuse(),
+        "Strip": decoders.Strip(" ", 1, 0),
+    }
+    backend = Tokenizer(models.BPE({token: n for n, token in enumerate(["<unk>", "▁", "\n", *"abcd"])}, []))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([steps[name] for name in decoder])
+    backend.add_special_tokens(["<s>", "<|x|>"])
+    found = quick.check_round_trip(
+        TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")), [text]
+    )
+    assert found.status == status, found.line()
 
+
+def test_a_tokenizer_that_loses_case(tokenizer: Any) -> None:
     lossy = copy.deepcopy(tokenizer)
     lossy.backend_tokenizer.normalizer = normalizers.Replace("1", "2")
     assert quick.check_round_trip(TextCodec(lossy), ["1+2=", "11+2="]).status == "failure"
