@@ -14,8 +14,8 @@ from quartet.data.fields import column_at
 from quartet.rewards.builtin import NUMBER, right_answers
 from quartet.rewards.math_worker import stands_alone
 
-USUAL = ("completion", "chosen", "answer", "solution", "response", "output", "target", "ground_truth")
-USUAL += ("final_answer", "expected_answer", "correct_answer", "gold", "label")
+_FIRST = ("completion", "chosen", "answer", "solution", "response", "output", "target", "ground_truth")
+USUAL = (*_FIRST, "final_answer", "expected_answer", "correct_answer", "gold", "label")
 """Names of columns with right answers."""
 _UNITS = re.compile(
     r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}|\\[%$,!; ]|\^\{?\\circ\}?|_\{?\d+\}?|\\(?:left|right)\b"
