@@ -15,16 +15,15 @@ if TYPE_CHECKING:
     from quartet.rewards.subprocess_main import PipeChannel
 
 _MEMORY_BYTES = 4 << 30
-
-
 _STANDS_ALONE = re.compile(
     r"(?<!\\)\$|\\[(\[]|\\boxed"  # has delimiters
     r"|(?<![\\\w{])[A-Za-z]{4,}|\*\*"  # a sentence, which ends with the answer; Python's power
     r"|^\s*(?:[-+\d.,/]+|-?\\[dt]?frac\{\d+\}\{\d+\})(?:\s+[A-Za-z]{2,}\.?)+\s*$"  # a number with its unit
 )
 _SET_IN_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
-_MIXED = re.compile(r"(?<![^{$-])(\d+)\s+(\d+)/(\d+)(?=\s*(?:[}$]|$))")
+# Few digits: a completion may hold any number of them.
+_REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
+_MIXED = re.compile(r"(?<![^{$-])(\d{1,20}) +(\d{1,20})/(\d{1,20})(?= *(?:[}$]|$))")
 
 
 def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dict[str, Any], job: Any) -> float | None:

@@ -15,7 +15,7 @@ from quartet.rewards.builtin import NUMBER, right_answers
 from quartet.rewards.math_worker import stands_alone
 
 _FIRST = ("completion", "chosen", "answer", "solution", "response", "output", "target", "ground_truth")
-USUAL = (*_FIRST, "final_answer", "expected_answer", "correct_answer", "gold", "label")
+USUAL = (*_FIRST, "final_answer", "expected_answer", "correct_answer", "gold")
 """Names of columns with right answers."""
 _UNITS = re.compile(
     r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}|\\[%$,!; ]|\^\{?\\circ\}?|_\{?\d+\}?|\\(?:left|right)\b"
@@ -64,19 +64,21 @@ def known_answers(recipe: RLRecipe, items: Sequence[PromptItem], num: int) -> li
     column = answer_column(recipe, items)
     if column is None:
         return []
-    other = _usual_column(items, but=column)
+    other, is_math = _usual_column(items, but=column), isinstance(compared_reward(recipe, items), MathReward)
     rows = [(item, text) for item in items[: 8 * num] if (text := answer_text(item, column)) is not None]
+
+    def given(text: str) -> str:
+        """As a completion has it: of bare LaTeX math would read a part."""
+        return f"\\boxed{{{text}}}" if is_math and not stands_alone(text) else text
+
     found = []
     for place, (item, right) in enumerate(rows):
         others = (text for _, text in [*rows[place + 1 :], *rows[:place]] if text.strip() != right.strip())
         wrong = answer_text(item, "rejected") or next(others, None)
-        if wrong is None:
-            continue
-        texts = [right, wrong, *parts_of(right)]
-        if isinstance(compared_reward(recipe, items), MathReward) and not stands_alone(right):
-            texts = [f"\\boxed{{{text}}}" for text in texts]  # bare LaTeX is no answer that is read
         elsewhere = answer_text(item, other) if other is not None else None
-        found.append(KnownAnswer(item, texts[0], texts[1], tuple(texts[2:]), elsewhere))
+        if wrong is not None:
+            parts = tuple(map(given, parts_of(right)))
+            found.append(KnownAnswer(item, given(right), given(wrong), parts, elsewhere and given(elsewhere)))
     return found[:num]
 
 

@@ -25,6 +25,8 @@ from quartet.trainers.run import Stopwatch
 
 _KNOWN = 8
 """Rows whose answers are scored."""
+_FINE = (False, "")
+"""No failure, and nothing to tell."""
 _SLOW_S = 60.0
 """Seconds of rewards in a step that are not worth a word."""
 
@@ -169,9 +171,6 @@ def check_known_answers(run: ExaminedRun, known: KnownScores | None) -> Finding:
     return judged(name, found + told, failure=failure, warning=warning or bool(told))
 
 
-_FINE = (False, "")
-
-
 def _parts(known: KnownScores, source: str, *, is_rule: bool) -> tuple[bool, str]:
     """Whether it is a failure, and in words, that the source takes parts of answers for the whole. Asked of rules, and
     of others that give all right answers one score, and all wrong ones less: these compare, too.
@@ -180,7 +179,8 @@ def _parts(known: KnownScores, source: str, *, is_rule: bool) -> tuple[bool, str
     right, wrong = values[known.places("right")], values[known.places("wrong")]
     if not is_rule and not (len(right.unique()) == 1 and bool((right > wrong).all())):
         return _FINE
-    passing = [place for is_more, place in known.beyond(values, "part") if is_more and values[place] >= right.max()]
+    best = right.nan_to_num(nan=-torch.inf).max()
+    passing = [place for is_more, place in known.beyond(values, "part") if is_more and values[place] >= best]
     if not passing:
         return _FINE
     row, _, text = known.texts[passing[0]]
