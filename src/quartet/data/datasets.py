@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.data.fields import Skip, placed
+from quartet.data.fields import Skip, column_paths, placed
 from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.lazy import Unchecked
 from quartet.data.order import Mixture, draws
@@ -368,8 +368,8 @@ class SFTData(Batches):
 class PromptData(Ordered):
     """Prompts with the columns their rewards receive.
 
-    Of the rows that were checked, ``columns`` are the names of these, and ``hashes`` those of the prompts (in this
-    process), to find equal ones.
+    Of the rows that were checked, ``columns`` are the names of these (and, of what is inside objects of the first row,
+    ``reward_model.ground_truth``), and ``hashes`` those of the prompts (in this process), to find equal ones.
     """
 
     items: Sequence[PromptItem]
@@ -386,7 +386,7 @@ class PromptData(Ordered):
             with placed(row.place):
                 ids = codec.encode_prompt(row.prompt)
             if kept.add(PromptItem(f"{prefix}{number}", row.prompt, row.columns, row.place, len(ids)), [ids]):
-                columns.update(row.columns)
+                columns.update(row.columns if columns else column_paths(row.columns))
                 hashes.append(hash(repr(row.prompt)))
         found = kept.fields(parsed.report())
         return cls(**found, columns=frozenset(columns), hashes=np.array(hashes, np.int64))

@@ -61,6 +61,29 @@ class Reading:
 AS_GIVEN = Reading()
 
 
+def column_paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Names of a row's columns, and of what is inside objects with dots: ``reward_model.ground_truth``."""
+    for name, value in values.items():
+        yield f"{above}{name}"
+        if isinstance(value, dict) and not above:
+            yield from column_paths(value, f"{name}.")
+
+
+def column_at(values: Mapping[str, Any], path: str) -> Any:
+    """The value of a column, or of what is inside an object; null where the object itself is null.
+
+    Raises:
+        KeyError: there is neither.
+    """
+    if path in values:
+        return values[path]
+    name, _, inside = path.partition(".")
+    above = values[name]
+    if not isinstance(above, dict) and not _is_null(above):
+        raise KeyError(path)
+    return None if _is_null(above) else column_at(above, inside)
+
+
 class Skip(Exception):
     """A row that is left out and counted under this reason."""
 

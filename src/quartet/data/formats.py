@@ -44,6 +44,8 @@ from quartet.data.fields import (
     as_chat,
     as_messages,
     field_excerpt,
+    column_at,
+    column_paths,
     in_context,
     prompt_field,
 )
@@ -209,13 +211,15 @@ def _in_context(item: T, fields: Fields) -> T:
 def _renamed(row: Row, reading: Reading) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
     for ours, theirs in reading.columns.items():
-        if theirs not in row.values:
+        try:
+            renamed[ours] = column_at(row.values, theirs)
+        except KeyError:
+            paths = list(column_paths(row.values))
             raise UserError(
                 f"the data have no column {theirs!r}, to which {reading.section}.columns.{ours} points",
-                found=f"{row.place} has {', '.join(map(repr, row.values))}",
-                remedy=nearest(theirs, row.values) or f"set {reading.section}.columns.{ours} to one of these",
-            )
-        renamed[ours] = row.values[theirs]
+                found=f"{row.place} has {', '.join(map(repr, paths))}",
+                remedy=nearest(theirs, paths) or f"set {reading.section}.columns.{ours} to one of these",
+            ) from None
     kept = {name: value for name, value in row.values.items() if name not in reading.columns.values()}
     return {**kept, **renamed}
 

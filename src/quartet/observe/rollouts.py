@@ -23,6 +23,7 @@ from quartet.config.printable import printable
 from quartet.observe.jsonl import as_dataclass, decode_lines, encode_row, replace_atomically
 from quartet.observe.trackers import Row
 
+_DAMAGE = (AttributeError, EOFError, gzip.BadGzipFile, KeyError, OverflowError, TypeError, ValueError, zlib.error)
 _FILE_NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,17})\.jsonl\.gz")
 
 
@@ -153,7 +154,16 @@ def read_step(directory: Path, step: int) -> list[RolloutRecord]:
         if _name_inside(packed) not in (None, _name(step)):
             raise ValueError(f"it is {_name_inside(packed)} under another name")
         return [_decode(row) for row in decode_lines(gzip.decompress(packed), path)]
-    except (AttributeError, EOFError, gzip.BadGzipFile, zlib.error, KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        ArithmeticError,
+        EOFError,
+        gzip.BadGzipFile,
+        zlib.error,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise UserError(
             "a rollout file is damaged",
             found=f"{path}: {error}",

@@ -47,12 +47,22 @@ def build_reward(config: RewardConfig) -> GuardedReward:
 
 
 class RuleSource(RewardSource):
-    """A rule with a recipe's options; ``column`` holds the right answers, where it compares with any."""
+    """A rule with a recipe's options; ``column`` holds the right answers, where it compares with any.
+
+    Attributes:
+        opened: the tag that the chat template opens in its generation prompt, of which the completion is the rest.
+    """
+
+    compares = True
+    opened = ""
 
     def __init__(self, config: RewardConfig) -> None:
         self.name, self.column = config.name or "", getattr(config, "column", None)
         options = config.model_dump(exclude={"type", "column", *RewardSourceConfig.model_fields})
-        self._rule = partial(RULES[config.type], **options)
+        self._rule, self._is_format = partial(RULES[config.type], **options), config.type == "format"
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
+        if self._is_format:
+            opened = [builtin.opened_tag(prompt) if isinstance(prompt, str) else self.opened for prompt in prompts]
+            return self._rule(completions, opened=opened)
         return self._rule(completions) if self.column is None else self._rule(completions, columns[self.column])

@@ -1,16 +1,19 @@
 """Ready reward functions: plain functions, by ``type`` in a recipe or used as ``quartet.rewards.builtin:exact_match``.
 
 Each takes completions (text or messages), most also the right answers, and gives one score per completion; None where a
-row has no answer.
+row has no answer. Where it has a list of right answers, any of them counts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Literal
 
-_NUMBER = re.compile(
+from quartet.config.errors import UserError
+
+NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-+−])?"  # a sign, not the minus of a difference
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
 )
@@ -24,7 +27,7 @@ def exact_match(
     def normal(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
 
-    return _against(completions, answer, lambda text, right: float(normal(text) == normal(str(right))))
+    return _against(completions, answer, lambda text, right: float(normal(text) == normal(right)))
 
 
 def numeric(
@@ -42,8 +45,8 @@ def numeric(
         tolerance, relative_tolerance: most that the two may differ, absolutely or as a share of the right one.
     """
 
-    def judge(text: str, right: Any) -> float | None:
-        wanted, found = last_number(str(right)), last_number(text)
+    def judge(text: str, right: str) -> float | None:
+        wanted, found = last_number(right), last_number(text)
         if wanted is None:
             return None
         room = max(tolerance, relative_tolerance * abs(wanted))
@@ -54,7 +57,7 @@ def numeric(
 
 def last_number(text: str) -> float | None:
     """The last number written in digits, e.g. ``-1,234.5`` or ``2e-3``; None without any."""
-    found = _NUMBER.findall(text)
+    found = NUMBER.findall(text)
     return float(found[-1].replace(",", "").replace("−", "-")) if found else None
 
 
@@ -73,27 +76,43 @@ def regex(
     if answer is None:
         return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
 
-    def judge(text: str, right: Any) -> float:
+    def judge(text: str, right: str) -> float:
         matches = list(compiled.finditer(text))
         found = (matches[-1].group(1) or "").strip() if matches else None
-        wanted = str(right).strip()
+        wanted = right.strip()
         return float(found is not None and (found.casefold() == wanted.casefold() if ignore_case else found == wanted))
 
     return _against(completions, answer, judge)
 
 
 def format_match(
-    completions: Sequence[Any], *, pattern: str | None = None, tags: Sequence[str] | None = None, **_: Any
+    completions: Sequence[Any],
+    *,
+    pattern: str | None = None,
+    tags: Sequence[str] | None = None,
+    opened: Sequence[str] | None = None,
+    **_: Any,
 ) -> list[float | None]:
     """1 where ``pattern`` matches the whole completion (``.`` also a line break) or every tag stands in it once, as
     ``<tag>…</tag>``, one behind the other. Else 0.
+
+    Args:
+        opened: the tag that the prompt of each completion opens at its end (``opened_tag``): the completion with it in
+            front may have the form, too.
     """
-    texts = [text_of(completion).strip() for completion in completions]
+    texts = list(map(text_of, completions))
+    ways = [{text.strip(), (tag + text).strip()} for text, tag in zip(texts, opened or [""] * len(texts), strict=True)]
     if pattern is not None:
         compiled = re.compile(pattern, re.DOTALL)
-        return [float(compiled.fullmatch(text) is not None) for text in texts]
+        return [float(any(map(compiled.fullmatch, texts))) for texts in ways]
     marks = [mark for tag in tags or () for mark in (f"<{tag}>", f"</{tag}>")]
-    return [float(_each_once_in_order(text, marks)) for text in texts]
+    return [float(any(_each_once_in_order(text, marks) for text in texts)) for texts in ways]
+
+
+def opened_tag(prompt: str) -> str:
+    """The tag with which a prompt ends, as templates open ``<think>``; '' where it ends with none."""
+    found = re.search(r"<[\w.:-]+>\s*\Z", prompt)
+    return found[0] if found else ""
 
 
 def _each_once_in_order(text: str, marks: Sequence[str]) -> bool:
@@ -128,12 +147,39 @@ def _at_least_0(value: float) -> float:
 
 
 def _against(
-    completions: Sequence[Any], answers: Sequence[Any], judge: Callable[[str, Any], float | None]
+    completions: Sequence[Any], answers: Sequence[Any], judge: Callable[[str, str], float | None]
 ) -> list[float | None]:
-    return [
-        None if right is None else judge(text_of(completion), right)
-        for completion, right in zip(completions, answers, strict=True)
-    ]
+    scores: list[float | None] = []
+    for completion, answer in zip(completions, answers, strict=True):
+        found = [judge(text_of(completion), right) for right in right_answers(answer)]
+        scores.append(max((score for score in found if score is not None), default=None))
+    return scores
+
+
+def right_answers(answer: Any, column: str = "answer") -> list[str]:
+    """The texts that are right where a row has ``answer``: all entries of a list, both ways to write a whole float;
+    none where there is no answer (null, NaN).
+
+    Args:
+        column: where it stands, for the message.
+
+    Raises:
+        UserError: an object, of which nobody has said what in it is the answer.
+    """
+    if isinstance(answer, Mapping):
+        raise UserError(
+            f"the right answers in {column!r} are objects",
+            found=f"one with {', '.join(map(repr, answer))}",
+            remedy="name the answer in them: data.columns.answer=COLUMN.KEY, the file's COLUMN and one of these keys",
+        )
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
+    if isinstance(answer, (list, tuple)):
+        return [text for one in answer for text in right_answers(one, column)]
+    if answer is None or answer != answer:
+        return []
+    if isinstance(answer, float):  # a column of whole numbers has become floats where one was missing
+        return [f"{Decimal(answer):f}"] * answer.is_integer() + [f"{Decimal(repr(answer)):f}"]
+    return [str(answer)]
 
 
 def text_of(completion: Any) -> str:

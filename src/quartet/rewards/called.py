@@ -52,13 +52,26 @@ class Parameters:
 
 
 def check_column(reward: str, column: str, columns: Sequence[str]) -> None:
-    """Raises ``UserError`` where ``column``, which the ``reward`` needs, is not among those of the data."""
-    if column not in columns:
-        raise UserError(
-            f"{reward} asks for a column that the data do not have",
-            found=f"{column!r}; the columns are {', '.join(columns) or 'none'}",
-            remedy=nearest(column, columns) or f"give the data that column, or map it: data.columns.{column}=…",
-        )
+    """Raises ``UserError`` where ``column``, which the ``reward`` needs, is not among those of the data.
+
+    Args:
+        columns: names; of what is inside objects with dots, ``reward_model.ground_truth``.
+    """
+    if column in columns:
+        return
+    # Never an object, in which the value is only somewhere.
+    objects = {path.rpartition(".")[0] for path in columns}
+    meant = ("ground_truth", column) if column == "answer" else (column,)
+    inside = [path for name in meant for path in columns if path.endswith(f".{name}")]
+    remedy = f"map it: data.columns.{column}={inside[0] if inside else '…'}"
+    if not inside:
+        near = nearest(column, [path for path in columns if path not in objects])
+        remedy = near or f"give the data that column, or {remedy}"
+    raise UserError(
+        f"{reward} asks for a column that the data do not have",
+        found=f"{column!r}; the columns are {', '.join(columns) or 'none'}",
+        remedy=remedy,
+    )
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -6,6 +6,7 @@ process can be ended that is deep inside a number of a billion digits.
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,20 +15,49 @@ if TYPE_CHECKING:
     from quartet.rewards.subprocess_main import PipeChannel
 
 _MEMORY_BYTES = 4 << 30
+_STANDS_ALONE = re.compile(
+    r"(?<!\\)\$|\\[(\[]|\\boxed"  # has delimiters
+    r"|(?<![\\\w{])[A-Za-z]{4,}|\*\*"  # a sentence, which ends with the answer; Python's power
+    r"|^\s*(?:[-+\d.,/]+|-?\\[dt]?frac\{\d+\}\{\d+\})(?:\s+[A-Za-z]{2,}\.?)+\s*$"  # a number with its unit
+)
+_SET_IN_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}")
+# Few digits: a completion may hold any number of them.
+_REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
+_MIXED = re.compile(r"(?<![^{$-])(\d{1,20}) +(\d{1,20})/(\d{1,20})(?= *(?:[}$]|$))")
 
 
 def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dict[str, Any], job: Any) -> float | None:
     """1 for an equal answer, else 0; None where the right answer itself cannot be read."""
     extraction = [configs[kind] for kind in job["extract"]]
     limit = max(1, int(job["timeout_s"]))
-    gold = parse(job["gold"], extraction_config=extraction, parsing_timeout=limit)
-    if not gold:
-        # Data sets often hold bare LaTeX, which is only recognised between delimiters.
-        gold = parse(f"${job['gold']}$", extraction_config=list(configs.values()), parsing_timeout=limit)
+    as_it_stands, between = (job["gold"], extraction), (f"${job['gold']}$", [*configs.values()])
+    gold: list[Any] = []
+    # Data sets often hold bare LaTeX. Without delimiters a number is looked for, which would be a part of it.
+    for text, kinds in (as_it_stands, between) if stands_alone(job["gold"]) else (between, as_it_stands):
+        gold = parse(_with_fractions(text), extraction_config=kinds, parsing_timeout=limit)
+        if any(not isinstance(found, str) for found in gold):
+            break
     if not gold:
         return None
-    found = parse(job["completion"], extraction_config=extraction, parsing_timeout=limit)
+    found = parse(_with_fractions(job["completion"]), extraction_config=extraction, parsing_timeout=limit)
     return float(bool(verify(gold, found, float_rounding=job["digits"], timeout_seconds=limit)))
+
+
+def stands_alone(gold: str) -> bool:
+    """Whether an answer is read as it stands: it has delimiters, or is no LaTeX. Any other is read between them."""
+    return _STANDS_ALONE.search(_SET_IN_TEXT.sub("", gold)) is not None
+
+
+def _with_fractions(text: str) -> str:
+    """Repeating decimals and mixed numbers as fractions: math-verify reads 0 in ``0.\\overline{3}``, 1 in ``2 1/2``."""
+
+    def repeating(found: re.Match[str]) -> str:
+        whole, fixed, repeated = found.groups()
+        value = int(whole + fixed + repeated) - int((whole + fixed) or "0")
+        return rf"\frac{{{value}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
+
+    text = _REPEATING.sub(repeating, text)
+    return _MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
 
 
 def serve(settings: Mapping[str, Any], channel: PipeChannel) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.rewards import MathReward
+from quartet.rewards.builtin import right_answers
 from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
 from quartet.rewards.subprocesses import Subprocess, SubprocessDied, SubprocessPool, SubprocessTimeout
 from quartet.text.examples import PromptText
@@ -26,6 +27,8 @@ class MathSource(RewardSource):
         UserError: math-verify is not installed.
     """
 
+    compares = True
+
     def __init__(self, config: MathReward) -> None:
         self.name, self.column = config.name, config.column
         if importlib.util.find_spec("math_verify") is None:
@@ -42,13 +45,21 @@ class MathSource(RewardSource):
         pairs = zip(completions, columns[self._config.column], strict=True)
         return [await self._threads.run(self._score, completion, gold) for completion, gold in pairs]
 
-    def _score(self, completion: str, gold: Any) -> float | None:
-        if gold is None:
-            return None
+    def _score(self, completion: str, answer: Any) -> float | None:
+        """Of the right answers any counts; None where none can be read."""
+        best: float | None = None
+        for gold in right_answers(answer, self._config.column):
+            score = self._compared(completion, gold)
+            best = score if best is None else max(best, score or 0.0)
+            if best == 1.0:
+                break
+        return best
+
+    def _compared(self, completion: str, gold: str) -> float | None:
         config = self._config
         job = {
             "completion": completion,
-            "gold": str(gold),
+            "gold": gold,
             "extract": config.extract,
             "digits": config.digits,
             "timeout_s": config.timeout_s,

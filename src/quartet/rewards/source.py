@@ -40,13 +40,20 @@ _Result: TypeAlias = "float | RewardError | None"
 
 
 class RewardSource(abc.ABC):
-    """Scores completions. ``name`` is how metrics and messages call it, ``column`` the data's column that it needs."""
+    """Scores completions. ``name`` is how metrics and messages call it, ``column`` the data's column that it needs;
+    ``compares``: that holds right answers.
+    """
 
     name: str
     column: str | None = None
+    compares = False
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raises ``UserError`` before any work where the source needs a column that the data do not have."""
+        """Raises ``UserError`` before any work where the source needs a column that the data do not have.
+
+        Args:
+            columns: names; of what is inside objects with dots, ``reward_model.ground_truth``.
+        """
         if self.column is not None:
             check_column(f"the reward {self.name!r}", self.column, columns)
 

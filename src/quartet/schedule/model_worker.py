@@ -67,13 +67,14 @@ class AddedLosses(Protocol):
 
 @dataclass(frozen=True)
 class ModelStats:
-    """Counted since the run began. Updates skipped and the budget are of training, 0 of a model that never trains.
+    """Counted since the run began. Updates and the budget are of training, 0 of a model that never trains.
 
     Attributes:
         work: since the last call, of all ranks together.
     """
 
     num_oom: int
+    num_updates: int = 0
     num_skipped: int = 0
     token_budget: int = 0
     work: Work = field(default_factory=Work)
@@ -250,7 +251,8 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
 
     def stats(self) -> ModelStats:
         engine = self.engine
-        return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens, self._taken_work())
+        counts = engine.num_oom, engine.num_updates, engine.num_skipped
+        return ModelStats(*counts, engine.budget.tokens, self._taken_work())
 
     def describe(self) -> Described:
         return Described(self.engine.warnings, self.packed.shares_prefixes)

@@ -77,6 +77,7 @@ class RunAttempt:
 
     Attributes:
         is_learning: updates of the step under way have begun, so the weights are no longer those of its beginning.
+        updates: made and skipped since the run began, by role; as ``metrics`` found them.
     """
 
     def __init__(self, context: RunContext, step: int, sizes: Sizes) -> None:
@@ -116,6 +117,7 @@ class RunAttempt:
         # What the engines had sampled: as the step began, when its rollouts were complete, and by the last chunk.
         self._before = self._generated = self._sampled = self.rollout.stats()
         self.is_learning = False
+        self.updates: dict[str, tuple[int, int]] = {}
 
     @classmethod
     async def begin(cls, context: RunContext, step: int) -> RunAttempt:
@@ -143,6 +145,7 @@ class RunAttempt:
             drafted, kept = map(sum, _drafts(before, after))
             await self.roles.train_group("actor").call(TrainWorker.note_drafts, drafted, kept)
         stats = of_role.values()
+        self.updates = {role: (of.num_updates, of.num_skipped) for role, of in of_role.items()}
         return {
             **timing(spans, seconds, generated),
             **throughput(

@@ -61,7 +61,7 @@ from quartet.trainers.reward_roles import encode_answer
 from quartet.trainers.reward_sources import (
     Rewards,
     RewardSources,
-    check_columns,
+    fit_to_data,
     reward_functions,
     reward_models,
 )
@@ -292,7 +292,7 @@ class EvaluationModel:
         self.codec = TextCodec.of(tokenizer, causal.generation_config)
         self.prompts = prompt_data(data, prompts, self.codec, context_length(causal), "data", check_all=True)
         functions = reward_functions(reward_configs, rewards)
-        check_columns(functions, self.prompts)
+        fit_to_data(functions, self.prompts, self.codec)
         models = reward_models(reward_configs, rewards, self.codec, TrainConfig(), frozen)
         self.rewards = RewardSources(models, functions)
         placed = replace(frozen, device=META) if is_apart else frozen

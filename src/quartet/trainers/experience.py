@@ -51,6 +51,9 @@ from quartet.trainers.estimators import (
 )
 from quartet.trainers.token_selection import with_selected_tokens
 
+_LARGE = 2.0**50
+"""Scores beyond it are computed with in fp64."""
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -180,10 +183,10 @@ class Assembler:
         """
         trajectories = Trajectories.of(batch)
         final_N, config = trajectories.final_N, self.config
-        rewards = {name: batch.sequence[REWARD_PREFIX + name][final_N] for name in self.weights}
+        rewards = {name: _wide_enough(batch.sequence[REWARD_PREFIX + name][final_N]) for name in self.weights}
         if self.weights:
             scores_N, applies_N = combine(rewards, self.weights)
-            scores_N = scores_N.float()
+            scores_N = _wide_enough(scores_N)
         else:
             scores_N, applies_N = torch.zeros(len(final_N)), torch.zeros(len(final_N), dtype=torch.bool)
         compared_N = scores_N
@@ -194,7 +197,7 @@ class Assembler:
         ):
             group_N = batch.sequence["group"][final_N]
             of_groups = {name: normalised_in_groups(values_N, group_N) for name, values_N in rewards.items()}
-            compared_N = combine(of_groups, self.weights)[0].float()
+            compared_N = _wide_enough(combine(of_groups, self.weights)[0])
         if self._shuffle is not None and step is not None:
             order = self._shuffle(step, len(trajectories))
             scores_N, applies_N, compared_N = scores_N[order], applies_N[order], compared_N[order]
@@ -309,6 +312,11 @@ def sampled_and_greedy(batch: RaggedBatch) -> list[list[int]]:
 
 def sampled_only(batch: RaggedBatch) -> list[list[int]]:
     return sampled_and_greedy(batch)[:1]
+
+
+def _wide_enough(scores_N: Tensor) -> Tensor:
+    """``[N]`` in fp32, or in fp64 where sums of squares would leave the range of fp32."""
+    return scores_N.to(torch.float64 if bool((scores_N.abs() > _LARGE).any()) else torch.float32)
 
 
 def _dense(labels_N: Tensor) -> Tensor:

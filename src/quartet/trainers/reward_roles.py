@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
 from quartet.config.rewards import GateConfig
 from quartet.data.datasets import PromptItem
+from quartet.data.fields import column_at
 from quartet.models.packed_model import PackedScalarModel
 from quartet.rewards.combine import LEFT_OUT_PREFIX
 from quartet.rewards.source import GuardedReward
@@ -75,6 +77,14 @@ def encode_answer(codec: TextCodec, prompt: PromptText, text: str, *, ended: boo
     return prompt_ids, ids if ended or len(ids) == 1 else ids[:-1]
 
 
+def _value(item: PromptItem, column: str) -> Any:
+    """What the prompt's row has there; None where it is of a source of data that lacks the column."""
+    try:
+        return column_at(item.columns, column)
+    except KeyError:
+        return None
+
+
 @dataclass(frozen=True)
 class RewardFunctionRole:
     """A source that is asked with text, and how it counts in the sum."""
@@ -102,6 +112,8 @@ class FunctionScorer:
         items: Sequence[PromptItem] = batch.objects["prompt"]
         keys = sorted({key for item in items for key in item.columns})
         columns = {key: [item.columns.get(key) for item in items] for key in keys}
+        if (needed := self.reward.source.column) is not None and needed not in columns:
+            columns[needed] = [_value(item, needed) for item in items]
         prompts, completions = [item.prompt for item in items], list(batch.objects["completion"])
         with recorder.span(f"reward_{name}", step=chunk.step, role=name, mode="forward", chunk=chunk.index) as span:
             outcome = await self.reward.score(prompts, completions, columns, partial(recorder.mark, span))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from quartet.config.common import TrainConfig
 from quartet.config.nearest import nearest
 from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
 from quartet.data.datasets import PromptData
+from quartet.data.fields import column_at
 from quartet.models.loading import load_scalar_model, load_step_separator
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.metrics import METRICS, find_metric
-from quartet.rewards.build import build_reward
+from quartet.rewards.build import RuleSource, build_reward
+from quartet.rewards.builtin import opened_tag, right_answers
 from quartet.rewards.combine import RewardWeights
 from quartet.rewards.functions import PassedFunction
 from quartet.rewards.source import GuardedReward
@@ -121,10 +124,19 @@ def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[
     return found + [RewardFunctionRole(GuardedReward(PassedFunction(reward)), 1.0) for reward in passed]
 
 
-def check_columns(functions: Sequence[RewardFunctionRole], data: PromptData) -> None:
-    """Refuses data without a column that a function needs."""
+def fit_to_data(functions: Sequence[RewardFunctionRole], data: PromptData, codec: TextCodec) -> None:
+    """Refuses data without a column that a function needs, and objects where it needs right answers. Rules learn what
+    the chat template opens.
+    """
+    first = data.items[0]
     for function in functions:
+        source = function.reward.source
         function.reward.check_columns(sorted(data.columns))
+        if source.compares and source.column is not None:
+            with contextlib.suppress(KeyError):  # the first row is of a source of data that lacks the column
+                right_answers(column_at(first.columns, source.column), source.column)
+        if isinstance(source, RuleSource) and not isinstance(first.prompt, str):
+            source.opened = opened_tag(codec.render(first.prompt))
 
 
 def reward_models(

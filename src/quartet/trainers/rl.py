@@ -258,9 +258,13 @@ class RLTrainer:
         self.run.recorder.drop_through(step)  # those of the next one may have begun
         self._show(metrics)
         self._at = await self._point(done, attempt)
-        if self.run.due(done, self.recipe.steps):
+        stuck = self.run.stuck(done, attempt.updates)
+        if self.run.due(done, self.recipe.steps) or stuck is not None:
             await self._save(self._at)
         self.run.check_stop(done)
+        if stuck is not None:
+            self.run.drain()
+            raise stuck
         return done
 
     async def _evaluate(self, attempt: RunAttempt, step: int) -> dict[str, float]:

@@ -61,7 +61,7 @@ from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.process_reward_roles import ProcessScorer
 from quartet.trainers.ptx import build_ptx
 from quartet.trainers.reward_roles import RewardModelRole
-from quartet.trainers.reward_sources import RewardSources, check_columns, reward_functions, reward_weights
+from quartet.trainers.reward_sources import RewardSources, fit_to_data, reward_functions, reward_weights
 from quartet.trainers.sharded_models import check_cuts, shardings
 from quartet.trainers.token_selection import ENTROPIES
 
@@ -106,13 +106,13 @@ class RLRoles:
         check_vocabulary(loader.tokenizer, vocabulary_size(loader.actor_model))
         self.codec, context = loader.codec, context_length(loader.actor_model)
         self.prompts = prompt_data(recipe.data, objects.prompts, self.codec, context, "data")
-        check_columns(functions, self.prompts)
+        fit_to_data(functions, self.prompts, self.codec)
         evaluation, rows = recipe.evaluation or EvaluationConfig(), objects.evaluation_prompts
         only_functions = reward_functions(evaluation.rewards, objects.evaluation_rewards)
         self.evaluation_prompts: PromptData | None = None
         if recipe.evaluation is not None or rows is not None:
             self.evaluation_prompts = prompt_data(evaluation.data, rows, self.codec, context, "evaluation.data")
-            check_columns(functions + only_functions, self.evaluation_prompts)
+            fit_to_data(functions + only_functions, self.evaluation_prompts, self.codec)
         longest = _longest(recipe, self.prompts, context)
         _check_budgets(recipe, longest)
         with contextlib.ExitStack() as taken:

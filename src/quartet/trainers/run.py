@@ -17,6 +17,7 @@ import copy
 import errno
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -75,6 +76,8 @@ from quartet.trainers.signals import StopSignals, stop_signals
 R = TypeVar("R", bound=Recipe)
 _CHECKPOINT, _WRITER = "checkpoint", "writer"
 
+_MOST_IDLE = 3
+"""Steps in a row without an update after which a run stops."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of the disk, not of the code that was writing."""
 _log = logging.getLogger(__name__)
@@ -124,6 +127,7 @@ class RunDirectory:
         self._writer = BackgroundWriter({_CHECKPOINT: 1})
         self.callbacks = Callbacks(callbacks, Control(recipe, path))
         self.has_stopped = self._has_failed = False
+        self._updates, self._idle = dict[str, tuple[int, int]](), Counter[str]()
         self._trackers: list[DeliveredTracker] = []
         self._signals = StopSignals()
         self.storage = SharedStorage()
@@ -278,6 +282,29 @@ class RunDirectory:
         """Records the metrics of ``step`` everywhere."""
         self.tracker.log(step, metrics)
         self.callbacks(Callback.on_log, step, metrics)
+
+    def stuck(self, step: int, updates: Mapping[str, tuple[int, int]]) -> UserError | None:
+        """The reason to stop after ``step`` steps, where none of a model's updates was made in the last ones. The first
+        such step is told.
+
+        Args:
+            updates: made and skipped since the run began, by role.
+        """
+        for role, (made, skipped) in updates.items():
+            made_before, skipped_before = self._updates.get(role, (0, 0))
+            is_idle = made <= made_before and skipped > skipped_before
+            self._idle[role] = self._idle[role] + 1 if is_idle else 0
+            self._updates[role] = made, skipped
+            if is_idle and not skipped_before:
+                self.warning(f"step {step}: no update of the {role} was made, its gradients were not finite")
+            if self._idle[role] == _MOST_IDLE:
+                return UserError(
+                    f"no update of the {role} has been made for {_MOST_IDLE} steps",
+                    found=f"gradients that are not finite in steps {step - _MOST_IDLE + 1} to {step}: "
+                    f"{skipped} updates skipped so far",
+                    remedy="look for weights, rewards or losses that are huge or no numbers; mend them, then resume",
+                )
+        return None
 
     def rewind(self, step: int) -> None:
         """Goes back to where ``step`` steps were complete: what was recorded after them is dropped."""

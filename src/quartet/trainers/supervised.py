@@ -296,9 +296,14 @@ class SupervisedTrainer(Generic[R, W]):
                 run.recorder.drop_through(step)
                 last.update(metrics)
                 bar.advance(1, **{label: round(last[key], 4) for label, key in shown.items() if key in last})
-                if run.due(step, about.steps):
+                skipped = int(metrics["optim/skipped_steps"])
+                stuck = run.stuck(step, {"model": (step - skipped, skipped)})  # one update per step
+                if run.due(step, about.steps) or stuck is not None:
                     await checkpoints.save(run, saved, step, {}, {"metrics": last})
                 run.check_stop(step)
+                if stuck is not None:
+                    run.drain()
+                    raise stuck
         return last
 
     async def _step(self, step: int, group: RoleGroup[W], about: SupervisedDescription) -> dict[str, float]:

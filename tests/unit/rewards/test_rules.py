@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quartet.config import UserError
-from quartet.config.rewards import ExactMatchReward, FormatReward, LengthReward, NumericReward, RegexReward
+from quartet.config.rewards import (
+    ExactMatchReward,
+    FormatReward,
+    LengthReward,
+    MathReward,
+    NumericReward,
+    RegexReward,
+)
 from quartet.rewards.build import RuleSource
 from quartet.rewards.builtin import exact_match, format_match, last_number, length, numeric, regex
 from quartet.rewards.functions import PassedFunction
+from quartet.rewards.mathematics import MathSource
 
 
 def score(config: Any, completions: list[str], **columns: Any) -> list[float | None]:
@@ -84,6 +94,64 @@ def test_length() -> None:
     assert length(texts, max=4) == [1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
     assert length(texts, target=4) == [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     assert length(["a bc  d", "a"], max=2, unit="words") == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (["18", "eighteen 18"], ["18", "eighteen 18"], ["17"]),
+        ((18, 19), ["18", "19"], ["1819"]),
+        (np.array([18, 19]), ["18", "19"], ["17"]),
+        ([["18"], None, math.nan], ["18"], ["nan"]),
+        (18.0, ["18", "18.0"], ["180"]),
+        (np.float64(18.0), ["18"], ["180"]),
+        (1e16, ["10000000000000000"], ["1"]),
+        (1e-05, ["0.00001"], ["1"]),
+        ("18", ["18"], ["nan"]),
+        (math.nan, [], ["nan", "18"]),
+        (None, [], ["None"]),
+        ([], [], ["[]"]),
+        ([None, math.nan], [], ["nan"]),
+    ],
+)
+@pytest.mark.parametrize(
+    "config", [ExactMatchReward(), NumericReward(), RegexReward(pattern=r"(.+)", column="answer"), MathReward()]
+)
+def test_right_answers_of_every_kind_of_column(config: Any, answer: Any, right: list[str], wrong: list[str]) -> None:
+    """Any of a list counts, a whole number may have become a float, NaN is no answer."""
+    if isinstance(config, MathReward):  # the process that compares is not what is tested
+        pytest.importorskip("math_verify")
+        source = MathSource(config)
+        source._compared = lambda text, gold: float(text == gold)  # type: ignore[method-assign]
+    else:
+        source = RuleSource(config)
+    texts = right + wrong
+    scores = asyncio.run(source.score(["?"] * len(texts), texts, {"answer": [answer] * len(texts)}))
+    assert scores == ([1.0] * len(right) + [0.0] * len(wrong) if right else [None] * len(wrong))
+
+
+@pytest.mark.parametrize("answer", [{"style": "rule", "ground_truth": "4"}, ["4", {"ground_truth": "4"}]])
+@pytest.mark.parametrize("function", [exact_match, numeric])
+def test_an_object_is_no_right_answer(function: Any, answer: Any) -> None:
+    with pytest.raises(UserError, match=r"(?s)are objects.*'ground_truth'.*data.columns.answer=COLUMN.KEY"):
+        function(["4"], [answer])
+
+
+@pytest.mark.parametrize(
+    ("column", "columns", "remedy"),
+    [
+        ("answer", ["reward_model", "reward_model.ground_truth"], "data.columns.answer=reward_model.ground_truth"),
+        ("answer", ["extra", "extra.answer", "r", "r.ground_truth"], "data.columns.answer=r.ground_truth"),
+        ("ground_truth", ["ground", "ground.ground_truth"], "data.columns.ground_truth=ground.ground_truth"),
+        ("index", ["extra_info", "extra_info.index", "r.ground_truth"], "data.columns.index=extra_info.index"),
+        ("reward_mode", ["reward_model", "reward_model.style"], "did you mean 'reward_model.style'?"),
+        ("reward_mode", ["reward_model"], "did you mean 'reward_model'?"),
+    ],
+)
+def test_the_hint_never_leads_to_an_object(column: str, columns: list[str], remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        RuleSource(NumericReward(column=column)).check_columns(columns)
+    assert caught.value.remedy.endswith(remedy)
 
 
 def test_types_of_a_recipe_are_these_functions_with_options() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
 from quartet.config.yamls import parse_yaml
 from quartet.observe.jsonl import read_rows
 from quartet.observe.progress import Progress
+from quartet.observe.replay import kept_trajectory, replay_lines
 from quartet.observe.report.build import build_report
 from quartet.observe.report.collect import collect_run
 from quartet.observe.report.samples import ReportLimits
@@ -431,6 +433,7 @@ def test_a_report_notes_what_cannot_be_read(name: str, damage: str, small: Path)
         ("metrics.jsonl", '{"step": 1, "time_s": 1.0, "loss/sft": ' + "9" * 400 + "}\n"),
         ("spans.jsonl", '{"name": [], "start_s": 0.0, "end_s": 1.0}\n'),
         ("spans.jsonl", '{"name": "x", "start_s": "0", "end_s": 1.0}\n'),
+        ("spans.jsonl", '{"name": "x", "start_s": 0.0, "end_s": ' + "9" * 400 + "}\n"),
         ("spans.jsonl", '{"name": "x", "start_s": 0.0}\n'),
         ("spans.jsonl", '{"name": "x", "start_s": 0.0, "end_s": 1.0, "more": 1}\n'),
         ("alarms.jsonl", '{"step": 1}\n'),
@@ -454,6 +457,26 @@ def test_a_renamed_rollout_file_is_not_shown_under_the_wrong_step(small: Path) -
     assert "step_000001.jsonl under another name" in caught.value.found
     shutil.copy(two, one)
     assert any("under another name" in note for note in collect_run(small, ReportLimits())["notes"])
+
+
+@pytest.mark.parametrize(
+    "key", ["score", "rewards", "columns", "policy_version", "response_index", "prompt_ids", "part"]
+)
+def test_a_number_beyond_floats_in_a_rollout_file(key: str, small: Path) -> None:
+    """Of a score it is told; a whole number may be as large as it likes."""
+    path, huge = rollouts_path(small / "rollouts", 2), 10**400
+    row = json.loads(gzip.decompress(path.read_bytes()))
+    wrong = {"rewards": {"digits": huge}, "columns": {"advantages": [huge]}, "prompt_ids": [1, huge]}
+    path.write_bytes(gzip.compress(json.dumps({**row, key: wrong.get(key, huge)}).encode() + b"\n"))
+    build_report(small, small.parent / "report.html")
+    notes = collect_run(small, ReportLimits())["notes"]
+    is_told = any("step_000002" in note for note in notes)
+    try:
+        assert list(replay_lines(kept_trajectory(small, 2, 0))) and not is_told
+    except UserError as error:
+        assert "damaged" in str(error) and is_told
+    if key in ("score", "rewards", "columns"):
+        assert is_told
 
 
 @pytest.mark.parametrize("number", range(60))
@@ -603,7 +626,15 @@ def test_a_damaged_journal_is_named_by_its_line(changes: dict[str, Any], tmp_pat
 
 @pytest.mark.parametrize(
     "changes",
-    [{"prompt_id": 5}, {"sample": "0"}, {"completion": None}, {"rewards": {"a": "1"}}, {"rewards": [1]}, {"prompt": 7}],
+    [
+        {"prompt_id": 5},
+        {"sample": "0"},
+        {"completion": None},
+        {"rewards": {"a": "1"}},
+        {"rewards": [1]},
+        {"prompt": 7},
+        {"rewards": {"a": 10**400}},
+    ],
 )
 def test_damaged_answers_are_named_by_their_line(changes: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"

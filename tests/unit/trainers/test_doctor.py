@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
@@ -31,7 +35,10 @@ from quartet.config.algorithms import (
 from quartet.config.common import LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.config.rewards import ExactMatchReward, FunctionReward, MathReward, NumericReward
+from quartet.data.datasets import PromptItem
 from quartet.quickstart import task
+from quartet.rewards.build import build_reward
 from quartet.rollout import engine as native
 from quartet.rollout.sampler import sample
 from quartet.schedule import request_store
@@ -44,7 +51,8 @@ from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers import rollout_workers
 from quartet.trainers.attempt import RunAttempt
-from quartet.trainers.doctor import quick, resources
+from quartet.trainers.doctor import answers, quick, resources
+from quartet.trainers.doctor import rewards as doctor_rewards
 from quartet.trainers.doctor.examine import examine
 from quartet.trainers.doctor.examined_run import ExaminedRun
 from quartet.trainers.doctor.findings import Finding
@@ -452,6 +460,87 @@ def test_swapped_reward_columns(examined: Examined) -> None:
     assert unwell(examined(rewards=swapped, rows=ROWS)) == {"reward_answers"}
 
 
+def of_rows(rewards: Any, rows: list[dict[str, Any]], score: Callable[[str, dict[str, Any]], float]) -> Finding:
+    """What the check says where each answer has this ``score`` by its text and row; of ``rewards`` as recipes have
+    them."""
+    items = [PromptItem(f"p{n}", "?", row, "", 1) for n, row in enumerate(rows)]
+    run_recipe = SimpleNamespace(rewards=rewards)
+    roles = SimpleNamespace(recipe=run_recipe, prompts=SimpleNamespace(items=items), reward_models=[])
+    known = answers.known_answers(cast(Any, run_recipe), items, 8)
+    texts = [(row, kind, text) for row, answer in enumerate(known) for kind, text in answer.texts()]
+    values = torch.tensor([score(text, rows[row]) for row, _, text in texts], dtype=torch.float64)
+    scored = doctor_rewards.Scored({rewards[0].name: values}, values, [], 0.0)
+    return doctor_rewards.check_known_answers(
+        cast(Any, SimpleNamespace(roles=roles)), doctor_rewards.KnownScores(scored, texts)
+    )
+
+
+def by_rule(rewards: Any, rows: list[dict[str, Any]]) -> Finding:
+    source = build_reward(rewards[0]).source
+
+    def score(text: str, row: dict[str, Any]) -> float:
+        columns = {name: [value] for name, value in row.items()}
+        (found,) = asyncio.run(source.score(["?"], [text], columns))
+        return math.nan if found is None else found
+
+    try:
+        return of_rows(rewards, rows, score)
+    finally:
+        source.close()
+
+
+LATEX = [{"answer": text} for text in ("1 - \\sqrt{2}", "8\\pi", "(1, 2)", "2+3i", "\\frac{3}{4}", "7")]
+LEVELS = [{"answer": f"so {n} + 2 = {n + 2}", "level": str(n % 3 + 20)} for n in range(1, 7)]
+DETAILED = [{"answer": str(n + 2), "solution": f"{n} + 2 = {n + 2}", "level": n % 3 + 20} for n in range(1, 7)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows", "status", "told"),
+    [
+        (NumericReward(), LATEX, "failure", "takes a part for the whole"),
+        (ExactMatchReward(), LATEX, "ok", ""),
+        (MathReward(), LATEX, "ok", ""),
+        (NumericReward(), LEVELS, "ok", ""),
+        (NumericReward(), [{"answer": f"{n} apples"} for n in range(6)], "ok", ""),
+        (NumericReward(column="level"), LEVELS, "failure", "by 'level', with which numeric compares"),
+        (NumericReward(column="level"), DETAILED, "failure", "by 'level', with which numeric compares"),
+        (ExactMatchReward(column="level"), DETAILED, "failure", "by 'level', with which exact_match compares"),
+        (NumericReward(), DETAILED, "ok", ""),
+        (NumericReward(column="solution"), DETAILED, "ok", ""),
+        (ExactMatchReward(), DETAILED, "ok", ""),
+        (
+            NumericReward(column="level"),
+            [{"level": row["level"]} for row in DETAILED],
+            "warning",
+            "from the column 'level' alone",
+        ),
+        (NumericReward(), [{**row, "answer": row["level"]} for row in DETAILED], "warning", "no answer of another"),
+    ],
+)
+def test_rules_are_tried_on_parts_of_answers_and_by_another_column(
+    reward: Any, rows: Any, status: str, told: str
+) -> None:
+    if isinstance(reward, MathReward):
+        pytest.importorskip("math_verify")
+    found = by_rule([reward], rows)
+    assert found.status == status and told in found.found, found.line()
+
+
+@pytest.mark.parametrize(
+    ("score", "status"),
+    [
+        (lambda text, row: float(text in row["answer"]), "failure"),
+        (lambda text, row: float(text == row["answer"]), "ok"),
+        (lambda text, row: 0.5 * (text in row["answer"]) + 0.5 * (text == row["answer"]), "ok"),
+        (lambda text, row: 1 / (1 + len(text)), "ok"),
+    ],
+)
+def test_functions_are_tried_on_parts_of_answers_where_they_compare(score: Any, status: str) -> None:
+    rows = [{**row, "rejected": "no, quite another answer"} for row in LATEX]
+    found = of_rows([FunctionReward(target="f.py:f", name="f")], rows, score)
+    assert found.status == status, found.line()
+
+
 def test_scores_in_another_order(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
     score = FunctionScorer.score
 
@@ -608,9 +697,34 @@ def test_a_tokenizer_that_moves_blanks(tokenizer: Any) -> None:
     assert quick.check_round_trip(TextCodec(moves), ["1+2="]).status == "warning"
 
 
-def test_a_tokenizer_that_loses_case(tokenizer: Any) -> None:
-    from tokenizers import normalizers
+@pytest.mark.parametrize(
+    ("decoder", "status"),
+    [
+        (["Replace", "Fuse", "Strip"], "ok"),
+        (["Replace", "Fuse"], "ok"),
+        (["Drop", "Fuse"], "failure"),
+    ],
+)
+@pytest.mark.parametrize("text", ["<s>a b  c<|x|>d", "<|x|>\na <|x|> b", "a<|x|>", " a"])
+def test_the_blank_that_sentencepiece_puts_behind_special_tokens(decoder: list[str], status: str, text: str) -> None:
+    """As Llama's: a blank before every text, and so behind every special token; only the first is taken off again."""
+    steps = {
+        "Replace": decoders.Replace("▁", " "),
+        "Drop": decoders.Replace("a", ""),
+        "Fuse": decoders.Fuse(),
+        "Strip": decoders.Strip(" ", 1, 0),
+    }
+    backend = Tokenizer(models.BPE({token: n for n, token in enumerate(["<unk>", "▁", "\n", *"abcd"])}, []))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([steps[name] for name in decoder])
+    backend.add_special_tokens(["<s>", "<|x|>"])
+    found = quick.check_round_trip(
+        TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")), [text]
+    )
+    assert found.status == status, found.line()
 
+
+def test_a_tokenizer_that_loses_case(tokenizer: Any) -> None:
     lossy = copy.deepcopy(tokenizer)
     lossy.backend_tokenizer.normalizer = normalizers.Replace("1", "2")
     assert quick.check_round_trip(TextCodec(lossy), ["1+2=", "11+2="]).status == "failure"

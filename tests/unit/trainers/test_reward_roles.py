@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,26 +16,39 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO, PPO, KLConfig
-from quartet.config.common import SamplingConfig
+from quartet.config.algorithms import GRPO, PPO, RLOO, KLConfig
+from quartet.config.common import DataConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
 from quartet.config.remote import RetryConfig
-from quartet.config.rewards import FunctionReward, GateConfig, HTTPReward, LengthReward, RegexReward
+from quartet.config.rewards import (
+    ExactMatchReward,
+    FormatReward,
+    FunctionReward,
+    GateConfig,
+    HTTPReward,
+    LengthReward,
+    NumericReward,
+    RegexReward,
+)
 from quartet.data.datasets import PromptItem
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rewards.combine import RewardWeights
 from quartet.rewards.source import GuardedReward
+from quartet.rollout.protocol import Completion, FinishReason
+from quartet.schedule.groups import chunk_of
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.placement import local_arbiter
 from quartet.text.tokenizer import TextCodec
 from quartet.train.token_budget import TokenBudget
+from quartet.trainers.evaluation import answers_of
 from quartet.trainers.experience import Assembler
-from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole
-from quartet.trainers.reward_sources import reward_functions, reward_weights
+from quartet.trainers.input_sources import prompt_data
+from quartet.trainers.reward_roles import FunctionScorer, RewardFunctionRole, RewardModelRole
+from quartet.trainers.reward_sources import fit_to_data, reward_functions, reward_weights
 from quartet.trainers.rl import RLTrainer
 from split_workers import SplitWorkers, without_ids
 
@@ -140,6 +154,91 @@ def test_python_functions_may_be_gates_too(digits: Any) -> None:
     assert weights == {"length": 3.0, "share_of_digits": 1.0} and set(weights.gates) == {"length"}
 
 
+# Rows as verl publishes them --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def verl(tmp_path: Path) -> str:
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n}+{n}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * n)} if n else None,
+            "extra_info": {"split": "train", "index": n, "answer": f"so #### {2 * n}", "question": f"{n}+{n}="},
+        }
+        for n in (1, 2, 0)
+    ]
+    path = tmp_path / "train.parquet"
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "compared"),
+    [({"answer": "reward_model.ground_truth"}, "answer"), ({}, "reward_model.ground_truth")],
+)
+def test_nested_truths_are_compared_with(verl: str, tokenizer: Any, columns: Any, compared: str) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %} {% endif %}"
+    codec = TextCodec(tokenizer)
+    data = prompt_data(DataConfig(path=verl, columns=columns), None, codec, 64, "data")
+    roles = reward_functions([NumericReward(column=compared)], [])
+    fit_to_data(roles, data, codec)
+    assert [item.prompt for item in data.items] == [[{"role": "user", "content": f"{n}+{n}="}] for n in (1, 2, 0)]
+    assert {"data_source", "extra_info", "reward_model", *columns} <= data.items[0].columns.keys()
+    made = [Completion("", "", (1,), (0.0,), (0,), FinishReason.STOP)] * 2
+    answers = [answers_of(codec, n, item, made, ["it is 2", "4"]) for n, item in enumerate(data.items)]
+    leases = LeaseContext(local_arbiter({}, version=0), SpanRecorder())
+    found = asyncio.run(FunctionScorer(leases, roles[0].reward).score(chunk_of(0, 0, answers)))
+    scores = found.sequence["reward/numeric"].tolist()
+    assert scores[:4] == [1.0, 0.0, 0.0, 1.0] and all(map(math.isnan, scores[4:])), "null: no answer"
+
+
+@pytest.mark.parametrize(
+    ("columns", "reward", "found", "remedy"),
+    [
+        ({}, NumericReward(), "reward_model.ground_truth", "map it: data.columns.answer=reward_model.ground_truth"),
+        (
+            {"answer": "reward_model"},
+            NumericReward(),
+            "'style', 'ground_truth'",
+            "name the answer in them: data.columns.answer=COLUMN.KEY",
+        ),
+        ({}, ExactMatchReward(column="reward_model"), "'ground_truth'", "data.columns.answer=COLUMN.KEY"),
+        ({"answer": "reward_model.truth"}, NumericReward(), "'reward_model.ground_truth'", ""),
+        ({"answer": "data_source.x"}, NumericReward(), "'data_source'", "did you mean 'data_source'?"),
+    ],
+)
+def test_objects_are_refused_before_any_work(
+    verl: str, tokenizer: Any, columns: Any, reward: Any, found: str, remedy: str
+) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %} {% endif %}"
+    config = DataConfig(path=verl, columns=columns)
+    with pytest.raises(UserError) as caught:
+        codec = TextCodec(tokenizer)
+        fit_to_data(reward_functions([reward], []), prompt_data(config, None, codec, 64, "data"), codec)
+    assert found in caught.value.found and remedy in caught.value.remedy
+
+
+# Templates that open a tag ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"tags": ("think", "answer")}, {"pattern": "<think>.*</think>.*<answer>.*"}])
+@pytest.mark.parametrize(("generation", "opens"), [("A:", False), ("A:<think>", True), ("A:<think>\n", True)])
+def test_a_format_knows_what_the_template_has_opened(
+    options: Any, generation: str, opens: bool, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}" + generation + "{% endif %}"
+    codec, prompt = TextCodec(tokenizer), [{"role": "user", "content": "1+1="}]
+    roles = reward_functions([FormatReward(**options)], [])
+    fit_to_data(roles, prompt_data(None, [{"prompt": prompt}], codec, 64, "data"), codec)
+    texts = ["so\n</think>\n<answer>2</answer>", "<think>so</think><answer>2</answer>", "<answer>2</answer>"]
+    for prompts in ([prompt] * 3, [f"1+1={generation}"] * 3):
+        outcome = asyncio.run(roles[0].reward.score(prompts, texts, {}))
+        assert outcome.scores == [float(opens), 1.0, 0.0]
+
+
 # Another tokenizer -----------------------------------------------------------------------------------------
 
 
@@ -175,6 +274,33 @@ def test_workers_render_what_a_model_with_another_tokenizer_reads(
     found = asyncio.run(scorer.score(Chunk(0, 0, without_ids(batch))))
     assert found.ids == ("a", "b", "c")
     assert found.sequence["reward/judge"].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+# Huge rewards ----------------------------------------------------------------------------------------------
+
+
+def alternately(size: float) -> Any:
+    return lambda completions, **_: [size if len(text) % 2 else -size for text in completions]
+
+
+def test_a_run_that_huge_rewards_keep_from_learning_stops(tiny_rl: Any, tmp_path: Path) -> None:
+    algorithm = RLOO(kl=KLConfig(coef=0.0))
+    values = {"algorithm": algorithm, "steps": 6, "prompts_per_step": 4, "responses_per_prompt": 4}
+    with pytest.raises(UserError, match="no update of the actor has been made for 3 steps"):
+        tiny_rl(tmp_path / "run", alternately(3e38), **values).train()
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 3
+    assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir(), "nothing is lost"
+
+
+def test_a_method_that_divides_by_the_deviation_learns_from_huge_rewards_what_it_learns_from_others(
+    train: Train,
+) -> None:
+    weights = []
+    for n, size in enumerate((1.0, 3e19)):
+        trainer, rows = train(functions=[alternately(size)], name=f"{n}", prompts_per_step=2, responses_per_prompt=4)
+        assert rows[-1]["optim/skipped_steps"] == 0 and rows[1]["advantages/std"] > 0.5
+        weights.append(torch.cat([p.flatten() for p in trainer.roles.engines()["actor"].packed.model.parameters()]))
+    assert torch.allclose(*weights, atol=1e-4)
 
 
 # Failures --------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ _REMEDIES = {
     "sampler_agreement": "both sides need the same weights, precision, positions and temperature (docs/numerics.md)",
     "temperature": "divide the logits by rollout.sampling.temperature before the log-softmax, on both sides",
     "packing": "see whether actor.train.share_prefixes=false mends it, and report the architecture",
-    "reward_answers": "see that the reward reads the column that it means (data.columns), and the sign of its weight",
+    "reward_answers": "see that the reward reads the column that it means (data.columns), whole, and the sign of its "
+    "weight; math reads LaTeX",
     "reward_values": "mend the reward, or leave it out",
     "reward_spread": "begin with a model that succeeds at times, easier prompts, or a reward with more grades",
     "reward_time": "raise the reward's concurrency or batch_size, or give its server more room",
