@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 PASSES_OVER_DATA = ("num_train_epochs", "num_epochs", "total_epochs")
 """RL counts steps instead: its ``epochs`` are passes over one step's responses."""
@@ -246,8 +247,44 @@ _ANSWERS: dict[str, str] = {
     "not there: models read text alone": "image_key video_key",
 }
 """What to do about keys that have no counterpart, by their names; keys of ours are in braces."""
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "messages": ("conversations", "conversation"),
+    "prompt": ("question", "problem", "instruction", "query", "input", "text"),
+    "completion": ("response", "answer", "output", "solution", "code"),
+    "answer": ("solution", "final_answer", "ground_truth", "target"),
+    "tests": ("test_list", "test_cases", "test"),
+}
+"""By our name of a column, what data sets call it."""
+_MORE_PROMPT = ("input", "context")
+"""The rest of a prompt, in a column of its own: of Alpaca and Dolly."""
+JOINT = " + "
+"""Between the columns whose texts make one."""
 _THEIR_SECTIONS = {"actor_rollout_ref": "", "trainer": "", "ref": "reference", "reward_model": "rewards.0"}
 """Sections of verl, and what they are here."""
+
+
+def usual_columns(needs: Iterable[str], row: Mapping[str, Any]) -> dict[str, str]:
+    """Our columns that a row lacks → those that it has under a usual name; none twice."""
+    needs = list(needs)
+    if "messages" in row:
+        return {}
+    if "prompt" in needs and "prompt" not in row:
+        for column in COLUMNS["messages"]:
+            if isinstance(row.get(column), (list, str)):
+                rest = usual_columns((name for name in needs if name not in ("prompt", "completion")), row)
+                return {"messages": column, **rest}
+    found: dict[str, str] = {}
+    for name in (name for name in needs if name not in row):
+        usual = [column for column in COLUMNS.get(name, ()) if column in row and column not in found.values()]
+        if usual:
+            found[name] = usual[0]
+    prompt = found.get("prompt")
+    if prompt == "text" and "completion" in needs and "completion" not in found:
+        return {}  # Its text is learned as a whole.
+    more = [name for name in _MORE_PROMPT if isinstance(row.get(name, 0), str | None) and name not in found.values()]
+    if prompt is not None and more:
+        found["prompt"] = JOINT.join([prompt, *more])
+    return found
 
 
 def synonyms(path: str, names: Iterable[str]) -> list[str]:
