@@ -61,7 +61,7 @@ _THEIRS: dict[str, str] = {
     "examples_per_step": "batch_size train_batch_size per_device_train_batch_size",
     "pairs_per_step": "batch_size train_batch_size per_device_train_batch_size",
     "answers_per_step": "batch_size train_batch_size per_device_train_batch_size",
-    "seed": "data_seed data.seed",
+    "seed": "data_seed data.seed rollout.seed",
     # Sampling
     "sampling.max_new_tokens": "max_completion_length max_tokens response_length max_response_length generate_max_len",
     "sampling.stop_strings": "stop",
@@ -119,6 +119,9 @@ _THEIRS: dict[str, str] = {
     "algorithm.dynamic_sampling": "filter_groups",
     "dynamic_sampling.max_prompts_factor": "max_num_gen_batches gen_batch_size",
     "reward_clip_range": "score_clip",
+    "algorithm.overlong": "overlong_buffer overlong_buffer.enable overlong_buffer_cfg overlong_buffer_cfg.enable",
+    "overlong.buffer": "overlong_buffer.len overlong_buffer_cfg.len",
+    "overlong.penalty": "overlong_buffer.penalty_factor overlong_buffer_cfg.penalty_factor",
     "algorithm.normalise_std": "scale_rewards norm_adv_by_std_in_grpo",
     "algorithm.aggregation": "loss_agg_mode",
     "entropy_coef": "entropy_coeff ent_coef",
@@ -128,7 +131,7 @@ _THEIRS: dict[str, str] = {
     "model.path": "model_name model_name_or_path pretrain sft_model_path",
     "model.revision": "model_revision",
     "model.trust_remote_code": "trust_remote_code",
-    "model.tokenizer": "data.tokenizer tokenizer_name tokenizer_name_or_path",
+    "model.tokenizer": "data.tokenizer tokenizer_name tokenizer_name_or_path tokenizer_path processing_class",
     "model.chat_template": "chat_template_path custom_chat_template",
     "model.chat_template_kwargs": "chat_template_kwargs apply_chat_template_kwargs",
     "data.system_prompt": "system system_message default_system",
@@ -141,7 +144,7 @@ _THEIRS: dict[str, str] = {
     "rewards.0.forward_token_budget": "reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size "
     "reward_model.forward_max_token_len_per_gpu",
     "rewards.0.target": "reward_funcs",
-    "data.path": "dataset_name dataset train_files prompt_data",
+    "data.path": "dataset_name dataset train_dataset train_files prompt_data",
     "data.config": "dataset_config",
     "data.split": "dataset_train_split",
     "data.sources": "dataset_mixer",
@@ -158,7 +161,9 @@ _THEIRS: dict[str, str] = {
     "log.trackers": "report_to logger",
     "log.samples": "log_completions num_completions_to_print log_val_generations",
     "log.rollouts_every": "rollout_data_dir validation_data_dir",
+    "log.level": "log_level",
     "trackers.0.project": "project_name",
+    "trackers.0.space_id": "trackio_space_id",
     "evaluate_every_steps": "eval_steps test_freq eval_strategy",
     "evaluation.every_steps": "eval_steps test_freq eval_strategy",
     "cluster.start_timeout_s": "ray_wait_register_center_timeout",
@@ -208,6 +213,7 @@ _ANSWERS: dict[str, str] = {
     "custom_cls custom_cls.path custom_cls.name",
     "leave it out: reports have every prompt": "wandb_log_unique_prompts log_unique_prompts",
     "leave it out: this job has one loss": "loss_type",
+    "leave it out: {algorithm.name} decides whether there is a critic": "critic.enable",
     # Written otherwise
     "the optimizer is AdamW: set its keys in {train.optim}": "optim optimizer optim_args",
     "set {optim.schedule} and {optim.min_lr_ratio}": "lr_scheduler_kwargs",
@@ -221,6 +227,8 @@ _ANSWERS: dict[str, str] = {
     "set {prompts_per_step} and {responses_per_prompt}, whose product it is": "generation_batch_size",
     "write {rewards.0.type}: function and {rewards.0.target}: path/to/file.py:name": "custom_reward_function "
     "custom_reward_function.path custom_reward_function.name",
+    "write {rewards.0.type}: code, which has a sandbox of its own": "sandbox_fusion.url sandbox_fusion",
+    "write {cluster.type}: ray, and {cluster.address} where it is running already": "ray_init ray_kwargs",
     "write {algorithm.name}: gspo for ratios of whole responses": "importance_sampling_level",
     "write {loss.name}: simpo or orpo": "reference_free",
     "set {data.max_tokens}, for prompt and answer together": "max_completion_length",
@@ -235,7 +243,8 @@ _ANSWERS: dict[str, str] = {
     "not there: a response ends at an end-of-text token": "ignore_eos",
     "not there: {missing_eos_penalty} and {algorithm.overlong} take score from cut off responses": ""
     "mask_truncated_completions",
-    "not there: the reference stays as it starts": "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha",
+    "not there: the reference stays as it starts (online_dpo of rl can renew it)": "sync_ref_model "
+    "ref_model_sync_steps ref_model_mixup_alpha",
     "not there: {kl.estimator} has k1, k2 and k3": "use_bias_correction_kl",
     "not there: the weights after the last step are exported": "load_best_model_at_end metric_for_best_model "
     "greater_is_better",
@@ -244,6 +253,8 @@ _ANSWERS: dict[str, str] = {
     "not there: no noise is added to embeddings": "neftune_noise_alpha",
     "not there: there is one {loss.name}, and {loss.sft_coef} beside it": "loss_weights use_weighting ld_alpha "
     "f_divergence_type",
+    "not there: models are cut by {sharding.shard}, {sharding.tensor} and {sharding.context}": ""
+    "pipeline_model_parallel_size pipeline_parallel_size expert_parallel_size expert_model_parallel_size",
     "not there: models read text alone": "image_key video_key",
 }
 """What to do about keys that have no counterpart, by their names; keys of ours are in braces."""

@@ -158,8 +158,9 @@ def _unknown_keys(
         ]
     near = nearest(name, known)
     told = {key: _foreign(key, fields) for key in keys}
-    if near is None:
-        told = {key: remedy or _elsewhere(key, fields, path) for key, remedy in told.items()}
+    above = {key: _of_sections(key, path, fields) for key in keys}
+    if near is None or any(told.values()) or any(above.values()):
+        told = {key: told[key] or _elsewhere(key, fields) or above[key] for key in keys}
     if any(told.values()):
         return [(_unknown(key), remedy or f"use one of {', '.join(known)}") for key, remedy in told.items()]
     return [(_unknown(path), near or f"use one of {', '.join(known)}")]
@@ -190,13 +191,20 @@ def _foreign(path: str, fields: Mapping[str, str | None]) -> str | None:
     return _did_you_mean(meant, fields) or answer(path, fields)
 
 
-def _elsewhere(key: str, fields: Mapping[str, str | None], path: str) -> str | None:
-    """What to do about a key that other sections have, or whose section within ``path`` is another system's."""
-    section, _, last = key.rpartition(".")
-    found = _did_you_mean(_likeliest(key, [name for name in fields if name.rpartition(".")[2] == last]), fields)
-    while found is None and len(section) >= len(path):
-        found, section = _foreign(section, fields), section.rpartition(".")[0]
-    return found
+def _elsewhere(path: str, fields: Mapping[str, str | None]) -> str | None:
+    """What to do about a key that other sections have."""
+    key = path.rpartition(".")[2]
+    return _did_you_mean(_likeliest(path, [name for name in fields if name.rpartition(".")[2] == key]), fields)
+
+
+def _of_sections(key: str, path: str, fields: Mapping[str, str | None]) -> str | None:
+    """What is known of the sections of another system that hold ``key``, from the innermost out to ``path``."""
+    section = key.rpartition(".")[0]
+    while len(section) >= len(path):
+        if (found := _foreign(section, fields)) is not None:
+            return found
+        section = section.rpartition(".")[0]
+    return None
 
 
 def _did_you_mean(names: list[str], fields: Mapping[str, str | None]) -> str | None:

@@ -169,7 +169,7 @@ def _check_separator(path: Path, line: int, header: list[str], delimiter: str) -
         raise UserError(
             f"the file's cells are separated by {_SEPARATORS[other]}",
             found=f"{path}:{line}: {shortened_row(header[0])}",
-            remedy=f"write it with {_SEPARATORS[delimiter]}, say by pandas: "
+            remedy=f"write it with {_SEPARATORS[delimiter]}, or as JSON lines: "
             f"pd.read_csv({path.name!r}, sep={other!r}).to_json('rows.jsonl', orient='records', lines=True)",
         )
 
