@@ -214,8 +214,9 @@ def _hub(name: str, config: str | None, split: str) -> Values:
         raise UserError("hub data sets need the package datasets", found=name, remedy=INSTALL) from None
     options = {} if config is None else {"name": config}
     try:
-        if any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json")):
-            rows = _saved(datasets.load_from_disk(name), name, split)
+        folder = Path(name).expanduser()
+        if any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            rows = _saved(datasets.load_from_disk(str(folder)), name, split)
         else:
             rows = datasets.load_dataset(name, split=split, **options)
     except (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError) as error:
