@@ -145,3 +145,10 @@ def test_commands_and_modules_that_are_gone_are_found(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     assert sorted(_missing_names(page)) == ["quartet show", "quartet trian", "quartet.NoSuch", "quartet.data.no_such"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_screen_says_what_cannot_be_done(page: str) -> None:
+    first = (ROOT / page).read_text("utf-8").splitlines()[:20]
+    assert any(line.startswith("**What it cannot do.**") for line in first)
+    assert sum("GPU" in line for line in first) == 1, "what has been run on GPUs, in one line"

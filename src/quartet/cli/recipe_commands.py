@@ -86,14 +86,14 @@ def init(
         str | None, typer.Option(help="model, math, function, judge, …", autocompletion=complete_reward)
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="File or hub name; columns of a file that is there are mapped.")
+        str | None, typer.Option(help="File, directory or hub name; columns of what is there are mapped.")
     ] = None,
 ) -> None:
     """A commented recipe: quartet init rl > recipe.yaml."""
     from quartet.config.starter import starter
 
     row = None
-    if data is not None and Path(data).expanduser().is_file():
+    if data is not None and Path(data).expanduser().exists():
         from quartet.config.common import DataConfig
         from quartet.data.readers import iter_rows
 

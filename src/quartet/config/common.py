@@ -230,7 +230,10 @@ class _Rows(Strict):
     path: str | None = Field(None, description="File, directory, URL, or hub name (owner/name).")
     config: str | None = Field(None, description="Configuration of a hub data set that has several.")
     split: str = Field("train", description="Split of a hub data set, also a slice: train[:1000]; files have none.")
-    columns: dict[str, str] = Field(default_factory=dict, description="Our name: the file's, as {prompt: question}.")
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Our name: the file's, as {prompt: question} or, of two texts, {prompt: instruction + input}.",
+    )
     limit: Rows | None = Field(None, ge=1, description="Use only the first so many rows.")
     turns: Literal["text", "messages"] = Field(
         "text", description="messages: Human/Assistant turns in texts become messages, a text without turns the user's."

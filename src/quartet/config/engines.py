@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag
 
 from quartet.config.addresses import HTTPAddress
 from quartet.config.common import SamplingConfig, Strict
@@ -89,7 +89,13 @@ class VLLMEngineConfig(_Several, _Processes):
     max_model_len: Tokens | None = Field(
         None, ge=1, description="Longest prompt and answer together; the model's context when left out."
     )
-    max_num_seqs: Sequences = Field(256, ge=1, description="Sequences that decode together.")
+    max_num_seqs: Sequences = Field(
+        256,
+        ge=1,
+        # The native engine's name of the same: its recipes work with type: vllm as they are.
+        validation_alias=AliasChoices("max_num_seqs", "max_running"),
+        description="Sequences that decode together.",
+    )
     gpu_memory_utilization: float | None = Field(
         None, gt=0, le=1, description="Share of a device's memory for weights and cache; vLLM's own when left out."
     )

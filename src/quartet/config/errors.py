@@ -10,6 +10,8 @@ from quartet.config.printable import printable
 
 _MAX_SHOWN = 4000
 """Characters of a part of a message; a row may have a million columns."""
+_MAX_FOUND = 20_000
+"""Of what was found: a recipe of another system has a hundred keys, each with its remedy."""
 
 
 class UserError(Exception):
@@ -23,16 +25,16 @@ class UserError(Exception):
         self.problem = problem
         self.found = found
         self.remedy = remedy
-        super().__init__(f"{_shown(problem)}\n  found: {_shown(found)}\n  do: {_shown(remedy)}")
+        super().__init__(f"{_shown(problem)}\n  found: {_shown(found, _MAX_FOUND)}\n  do: {_shown(remedy)}")
 
     def __reduce__(self) -> Any:
         # By default pickle would call __init__ with the message.
         return Exception.__new__, (type(self), *self.args), vars(self)
 
 
-def _shown(text: str) -> str:
-    if len(text) > _MAX_SHOWN:
-        text = f"{text[:_MAX_SHOWN]}… ({len(text):,} characters)"
+def _shown(text: str, most: int = _MAX_SHOWN) -> str:
+    if len(text) > most:
+        text = f"{text[:most]}… ({len(text):,} characters)"
     return printable(text)
 
 

@@ -311,7 +311,7 @@ def no_such_job(name: str) -> UserError:
 def _unknown(job: str, address: str, part: str, name: str, place: _Place) -> UserError:
     known = list(place.models) if place.is_choice else [key for key, _ in _keys_of(place.model)]
     names = list(dict(dotted_fields(RECIPES[job])))
-    elsewhere = synonyms(part, name, names) or [full for full in names if full.rpartition(".")[2] == part]
+    elsewhere = synonyms(_join(name, part), names) or [full for full in names if full.rpartition(".")[2] == part]
     meant = nearest(part, known) or (f"did you mean {', '.join(elsewhere[:3])}?" if elsewhere else None)
     return UserError(
         f"the recipe of {job} has no {address}",

@@ -15,6 +15,7 @@ from quartet.config.nearest import nearest
 from quartet.config.preference import KTOLoss
 from quartet.config.recipe import RECIPES
 from quartet.config.reference import METHODS, meaning_at, no_such_job
+from quartet.config.synonyms import usual_columns
 
 REWARDS: Mapping[str, Mapping[str, Any]] = {
     "model": {"path": "runs/reward-model/model"},
@@ -50,12 +51,6 @@ _COLUMNS = {
     "preference": ("prompt", "chosen", "rejected"),
     "process-reward": ("prompt", "steps", "labels"),
     "medusa": ("prompt",),
-}
-_ALIASES = {
-    "prompt": ("question", "problem", "instruction", "query", "input"),
-    "completion": ("response", "answer", "output", "solution"),
-    "answer": ("solution", "final_answer", "ground_truth", "target"),
-    "tests": ("test_list", "test_cases", "test"),
 }
 _WIDTH, _COLUMN = 100, 40
 """Longest line, and where comments begin."""
@@ -220,15 +215,8 @@ def _data(above: str, path: str, needs: tuple[str, ...], row: Row | None) -> Ite
     yield Line(f"{above}path", path, note=f"Columns: {', '.join(needs)}; docs/data.md.")
     if row is None:
         yield Line(f"{above}columns", {needs[0]: "question"}, is_example=True)
-    elif "messages" not in row:
-        # Columns that are missing under our names and there under a usual one; none twice.
-        mapped: dict[str, str] = {}
-        for name in (name for name in needs if name not in row):
-            usual = [column for column in _ALIASES.get(name, ()) if column in row and column not in mapped.values()]
-            if usual:
-                mapped[name] = usual[0]
-        if mapped:
-            yield Line(f"{above}columns", mapped)
+    elif mapped := usual_columns(needs, row):
+        yield Line(f"{above}columns", mapped)
     if row is not None and any("\n\nHuman:" in text for text in row.values() if isinstance(text, str)):
         yield Line(f"{above}turns", "messages", is_example=True)
     yield Line(f"{above}overlong", "skip")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
-from quartet.config.schema import dotted_fields, item_annotation, members, tags
-from quartet.config.synonyms import synonyms
+from quartet.config.schema import dotted_fields, flatten, item_annotation, members, tags
+from quartet.config.synonyms import answer, synonyms
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -22,30 +24,41 @@ _EXPECTED = {
     "list_type": "a list",
     "finite_number": "a finite number",
 }
+_MAX_LINE = 600
+"""Characters of each half of a line, of a list of mistakes."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
     """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
     details = error.errors(include_url=False)
     # A default that follows from a field which has a mistake of its own.
-    mistakes = [_mistake(detail, model) for detail in details if detail["type"] != "default_factory_not_called"]
+    details = [detail for detail in details if detail["type"] != "default_factory_not_called"]
+    mistakes = [mistake for detail in details for mistake in _mistakes(detail, model)]
     if len(mistakes) == 1:
         found, remedy = mistakes[0]
         return UserError(f"{label} is not valid", found=found, remedy=remedy)
-    numbered = list(enumerate(mistakes, start=1))
+    lines = (f"\n    {n}. {_cut(found)}: {_cut(remedy)}" for n, (found, remedy) in enumerate(mistakes, 1))
     return UserError(
         f"{label} is not valid in {len(mistakes)} places",
-        found="".join(f"\n    {n}. {found}" for n, (found, _) in numbered),
-        remedy="".join(f"\n    {n}. {remedy}" for n, (_, remedy) in numbered),
+        found="".join(lines),
+        remedy="change each as it says there",
     )
+
+
+def _mistakes(detail: Any, root: type[BaseModel]) -> list[tuple[str, str]]:
+    """What was found and what to do: one for each of pydantic's error dictionaries, but one for every key of an unknown
+    section.
+    """
+    if detail["type"] != "extra_forbidden":
+        return [_mistake(detail, root)]
+    path, parent, _ = _place(detail["loc"], root)
+    return _unknown_keys(path, parent, root, detail["input"])
 
 
 def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
     """What was found and what to do, for one of pydantic's error dictionaries."""
-    path, parent, annotation = _place(detail["loc"], root)
+    path, _, annotation = _place(detail["loc"], root)
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    if kind == "extra_forbidden":
-        return _unknown_key(path, parent, root, value)
     if kind == "missing":
         return f"{path} is missing", f"set {path}"
     is_other = kind == "union_tag_not_found" and not isinstance(value, dict)
@@ -69,6 +82,10 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
 
 def _show(value: Any) -> str:
     return f"{shortened(value)} ({type(value).__name__})"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}…"
 
 
 def shortened(value: Any) -> str:
@@ -118,31 +135,82 @@ def _section_remedy(path: str, annotation: Any, value: Any) -> str:
     return f"{path} takes a mapping" + (f" of {', '.join(keys)}" if keys else "")
 
 
-def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel], value: Any) -> tuple[str, str]:
+def _unknown_keys(
+    path: str, parent: type[BaseModel] | None, root: type[BaseModel], value: Any
+) -> list[tuple[str, str]]:
     """Offers what another system's key is called here, then the nearest key of the same section, then the same key
-    elsewhere, then all keys of the section. Of an unknown section, what its only key is called here.
+    elsewhere, then what is known of the sections around it, then all keys of the section. A section is taken apart
+    where something is known of its keys.
     """
-    section, _, key = path.rpartition(".")
+    section, _, name = path.rpartition(".")
     known = list(parent.model_fields) if parent is not None else []
-    where = f"in {section}" if section else "at the top"
-    fields = dict(dotted_fields(root))
-    names = list(fields)
-    inner, last = path, key
-    while isinstance(value, dict) and len(value) == 1:
-        ((last, value),) = value.items()
-        inner += f".{last}"
-    elsewhere = _likeliest(inner, [name for name in names if name.rpartition(".")[2] == last])
-    meant = synonyms(last, section, names)
-    if inner != path and nearest(key, known) is None:
-        meant = _likeliest(inner, meant) or elsewhere
-    remedy = f"did you mean {', '.join(meant[:3])}?" if meant else nearest(key, known)
-    if len(meant) == 1 and fields[meant[0]].description:
-        remedy = f"did you mean {meant[0]}? ({fields[meant[0]].description})"
-    if any(name.split(".") == ["0" if part.isdecimal() else part for part in path.split(".")] for name in elsewhere):
-        remedy = f"that key belongs to another choice of {section}; use one of {', '.join(known)}"
-    elif remedy is None and elsewhere:
-        remedy = f"did you mean {', '.join(elsewhere[:3])}?"
-    return f"unknown key {key!r} {where}", remedy or f"use one of {', '.join(known)}"
+    fields = _fields(root)
+    inner = flatten(value, path) if isinstance(value, dict) else {}
+    keys = list(dict.fromkeys(re.sub(r"(\.\d+)+$", "", key) for key in inner)) or [path]
+    if _of_a_choice(path, fields):
+        meant = [name for name in synonyms(path, fields) if name.rpartition(".")[2] in known]
+        return [
+            (
+                _unknown(path),
+                f"that key belongs to another choice of {section}; "
+                + (f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"),
+            )
+        ]
+    near = nearest(name, known)
+    told = {key: _foreign(key, fields) for key in keys}
+    above = {key: _of_sections(key, path, fields) for key in keys}
+    if near is None or any(told.values()) or any(above.values()):
+        told = {key: told[key] or _elsewhere(key, fields) or above[key] for key in keys}
+    if any(told.values()):
+        return [(_unknown(key), remedy or f"use one of {', '.join(known)}") for key, remedy in told.items()]
+    return [(_unknown(path), near or f"use one of {', '.join(known)}")]
+
+
+def _unknown(path: str) -> str:
+    section, _, key = path.rpartition(".")
+    return f"unknown key {key!r} {f'in {section}' if section else 'at the top'}"
+
+
+@cache
+def _fields(root: type[BaseModel]) -> dict[str, str | None]:
+    """Every key of a recipe with its description; of a name that several choices have, the first's."""
+    found: dict[str, str | None] = {}
+    for name, field in dotted_fields(root):
+        found.setdefault(name, field.description)
+    return found
+
+
+def _of_a_choice(path: str, fields: Iterable[str]) -> bool:
+    """Whether a choice has the key at ``path``."""
+    return ".".join("0" if part.isdecimal() else part for part in path.split(".")) in fields
+
+
+def _foreign(path: str, fields: Mapping[str, str | None]) -> str | None:
+    """What to do about another system's key."""
+    meant = _likeliest(path, synonyms(path, fields)) if "." in path else synonyms(path, fields)
+    return _did_you_mean(meant, fields) or answer(path, fields)
+
+
+def _elsewhere(path: str, fields: Mapping[str, str | None]) -> str | None:
+    """What to do about a key that other sections have."""
+    key = path.rpartition(".")[2]
+    return _did_you_mean(_likeliest(path, [name for name in fields if name.rpartition(".")[2] == key]), fields)
+
+
+def _of_sections(key: str, path: str, fields: Mapping[str, str | None]) -> str | None:
+    """What is known of the sections of another system that hold ``key``, from the innermost out to ``path``."""
+    section = key.rpartition(".")[0]
+    while len(section) >= len(path):
+        if (found := _foreign(section, fields)) is not None:
+            return found
+        section = section.rpartition(".")[0]
+    return None
+
+
+def _did_you_mean(names: list[str], fields: Mapping[str, str | None]) -> str | None:
+    if len(names) == 1 and fields[names[0]]:
+        return f"did you mean {names[0]}? ({fields[names[0]]})"
+    return f"did you mean {', '.join(names[:3])}?" if names else None
 
 
 def _likeliest(path: str, names: list[str]) -> list[str]:

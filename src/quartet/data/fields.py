@@ -7,12 +7,14 @@ import math
 import operator
 import re
 import reprlib
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
+from quartet.config.synonyms import usual_columns
 from quartet.data.dialogues import as_dialogue
 from quartet.data.json_rows import Unreadable, loads
 from quartet.text.examples import ROLES, AnswerText, Message, Messages, PromptText, is_empty
@@ -138,11 +140,9 @@ class Fields:
         null = [name for name, value in self.values.items() if _is_null(value)]
         found = f"{self.place} has {', '.join(map(repr, present)) or 'nothing'}"
         found += f"; null: {', '.join(map(repr, null))}" if null else ""
-        return UserError(
-            f"a row lacks {needed}",
-            found=found,
-            remedy=f"rename the columns, or map them: {self.reading.section}.columns.prompt=question",
-        )
+        usual = usual_columns(re.findall(r"`(\w+)`", needed), self.values) or {"prompt": "question"}
+        keys = " ".join(shlex.quote(f"{self.reading.section}.columns.{name}={usual[name]}") for name in usual)
+        return UserError(f"a row lacks {needed}", found=found, remedy=f"rename the columns, or map them: {keys}")
 
     def text(self, name: str, *, empty: bool = False) -> str:
         """A text value. Numbers and booleans are taken as Python writes them (``42``, ``True``) and noted,

@@ -34,6 +34,7 @@ from typing import Any, Generic, TypeVar
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.preference import DoubtfulPairs
+from quartet.config.synonyms import JOINT
 from quartet.data.dialogues import as_dialogue
 from quartet.data.fields import (
     AS_GIVEN,
@@ -208,7 +209,31 @@ def _in_context(item: T, fields: Fields) -> T:
     return item if found is prompt else replace(changed, **{name: found})
 
 
+def _joined(row: Row, reading: Reading) -> Row:
+    """The row with the columns that are joined of several texts, as ``instruction + input``; empty ones are left out.
+
+    Raises:
+        UserError: a part is no text.
+    """
+    joined: dict[str, Any] = {}
+    for name in reading.columns.values():
+        parts = name.split(JOINT)
+        if name in row.values or len(parts) < 2 or not row.values.keys() >= set(parts):
+            continue
+        texts = [row.values[part] for part in parts]
+        for part, text in zip(parts, texts, strict=True):
+            if not isinstance(text, str | None):
+                raise UserError(
+                    f"column {part!r} is joined to others, and is no text",
+                    found=f"{row.place}: {type(text).__name__}",
+                    remedy=f"map text columns alone under {reading.section}.columns, or write the text into the data",
+                )
+        joined[name] = "\n\n".join(text for text in texts if text and text.strip())
+    return replace(row, values={**row.values, **joined}) if joined else row
+
+
 def _renamed(row: Row, reading: Reading) -> dict[str, Any]:
+    row = _joined(row, reading)
     renamed: dict[str, Any] = {}
     for ours, theirs in reading.columns.items():
         try:

@@ -114,8 +114,12 @@ def parse_line(path: Path, line: int, text: str) -> dict[str, Any]:
         raise malformed_row(path, line, text[:80], str(error)) from None
 
 
-def is_one_document(text: str) -> bool:
-    """Whether a file's text is an array of rows, or one object with its rows under ``data``."""
+def is_one_document(path: Path, text: str) -> bool:
+    """Whether a file's text is an array of rows, or one object with its rows under ``data``.
+
+    Raises:
+        UserError: it is a table that is not written row by row.
+    """
     start = _skip_space(text, 0)
     if text[start : start + 1] != "{":
         return text[start : start + 1] == "["
@@ -124,7 +128,29 @@ def is_one_document(text: str) -> bool:
     except Unreadable:
         return False
     rows = value.get(ROWS_KEY)
-    return _skip_space(text, end) == len(text) and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    if is_whole := _skip_space(text, end) == len(text):
+        check_orientation(path, value)
+    return is_whole and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+
+
+def check_orientation(path: Path, value: dict[str, Any]) -> None:
+    """Refuses an object that is a whole table, as pandas and ``datasets`` write them unless they are told otherwise."""
+    inner, orientation = list(value.values()), None
+    if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
+        orientation = None if all(isinstance(row, dict) for row in value["data"]) else "split"
+    elif inner and all(isinstance(part, dict) and part for part in inner):
+        by_column = all(key.isdecimal() for part in inner for key in part)
+        orientation = "columns" if by_column else "index" if all(map(str.isdecimal, value)) else None
+    elif len(inner) > 1 and all(isinstance(part, list) and part for part in inner):
+        firsts = {type(part[0]) for part in inner}
+        is_table = str in firsts and not firsts & {dict, list} and len({len(part) for part in inner}) == 1
+        orientation = "list" if is_table else None
+    if orientation is not None:
+        raise UserError(
+            f"the file is a table written as a whole, and not row by row (orient={orientation!r} of pandas)",
+            found=f"{path}: an object of {', '.join(map(shortened_row, list(value)[:4]))}",
+            remedy=f"write it by rows: df.to_json({path.name!r}, orient='records', lines=True)",
+        )
 
 
 def document_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -27,9 +27,10 @@ from quartet.data.files import (
     too_long,
     whole_text,
 )
-from quartet.data.json_rows import document_rows, is_one_document, parse_line, shortened_row
+from quartet.data.json_rows import check_orientation, document_rows, is_one_document, parse_line, shortened_row
 
 Values = Iterator[tuple[int, dict[str, Any]]]
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _check_file_options(config: DataConfig | SourceConfig) -> None:
 def _json(path: Path) -> Values:
     """A document, or JSON lines; both are common under this ending."""
     text = whole_text(path)
-    if is_one_document(text):
+    if is_one_document(path, text):
         return document_rows(path, text)
     return _json_lines(path)
 
@@ -119,8 +120,11 @@ def _json_lines(path: Path) -> Values:
         if is_first and text.lstrip().startswith("["):
             yield from document_rows(path, whole_text(path))
             return
+        row = parse_line(path, line, text)
+        if is_first:
+            check_orientation(path, row)
         is_first = False
-        yield line, parse_line(path, line, text)
+        yield line, row
 
 
 def _csv(path: Path, delimiter: str = ",") -> Values:
@@ -140,6 +144,7 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
                     yield first, _cells(path, first, header, cells)
                     continue
                 header = [cell.strip() for cell in cells]
+                _check_separator(path, first, header, delimiter)
                 if not all(header) or len(set(header)) != len(header):
                     raise UserError(
                         "the header does not name every column once",
@@ -155,6 +160,18 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
         ) from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _check_separator(path: Path, line: int, header: list[str], delimiter: str) -> None:
+    """Refuses a header that another separator would cut, and its own does not."""
+    other = next((mark for mark in _SEPARATORS if len(header) == 1 and mark in header[0]), None)
+    if other is not None:
+        raise UserError(
+            f"the file's cells are separated by {_SEPARATORS[other]}",
+            found=f"{path}:{line}: {shortened_row(header[0])}",
+            remedy=f"write it with {_SEPARATORS[delimiter]}, or as JSON lines: "
+            f"pd.read_csv({path.name!r}, sep={other!r}).to_json('rows.jsonl', orient='records', lines=True)",
+        )
 
 
 def _cells(path: Path, line: int, header: list[str], cells: list[str]) -> dict[str, str]:
@@ -197,7 +214,11 @@ def _hub(name: str, config: str | None, split: str) -> Values:
         raise UserError("hub data sets need the package datasets", found=name, remedy=INSTALL) from None
     options = {} if config is None else {"name": config}
     try:
-        rows = datasets.load_dataset(name, split=split, **options)
+        folder = Path(name).expanduser()
+        if any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            rows = _saved(datasets.load_from_disk(str(folder)), name, split)
+        else:
+            rows = datasets.load_dataset(name, split=split, **options)
     except (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         shown = f"{name!r}, split {split!r}" if config is None else f"{name!r}, config {config!r}, split {split!r}"
@@ -207,6 +228,18 @@ def _hub(name: str, config: str | None, split: str) -> Values:
             remedy="check name, config, split and network, or name a file ending in " + ", ".join(sorted(_READERS)),
         ) from error
     yield from ((number, dict(values)) for number, values in enumerate(rows, start=1))
+
+
+def _saved(found: Any, name: str, split: str) -> Any:
+    """The rows of what ``save_to_disk`` has written: of one split by its name, or of a data set without splits."""
+    splits = found if isinstance(found, dict) else {"train": found}
+    if split not in splits:
+        raise UserError(
+            "a data set of save_to_disk has no such split",
+            found=f"{name}: {', '.join(splits)}; asked for {split}",
+            remedy="name one of these as split; limit takes only the first rows of it",
+        )
+    return splits[split]
 
 
 _READERS: dict[str, Callable[[Path], Values]] = {

@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
 from quartet.config import UserError
-from quartet.models.weight_files import INDEX, weight_paths
+from quartet.models.weight_files import INDEX, stored_tensors, weight_paths
 from quartet.text.loading import needs_own_code
 
 _SIZES = (
@@ -183,6 +183,7 @@ def load_weights(
                 found = type(made()) if trust_remote_code else kind._model_mapping[type(config)]
             model, info = found.from_pretrained(None, **options)
             model.name_or_path = model.config.name_or_path = source
+            _tie_equal(model, source)
         else:
             model, info = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         return model, info
@@ -200,6 +201,26 @@ def load_weights(
             found="; ".join([*first, *([f"{len(wrong) - 1} more"] if wrong[1:] else [])]) or "tensors of other shapes",
             remedy="restore the config.json that these weights were saved with",
         ) from error
+
+
+def _tie_equal(model: PreTrainedModel, source: str) -> None:
+    """Ties weights of which the files have both, and the same: transformers does, but not without contents."""
+    tied = model.all_tied_weights_keys.items()
+    pairs = [(a, b) for a, b in tied if model.get_parameter(a) is not model.get_parameter(b)]
+    if pairs:
+        with stored_tensors(source) as stored:
+            if all({a, b} <= stored.keys() and torch.equal(stored[a].read(), stored[b].read()) for a, b in pairs):
+                model.tie_weights()
+
+
+def has_one_label(source: str) -> bool:
+    """Whether the config of a model directory says nothing of labels, and the weights have a head of one row."""
+    values, _ = PreTrainedConfig.get_config_dict(source)
+    if {"num_labels", "id2label"} & values.keys():
+        return False
+    with stored_tensors(source) as stored:
+        heads = [tensor.shape for name, tensor in stored.items() if name == "score.weight"]
+    return [shape[0] for shape in heads] == [1]
 
 
 def _shape(sizes: list[int]) -> str:

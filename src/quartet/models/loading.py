@@ -27,7 +27,15 @@ from transformers.utils import logging as transformers_logging
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.attention import own_attention
-from quartet.models.directories import check_loaded, load_warnings, load_weights, loading, named, read_config
+from quartet.models.directories import (
+    check_loaded,
+    has_one_label,
+    load_warnings,
+    load_weights,
+    loading,
+    named,
+    read_config,
+)
 from quartet.models.exact_check import check_exact
 from quartet.models.packed_model import (
     Numerics,
@@ -130,6 +138,8 @@ def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool
     trust = {"trust_remote_code": trust_remote_code}
     with _quiet(), loading(path, "sequence-classification model"):
         config = read_config(source, **trust)
+        if config.num_labels != 1 and has_one_label(source):
+            config.num_labels = 1  # as saved by code that has no labels, such as a head of its own
         if config.num_labels != 1:
             raise UserError(
                 f"{path!r} is not a reward model",

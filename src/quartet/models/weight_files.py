@@ -75,6 +75,9 @@ def stored_tensors(source: str) -> Iterator[Mapping[str, StoredTensor]]:
             if path.suffix == ".safetensors":
                 file = opened.enter_context(safe_open(str(path), "pt"))
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                # safetensors keeps a tensor of two names under one of them, and notes the other.
+                noted = (file.metadata() or {}).items()
+                slices |= {name: slices[kept] for name, kept in noted if kept in slices and name not in slices}
                 found |= {name: StoredTensor(tuple(part.get_shape()), part) for name, part in slices.items()}
             else:
                 tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -42,7 +42,7 @@ def said(model: Path, *words: str) -> str:
         (["--host", "no such host"], "cannot listen there"),
         (["max_runing=4"], "did you mean 'max_running'"),
         (["type=vlm"], "did you mean 'vllm'"),
-        (["type=vllm", "max_running=4"], "max_running"),
+        (["type=vllm", "cache_tokens=4"], "cache_tokens"),
         (["max_running"], "key=value"),
         (["max_running=many"], "max_running"),
         (["--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),

@@ -83,7 +83,7 @@ def test_which_engines_compute_apart_from_the_process() -> None:
         (["rollout.steps_per_lease=8"], "did you mean rollout.engine.steps_per_lease?"),
         (["rollout.engine=native"], "write rollout.engine.type=native"),
         (["rollout.engine.type=vlm"], "did you mean 'vllm'?"),
-        (["rollout.engine={type: vllm, max_running: 3}"], "another choice of rollout.engine"),
+        (["rollout.engine={type: vllm, cache_tokens: 3}"], "another choice of rollout.engine"),
         (["rollout.engine.max_num_seqs=8"], "another choice of rollout.engine"),
         (["rollout.tensor_model_parallel_size=2"], "rollout.engine.tensor_parallel_size"),
         (["rollout.engine={type: server, urls: ['ftp://h'], model: m}"], "http://host:port"),

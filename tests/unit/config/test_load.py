@@ -119,7 +119,8 @@ def test_all_mistakes_are_listed_at_once() -> None:
     error = complaint("rl", "steps=x", "lr=1", "rewards.0.type=function")
     for part in ("steps: 'x'", "unknown key 'lr'", "rewards.0.target is missing"):
         assert part in error.found
-    assert "actor.train.optim.lr" in error.remedy and "3 places" in error.problem
+    assert "unknown key 'lr' at the top: did you mean actor.train.optim.lr" in error.found
+    assert "3 places" in error.problem
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,44 @@ def test_columns_with_usual_names_are_mapped() -> None:
     )
 
 
+SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+MBPP = {"task_id": 1, "text": "Write f.", "code": "def f(): ...", "test_list": ["assert f()"], "test_setup_code": ""}
+
+
+@pytest.mark.parametrize(
+    ("job", "row", "mapped"),
+    [
+        ("sft", {"instruction": "Do", "input": "", "output": "o"}, "{prompt: instruction + input, completion: output}"),
+        (
+            "sft",
+            {"instruction": "Do", "input": "this", "output": "o", "text": "### Do"},
+            "{prompt: instruction + input, completion: output}",
+        ),
+        (
+            "sft",
+            {"instruction": "Do", "context": None, "response": "r", "category": "qa"},
+            "{prompt: instruction + context, completion: response}",
+        ),
+        ("sft", {"input": "Do", "output": "o"}, "{prompt: input, completion: output}"),
+        ("sft", {"question": "q", "context": ["a", "b"], "answer": "a"}, "{prompt: question, completion: answer}"),
+        ("rl", {"question": "q", "input": "i", "answer": "a"}, "{prompt: question + input}"),
+        ("sft", {"conversations": SHARED}, "{messages: conversations}"),
+        ("rl", {"conversations": SHARED, "answer": "4"}, "{messages: conversations}"),
+        ("rl", {"conversations": SHARED, "target": "4"}, "{messages: conversations, answer: target}"),
+        ("preference", {"conversations": SHARED[:1], "chosen": {}, "rejected": {}}, "{messages: conversations}"),
+        ("sft", MBPP, "{prompt: text, completion: code}"),
+        ("eval", MBPP, "{prompt: text, tests: test_list}"),
+        ("sft", {"text": "All of it is learned."}, None),
+        ("sft", {"text": "All of it is learned.", "source": "web"}, None),
+        ("sft", {"prompt": "p", "completion": "c", "input": "i"}, None),
+    ],
+)
+def test_no_part_of_a_prompt_is_dropped(job: str, row: dict[str, object], mapped: str | None) -> None:
+    reward = {"rl": "math", "eval": "code"}.get(job)
+    text = starter(job, reward=reward, data="a.jsonl", row=row).replace('"', "")
+    assert (f"columns: {mapped}" in text) if mapped is not None else ("columns: {" not in text)
+
+
 @pytest.mark.parametrize(
     ("job", "choice", "remedy"),
     [

@@ -32,6 +32,42 @@ def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+# Prompts in two columns, and other names ------------------------------------------------------------------
+
+
+def test_a_prompt_of_two_columns() -> None:
+    reading = Reading({"prompt": "instruction + input", "completion": "output"})
+    given = [{"instruction": "Add.", "input": text, "output": "3"} for text in ("1 + 2", "", None)]
+    assert [row.prompt for row in demonstrations(rows(*given), reading).items] == ["Add.\n\n1 + 2", "Add.", "Add."]
+    assert prompts(rows(given[0]), reading).items[0].prompt == "Add.\n\n1 + 2"
+    of_that_name = {"instruction + input": "One.", "instruction": "Other.", "input": "", "output": "3"}
+    assert demonstrations(rows(of_that_name), reading).items[0].prompt == "One."
+    with pytest.raises(UserError, match="column 'input' is joined"):
+        demonstrations(rows({"instruction": "Add.", "input": [1], "output": "3"}), reading)
+    with pytest.raises(UserError, match="no column 'instruction \\+ input'"):
+        demonstrations(rows({"instruction": "Add.", "output": "3"}), reading)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"conversations": [turn("user", "Hi"), turn("assistant", "Ho")]}, ["data.columns.messages=conversations"]),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            ["'data.columns.prompt=instruction + input'", "data.columns.completion=output"],
+        ),
+        ({"unheard": "of"}, ["data.columns.prompt=question"]),
+    ],
+)
+def test_the_columns_that_are_meant_are_told(row: dict[str, Any], keys: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        demonstrations(rows(row))
+    assert caught.value.remedy == "rename the columns, or map them: " + " ".join(keys)
+    told = [key.strip("'").removeprefix("data.columns.").split("=") for key in keys]
+    if "unheard" not in row:
+        assert len(demonstrations(rows(row), Reading(dict(told))).items) == 1  # type: ignore[arg-type]
+
+
 # HH-RLHF -------------------------------------------------------------------------------------------------
 
 ASKED = "\n\nHuman: Who?\n\nAssistant: Me.\n\nHuman: And\n\nyou?\n\nAssistant:"

