@@ -91,6 +91,38 @@ async def _made(make: EnvironmentFactory) -> Any:
     return make()
 
 
+class _OwnTime:
+    """Ends a call by its own time: what it computes, and what it waits for while the event loop turns.
+
+    The loop stands still while other code computes in it or waits for a training step. A call that was to wait for 10
+    ms is not late for that, so each tick counts as what it was to take, however late it comes.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.limit = asyncio.timeout(None)
+        self._left, self._tick_s = seconds, seconds / _TICKS
+        self._next: asyncio.TimerHandle | None = None
+
+    def spend(self, seconds: float) -> None:
+        self._left -= seconds
+
+    def tick(self, seconds: float) -> None:
+        self.spend(seconds)
+        loop = asyncio.get_running_loop()
+        if self._left > 0:
+            wait = min(self._left, self._tick_s)
+            self._next = loop.call_later(wait, self.tick, wait)
+        else:
+            self.limit.reschedule(loop.time())
+
+    def end(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+
+
+_TICKS = 20
+
+
 class _EpisodeRun:
     """One episode's calls of its environment, each with a time limit and an error that says where it was."""
 
@@ -143,11 +175,13 @@ class _EpisodeRun:
         back.
         """
         seconds = self._limits.timeout_s
+        own = _OwnTime(seconds)
         try:
-            async with asyncio.timeout(seconds) as limit:
-                with self._guard.held():
+            async with own.limit:
+                own.tick(0.0)
+                with self._guard.held(own.spend):
                     begun = work()
-                result: _T = await self._guard.driven(begun)
+                result: _T = await self._guard.driven(begun, own.spend)
                 return result
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -158,9 +192,11 @@ class _EpisodeRun:
         except (KeyboardInterrupt, GeneratorExit, UserError):
             raise  # Ctrl-C, the end of the event loop, or a change that cannot be put back.
         except BaseException as error:  # User code may raise anything; it is passed on with its cause.
-            if isinstance(error, TimeoutError) and limit.expired():
+            if isinstance(error, TimeoutError) and own.limit.expired():
                 raise self._error(method, f"took longer than environment.timeout_s, {seconds:g} s") from error
             raise self._error(method, f"raised {described(error)}", raised_at(error)) from error
+        finally:
+            own.end()
 
     def _no_room(self, held: int) -> UserError:
         return UserError(

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,9 +55,12 @@ class GlobalStateGuard:
         self._own_random: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, spend: Callable[[float], None] = lambda seconds: None) -> Iterator[None]:
         """Whatever is changed inside is put back at the end. Random generators are the code's own inside: they go on
         from call to call where it left them, and outside nothing was drawn. Waits for what computes in another thread.
+
+        Args:
+            spend: told the seconds inside, without that wait.
 
         Raises:
             UserError: something was changed that cannot be put back.
@@ -69,6 +73,7 @@ class GlobalStateGuard:
             for generator in _RANDOM:
                 if generator.name in self._own_random:
                     generator.put(self._own_random[generator.name])
+            begun = time.monotonic()
             try:
                 yield
             except GeneratorExit as error:  # For the code's driver this exception means that it is to end.
@@ -76,15 +81,18 @@ class GlobalStateGuard:
             finally:
                 if os.getpid() != owner:
                     os._exit(1)  # A copy that the code forked, and that came back from it, must not train, too.
+                spend(time.monotonic() - begun)
                 self._keep_random(outside)
                 if streams.restored():
                     self._changed["the standard streams"] = None
                 for state, value in zip(_STATES, before, strict=True):
                     self._put_back(state, value)
 
-    async def driven(self, work: Awaitable[Any]) -> Any:
-        """What ``work`` returns. It is held while it computes, and not while it waits and others compute."""
-        return await (_driven(work, self) if inspect.iscoroutine(work) else work)
+    async def driven(self, work: Awaitable[Any], spend: Callable[[float], None] = lambda seconds: None) -> Any:
+        """What ``work`` returns. It is held while it computes, and not while it waits and others compute; ``spend`` as
+        in ``held``.
+        """
+        return await (_driven(work, self, spend) if inspect.iscoroutine(work) else work)
 
     def warnings(self) -> list[str]:
         """What was changed and put back so far, in words."""
@@ -126,12 +134,14 @@ class GlobalStateGuard:
 
 
 @types.coroutine
-def _driven(work: types.CoroutineType[Any, Any, Any], guard: GlobalStateGuard) -> Generator[Any, Any, Any]:
+def _driven(
+    work: types.CoroutineType[Any, Any, Any], guard: GlobalStateGuard, spend: Callable[[float], None]
+) -> Generator[Any, Any, Any]:
     """Runs a coroutine from one place where it waits to the next, each time under the guard."""
     step: Callable[[Any], Any] = work.send
     value: Any = None
     while True:
-        with guard.held():
+        with guard.held(spend):
             try:
                 waits_for = step(value)
             except StopIteration as end:
