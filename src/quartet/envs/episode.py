@@ -19,6 +19,7 @@ from quartet.config.foreign import as_score, described, excerpt, raised_at
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
 from quartet.observe.global_state import GlobalStateGuard
+from quartet.text.examples import PromptText
 
 _T = TypeVar("_T")
 
@@ -56,12 +57,14 @@ class FinishedEpisode:
         end: why.
         score: sum over the turns that had a reward, NaN where none had.
         reward: of the last action, None where it has none or the policy knows it already.
+        prompt: of an episode that failed what it was about.
     """
 
     episode: str
     end: TrajectoryEnd
     score: float
     reward: float | None
+    prompt: PromptText | None = None
 
 
 async def run_episode(
@@ -71,8 +74,7 @@ async def run_episode(
 
     Raises:
         EpisodeError: the environment raised, took too long, or returned something that is not what it should be, or
-            that cannot be tokenised.
-        UserError: its first state leaves no room for an action.
+            that cannot be tokenised; or its first state leaves no room for an action.
     """
     player = _EpisodeRun(item, act, limits, make.guard)
     environment = await player.call("__init__", partial(_made, make))
@@ -139,7 +141,7 @@ class _EpisodeRun:
         if first is None:
             raise self._error("reset", "returned no observation: text or messages are expected")
         rewards: list[float] = []
-        seen = Seen(Observation(first.content, rewrites=True))
+        seen = Seen(Observation(first.content, rewrites=True), begins=True)
         while True:
             try:
                 self._action = await self._acted(seen)
@@ -198,8 +200,8 @@ class _EpisodeRun:
         finally:
             own.end()
 
-    def _no_room(self, held: int) -> UserError:
-        return UserError(
+    def _no_room(self, held: int) -> EpisodeError:
+        return EpisodeError(
             "the first state of an environment leaves no room for an action",
             found=f"{held} tokens of at most {self._limits.max_sequence_tokens}; {self._place()}",
             remedy="shorten the state, or raise environment.max_tokens where the model's context allows it",
@@ -219,7 +221,8 @@ class _EpisodeRun:
         return EpisodeError(
             f"the environment's `{method}` {what}",
             found=self._place() + (f"; raised in {where}" if where is not None else ""),
-            remedy="correct it and resume the run: it stopped before the update, nothing is lost",
+            remedy="correct it, or set environment.on_error, and resume the run: it stopped before the update, nothing "
+            "is lost",
         )
 
     def _place(self) -> str:

@@ -339,7 +339,7 @@ def test_a_time_limit_counts_the_environments_own_time(plain: TextCodec) -> None
 
 @pytest.mark.parametrize(("waits", "computes"), [(0.05, 0.0), (0.0, 0.05), (0.02, 0.03)])
 def test_waiting_and_computing_are_the_environments_own_time(plain: TextCodec, waits: float, computes: float) -> None:
-    with pytest.raises(EpisodeError, match="took longer than environment.timeout_s"):
+    with pytest.raises(EpisodeError, match="took longer than"):
         play(Napping(waits, computes), Scripted(plain, ["a"]), plain, timeout_s=0.1)
 
 
