@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,15 @@ from quartet.config.errors import UserError
 
 EXCLUSIVE = threading.RLock()
 """Held by user code while it runs and by a thread that computes while it does: neither meets what the other changes."""
+
+
+_here = threading.local()
+
+
+def guarded_code() -> str | None:
+    """The piece of user code that this thread runs under a guard; None outside of any."""
+    found: str | None = getattr(_here, "what", None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,7 @@ class GlobalStateGuard:
             for generator in _RANDOM:
                 if generator.name in self._own_random:
                     generator.put(self._own_random[generator.name])
+            outer, _here.what = guarded_code(), self._what
             begun = time.monotonic()
             try:
                 yield
@@ -81,6 +92,7 @@ class GlobalStateGuard:
             finally:
                 if os.getpid() != owner:
                     os._exit(1)  # A copy that the code forked, and that came back from it, must not train, too.
+                _here.what = outer
                 spend(time.monotonic() - begun)
                 self._keep_random(outside)
                 if streams.restored():
@@ -203,6 +215,24 @@ def _attributes(name: str, holder: Any, *keys: str) -> _State:
     return _several(name, keys, partial(getattr, holder), partial(setattr, holder))
 
 
+class _WarningFilters(list[Any]):
+    """Equal where the same warnings are errors: modules that are imported late add other filters, which may stay."""
+
+    def _errors(self) -> list[Any]:
+        return [each for each in self if each[0] == "error"]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _WarningFilters) and self._errors() == other._errors()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _put_warning_filters(filters: list[Any]) -> None:
+    with warnings.catch_warnings():  # whose end tells the interpreter that filters have changed
+        pass
+    warnings.filters[:] = filters  # type: ignore[index]
+
+
 # What covers others comes before them.
 _PRODUCTS = [
     ("generic", "all"),
@@ -269,6 +299,7 @@ _STATES = (
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         lambda blocked: signal.pthread_sigmask(signal.SIG_SETMASK, blocked),
     ),
+    _State("which warnings are errors", lambda: _WarningFilters(warnings.filters), _put_warning_filters),
     _State("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     _State("garbage collection", gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
     _State("the time limit of sockets", socket.getdefaulttimeout, socket.setdefaulttimeout),
