@@ -230,7 +230,7 @@ class _WarningFilters(list[Any]):
 def _put_warning_filters(filters: list[Any]) -> None:
     with warnings.catch_warnings():  # whose end tells the interpreter that filters have changed
         pass
-    warnings.filters[:] = filters  # type: ignore[index]
+    warnings.filters[:] = filters
 
 
 # What covers others comes before them.

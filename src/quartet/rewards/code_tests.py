@@ -229,7 +229,7 @@ class _SourceTests:
         has_assert = any(isinstance(node, ast.Assert) for node in body)
         if called or has_assert:
             return [SolutionCheck(ast.unparse(n), has_assert and self._is_test(n)) for n in body] + called
-        return [SolutionCheck(ast.unparse(body), any(map(self._is_test, body)))]
+        return [SolutionCheck(_text(body), any(map(self._is_test, body)))]
 
     def listed(self) -> list[SolutionCheck]:
         """Every source, which is a test if there is one in it."""
@@ -237,7 +237,7 @@ class _SourceTests:
         for body in self._bodies:
             called = [call for node in body for call in self._calls(node)]
             found.append(
-                SolutionCheck("\n".join([ast.unparse(body), *called]), bool(called) or any(map(self._is_test, body)))
+                SolutionCheck("\n".join([_text(body), *called]), bool(called) or any(map(self._is_test, body)))
             )
         return found
 
@@ -301,7 +301,7 @@ def _parsed(source: str) -> list[ast.stmt]:
     """
     try:
         body = ast.parse(source).body
-        ast.unparse(body)
+        _text(body)
     except SyntaxError as error:
         raise ValueError(f"not Python (line {error.lineno}: {error.msg})") from None
     except (RecursionError, MemoryError):
@@ -316,6 +316,10 @@ def _parsed(source: str) -> list[ast.stmt]:
 _IF_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
 _STARTS_FRAMEWORK = re.compile(r"\b(unittest|pytest)\.main\(")
 _COMPOUND = (ast.If, ast.For, ast.While, ast.Try, ast.With, _Function, ast.ClassDef)
+
+
+def _text(body: list[ast.stmt]) -> str:
+    return ast.unparse(ast.Module(body, type_ignores=[]))
 
 
 def _check_modules(nodes: Sequence[ast.AST]) -> None:

@@ -156,12 +156,11 @@ class RequestStore:
         for ending in endings:
             transcript = self._transcripts.pop(ending.episode, None)
             if ending.prompt is not None or transcript is None:
-                sequences = (self._failed(ending, version),)
-            else:
-                if ending.reward is not None:
-                    transcript.earn(ending.reward)
-                sequences = transcript.sequences()
-            played.append(Trajectory(sequences, ending.end, {SOURCE: ending.score}))
+                played.append(Trajectory((self._failed(ending, version),), ending.end, {SOURCE: ending.score}))
+                continue
+            if ending.reward is not None:
+                transcript.earn(ending.reward)
+            played.append(Trajectory(transcript.sequences(), ending.end, {SOURCE: ending.score}))
         return group_batch(index, played)
 
     def _failed(self, ending: FinishedEpisode, version: int) -> TrajectorySequence:
