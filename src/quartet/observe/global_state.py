@@ -224,13 +224,11 @@ class _WarningFilters(list[Any]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _WarningFilters) and self._errors() == other._errors()
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def _put_warning_filters(filters: list[Any]) -> None:
     with warnings.catch_warnings():  # whose end tells the interpreter that filters have changed
         pass
-    warnings.filters[:] = filters
+    warnings.filters[:] = filters  # type: ignore[index]
 
 
 # What covers others comes before them.

@@ -225,11 +225,13 @@ class _SourceTests:
     def each(self) -> list[SolutionCheck]:
         """Every test of the one source; the source itself where nothing in it is one by itself."""
         (body,) = self._bodies
-        called = [SolutionCheck(call) for node in body for call in self._calls(node)]
-        has_assert = any(isinstance(node, ast.Assert) for node in body)
-        if called or has_assert:
-            return [SolutionCheck(ast.unparse(n), has_assert and self._is_test(n)) for n in body] + called
-        return [SolutionCheck(_text(body), any(map(self._is_test, body)))]
+        called = [call for node in body for call in self._calls(node)]
+        if not called and not any(isinstance(node, ast.Assert) for node in body):
+            return [SolutionCheck(_text(body), any(map(self._is_test, body)))]
+        pieces = [(ast.unparse(node), self._is_test(node)) for node in body]
+        # A test function that the source calls itself is one test all the same.
+        found = [SolutionCheck(text, counts and text not in called) for text, counts in pieces]
+        return found + [SolutionCheck(call) for call in called]
 
     def listed(self) -> list[SolutionCheck]:
         """Every source, which is a test if there is one in it."""

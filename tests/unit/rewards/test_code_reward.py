@@ -170,7 +170,12 @@ def test_frameworks_of_tests_are_what_they_are() -> None:
     # What is called counts where it is called.
     assert counted("def same(a, b):\n    assert a == b\nassert f(0)\nsame(f(1), 2)") == ["assert f(0)", "same(f(1), 2)"]
     assert counted(["def same(a, b):\n    assert a == b", "same(f(1), 2)"]) == ["same(f(1), 2)"]
-    # Beside asserts, what checks otherwise.
+    assert counted("def test_a():\n    assert f(1)\nif __name__ == '__main__':\n    test_a()") == ["test_a()"]
+    # Beside asserts and test functions, what checks otherwise.
+    assert counted("def test_a():\n    assert f(1)\nfor n in range(3):\n    assert f(n)") == [
+        "    assert f(n)",
+        "test_a()",
+    ]
     assert counted("assert f(1) == 2\nfor n in range(3):\n    assert f(n) == n + 1")[1:] == ["    assert f(n) == n + 1"]
     assert counted("assert f(1) == 2\ntry:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    raise KeyError")[1:]
 
