@@ -60,6 +60,20 @@ def leaves_a_child(completions):
     return [1.0] * len(completions)
 
 
+def leaves_apart(completions):
+    """A program of a session, of a process group of its own, and one whose parent has ended: their numbers."""
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    kept.append(subprocess.Popen(sleep, start_new_session=True, **quiet))
+    kept.append(subprocess.Popen(sleep, process_group=0, **quiet))
+    start = f"import os, subprocess; os.setsid(); print(subprocess.Popen({sleep!r}, stdout=2, process_group=0).pid)"
+    daemon = subprocess.run([sys.executable, "-S", "-c", start], stdout=subprocess.PIPE, text=True, check=True)
+    return [*(float(program.pid) for program in kept), float(daemon.stdout)]
+
+
+kept = []
+
+
 def leaves_a_child_and_ends(completions):
     leaves_a_child(completions)
     os._exit(3)

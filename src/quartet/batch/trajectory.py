@@ -66,6 +66,8 @@ class TrajectoryEnd(StrEnum):
     MAX_TURNS = "max_turns"
     CONTEXT = "context"
     """The next state leaves no room for an action."""
+    FAILED = "failed"
+    """The environment failed: nothing of it is scored, or learned from."""
 
 
 CUT_OFF = (TrajectoryEnd.MAX_TURNS.value, TrajectoryEnd.CONTEXT.value)

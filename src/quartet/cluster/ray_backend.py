@@ -35,6 +35,7 @@ from torch import Tensor
 from quartet.cluster.backend import Backend, WorkerHandle, forget
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.ray_address import NAMESPACE, check_same, join_cluster
+from quartet.cluster.ray_node import Keeper, descendants
 from quartet.cluster.resource_pool import Node, ResourcePool, check_pool, refused
 from quartet.cluster.worker_process import ProcessInfo, WorkerProcess
 from quartet.config.errors import UserError
@@ -158,6 +159,7 @@ class RayBackend(Backend):
         self._handles: dict[str, WorkerHandle] = {}
         self._started_ray = not ray.is_initialized()
         self._is_private = False  # a cluster of this machine alone, which ends with us
+        self._keeper: Keeper | None = None
         if not self._started_ray:
             check_same(address)
         else:
@@ -167,6 +169,7 @@ class RayBackend(Backend):
                 join_cluster(address, connect_timeout_s, log_to_driver)
             else:
                 self._is_private = True
+                others = descendants(os.getpid())
                 with _out_of_reach():
                     ray.init(
                         address="local",
@@ -176,6 +179,8 @@ class RayBackend(Backend):
                         include_dashboard=False,
                         log_to_driver=log_to_driver,
                     )
+                started = descendants(os.getpid()).items() - others.items()
+                self._keeper = Keeper(dict(started))
         register_tensors()
         _open.append(self)
 
@@ -349,6 +354,8 @@ class RayBackend(Backend):
             last_one = _open == [self]
             if self._is_open and self._started_ray:
                 ray.shutdown()
+                if self._keeper is not None:
+                    self._keeper.close()
             elif self._is_open and last_one:
                 deregister_tensors()
             if self in _open:

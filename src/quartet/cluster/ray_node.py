@@ -148,6 +148,46 @@ def ended(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
+_KEEPER = """
+import os, sys
+os.read(int(sys.argv[1]), 1)
+for place in sys.argv[2:]:
+    pid, began = place.split(":")
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[19] == began:
+                os.kill(int(pid), 9)
+    except OSError:
+        pass
+"""
+
+
+class Keeper:
+    """A process that waits until this one has closed it, or ended in whatever way, and then kills what is left of
+    others: Ray's agents wait for a minute before they follow a Ray that was killed.
+
+    Args:
+        processes: by number, and when each began.
+    """
+
+    def __init__(self, processes: Mapping[int, str]) -> None:
+        lifeline, self._lifeline = os.pipe()
+        places = [f"{pid}:{began}" for pid, began in processes.items()]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _KEEPER, str(lifeline), *places],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[lifeline],
+            start_new_session=True,
+        )
+        os.close(lifeline)
+
+    def close(self) -> None:
+        os.close(self._lifeline)
+        self._process.wait()
+
+
 def descendants(pid: int) -> dict[int, str]:
     """All processes below one, with when each began: a number alone may be given to another process later."""
     parents: dict[int, int] = {}

@@ -44,9 +44,9 @@ from quartet.data.fields import (
     answer_of,
     as_chat,
     as_messages,
-    field_excerpt,
     column_at,
     column_paths,
+    field_excerpt,
     in_context,
     prompt_field,
 )

@@ -10,9 +10,10 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 from quartet.config.errors import UserError
+from quartet.config.foreign import described
 
 T = TypeVar("T")
 _IN_MEMORY = 4 << 20
@@ -59,9 +60,9 @@ class Spool(Rows[T]):
         """Adds an object.
 
         Raises:
-            UserError: the temporary file cannot be written.
+            UserError: the temporary file cannot be written, or the object cannot be pickled.
         """
-        data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+        data = _pickled(item)
         self._waiting += data
         self._offsets.append(self._offsets[-1] + len(data))
         if len(self._waiting) > _IN_MEMORY:
@@ -90,6 +91,28 @@ class Spool(Rows[T]):
             data = os.pread(self._file.fileno(), stop - start, start)
         item: T = pickle.loads(data)
         return item
+
+
+def _pickled(item: Any) -> bytes:
+    try:
+        return pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # Objects of users may raise anything.
+        columns = getattr(item, "columns", None) or getattr(item, "values", None) or {}
+        named = [repr(name) for name, value in columns.items() if not _can_be_pickled(value)]
+        place = f"{getattr(item, 'place', 'a row')}, {', '.join(named) or 'somewhere'}"
+        raise UserError(
+            "a row of the data cannot be kept: it holds what is no plain data",
+            found=f"{place}: {described(error)}",
+            remedy="keep text, numbers, lists and dicts in the columns, and make the rest from them where it is used",
+        ) from error
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        return True
+    except Exception:
+        return False
 
 
 class Chained(Rows[T]):

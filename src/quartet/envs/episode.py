@@ -19,6 +19,7 @@ from quartet.config.foreign import as_score, described, excerpt, raised_at
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
 from quartet.observe.global_state import GlobalStateGuard
+from quartet.text.examples import PromptText
 
 _T = TypeVar("_T")
 
@@ -56,12 +57,14 @@ class FinishedEpisode:
         end: why.
         score: sum over the turns that had a reward, NaN where none had.
         reward: of the last action, None where it has none or the policy knows it already.
+        prompt: of an episode that failed what it was about.
     """
 
     episode: str
     end: TrajectoryEnd
     score: float
     reward: float | None
+    prompt: PromptText | None = None
 
 
 async def run_episode(
@@ -71,8 +74,7 @@ async def run_episode(
 
     Raises:
         EpisodeError: the environment raised, took too long, or returned something that is not what it should be, or
-            that cannot be tokenised.
-        UserError: its first state leaves no room for an action.
+            that cannot be tokenised; or its first state leaves no room for an action.
     """
     player = _EpisodeRun(item, act, limits, make.guard)
     environment = await player.call("__init__", partial(_made, make))
@@ -91,6 +93,38 @@ async def _made(make: EnvironmentFactory) -> Any:
     return make()
 
 
+class _OwnTime:
+    """Ends a call by its own time: what it computes, and what it waits for while the event loop turns.
+
+    The loop stands still while other code computes in it or waits for a training step. A call that was to wait for 10
+    ms is not late for that, so each tick counts as what it was to take, however late it comes.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.limit = asyncio.timeout(None)
+        self._left, self._tick_s = seconds, seconds / _TICKS
+        self._next: asyncio.TimerHandle | None = None
+
+    def spend(self, seconds: float) -> None:
+        self._left -= seconds
+
+    def tick(self, seconds: float) -> None:
+        self.spend(seconds)
+        loop = asyncio.get_running_loop()
+        if self._left > 0:
+            wait = min(self._left, self._tick_s)
+            self._next = loop.call_later(wait, self.tick, wait)
+        else:
+            self.limit.reschedule(loop.time())
+
+    def end(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+
+
+_TICKS = 20
+
+
 class _EpisodeRun:
     """One episode's calls of its environment, each with a time limit and an error that says where it was."""
 
@@ -107,7 +141,7 @@ class _EpisodeRun:
         if first is None:
             raise self._error("reset", "returned no observation: text or messages are expected")
         rewards: list[float] = []
-        seen = Seen(Observation(first.content, rewrites=True))
+        seen = Seen(Observation(first.content, rewrites=True), begins=True)
         while True:
             try:
                 self._action = await self._acted(seen)
@@ -143,11 +177,13 @@ class _EpisodeRun:
         back.
         """
         seconds = self._limits.timeout_s
+        own = _OwnTime(seconds)
         try:
-            async with asyncio.timeout(seconds) as limit:
-                with self._guard.held():
+            async with own.limit:
+                own.tick(0.0)
+                with self._guard.held(own.spend):
                     begun = work()
-                result: _T = await self._guard.driven(begun)
+                result: _T = await self._guard.driven(begun, own.spend)
                 return result
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -158,12 +194,14 @@ class _EpisodeRun:
         except (KeyboardInterrupt, GeneratorExit, UserError):
             raise  # Ctrl-C, the end of the event loop, or a change that cannot be put back.
         except BaseException as error:  # User code may raise anything; it is passed on with its cause.
-            if isinstance(error, TimeoutError) and limit.expired():
+            if isinstance(error, TimeoutError) and own.limit.expired():
                 raise self._error(method, f"took longer than environment.timeout_s, {seconds:g} s") from error
             raise self._error(method, f"raised {described(error)}", raised_at(error)) from error
+        finally:
+            own.end()
 
-    def _no_room(self, held: int) -> UserError:
-        return UserError(
+    def _no_room(self, held: int) -> EpisodeError:
+        return EpisodeError(
             "the first state of an environment leaves no room for an action",
             found=f"{held} tokens of at most {self._limits.max_sequence_tokens}; {self._place()}",
             remedy="shorten the state, or raise environment.max_tokens where the model's context allows it",
@@ -183,7 +221,8 @@ class _EpisodeRun:
         return EpisodeError(
             f"the environment's `{method}` {what}",
             found=self._place() + (f"; raised in {where}" if where is not None else ""),
-            remedy="correct it and resume the run: it stopped before the update, nothing is lost",
+            remedy="correct it, or set environment.on_error, and resume the run: it stopped before the update, nothing "
+            "is lost",
         )
 
     def _place(self) -> str:

@@ -13,6 +13,7 @@ adds to the state (old state, action, observation), or it *is* the new state, wh
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,15 +88,42 @@ class Environment(Protocol):
         """Takes an action: the text the policy generated, without special tokens and up to a stop string."""
 
 
+@dataclass
+class EpisodeFailures:
+    """Counts the episodes that failed and did not stop the run, by row. ``has_played``: one was played to its end."""
+
+    rows: Counter[str] = field(default_factory=Counter)
+    first: UserError | None = None
+    has_played: bool = False
+
+    def add(self, prompt_id: str, error: UserError) -> None:
+        self.rows[prompt_id] += 1
+        self.first = self.first or error
+
+
 @dataclass(frozen=True)
 class EnvironmentFactory:
     """Makes the fresh object of an episode. Its code runs in this process, under ``guard``."""
 
     make: Callable[[], Environment]
     guard: GlobalStateGuard = field(default_factory=lambda: GlobalStateGuard("the environment"))
+    failures: EpisodeFailures = field(default_factory=EpisodeFailures)
 
     def __call__(self) -> Environment:
         return self.make()
+
+    def warnings(self) -> list[str]:
+        """What it changed about this process, and which of its episodes failed."""
+        rows, first = self.failures.rows, self.failures.first
+        if first is None:
+            return self.guard.warnings()
+        named = ", ".join(f"{row} ({num})" for row, num in rows.most_common(_MAX_ROWS))
+        more = f" and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else ""
+        told = f"the environment failed in {rows.total()} episodes (environment.on_error), of the rows {named}{more}"
+        return [*self.guard.warnings(), f"{told}; the first because {first.problem}: {first.found}"]
+
+
+_MAX_ROWS = 10
 
 
 def environment_factory(

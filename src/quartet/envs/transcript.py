@@ -49,10 +49,11 @@ class EpisodeLimits:
 @dataclass(frozen=True)
 class Seen:
     """What the policy sees before an action: the observation, a whole state (``rewrites``) or what is added to it, and
-    the reward of the action before, None where that had none."""
+    the reward of the action before, None where that had none; ``begins``: an episode, perhaps once more."""
 
     observation: Observation
     reward: float | None = None
+    begins: bool = False
 
 
 @dataclass(frozen=True)

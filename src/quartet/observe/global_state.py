@@ -16,7 +16,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 import types
+import warnings
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +31,15 @@ from quartet.config.errors import UserError
 
 EXCLUSIVE = threading.RLock()
 """Held by user code while it runs and by a thread that computes while it does: neither meets what the other changes."""
+
+
+_here = threading.local()
+
+
+def guarded_code() -> str | None:
+    """The piece of user code that this thread runs under a guard; None outside of any."""
+    found: str | None = getattr(_here, "what", None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,12 @@ class GlobalStateGuard:
         self._own_random: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, spend: Callable[[float], None] = lambda seconds: None) -> Iterator[None]:
         """Whatever is changed inside is put back at the end. Random generators are the code's own inside: they go on
         from call to call where it left them, and outside nothing was drawn. Waits for what computes in another thread.
+
+        Args:
+            spend: told the seconds inside, without that wait.
 
         Raises:
             UserError: something was changed that cannot be put back.
@@ -69,6 +83,8 @@ class GlobalStateGuard:
             for generator in _RANDOM:
                 if generator.name in self._own_random:
                     generator.put(self._own_random[generator.name])
+            outer, _here.what = guarded_code(), self._what
+            begun = time.monotonic()
             try:
                 yield
             except GeneratorExit as error:  # For the code's driver this exception means that it is to end.
@@ -76,15 +92,19 @@ class GlobalStateGuard:
             finally:
                 if os.getpid() != owner:
                     os._exit(1)  # A copy that the code forked, and that came back from it, must not train, too.
+                _here.what = outer
+                spend(time.monotonic() - begun)
                 self._keep_random(outside)
                 if streams.restored():
                     self._changed["the standard streams"] = None
                 for state, value in zip(_STATES, before, strict=True):
                     self._put_back(state, value)
 
-    async def driven(self, work: Awaitable[Any]) -> Any:
-        """What ``work`` returns. It is held while it computes, and not while it waits and others compute."""
-        return await (_driven(work, self) if inspect.iscoroutine(work) else work)
+    async def driven(self, work: Awaitable[Any], spend: Callable[[float], None] = lambda seconds: None) -> Any:
+        """What ``work`` returns. It is held while it computes, and not while it waits and others compute; ``spend`` as
+        in ``held``.
+        """
+        return await (_driven(work, self, spend) if inspect.iscoroutine(work) else work)
 
     def warnings(self) -> list[str]:
         """What was changed and put back so far, in words."""
@@ -126,12 +146,14 @@ class GlobalStateGuard:
 
 
 @types.coroutine
-def _driven(work: types.CoroutineType[Any, Any, Any], guard: GlobalStateGuard) -> Generator[Any, Any, Any]:
+def _driven(
+    work: types.CoroutineType[Any, Any, Any], guard: GlobalStateGuard, spend: Callable[[float], None]
+) -> Generator[Any, Any, Any]:
     """Runs a coroutine from one place where it waits to the next, each time under the guard."""
     step: Callable[[Any], Any] = work.send
     value: Any = None
     while True:
-        with guard.held():
+        with guard.held(spend):
             try:
                 waits_for = step(value)
             except StopIteration as end:
@@ -191,6 +213,22 @@ def _several(name: str, keys: Sequence[str], get: Callable[[str], Any], put: Cal
 
 def _attributes(name: str, holder: Any, *keys: str) -> _State:
     return _several(name, keys, partial(getattr, holder), partial(setattr, holder))
+
+
+class _WarningFilters(list[Any]):
+    """Equal where the same warnings are errors: modules that are imported late add other filters, which may stay."""
+
+    def _errors(self) -> list[Any]:
+        return [each for each in self if each[0] == "error"]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _WarningFilters) and self._errors() == other._errors()
+
+
+def _put_warning_filters(filters: list[Any]) -> None:
+    with warnings.catch_warnings():  # whose end tells the interpreter that filters have changed
+        pass
+    warnings.filters[:] = filters  # type: ignore[index]
 
 
 # What covers others comes before them.
@@ -259,6 +297,7 @@ _STATES = (
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         lambda blocked: signal.pthread_sigmask(signal.SIG_SETMASK, blocked),
     ),
+    _State("which warnings are errors", lambda: _WarningFilters(warnings.filters), _put_warning_filters),
     _State("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     _State("garbage collection", gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
     _State("the time limit of sockets", socket.getdefaulttimeout, socket.setdefaulttimeout),

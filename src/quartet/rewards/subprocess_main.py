@@ -1,4 +1,4 @@
-"""Becomes a process beside the trainer: run by :mod:`quartet.rewards.subprocesses` as a program, never imported by it.
+"""Becomes a process beside the trainer: run by :mod:`quartet.rewards.subprocesses` as a program.
 
 Questions and answers have a socket of their own, so that what user code prints, or does to the standard streams, does
 not come between them. A question is its number and its length, eight bytes each, and then so many, pickled, since it
@@ -9,6 +9,7 @@ that comes from here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import importlib
 import json
@@ -18,10 +19,15 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 _FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Sent to a whole job. The trainer ends its step first, and needs this process for it."""
+
+
+END = signal.SIGRTMIN
+"""Tells a keeper to end what it keeps; nobody sends it to a whole job."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class PipeChannel:
@@ -44,6 +50,10 @@ class PipeChannel:
                 continue
             yield number, question
 
+    def say_who(self) -> None:
+        """The first that is sent: which process answers."""
+        self._wire.sendall(self._owner.to_bytes(8, "big"))
+
     def answer(self, number: int, value: Any) -> None:
         """``value`` must be what JSON knows."""
         if os.getpid() != self._owner:
@@ -60,24 +70,78 @@ def main() -> None:
     sys.argv[1:] = []
     for fd in (wire, lifeline):
         os.set_inheritable(fd, False)
-    end_with_trainer(lifeline)
+    signals = serve_under_keeper(wire, lifeline)
     leave_signals_to_the_trainer()
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     channel = PipeChannel(socket.socket(fileno=wire))
+    channel.say_who()
     for _, (path, module, settings) in channel:
         sys.path[:] = path
         importlib.import_module(module).serve(settings, channel)
 
 
-def end_with_trainer(lifeline: int) -> None:
+def serve_under_keeper(wire: int, lifeline: int) -> set[signal.Signals]:
+    """Returns in a child of this process, with the signals that were blocked before. This one stays as its keeper: it
+    adopts whatever the child's programs leave behind, in whatever process group, and kills all of it when the child or
+    the trainer has ended, or the trainer says so. Then it ends as the child did.
+    """
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, END, *_FOR_THE_TRAINER})
+    libc, keeper = ctypes.CDLL(None), os.getpid()
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    end_with_trainer(lifeline, keeper, END)
+    child = os.fork()
+    if not child:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != keeper:
+            os._exit(1)
+        os.close(lifeline)
+        return {signal.Signals(number) for number in former}
+    os.close(wire)
+    status = None
+    while status is None and signal.sigwait({signal.SIGCHLD, END}) != END:
+        ended = os.waitpid(-1, os.WNOHANG)
+        while ended[0] not in (0, child):
+            ended = os.waitpid(-1, os.WNOHANG)
+        status = ended[1] if ended[0] == child else None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for pid in _children(keeper):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            pid, last = os.waitpid(-1, 0)
+            status = last if pid == child else status
+    _end_as(status or 0)
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            if int(file.read().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(pid))
+    return found
+
+
+def _end_as(status: int) -> NoReturn:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def end_with_trainer(lifeline: int, owner: int | None = None, number: int = signal.SIGKILL) -> None:
     """The kernel kills this process group when the other end of ``lifeline`` closes, that is when the trainer ends,
-    however it ends.
+    however it ends; with an ``owner`` that process gets the signal.
 
     Not ``PR_SET_PDEATHSIG``, which already fires when the thread ends that started this process.
     """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp() if owner is None else owner)
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, number)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         if not os.read(lifeline, 1):

@@ -1,7 +1,8 @@
 """Processes beside the trainer that answer questions: for user code, and for libraries that may hang.
 
-A process is started fresh, not forked, in a session of its own. It can be killed with everything that it started, ends
-when the trainer ends, however that ends, and nothing that it does to itself reaches the trainer. The other side is
+A process is started fresh, not forked, in a session of its own, under a keeper that kills everything that it started,
+in whatever process group, when it has ended. It ends when the trainer ends, however that ends, and nothing that it does
+to itself reaches the trainer. The other side is
 ``subprocess_main.py``. These functions wait; call them in threads.
 """
 
@@ -24,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quartet.rewards.subprocess_main import END
+
 _MAIN = Path(__file__).with_name("subprocess_main.py")
 _MAX_ANSWER_BYTES = 64 << 20
 _END_S = 1.0
@@ -43,7 +46,7 @@ class SubprocessTimeout(SubprocessDied):
 
 
 class Subprocess:
-    """One process, which is ready when it is made; ``greeting`` is the first message that it sent.
+    """One process, ``pid``, which is ready when it is made; ``greeting`` is the first message that it sent.
 
     Args:
         module: whose ``serve(settings, channel)`` runs there, found as this process finds modules. It answers question
@@ -89,6 +92,7 @@ class Subprocess:
         finally:
             theirs.close()
             os.close(lifeline)
+        self.pid = 0  # told with the greeting
         self._writing = threading.Lock()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -106,10 +110,6 @@ class Subprocess:
         except BaseException:
             self.kill()
             raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def is_lost(self) -> bool:
@@ -135,12 +135,12 @@ class Subprocess:
         return _result(answer, patience_s)
 
     def kill(self) -> None:
-        """Ends it with all that is left of its process group; does not wait for it."""
+        """Ends it with all that it has started; does not wait for it."""
         with self._lock:
             self._is_killed = True
             if not self._is_reaped:  # Before that its number stays its own.
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+                    os.kill(self._process.pid, END)
 
     def end(self) -> None:
         """Waits until it is gone: it ends by itself where it waits for questions, and is killed where it computes."""
@@ -180,6 +180,7 @@ class Subprocess:
         what = "it closed its connection to the trainer"
         try:
             with self._wire.makefile("rb") as answers:
+                self.pid = int.from_bytes(answers.read(8), "big")
                 while len(head := answers.read(8)) == 8:
                     size = int.from_bytes(head, "big")
                     if size > _MAX_ANSWER_BYTES:

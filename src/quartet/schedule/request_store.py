@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import Trajectory, TrajectorySequence
+from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectorySequence
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
 from quartet.rollout.protocol import Completion, Request, SamplingParams
@@ -111,6 +111,8 @@ class RequestStore:
         return [Request(sample.request_id, asked.group, ids, sample.sampling) for sample in asked.samples]
 
     def _turn(self, asked: TurnRequest) -> list[Request] | FinishedRequest:
+        if asked.seen.begins:  # perhaps once more, after the environment failed
+            self._transcripts.pop(asked.episode, None)
         transcript = self._transcripts.setdefault(asked.episode, Transcript(self._codec))
         self._episodes[asked.request_id] = asked.episode  # before what may be refused, which forgets the episode
         transcript.see(asked.seen)
@@ -148,12 +150,22 @@ class RequestStore:
         ids, made = self._prompts.pop(request_id), self._completions.pop(request_id)
         return answered(ids, made, completion_text(self._codec, ids, made))
 
-    def episodes(self, index: int, endings: Sequence[FinishedEpisode]) -> RaggedBatch:
-        """The group of these episodes, which are not kept any longer."""
+    def episodes(self, index: int, endings: Sequence[FinishedEpisode], version: int) -> RaggedBatch:
+        """The group of these episodes, which are not kept any longer; ``version`` is that of the present weights."""
         played = []
         for ending in endings:
-            transcript = self._transcripts.pop(ending.episode)
+            transcript = self._transcripts.pop(ending.episode, None)
+            if ending.prompt is not None or transcript is None:
+                played.append(Trajectory((self._failed(ending, version),), ending.end, {SOURCE: ending.score}))
+                continue
             if ending.reward is not None:
                 transcript.earn(ending.reward)
             played.append(Trajectory(transcript.sequences(), ending.end, {SOURCE: ending.score}))
         return group_batch(index, played)
+
+    def _failed(self, ending: FinishedEpisode, version: int) -> TrajectorySequence:
+        """What stands for an episode that failed, at whatever turn: one token, which nothing is learned from."""
+        assert ending.prompt is not None, "only failed episodes have no transcript"
+        ids = tuple(self._codec.encode_prompt(ending.prompt))
+        columns = {STEP_PREFIX + SOURCE: (0.0,)}
+        return TrajectorySequence(ids, ids[-1:], (True,), (0.0,), (version,), ending.end.value, columns=columns)

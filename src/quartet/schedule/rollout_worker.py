@@ -174,7 +174,7 @@ class RolloutWorker(WeightReceiverMixin):
 
     def episodes(self, index: int, endings: Sequence[FinishedEpisode]) -> RaggedBatch:
         """The batch of a group of episodes that have ended."""
-        return self._requests.episodes(index, endings)
+        return self._requests.episodes(index, endings, self._stats.policy_version)
 
     def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
         """The groups of these requests under these indices, one after the other, by an engine that does nothing else.

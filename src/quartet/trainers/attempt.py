@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import CUT_OFF, Trajectories, num_emitted
+from quartet.batch.trajectory import CUT_OFF, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.engines import is_served
@@ -396,12 +396,15 @@ def episode_metrics(batch: RaggedBatch) -> dict[str, float]:
     if "observation_mask" not in batch.token:
         return {}
     num = len(Trajectories.of(batch))
-    cut_off = sum(reason in CUT_OFF for reason in batch.objects["finish_reason"])
+    reasons = batch.objects["finish_reason"]
+    failed = sum(reason == TrajectoryEnd.FAILED for reason in reasons)
+    cut_off = failed + sum(reason in CUT_OFF for reason in reasons)
     return {
         "episode/turns_mean": float(batch.sequence["num_turns"].sum()) / num,
         "episode/sequences_mean": len(batch) / num,
         "episode/observation_tokens": float(batch.token["observation_mask"].sum()) / num,
         "episode/done_frac": 1.0 - cut_off / num,
+        **({"episode/left_out": float(failed)} if failed else {}),
     }
 
 

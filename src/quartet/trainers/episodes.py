@@ -7,12 +7,15 @@ state.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from quartet.batch.trajectory import TrajectoryEnd
+from quartet.config.errors import UserError
 from quartet.config.recipe import EnvironmentConfig
 from quartet.data.datasets import PromptItem
-from quartet.envs.episode import FinishedEpisode, NoRoom, run_episode
+from quartet.envs.episode import Act, EpisodeError, FinishedEpisode, NoRoom, run_episode
 from quartet.envs.protocol import EnvironmentFactory, Item
 from quartet.envs.transcript import SOURCE, EpisodeLimits, Seen
 from quartet.rollout.protocol import SamplingParams
@@ -21,6 +24,11 @@ from quartet.schedule.groups import Group
 from quartet.schedule.iteration import side_by_side
 from quartet.schedule.request_store import TurnRequest
 from quartet.schedule.rollout import Rollout
+
+_PAUSES_S = (1.0, 5.0)
+"""Before an episode is played again."""
+_HOPELESS = 8
+"""So many episodes that fail before one is played to its end stop the run."""
 
 
 class EpisodeRunner:
@@ -42,7 +50,7 @@ class EpisodeRunner:
         run_seed: int,
         on_episode_end: Callable[[int], None] | None = None,
     ) -> None:
-        self._make = make
+        self._make, self._on_error = make, config.on_error
         self._slots = asyncio.Semaphore(config.max_environments)
         self._policy = policy
         self._limits = limits
@@ -61,6 +69,15 @@ class EpisodeRunner:
         """
         drawn = index if draw is None else draw
         endings = await side_by_side([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
+        failures = self._make.failures
+        failures.has_played |= any(ending.end is not TrajectoryEnd.FAILED for ending in endings)
+        if failures.rows.total() >= _HOPELESS and not failures.has_played:
+            # As with a source of reward: what has never worked is no hiccup.
+            raise UserError(
+                "the environment has not played a single episode to its end",
+                found=str(failures.first),
+                remedy="correct it and resume the run: no update was made with it",
+            )
         return await self._policy.episodes(index, item, endings)
 
     async def _episode(
@@ -78,7 +95,20 @@ class EpisodeRunner:
         seed = sample_seed(self._run_seed, draw, f"{SOURCE}\x1f{item.prompt_id}", 0)
         about = Item(item.prompt, item.columns, item.prompt_id, seed, response)
         async with self._slots:
-            ending = await run_episode(name, self._make, about, act, self._limits)
+            ending = await self._played(name, about, act)
         if self._on_episode_end is not None:
             self._on_episode_end(1)
         return ending
+
+    async def _played(self, name: str, about: Item, act: Act) -> FinishedEpisode:
+        """The episode, under the rule for environments that fail."""
+        for pause_s in (*(_PAUSES_S if self._on_error == "retry" else ()), None):
+            try:
+                return await run_episode(name, self._make, about, act, self._limits)
+            except EpisodeError as error:
+                if self._on_error == "stop" or (self._on_error == "retry" and pause_s is None):
+                    raise
+                self._make.failures.add(about.prompt_id, error)
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+        return FinishedEpisode(name, TrajectoryEnd.FAILED, math.nan, None, about.prompt)

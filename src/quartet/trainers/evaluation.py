@@ -11,6 +11,7 @@ What answers are worth is measured in ``evaluation_metrics.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.batch.columns import join
-from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, num_emitted
+from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights, is_served
 from quartet.config.evaluation import EvalRecipe
@@ -162,7 +163,10 @@ def _answers(place: int, group: Group, rewards: dict[str, dict[str, float]]) -> 
         # Cut off is cut off, by whichever limit.
         reason = "length" if reason in CUT_OFF else reason
         text = batch.objects["completion"][last]
-        yield Answer(item.prompt_id, r, item.prompt, text, reason, int(length), rewards[_name(place, r)])
+        scores = rewards[_name(place, r)]
+        if reason == TrajectoryEnd.FAILED:
+            scores = dict.fromkeys(scores, math.nan)
+        yield Answer(item.prompt_id, r, item.prompt, text, reason, int(length), scores)
 
 
 # Plain generation ----------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from quartet.config.errors import UserError
+from quartet.observe.global_state import guarded_code
 from quartet.observe.openmp import end_pool
 from quartet.schedule.compute_thread import ComputationStopped, interrupt_computing
 
@@ -25,7 +27,18 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
     Where this thread runs an event loop already, as a notebook does, ``work`` gets a thread and a loop of its own.
     ``KeyboardInterrupt`` cancels it there, waits for its end and is raised here.
+
+    Raises:
+        UserError: this is called by user code that holds up a run until it returns.
     """
+    if (caller := guarded_code()) is not None:
+        work.close()
+        raise UserError(
+            f"{caller} starts a run inside of another one, which would wait for ever",
+            found="a call of a trainer or an evaluation in code that was passed from Python",
+            remedy="name the function in the recipe (type: function, target: file.py:name), where it has a process of "
+            "its own, or start the other run in a process",
+        )
     try:
         asyncio.get_running_loop()
     except RuntimeError:

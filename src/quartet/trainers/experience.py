@@ -26,7 +26,7 @@ from quartet.algorithms.process_rewards import mean_gap, right_answers
 from quartet.algorithms.segments import masked_mean, masked_owner, segment_count, segment_is_constant
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
+from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories, TrajectoryEnd
 from quartet.config.algorithms import (
     Distillation,
     GroupAlgorithm,
@@ -139,6 +139,7 @@ class Assembler:
         group_N = batch.sequence["group"][trajectories.final_N]
         baseline_N = batch.sequence[BASELINE][trajectories.final_N] if BASELINE in batch.sequence else None
         takes_part_N = self._taking_part(judged.applies_N, group_N, baseline_N)
+        takes_part_N &= ~failed_episodes(batch, trajectories.final_N)
         action_mask_T = batch.token["action_mask"] & takes_part_N[trajectory_T.clamp(min=0)]
         batch = batch.with_sequence(trajectory=trajectories.owner_S)
         batch = batch.with_token(action_mask=action_mask_T, loss_mask=batch.token["loss_mask"] & action_mask_T)
@@ -183,7 +184,9 @@ class Assembler:
         """
         trajectories = Trajectories.of(batch)
         final_N, config = trajectories.final_N, self.config
-        rewards = {name: _wide_enough(batch.sequence[REWARD_PREFIX + name][final_N]) for name in self.weights}
+        failed_N = failed_episodes(batch, final_N)
+        columns = {name: _wide_enough(batch.sequence[REWARD_PREFIX + name][final_N]) for name in self.weights}
+        rewards = {name: values_N.masked_fill(failed_N, math.nan) for name, values_N in columns.items()}
         if self.weights:
             scores_N, applies_N = combine(rewards, self.weights)
             scores_N = _wide_enough(scores_N)
@@ -302,6 +305,13 @@ class Assembler:
             found["agreement/logprob_diff_mean"] = float(gap.mean())
             found["agreement/logprob_diff_max"] = float(gap.max())
         return found
+
+
+def failed_episodes(batch: RaggedBatch, final_N: Tensor) -> Tensor:
+    """``[N]`` bool trajectories in which the environment failed: no source scores them."""
+    reasons = batch.objects.get("finish_reason")
+    failed = [reasons is not None and reasons[s] == TrajectoryEnd.FAILED for s in final_N.tolist()]
+    return torch.tensor(failed, dtype=torch.bool)
 
 
 def sampled_and_greedy(batch: RaggedBatch) -> list[list[int]]:

@@ -208,7 +208,7 @@ class RLRoles:
         if self.critic is not None and critic <= actor:
             found.append(f"critic: its learning rate, {critic:g}, is not above the actor's, {actor:g}")
         found += self.rewards.warnings() + self.evaluation_rewards.warnings()
-        found += self.environment.guard.warnings() if self.environment is not None else []
+        found += self.environment.warnings() if self.environment is not None else []
         named = [role.name for role in self.reward_models]
         named += ["reference"] if self.recipe.reference.path is not None and self.reference is not None else []
         found += self._of_models(named)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from quartet.cluster import torchrun
-from quartet.cluster.ray_node import beginning, descendants, without_torchrun
+from quartet.cluster.ray_node import Keeper, beginning, descendants, without_torchrun
 from quartet.cluster.torchrun import LauncherRank, own_address, run_under_torchrun
 from quartet.config.errors import UserError
 
@@ -76,3 +77,21 @@ def test_without_ray_the_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError, match="needs Ray"):
         run_under_torchrun(["true"], LauncherRank(0, 2, 0, 2, 0, 1))
     assert run_under_torchrun(["true"], LauncherRank(1, 2, 1, 2, 0, 1)) == 2
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_keeper_ends_what_is_left_however_its_owner_ends(how: str) -> None:
+    with subprocess.Popen(["sleep", "600"]) as kept, subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            owner = os.fork()
+            if owner == 0:
+                keeper = Keeper({kept.pid: beginning(kept.pid), other.pid: "another beginning", 2**22 + 1: "0"})
+                if how == "closed":
+                    keeper.close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.waitpid(owner, 0)
+            assert kept.wait(60) == -signal.SIGKILL
+            assert other.poll() is None, "its number belongs to another process now"
+        finally:
+            kept.kill()
+            other.kill()

@@ -6,6 +6,8 @@ import asyncio
 import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from quartet.envs.episode import EpisodeError, NoRoom, run_episode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
 from quartet.envs.transcript import SOURCE as ENVIRONMENT
 from quartet.envs.transcript import Action, EpisodeLimits, Seen, Transcript
+from quartet.observe.global_state import EXCLUSIVE
 from quartet.text.tokenizer import TextCodec
 
 ITEM = Item("begin", {"answer": 3}, "row7", seed=11)
@@ -297,6 +300,47 @@ def test_a_step_that_takes_too_long(plain: TextCodec) -> None:
     with pytest.raises(EpisodeError, match=r"`step` took longer than environment.timeout_s, 0.01 s"):
         play(environment, Scripted(plain, ["a"]), plain, timeout_s=0.01)
     assert environment.closed == 1
+
+
+class Napping(Counting):
+    """Waits ``waits`` and computes ``computes`` seconds in each step, five times."""
+
+    def __init__(self, waits: float, computes: float = 0.0) -> None:
+        super().__init__(turns=1)
+        self.waits, self.computes = waits, computes
+
+    async def step(self, action: str) -> StepResult:
+        for _ in range(5):
+            time.sleep(self.computes)
+            await asyncio.sleep(self.waits)
+        return await super().step(action)
+
+
+def test_a_time_limit_counts_the_environments_own_time(plain: TextCodec) -> None:
+    """Not what it waits for a training step, which holds the lock that user code takes in the event loop."""
+    updating, stopped = threading.Event(), threading.Event()
+
+    def update() -> None:
+        while not stopped.is_set():
+            with EXCLUSIVE:
+                updating.set()
+                time.sleep(0.15)
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    try:
+        updating.wait()
+        assert play(Napping(waits=0.005), Scripted(plain, ["a"]), plain, timeout_s=0.12).end is TrajectoryEnd.DONE
+    finally:
+        stopped.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(("waits", "computes"), [(0.05, 0.0), (0.0, 0.05), (0.02, 0.03)])
+def test_waiting_and_computing_are_the_environments_own_time(plain: TextCodec, waits: float, computes: float) -> None:
+    with pytest.raises(EpisodeError, match="took longer than"):
+        play(Napping(waits, computes), Scripted(plain, ["a"]), plain, timeout_s=0.1)
 
 
 def test_a_failing_close_is_reported_unless_something_failed_before(plain: TextCodec) -> None:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]),
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),
     ),
+    "which warnings are errors": (lambda: warnings.simplefilter("error"), lambda: [*warnings.filters]),
     "the recursion limit": (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
     "garbage collection": (gc.disable, gc.isenabled),
     "the time limit of sockets": (lambda: socket.setdefaulttimeout(0.1), socket.getdefaulttimeout),
@@ -110,6 +112,19 @@ def test_what_is_changed_before_an_error_is_put_back_too() -> None:
         torch.set_grad_enabled(False)
         raise ZeroDivisionError
     assert torch.is_grad_enabled() and "gradient mode" in guard.warnings()[0]
+
+
+def test_other_filters_of_warnings_may_stay() -> None:
+    """As modules add them that are imported late."""
+    guard = GlobalStateGuard("the reward 'x'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with guard.held():
+            warnings.filterwarnings("ignore", message="of a module")
+        warnings.warn("of a module", stacklevel=1)
+        with guard.held(), pytest.raises(UserWarning):
+            warnings.warn("another", stacklevel=1)
+    assert guard.warnings() == []
 
 
 def test_code_that_changes_nothing_is_not_mentioned() -> None:

@@ -39,6 +39,18 @@ def score(config: CodeReward, completions: list[str], tests: list[Any]) -> list[
         ("```\nx = 1\n```", "x = 1\n"),
         ("```Python\r\nx = 1\r\n```", "x = 1\r\n"),
         ("```bash\nls\n```", "```bash\nls\n```"),
+        # A fence of another language is no start of ours, and its end none either.
+        ("```bash\nls\n```\nso\n```python\nx = 1\n```\nDone", "x = 1\n"),
+        ("~~~python\nx = 1\n~~~", "x = 1\n"),
+        ("~~~\nx = '```'\n~~~", "x = '```'\n"),
+        ("````python\nx = '```'\n````", "x = '```'\n"),
+        ("nice~~~\nso ```py\nx = 1\n```\nbye~~~\n", "x = 1\n"),
+        # In a list: without the indentation of its fence, and no more than the code has.
+        ("1. Do:\n\n   ```python\n   if x:\n       y = 1\n\n   z = 2\n   ```\n2. Done", "if x:\n    y = 1\n\nz = 2\n"),
+        ("- ```py\n  def f():\n    return 1\n  ```", "def f():\n  return 1\n"),
+        ("\t```py\n\tif x:\n\t\ty = 1\n\t```", "if x:\n\ty = 1\n"),
+        ("    ```python\ndef f():\n    return 1\n    ```", "def f():\n    return 1\n    "),
+        ("```python\n    return 1\n```", "    return 1\n"),
     ],
 )
 def test_the_code_of_a_completion(completion: str, code: str) -> None:
@@ -46,9 +58,14 @@ def test_the_code_of_a_completion(completion: str, code: str) -> None:
 
 
 def test_a_long_run_of_spaces_is_no_reason_to_wait() -> None:
-    text = "```" + " " * 100_000 + "x"
     start = time.monotonic()
-    assert extract_code(text) == text
+    for text in (
+        "```" + " " * 100_000 + "x",
+        " " * 100_000 + "x",
+        "`" * 100_000,
+        "~\n" * 50_000 + "~~~\n" * 3 + "```\n",
+    ):
+        extract_code(text)
     assert time.monotonic() - start < 5
 
 
@@ -73,6 +90,135 @@ def test_forms_of_tests() -> None:
     assert read_tests("[f(1)]\nassert f(2)") == [SolutionCheck("[f(1)]", False), SolutionCheck("assert f(2)")], (
         "not JSON"
     )
+
+
+HUMANEVAL = """
+
+METADATA = {'author': 'jt', 'dataset': 'test'}
+
+
+def check(candidate):
+    assert candidate([1.0, 2.0], 0.5) == False
+    assert candidate([1.0, 2.0, 1.2], 0.5) == True
+
+"""
+PYTEST = """
+import pytest
+from solution import add as plus
+
+@pytest.mark.parametrize("a, b", [(1, 2), (3, 4)])
+def test_many(a, b):
+    assert plus(a, b) == a + b
+
+def test_near():
+    assert plus(0.1, 0.2) == pytest.approx(0.3)
+
+class TestErrors:
+    def setup_method(self):
+        self.text = "a"
+
+    def test_text(self):
+        with pytest.raises(TypeError, match="str"):
+            plus(self.text, 1)
+
+if __name__ == "__main__":
+    pytest.main([__file__])
+"""
+UNITTEST = """
+import unittest
+import solution
+
+class Base(unittest.TestCase):
+    def setUp(self):
+        self.two = solution.add(1, 1)
+
+    def test_base(self):
+        self.assertEqual(self.two, 2)
+
+class TestAdd(Base):
+    @classmethod
+    def setUpClass(cls):
+        cls.seven = 7
+
+    def test_seven(self):
+        with self.subTest(n=3):
+            self.assertEqual(solution.add(3, 4), self.seven)
+
+    def test_text(self):
+        self.assertRaises(TypeError, solution.add, "a", 1)
+
+if __name__ == "__main__":
+    unittest.main()
+"""
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+def counted(value: Any, entry_point: str | None = None) -> list[str]:
+    """The last line of each test."""
+    tests = read_tests(value, entry_point)
+    return [test.source.split("\n")[-1] for test in tests if isinstance(test, SolutionCheck) and test.counts]
+
+
+def test_frameworks_of_tests_are_what_they_are() -> None:
+    assert counted(HUMANEVAL, "has_close") == ["check(has_close)"]
+    assert counted("def check(candidate):\n    assert candidate(1)", "Solution().run") == ["check(Solution().run)"]
+    assert counted(PYTEST) == ["test_many()", "test_near()", "case.test_text()"]
+    methods = [("Base", "base"), ("TestAdd", "base"), ("TestAdd", "seven"), ("TestAdd", "text")]
+    assert counted(UNITTEST) == [f"unittest.TestSuite([{case}('test_{name}')]).debug()" for case, name in methods]
+    assert counted(["def test_a():\n    assert f(1)", "import math", "assert f(2)"]) == ["test_a()", "assert f(2)"]
+    assert counted("if __name__ == '__main__':\n    assert f(1) == 2\n    print('ok')") == ["assert f(1) == 2"]
+    # What is called counts where it is called.
+    assert counted("def same(a, b):\n    assert a == b\nassert f(0)\nsame(f(1), 2)") == ["assert f(0)", "same(f(1), 2)"]
+    assert counted(["def same(a, b):\n    assert a == b", "same(f(1), 2)"]) == ["same(f(1), 2)"]
+    assert counted("def test_a():\n    assert f(1)\nif __name__ == '__main__':\n    test_a()") == ["test_a()"]
+    # Beside asserts and test functions, what checks otherwise.
+    assert counted("def test_a():\n    assert f(1)\nfor n in range(3):\n    assert f(n)") == [
+        "    assert f(n)",
+        "test_a()",
+    ]
+    assert counted("assert f(1) == 2\nfor n in range(3):\n    assert f(n) == n + 1")[1:] == ["    assert f(n) == n + 1"]
+    assert counted("assert f(1) == 2\ntry:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    raise KeyError")[1:]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        *((value, "no test") for value in ("'Tests of f.'", "import math", "print(f(1))", "x = f(1)\nprint(x)")),
+        *((value, "no test") for value in (["import math", "print(f(1))"], "class TestNothing:\n    pass")),
+        ("def helper(a):\n    assert a", "no test"),
+        (HUMANEVAL, "entry_point"),
+        ("def test_f(tmp_path):\n    assert f(tmp_path)", "tmp_path"),
+        ("async def test_f():\n    assert await f()", "async"),
+        ("import pytest\n@pytest.fixture\ndef one():\n    return 1\ndef test_f(one):\n    assert f(one)", "fixture"),
+        ("import numpy as np\nassert np.allclose(f(1), 2)", "numpy"),
+    ],
+)
+def test_tests_that_would_test_nothing_are_refused(value: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_tests(value)
+
+
+def test_tests_of_every_framework_are_run() -> None:
+    close = "def has_close(n, t):\n    return any(abs(a - b) < t for i, a in enumerate(n) for b in n[:i])"
+    wrong = "def has_close(n, t):\n    return False"
+    text = "def add(a, b):\n    return f'{a}{b}'"  # raises no TypeError
+    source = CodeSource(CodeReward(timeout_s=20))
+    try:
+        columns: dict[str, list[Any]] = {"tests": [HUMANEVAL, HUMANEVAL, PYTEST, PYTEST, UNITTEST, UNITTEST]}
+        columns["entry_point"] = ["has_close"] * 6
+        found = asyncio.run(source.score(["?"] * 6, [close, wrong, ADD, text, ADD, text], columns))
+        assert found == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+        # Reached with no code at all, or only with some: the row is at fault, or the code.
+        unreached = {"tests": ["def verify():\n    assert add(1, 1) == 2\nif __name__ == 'tests.py':\n    verify()"]}
+        with pytest.raises(RewardError, match="cannot use the tests") as caught:
+            asyncio.run(source.score(["?"], [ADD], unreached))
+        assert "none of it executes a check" in caught.value.found and "verify" in caught.value.found
+        looped = {"tests": ["for part in parts():\n    assert part > 0"] * 2}
+        codes = ["def parts(): return []", "def parts(): return [1]"]
+        assert asyncio.run(source.score(["?"] * 2, codes, looped)) == [0.0, 1.0]
+        assert any("no check was executed" in warning for warning in source.warnings())
+    finally:
+        source.close()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -83,12 +84,14 @@ BY_PYTHON = [
     "pair()[0].sendmsg([b'x'], [], 0, ADDRESS)",
     "pair()[0].bind('\\0mine')",
     "socket.send_fds(pair()[0], [b'x'], [0])",
+    *(f"pair()[0].setsockopt(socket.SOL_SOCKET, {size}, 1 << 20)" for size in (7, 8, 32, 33)),
+    "fcntl.fcntl(os.pipe()[0], fcntl.F_SETPIPE_SZ, 1 << 20)",
     "open('large', 'wb').write(b'x' * (5 << 20))",
     "open('/usr/planted', 'w')",
     "os.setuid(0) if os.getuid() else os.setgroups([0])",
 ]
 PROGRAM = """
-import ctypes, errno, multiprocessing.shared_memory, os, resource, socket, sys
+import ctypes, errno, fcntl, multiprocessing.shared_memory, os, resource, socket, sys
 libc = ctypes.CDLL(None, use_errno=True)
 def nonzero(result):
     if result == -1: raise OSError(ctypes.get_errno(), "")
@@ -226,6 +229,36 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert says(source, limits) == "[1, 2]\n[1, 2]\nsub\n3\nb'over'\n7\n"
     tests = [SolutionCheck("assert f(1) == 2"), SolutionCheck("assert f(1) == 1")]
     assert run_tests("def f(n): return n + 1", tests, limits) == [True, False]
+
+
+def test_what_sockets_may_hold_counts_in_the_memory(limits: SandboxLimits) -> None:
+    source = """
+import resource, socket
+held, pairs = 0, []
+try:
+    while True:
+        pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
+except OSError:
+    room = pairs.pop()[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+for end in (end for pair in pairs for end in pair):
+    end.setblocking(False)
+    for size in (room // 2 - 100, room - 100):
+        try:
+            while True:
+                held += end.send(b"x" * size)
+        except OSError:
+            pass
+print(held > 0, held + resource.getrlimit(resource.RLIMIT_AS)[0] <= MOST)
+"""
+    assert says(source.replace("MOST", str(limits.memory_bytes)), limits) == "True True\n"
+    (sockets,) = re.findall(r"sockets may hold (\d+) bytes", str(refusal(replace(limits, memory_bytes=1 << 20))))
+    assert 0 < int(sockets) < limits.memory_bytes // 2
+
+
+def refusal(limits: SandboxLimits) -> SandboxError:
+    with pytest.raises(SandboxError) as caught:
+        run_program("", "", limits)
+    return caught.value
 
 
 def test_everything_ends_and_nothing_is_left(

@@ -89,6 +89,19 @@ def test_a_fork_that_comes_back_answers_once(made: Make) -> None:
         assert score(reward, [text]) == [float(len(text))]
 
 
+@pytest.mark.parametrize("how", ["close", "its own end"])
+def test_what_it_leaves_in_another_process_group_goes_with_it(made: Make, how: str) -> None:
+    reward = made("leaves_apart")
+    numbers = score(reward, ["session", "group", "daemon"])
+    left = [int(number or 0) for number in numbers]
+    assert all(map(is_there, left)), "as long as its process is there"
+    if how == "close":
+        reward.close()
+    else:
+        os.kill(pids(reward)[0], signal.SIGKILL)
+    wait_for(lambda: not any(map(is_there, left)))
+
+
 def test_what_it_leaves_behind_goes_with_it(made: Make) -> None:
     reward = made("leaves_a_child")
     assert score(reward, ["a"]) == [1.0]

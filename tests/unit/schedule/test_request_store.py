@@ -131,7 +131,7 @@ def test_an_episode_goes_on_in_text_and_its_tokens_stay() -> None:
     (second,) = cast(list[Request], sampled.engine_requests(turn(1, "c", reward=0.5)))
     assert second.prompt_ids == tuple(map(ord, "abxyc")) and second.sampling.max_new_tokens == 2
     sampled.ended(completion("0.0.1", "z"))
-    batch = sampled.episodes(7, [FinishedEpisode("0.0", TrajectoryEnd.DONE, 2.5, 2.0)])
+    batch = sampled.episodes(7, [FinishedEpisode("0.0", TrajectoryEnd.DONE, 2.5, 2.0)], 0)
     assert texts(batch) == ["abxycz"] and batch.sequence["reward/environment"].tolist() == [2.5]
     assert batch.token["step_reward/environment"].tolist() == [0, 0, 0, 0.5, 0, 2.0]
     assert batch.token["action_mask"].tolist() == [False, False, True, True, False, True]

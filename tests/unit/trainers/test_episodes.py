@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from quartet.schedule.learners import UpdatePlan
 from quartet.schedule.request_store import FinishedRequest, RequestStore, TurnRequest
 from quartet.schedule.scorers import PartScorer
 from quartet.text.tokenizer import TextCodec
+from quartet.trainers import episodes
 from quartet.trainers.attempt import episode_metrics
 from quartet.trainers.episodes import EpisodeRunner
 from quartet.trainers.experience import Assembler, Experience
@@ -325,7 +327,7 @@ class Recording:
         )
 
     async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group:
-        return Group.of(index, prompt, self.sampled.episodes(index, endings))
+        return Group.of(index, prompt, self.sampled.episodes(index, endings, version=2))
 
 
 def player(policy: Recording, max_tokens: int = 60, **changes: Any) -> EpisodeRunner:
@@ -411,6 +413,81 @@ def test_a_failing_episode_ends_the_others_before_its_error_goes_on(codec: TextC
     with pytest.raises(UserError, match="no"):
         asyncio.run(player(Failing(codec)).group(0, ITEM, SamplingParams(), 4))
     assert Echo.live == 0
+
+
+# Environments that fail ------------------------------------------------------------------------------------
+
+
+class Flaky(Echo):
+    """Fails in the episodes of ``failing``, so often each, at their second turn."""
+
+    failing: dict[int, int] = {}  # noqa: RUF012 - set by each test
+
+    async def reset(self, item: Item) -> str:
+        self.episode = item.episode
+        return await super().reset(item)
+
+    async def step(self, action: str) -> StepResult:
+        found = await super().step(action)
+        if len(self.said) == 2 and Flaky.failing.get(self.episode, 0) > 0:
+            Flaky.failing[self.episode] -= 1
+            raise OSError("the simulator is gone")
+        return found
+
+
+def flaky(codec: TextCodec, on_error: str, failing: dict[int, int], num: int = 3) -> tuple[Group, list[str], Recording]:
+    """A group's batch, what is told of its environment, and what its policy was asked for."""
+    Flaky.failing = dict(failing)
+    make, policy = EnvironmentFactory(partial(Flaky, True)), Recording(codec)
+    config = EnvironmentConfig(on_error=on_error)
+    runner = EpisodeRunner(make, config, policy, EpisodeLimits(config.max_turns, 60), run_seed=3)
+    found = asyncio.run(runner.group(7, ITEM, SamplingParams(max_new_tokens=4), num))
+    return found, make.warnings(), policy
+
+
+def test_an_episode_that_failed_is_played_again_from_its_beginning(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "_PAUSES_S", (0.0, 0.0))
+    undisturbed, told, _ = flaky(codec, "retry", {})
+    assert told == []
+    again, (told,), policy = flaky(codec, "retry", {1: 2, 2: 1})
+    assert str(contents(again)) == str(contents(undisturbed)), "as text, where NaN equals NaN"
+    assert "3 episodes" in told and "p1 (3)" in told and "the simulator is gone" in told
+    assert len(policy.requests) == 2 * (3 + 3)
+    for on_error, times in (("retry", 3), ("stop", 1)):
+        with pytest.raises(EpisodeError, match="the simulator is gone"):
+            flaky(codec, on_error, {1: times})
+
+
+def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCodec) -> None:
+    undisturbed, *_ = flaky(codec, "leave_out", {})
+    found, (told,), policy = flaky(codec, "leave_out", {1: 9})
+    assert not policy.sampled._transcripts and "p1 (1)" in told
+    assert found.batch.objects["finish_reason"] == ("rewritten", "length", "failed", "rewritten", "length")
+    assert found.batch.sequence["version"].tolist() == [0, 0, 2, 0, 0], "of present weights, so that it is never stale"
+    scores = found.batch.sequence["reward/environment"].tolist()
+    assert math.isnan(scores[2])
+    # A source that knows nothing of it gives 0 to the empty answer, which does not count either.
+    rule = torch.tensor([math.nan, 1.0, 0.0, math.nan, 0.5])
+    batch = found.batch.with_sequence(**{"reward/rule": rule})
+    weights = {SOURCE: 1.0, "rule": 1.0}
+    experience = Assembler(RLOO(kl=NO_KL), weights, lambda: 0.0)([(Chunk(4, 0, batch), [])])
+    judged = experience.batch.sequence["score"].tolist()
+    assert math.isnan(judged[2]) and not any(map(math.isnan, judged[:2] + judged[3:]))
+    learned = experience.batch.sequence_index()[experience.batch.token["action_mask"]].unique().tolist()
+    assert learned == [0, 1, 3, 4]
+    assert experience.metrics["reward/rule"] == 0.75 and experience.metrics["reward/not_applicable"] == 1.0
+    assert episode_metrics(batch)["episode/left_out"] == 1.0 and "episode/left_out" not in episode_metrics(
+        undisturbed.batch
+    )
+
+
+def test_an_environment_that_never_works_stops_the_run(codec: TextCodec) -> None:
+    with pytest.raises(UserError, match="not played a single episode") as raised:
+        flaky(codec, "leave_out", dict.fromkeys(range(8), 1), num=8)
+    assert "the simulator is gone" in raised.value.found
+    assert len(flaky(codec, "leave_out", dict.fromkeys(range(8), 1), num=9)[0].batch) == 10
 
 
 # Training ------------------------------------------------------------------------------------------------
@@ -587,6 +664,30 @@ def test_held_out_episodes_are_scored_by_their_own_rewards(
     for row in rows:
         assert row["eval/score_mean"] == pytest.approx(row["eval/environment"] + row["eval/share_of_digits"])
         assert 2 <= row["eval/length_mean"] <= 8, "tokens of both turns"
+
+
+def test_a_run_goes_on_without_the_episodes_that_failed(
+    trainer: Callable[..., RLTrainer], tmp_path: Path, prompts: list[str], digits: Any
+) -> None:
+    class Bad(Echo):
+        async def reset(self, item: Item) -> str:
+            if item.prompt_id in ("p1", "p9") or item.episode == 1:
+                raise OSError("no such level")
+            return await super().reset(item)
+
+    environment = EnvironmentConfig(options={"rewrites": True}, max_turns=3, max_tokens=40, on_error="leave_out")
+    evaluation = EvaluationConfig(sampling=SamplingConfig(temperature=0.0, max_new_tokens=4))
+    used = recipe(tmp_path / "run", True, steps=1, environment=environment, evaluation=evaluation)
+    result = trainer(used, rewards=[digits], evaluation_prompts=prompts[:3], environment=Bad).train()
+    records = read_step(result.path / "rollouts", 1)
+    failed = [record for record in records if record.finish_reason == "failed"]
+    assert len(failed) == 5 and all(record.score is None for record in failed)
+    row = next(row for row in read_metrics(result.path / "metrics.jsonl") if "episode/left_out" in row)
+    assert row["episode/left_out"] == 5 and row["reward/not_applicable"] == 5
+    held_out = [row for row in read_metrics(result.path / "metrics.jsonl") if "eval/score_mean" in row]
+    assert all(row["eval/score_mean"] >= 0.25 for row in held_out), "of the prompts that were played"
+    notes = json.loads((result.path / "summary.json").read_text())["notes"]
+    assert any("no such level" in note and "p1" in note for note in notes)
 
 
 # What does not fit -----------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig, OffPolicyConfig
 from quartet.config.load import load_recipe
 from quartet.config.recipe import LogConfig, RLRecipe, SFTRecipe
+from quartet.observe.global_state import guarded_code
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.experience import Assembler, Experience, KLCoefficient
 from quartet.trainers.input_sources import check_budget
@@ -48,7 +52,14 @@ def test_a_missing_end_counts_where_all_scores_are_equal(config: type[GRPO] | ty
     assert experience.metrics["groups/zero_variance"] == 0.0
 
 
-def trainer(tmp_path: Path, causal_lm: Any, tokenizer: Any, **changes: Any) -> RLTrainer:
+def trainer(
+    tmp_path: Path,
+    causal_lm: Any,
+    tokenizer: Any,
+    functions: Sequence[Any] = (lambda completions: [float(len(text)) for text in completions],),
+    prompts: Sequence[Any] = ({"prompt": "1+2="}, {"prompt": "3+4="}),
+    **changes: Any,
+) -> RLTrainer:
     values: dict[str, Any] = {
         "output_dir": str(tmp_path / "run"),
         "algorithm": PPO(kl=KLConfig(coef=0.1, target=1.0, horizon=100)),
@@ -60,9 +71,8 @@ def trainer(tmp_path: Path, causal_lm: Any, tokenizer: Any, **changes: Any) -> R
         "threads": 1,
         **changes,
     }
-    rewards = [lambda completions: [float(len(text)) for text in completions]]
-    prompts = [{"prompt": "1+2="}, {"prompt": "3+4="}]
-    return RLTrainer(RLRecipe(**values), model=causal_lm(), tokenizer=tokenizer, rewards=rewards, prompts=prompts)
+    given: dict[str, Any] = {"rewards": list(functions), "prompts": list(prompts)}
+    return RLTrainer(RLRecipe(**values), model=causal_lm(), tokenizer=tokenizer, **given)
 
 
 def test_the_adaptive_coefficient_sees_the_responses_that_take_part() -> None:
@@ -89,6 +99,49 @@ def test_the_adaptive_coefficient_steers_nats_per_trajectory() -> None:
 def test_a_lambda_is_a_reward_like_any_other(tmp_path: Path, causal_lm: Any, tokenizer: Any) -> None:
     result = trainer(tmp_path, causal_lm, tokenizer).train()
     assert "reward/lambda" in result.summary["stages"][0]["metrics"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_run_within_a_reward_is_refused_and_does_not_wait_for_ever(
+    kind: str, tmp_path: Path, causal_lm: Any, tokenizer: Any
+) -> None:
+    def inner() -> None:
+        trainer(tmp_path / "inner", causal_lm, tokenizer).train()
+
+    def plain(completions: list[str]) -> list[float]:
+        inner()
+        return [0.0] * len(completions)
+
+    async def waiting(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return plain(completions)
+
+    reward = plain if kind == "plain" else waiting
+    with pytest.raises(UserError, match=f"the reward '{reward.__name__}' starts a run inside of another one"):
+        trainer(tmp_path, causal_lm, tokenizer, functions=[reward]).train()
+    assert guarded_code() is None
+
+
+def test_a_reward_that_turns_warnings_into_errors_harms_no_training(
+    tmp_path: Path, causal_lm: Any, tokenizer: Any
+) -> None:
+    def strict(completions: list[str]) -> list[float]:
+        warnings.simplefilter("error")
+        return [float(len(text)) for text in completions]
+
+    found = trainer(tmp_path, causal_lm, tokenizer, functions=[strict]).train()
+    assert any("which warnings are errors" in note for note in found.summary["notes"])
+
+
+@pytest.mark.parametrize(
+    "value", [lambda: 1, threading.Lock(), (part for part in "ab")], ids=["function", "lock", "generator"]
+)
+def test_a_column_that_cannot_be_kept_is_named(value: Any, tmp_path: Path, causal_lm: Any, tokenizer: Any) -> None:
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "3+4=", "answer": [value]}]
+    with pytest.raises(UserError, match="no plain data") as caught:
+        trainer(tmp_path, causal_lm, tokenizer, prompts=rows)
+    assert "'answer'" in caught.value.found and "2" in caught.value.found
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_reward_whose_name_cannot_be_logged_is_refused_before_anything_starts(

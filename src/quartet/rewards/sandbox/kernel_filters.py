@@ -72,6 +72,8 @@ _COMMON = (
 _NEW_NAMESPACES = 0x7E020000  # flags of clone
 _UNIX = (1,)
 _SIGNAL_OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to whom one likes, by way of a file
+_PIPE_SIZE = (1031,)  # F_SETPIPE_SZ: memory of the kernel, as is what follows
+_BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE
 _SIGNAL_OWNER_CONTROLS = (0x8901, 0x8902, 0x5412, 0x541C)  # the same by ioctl, and typing into a terminal
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000  # x86-64's other numbering of calls
@@ -114,7 +116,8 @@ def _program(column: int, architecture: int) -> list[Instruction]:
     for numbers in _CALLS.values():
         found += [(_IF_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _REFUSE)]
     found += _by_argument((302, 261)[column], 0, (0,), then=_ALLOW, otherwise=_REFUSE)  # prlimit64: of itself alone
-    found += _by_argument((72, 25)[column], 1, _SIGNAL_OWNERS, then=_REFUSE, otherwise=_ALLOW)  # fcntl
+    found += _by_argument((72, 25)[column], 1, _SIGNAL_OWNERS + _PIPE_SIZE, then=_REFUSE, otherwise=_ALLOW)  # fcntl
+    found += _by_argument((54, 208)[column], 2, _BUFFER_SIZES, then=_REFUSE, otherwise=_ALLOW)  # setsockopt
     found += _by_argument((16, 29)[column], 1, _SIGNAL_OWNER_CONTROLS, then=_REFUSE, otherwise=_ALLOW)  # ioctl
     found += _by_argument((53, 199)[column], 0, _UNIX, then=_ALLOW, otherwise=_REFUSE)  # socketpair
     found += _where((56, 220)[column], [_argument(0), (_IF_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _REFUSE)])

@@ -8,7 +8,9 @@ and processes.
 
 from __future__ import annotations
 
+import _socket  # without what the module socket needs
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -26,6 +28,7 @@ _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _READ_ONLY = 0x1 | 0x2 | 0x4  # and without set-user-id programs and devices
 _CAPABILITY_VERSION_3 = 0x20080522
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
+_NUM_FILES = 64  # open at a time
 DEVICES = ("null", "zero", "random", "urandom")
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -160,15 +163,33 @@ def limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int, oth
     """Limits of this process and of what it starts.
 
     Args:
+        memory_bytes: address space and what sockets may hold, which is the kernel's memory, together.
         others: processes that the kernel counts together with these.
+
+    Raises:
+        OSError: sockets may hold more than half of the memory.
     """
+    in_sockets = _NUM_FILES * _socket_bytes()
+    if in_sockets > memory_bytes // 2:
+        raise OSError(
+            errno.ENOMEM, f"{_NUM_FILES} sockets may hold {in_sockets} bytes here, of a limit of {memory_bytes}"
+        )
     for which, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, disk_bytes),
-        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NOFILE, _NUM_FILES),
         (resource.RLIMIT_NPROC, processes + others),
-        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_AS, memory_bytes - in_sockets),
     ):
         resource.setrlimit(which, (most, most))
+
+
+def _socket_bytes() -> int:
+    """What may wait in a pair's socket to be read: the sender's buffer, and one message that it has just room for."""
+    pair = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    found = 2 * pair[0].getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF)
+    for end in pair:
+        end.close()
+    return int(found)

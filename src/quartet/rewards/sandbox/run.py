@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quartet.rewards.sandbox.child import MAX_REASON, PASSED, REFUSED
+from quartet.rewards.sandbox.child import FAILED, MAX_REASON, REFUSED, UNASKED, UNCHECKED
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SETUP_S = 60.0
@@ -47,6 +47,10 @@ EndReason = Literal["by itself", "time", "output"]
 
 class SandboxError(Exception):
     """The sandbox could not be set up; the code was not run."""
+
+
+class NothingTested(Exception):
+    """The tests passed without a check, and without a question to the code: they would pass any code."""
 
 
 @dataclass(frozen=True)
@@ -258,8 +262,11 @@ def run_tests(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits
 def judge(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits) -> list[SandboxVerdict]:
     """A verdict on each of the tests that count, all within ``limits.wall_s``; what did not come to its turn failed.
 
+    Tests in which no check at all was executed have not passed: they may loop over what the code returned.
+
     Raises:
         SandboxError: no sandbox could be set up.
+        NothingTested: nothing was executed that depends on the code.
     """
     to_solution, to_tests = os.pipe(), os.pipe()
     with contextlib.ExitStack() as stack:
@@ -279,13 +286,18 @@ def judge(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits) ->
         # A character of a reason is at most two escapes of six bytes.
         said, ended = _read(stdout.fileno(), time.monotonic() + limits.wall_s, num * (12 * MAX_REASON + 8))
     lines = said.split(b"\n")[:-1][:num]
+    if len(lines) == num and all(line in (UNASKED, UNCHECKED) for line in lines):
+        if UNCHECKED not in lines:
+            raise NothingTested("none of it executes a check")
+        lines = [REFUSED + b'"no check was executed"'] * num
     found = [_verdict(line) for line in lines]
     missing = f"no verdict within {limits.wall_s} s" if ended == "time" else "the tests ended before this one"
     return found + [SandboxVerdict(False, missing)] * (num - len(found))
 
 
 def _verdict(line: bytes) -> SandboxVerdict:
-    return SandboxVerdict(True) if line == PASSED else SandboxVerdict(False, json.loads(line[1:]), line[:1] == REFUSED)
+    is_failure = line[:1] in (FAILED, REFUSED)
+    return SandboxVerdict(False, json.loads(line[1:]), line[:1] == REFUSED) if is_failure else SandboxVerdict(True)
 
 
 def _read(fd: int, deadline: float, most: int) -> tuple[bytes, EndReason]:
