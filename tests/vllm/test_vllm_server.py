@@ -44,7 +44,9 @@ class Served:
         retry = RetryConfig(attempts=4, first_wait_s=0.2, longest_wait_s=1.0)
         server = RemoteServer(url=self.url, timeout_s=60.0, concurrency=16, retry=retry)
         codec = TextCodec.from_pretrained(self.path)
-        return OpenAIEngine(server, **{"model": "policy", "vocab_size": 512, "decode": codec.decode, **options})
+        return OpenAIEngine(
+            server, **{"model": "policy", "vocab_size": 512, "decode": codec.decode_completion, **options}
+        )
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def serve(
         policy = Policy(
             path=path,
             vocab_size=vocab_size,
-            decode=codec.decode,
+            decode=codec.decode_completion,
             precision=precision_on(where, precision),
             device=where,
             trust_remote_code=trust_remote_code,

@@ -79,7 +79,9 @@ def served(
     engine: Any = None, *, context: int = targets.CONTEXT, codec: TextCodec = CODEC, **settings: Any
 ) -> Iterator[Client]:
     inside = (
-        Slow(NativeEngine(targets.native().packed, max_running=8, decode=CODEC.decode)) if engine is None else engine
+        Slow(NativeEngine(targets.native().packed, max_running=8, decode=CODEC.decode_completion))
+        if engine is None
+        else engine
     )
     with ExitStack() as opened:
         sizes = {"context": context, "vocab_size": targets.VOCAB}
@@ -103,7 +105,7 @@ def client(shared: Client) -> Client:
 
 def alone(prompt: tuple[int, ...], **sampling: Any) -> Completion:
     """What the native engine makes of it."""
-    engine = NativeEngine(targets.native().packed, decode=CODEC.decode)
+    engine = NativeEngine(targets.native().packed, decode=CODEC.decode_completion)
     params = SamplingParams(**{"max_new_tokens": 12, "seed": 1, "stop_token_ids": (EOS,), **sampling})
     engine.submit([Request("r", "r", prompt, params)])
     while True:
@@ -468,7 +470,7 @@ def test_a_failure_of_one_request_is_its_own() -> None:
                 raise GenerationError("planted", [made.request_id for made in bad])
             return done
 
-    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode))) as client:
+    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode_completion))) as client:
         response = client.post("/v1/completions", prompt="A", max_tokens=7, ignore_eos=True)
         assert response.status_code == 500 and "planted" in response.json()["error"]["message"]
         events = client.events("/v1/completions", prompt="A", max_tokens=7, ignore_eos=True)
@@ -491,7 +493,7 @@ def test_an_engine_that_fails_for_good_answers_everybody(fault: Exception) -> No
                 raise fault
             return []
 
-    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode))) as client:
+    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode_completion))) as client:
         for path in ("/v1/completions", "/v1/completions"):
             response = client.post(path, prompt="A", n=2)
             assert response.status_code == 503 and "planted" in response.json()["error"]["message"]
