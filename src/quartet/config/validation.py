@@ -23,10 +23,13 @@ _EXPECTED = {
     "finite_number": "a finite number",
 }
 
+_MOST = 100
+"""Mistakes that are explained; a hostile request has hundreds of thousands."""
+
 
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
     """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
-    details = error.errors(include_url=False)
+    details = error.errors(include_url=False)[:_MOST]
     # A default that follows from a field which has a mistake of its own.
     mistakes = [_mistake(detail, model) for detail in details if detail["type"] != "default_factory_not_called"]
     if len(mistakes) == 1:
@@ -34,7 +37,7 @@ def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserE
         return UserError(f"{label} is not valid", found=found, remedy=remedy)
     numbered = list(enumerate(mistakes, start=1))
     return UserError(
-        f"{label} is not valid in {len(mistakes)} places",
+        f"{label} is not valid in {'at least ' * (error.error_count() > _MOST)}{len(mistakes)} places",
         found="".join(f"\n    {n}. {found}" for n, (found, _) in numbered),
         remedy="".join(f"\n    {n}. {remedy}" for n, (_, remedy) in numbered),
     )
