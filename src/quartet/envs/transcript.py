@@ -183,9 +183,7 @@ class Transcript:
         """Appends an action; returns its text without end-of-text, up to a stop string."""
         now, codec, before = self._open, self._codec, self.token_ids
         shown = codec.decode_completion(before, action.token_ids)
-        now.text += codec.decode_completion(before, action.token_ids, keep_ends=True).removesuffix(
-            self._end_text(action)
-        )
+        now.text += codec.decode_completion(before, action.token_ids, whole=True).removesuffix(self._end_text(action))
         now.answered = now.state
         # What was sampled stays in the state, also the stop string that the environment is not shown.
         now.state = now.text if isinstance(now.state, str) else [*now.state, {"role": "assistant", "content": shown}]
@@ -244,7 +242,7 @@ class Transcript:
         tail = tail.removeprefix(end)
         added = tuple(codec.encode_continuation(tail)) if tail else ()
         is_promised = declared and isinstance(state, str)
-        if not is_promised and codec.decode_completion(self.token_ids, added, keep_ends=True) != tail:
+        if not is_promised and codec.decode_completion(self.token_ids, added, whole=True) != tail:
             return None
         return added
 

@@ -38,6 +38,8 @@ _CUT_TOKENS = 64
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 8
 """Tokens of a prompt's end that are decoded with what follows it; one is mostly enough."""
+_NAMED = 8
+"""Special tokens that are named; some tokenizers have hundreds."""
 _LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, each possibly a token of its own
 
 
@@ -234,15 +236,16 @@ class TextCodec:
         return str(text)
 
     def decode_completion(
-        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, keep_ends: bool = False
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, whole: bool = False
     ) -> str:
         """What a completion adds to its prompt's text: the text that stop strings, rewards and readers have of it.
 
-        End-of-text and padding are left out unless ``keep_ends``; other special tokens (``<think>``) are text. Decoders
-        of the SentencePiece kind strip the first token's space, so the prompt's end is decoded with it.
+        End-of-text, padding and the unknown token are left out unless ``whole``; other special tokens (``<think>``)
+        are text. Decoders of the SentencePiece kind strip the first token's space, so the prompt's end is decoded as
+        well.
         """
-        if not keep_ends:
-            completion_ids = [token for token in completion_ids if token not in self._ends]
+        if not whole:
+            completion_ids = [token for token in completion_ids if token not in self._silent]
         context_ids, context = self._context(prompt_ids)
         joined = self.decode([*context_ids, *completion_ids], skip_special=False)
         if joined.startswith(context):
@@ -258,7 +261,7 @@ class TextCodec:
             completion_ids, self.token_texts([*context, *completion_ids])[len(context) :], strict=True
         ):
             # Bytes that are no characters may be other replacements among all than by themselves.
-            at = -1 if token in self._ends else text.find(piece, place, place + len(piece) + _LONGEST_CHARACTER)
+            at = -1 if token in self._silent else text.find(piece, place, place + len(piece) + _LONGEST_CHARACTER)
             end = place if at < 0 else at + len(piece)
             pieces.append(text[place:end])
             place = end
@@ -300,9 +303,12 @@ class TextCodec:
         return max(map(len, self.tokenizer.get_vocab()))
 
     @property
-    def kept_special(self) -> list[str]:
-        """Special tokens that stand in the text of completions: all that do not end or pad one."""
-        return list(map(str, self.tokenizer.convert_ids_to_tokens(sorted(self._special - self._ends))))
+    def kept_special(self) -> str:
+        """What to tell of special tokens that stand in the text of completions: all but those for no text."""
+        kept = sorted(self._special - self._silent)
+        names = list(map(str, self.tokenizer.convert_ids_to_tokens(kept[:_NAMED])))
+        more = f" and {len(kept) - len(names)} more" if len(kept) > len(names) else ""
+        return f"; special tokens that stay in their text: {', '.join(names)}{more}" if names else ""
 
     # Details ---------------------------------------------------------------------------------------------
 
@@ -312,13 +318,13 @@ class TextCodec:
         return frozenset([*self.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)])
 
     @cached_property
-    def _ends(self) -> frozenset[int]:
-        """End-of-text and padding, which are no part of a completion's text."""
-        return self._special & (self.eos_ids | {self.tokenizer.pad_token_id})
+    def _silent(self) -> frozenset[int]:
+        """End-of-text, padding and the unknown token, which stand for no text."""
+        return self._special & (self.eos_ids | {self.tokenizer.pad_token_id, self.tokenizer.unk_token_id})
 
     def _context(self, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
         """The prompt's last tokens that are text by themselves, and the text; nothing where there are none."""
-        silent = self._ends | {self.tokenizer.bos_token_id}
+        silent = self._silent | {self.tokenizer.bos_token_id}
         for start in range(len(prompt_ids) - 1, max(-1, len(prompt_ids) - 1 - _CONTEXT), -1):
             # From the first byte of a character on.
             context = "" if prompt_ids[start] in silent else _decode_window(self.tokenizer, tuple(prompt_ids[start:]))

@@ -122,21 +122,21 @@ def test_a_completion_keeps_the_space_it_begins_with(llama: TextCodec) -> None:
 THINK = {"additional_special_tokens": ["<think>", "</think>"]}
 
 
-def test_special_tokens_are_text_but_end_of_text_and_padding_are_not(byte_level: Build) -> None:
-    codec = TextCodec(byte_level(eos_token="<|im_end|>", pad_token="<pad>", bos_token="<|im_start|>", **THINK))
+def test_special_tokens_are_text_but_those_for_no_text(byte_level: Build) -> None:
+    codec = TextCodec(
+        byte_level(eos_token="<|im_end|>", pad_token="<pad>", unk_token="<unk>", bos_token="<|im_start|>", **THINK)
+    )
     said = "<think>2+2=1</think>4"
-    end, pad = codec.eos_id, codec.tokenizer.pad_token_id
+    end, pad, unknown = codec.eos_id, codec.tokenizer.pad_token_id, codec.tokenizer.unk_token_id
     for ids in (
         codec.encode_continuation(said),
         [*codec.encode_continuation(said), end],
-        [pad, *codec.encode_continuation(said), end, pad],
+        [pad, unknown, *codec.encode_continuation(said), end, pad],
     ):
         assert codec.decode_completion(codec.encode_prompt("2+2="), ids) == said
         assert "".join(codec.completion_pieces(codec.encode_prompt("2+2="), ids)) == said
-    assert codec.decode_completion([65], [pad, 66, end], keep_ends=True) == codec.decode(
-        [pad, 66, end], skip_special=False
-    )
-    assert codec.kept_special == ["<|im_start|>", "<think>", "</think>"]
+    assert codec.decode_completion([65], [pad, 66, end], whole=True) == codec.decode([pad, 66, end], skip_special=False)
+    assert codec.kept_special == "; special tokens that stay in their text: <|im_start|>, <think>, </think>"
     # One that the model ends with, though the tokenizer does not.
     other = TextCodec(codec.tokenizer, (codec.tokenizer.convert_tokens_to_ids("</think>"),))
     assert other.decode_completion([65], other.encode_continuation("<think>4</think>")) == "<think>4"
