@@ -86,7 +86,7 @@ KINDS = {make.__name__: make for make in (server, sglang, sglang_routed, sglang_
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     models = targets.build_model(0), targets.build_model(1)
     with KINDS[request.param](tmp_path_factory.mktemp("weights")) as (engine, expected):
-        kind = contract.Kind(engine, models, CODEC.decode, targets.VOCAB, targets.CONTEXT, **expected)
+        kind = contract.Kind(engine, models, CODEC.decode_completion, targets.VOCAB, targets.CONTEXT, **expected)
         if kind.takes_weights:
             kind.set_weights(models[0])
         yield kind

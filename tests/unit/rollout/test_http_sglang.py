@@ -124,6 +124,7 @@ def test_the_documented_names_are_used(tmp_path: Path) -> None:
             "stop": ["zz"],
             "stop_token_ids": [60],
             "ignore_eos": True,
+            "skip_special_tokens": False,
             "sampling_seed": (1 << 63) - 1,
         }
         assert body == {
