@@ -37,7 +37,7 @@ class Kind:
 
     Attributes:
         models: what it computes with now, and other weights of the same shapes.
-        decode: its tokens → text, as for stop strings.
+        decode: its tokens after those of a prompt → text, as for stop strings.
         context: tokens of a prompt and its answer together.
         takes_weights: it has a weight sink; else updates are not tested.
         sleeps: ``sleep`` and ``wake`` are there.
@@ -51,7 +51,7 @@ class Kind:
 
     engine: RolloutEngine
     models: tuple[PreTrainedModel, PreTrainedModel]
-    decode: Callable[[Sequence[int]], str]
+    decode: Callable[[Sequence[int], Sequence[int]], str]
     vocab_size: int
     context: int
     takes_weights: bool = True
@@ -170,12 +170,13 @@ class EngineContract:
 
     def test_stop_string_is_located(self, kind: Kind) -> None:
         free = kind.run([kind.ask(temperature=0.0, max_new_tokens=30)])[0].token_ids
-        wanted = kind.decode(free[9:12])
-        (made,) = kind.run([kind.ask(temperature=0.0, max_new_tokens=30, stop_strings=(wanted,))])
-        text = kind.decode(made.token_ids)
+        wanted = kind.decode((), free[9:12])
+        asked = kind.ask(temperature=0.0, max_new_tokens=30, stop_strings=(wanted,))
+        (made,) = kind.run([asked])
+        text = kind.decode(asked.prompt_ids, made.token_ids)
         assert (made.text_end, made.finish_reason) == (text.index(wanted), FinishReason.STOP_STRING)
         assert made.token_ids == free[: len(made.token_ids)]
-        assert wanted not in kind.decode(made.token_ids[:-1])
+        assert wanted not in kind.decode(asked.prompt_ids, made.token_ids[:-1])
 
     def test_cancelled_requests_come_back_once_and_their_ids_are_free(self, kind: Kind) -> None:
         long, short = kind.ask(max_new_tokens=70), kind.ask(max_new_tokens=40)

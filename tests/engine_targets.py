@@ -61,4 +61,4 @@ def native(
     if lora is not None:
         packed.adapt(LoRAConfig(**lora), seed=0)
     options = {"max_running": 8, **options}
-    return NativeProcessEngine(packed, owns_weights=True, decode=decode, version=version, **options)
+    return NativeProcessEngine(packed, owns_weights=True, decode=lambda _, ids: decode(ids), version=version, **options)

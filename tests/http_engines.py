@@ -166,6 +166,7 @@ class SGLangServer:
         assert not self.released, "it has no memory to compute with"
         params = dict(body["sampling_params"])
         assert body["return_logprob"] is True and params.pop("ignore_eos") is True
+        assert params.pop("skip_special_tokens") is False
         self._number += 1
         name = str(self._number)
         sampling = SamplingParams(

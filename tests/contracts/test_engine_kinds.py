@@ -66,7 +66,7 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     tokenizer().save_pretrained(path)
     with contextlib.closing(KINDS[request.param](path)) as engine:
         is_read = request.param in ("in_thread", "in_process")  # with the tokenizer of its directory
-        decode = TextCodec.from_pretrained(path).decode if is_read else targets.decode
+        decode = TextCodec.from_pretrained(path).decode_completion if is_read else lambda _, ids: targets.decode(ids)
         kind = contract.Kind(engine, models, decode, targets.VOCAB, targets.CONTEXT)
         kind.set_weights(models[0])
         yield kind

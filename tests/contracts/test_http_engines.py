@@ -37,7 +37,9 @@ def server(folder: Path) -> Iterator[Any]:
     inside = SteppedEngine(targets.native(version=0))
     sizes = {"context": targets.CONTEXT, "vocab_size": targets.VOCAB}
     with servers.openai_server(inside, CODEC, **sizes) as url:
-        client = OpenAIEngine(remote(url + "/v1"), model="policy", vocab_size=targets.VOCAB, decode=CODEC.decode)
+        client = OpenAIEngine(
+            remote(url + "/v1"), model="policy", vocab_size=targets.VOCAB, decode=CODEC.decode_completion
+        )
         with contextlib.closing(client) as engine:
             yield engine, {"takes_weights": False, "sleeps": False, "drains": True}
 
@@ -56,7 +58,9 @@ def sglang(folder: Path, *, num: int = 1, is_group: bool = False) -> Iterator[An
             )
             if is_group:
                 weights = GroupWeights(staging, remote(url), shapes=shapes)
-            engines.append(SGLangEngine(remote(url), vocab_size=targets.VOCAB, decode=CODEC.decode, weights=weights))
+            engines.append(
+                SGLangEngine(remote(url), vocab_size=targets.VOCAB, decode=CODEC.decode_completion, weights=weights)
+            )
         engine = engines[0] if num == 1 else Router(engines, policy="least_tokens", max_outstanding=5)
         opened.callback(engine.close)
         # The positions of a request that goes on are counted anew there.
@@ -82,7 +86,7 @@ KINDS = {make.__name__: make for make in (server, sglang, sglang_routed, sglang_
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     models = targets.build_model(0), targets.build_model(1)
     with KINDS[request.param](tmp_path_factory.mktemp("weights")) as (engine, expected):
-        kind = contract.Kind(engine, models, CODEC.decode, targets.VOCAB, targets.CONTEXT, **expected)
+        kind = contract.Kind(engine, models, CODEC.decode_completion, targets.VOCAB, targets.CONTEXT, **expected)
         if kind.takes_weights:
             kind.set_weights(models[0])
         yield kind

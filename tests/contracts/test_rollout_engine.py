@@ -49,7 +49,7 @@ class Case:
 
 def native_shared(model: PreTrainedModel, contexts: Contexts | None = None) -> Case:
     packed = PackedCausalLM(copy.deepcopy(model))
-    engine = NativeEngine(packed, max_running=8, decode=decode, contexts=contexts)
+    engine = NativeEngine(packed, max_running=8, decode=lambda _, ids: decode(ids), contexts=contexts)
 
     def set_weights(other: PreTrainedModel, version: int) -> None:
         with torch.no_grad():
@@ -67,7 +67,7 @@ def native_plain(model: PreTrainedModel) -> Case:
 
 def native_own(model: PreTrainedModel) -> Case:
     packed = PackedCausalLM(copy.deepcopy(model))
-    engine = NativeEngine(packed, owns_weights=True, max_running=8, decode=decode, version=0)
+    engine = NativeEngine(packed, owns_weights=True, max_running=8, decode=lambda _, ids: decode(ids), version=0)
     return Case(engine, lambda other, version: engine.update_weights(other.named_parameters(), version))
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
+from quartet.text.tokenizer import TextCodec
 
 contract: Any = importlib.import_module("engine_contract")
 
@@ -27,7 +28,7 @@ def kind(
     models = tuple(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths)
     staging = StagedWeights(models[0].named_parameters(remove_duplicate=False))
     engine = EngineProcess(engine_spec(paths[0], version=None, max_num_seqs=8), staging)
-    decode = AutoTokenizer.from_pretrained(paths[0]).decode
+    decode = TextCodec.from_pretrained(paths[0]).decode_completion
     with contextlib.closing(engine if request.param == "process" else Router([engine])) as made:
         engine.wait_ready() if made is engine else None
         kind = contract.Kind(made, models, decode, models[0].config.vocab_size, 512)

@@ -44,7 +44,9 @@ class Served:
         retry = RetryConfig(attempts=4, first_wait_s=0.2, longest_wait_s=1.0)
         server = RemoteServer(url=self.url, timeout_s=60.0, concurrency=16, retry=retry)
         codec = TextCodec.from_pretrained(self.path)
-        return OpenAIEngine(server, **{"model": "policy", "vocab_size": 512, "decode": codec.decode, **options})
+        return OpenAIEngine(
+            server, **{"model": "policy", "vocab_size": 512, "decode": codec.decode_completion, **options}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def test_seeds_stops_and_the_end_of_the_context(served: Served) -> None:
         free = collect(engine, [ask("free", temperature=0.0, max_new_tokens=30)])["free"].token_ids
         codec = TextCodec.from_pretrained(served.path)
         stop = free[5]
-        wanted = codec.decode(free[7:9])
+        wanted = codec.decode_completion((), free[7:9])
         long = tuple(3 + i % 500 for i in range(CONTEXT - 5))
         done = collect(
             engine,
@@ -132,7 +134,7 @@ def test_seeds_stops_and_the_end_of_the_context(served: Served) -> None:
         assert done["token"].finish_reason is FinishReason.STOP
         string = done["string"]
         assert string.finish_reason is FinishReason.STOP_STRING
-        assert string.text_end == codec.decode(string.token_ids).index(wanted)
+        assert string.text_end == codec.decode_completion(PROMPT, string.token_ids).index(wanted)
         assert (len(done["long"].token_ids), done["long"].finish_reason) == (5, FinishReason.LENGTH)
 
 

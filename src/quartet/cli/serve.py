@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -75,14 +76,15 @@ def serve(
         policy = Policy(
             path=path,
             vocab_size=vocab_size,
-            decode=codec.decode,
+            decode=codec.decode_completion,
             precision=precision_on(where, precision),
             device=where,
             trust_remote_code=trust_remote_code,
         )
         with closing(open_engine(config, policy)) as router:
             name = name or Path(model).resolve().name
-            settings = ServerSettings(name, ModelLimits(context, vocab_size), max_requests, key, grace_s)
             shown, number = bound.getsockname()[:2]
+            hosts = ("localhost", shown) if ip_address(shown).is_loopback else ()
+            settings = ServerSettings(name, ModelLimits(context, vocab_size), max_requests, key, grace_s, hosts)
             typer.echo(f"serving {name} at http://{f'[{shown}]' if ':' in shown else shown}:{number}/v1")
             run(router, codec, settings, bound)

@@ -27,10 +27,13 @@ _EXPECTED = {
 _MAX_LINE = 600
 """Characters of each half of a line, of a list of mistakes."""
 
+_MOST = 100
+"""Mistakes that are explained; a hostile request has hundreds of thousands."""
+
 
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
     """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
-    details = error.errors(include_url=False)
+    details = error.errors(include_url=False)[:_MOST]
     # A default that follows from a field which has a mistake of its own.
     details = [detail for detail in details if detail["type"] != "default_factory_not_called"]
     mistakes = [mistake for detail in details for mistake in _mistakes(detail, model)]
@@ -39,7 +42,7 @@ def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserE
         return UserError(f"{label} is not valid", found=found, remedy=remedy)
     lines = (f"\n    {n}. {_cut(found)}: {_cut(remedy)}" for n, (found, remedy) in enumerate(mistakes, 1))
     return UserError(
-        f"{label} is not valid in {len(mistakes)} places",
+        f"{label} is not valid in {'at least ' * (error.error_count() > _MOST)}{len(mistakes)} places",
         found="".join(lines),
         remedy="change each as it says there",
     )

@@ -85,7 +85,7 @@ class Environment(Protocol):
         """The first state."""
 
     async def step(self, action: str) -> StepResult:
-        """Takes an action: the text the policy generated, without special tokens and up to a stop string."""
+        """Takes an action: the text the policy generated, without end-of-text and up to a stop string."""
 
 
 @dataclass

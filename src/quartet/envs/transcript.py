@@ -181,12 +181,10 @@ class Transcript:
         return (*self._closed, *([last] if last is not None else []))
 
     def act(self, action: Action) -> str:
-        """Appends an action; returns its text without special tokens, up to a stop string."""
+        """Appends an action; returns its text without end-of-text, up to a stop string."""
         now, codec, before = self._open, self._codec, self.token_ids
         shown = codec.decode_completion(before, action.token_ids)
-        now.text += codec.decode_completion(before, action.token_ids, skip_special=False).removesuffix(
-            self._end_text(action)
-        )
+        now.text += codec.decode_completion(before, action.token_ids, whole=True).removesuffix(self._end_text(action))
         now.answered = now.state
         # What was sampled stays in the state, also the stop string that the environment is not shown.
         now.state = now.text if isinstance(now.state, str) else [*now.state, {"role": "assistant", "content": shown}]
@@ -245,7 +243,7 @@ class Transcript:
         tail = tail.removeprefix(end)
         added = tuple(codec.encode_continuation(tail)) if tail else ()
         is_promised = declared and isinstance(state, str)
-        if not is_promised and codec.decode_completion(self.token_ids, added, skip_special=False) != tail:
+        if not is_promised and codec.decode_completion(self.token_ids, added, whole=True) != tail:
             return None
         return added
 

@@ -90,7 +90,7 @@ class PassedFunction(FunctionSource):
 
         Args:
             prompts: text, or messages for chat prompts.
-            completions: decoded text without special tokens.
+            completions: decoded text without end-of-text and padding; other special tokens stay.
             columns: the data's other columns, one entry per completion.
 
         Raises:

@@ -66,7 +66,7 @@ class RewardSource(abc.ABC):
 
         Args:
             prompts: text, or messages for chat prompts.
-            completions: decoded text without special tokens.
+            completions: decoded text without end-of-text and padding; other special tokens stay.
             columns: the data's other columns, one entry per completion.
 
         Raises:

@@ -69,7 +69,7 @@ class NativeEngine:
         max_prefill_tokens: prompt tokens computed in one step; a longer prompt takes several.
         cache_tokens: tokens whose keys and values may be stored at a time, prompts included; requests wait for
             room. None: as many as are needed.
-        decode: token ids → text, needed for stop strings.
+        decode: a codec's ``decode_completion``, needed for stop strings.
         version: policy version of the weights as they are. None: 0 for a shared model; an engine with its own
             weights then has none to compute with until they were sent.
         contexts: how it attends. None: by the model's device and numerics.
@@ -131,7 +131,7 @@ class NativeEngine:
         for request in requests:
             matcher = None
             if request.sampling.stop_strings and self._decode is not None:
-                matcher = StopStringMatcher(request.sampling.stop_strings, self._decode)
+                matcher = StopStringMatcher(request.sampling.stop_strings, self._decode, request.prompt_ids)
             self._scheduler.add(request, self._limit(request), matcher)
 
     def _limit(self, request: Request) -> int:

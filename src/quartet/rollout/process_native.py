@@ -64,6 +64,6 @@ def make(
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
     speculator = None if speculation is None else build_speculator(_SPECULATION.validate_python(speculation), packed)
-    decode = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code).decode
+    decode = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code).decode_completion
     options |= {"decode": decode, "version": version, "speculator": speculator}
     return NativeProcessEngine(packed, owns_weights=True, **options)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from quartet.weights.sink import TensorSink
 
 _SEED_LIMIT = 1 << 64
+_COLDEST = 1e-30
+"""The lowest temperature: logits divided by less leave fp32's range."""
 Draw = Literal["inverse", "gumbel"]
 
 
@@ -56,8 +58,8 @@ class SamplingParams:
     draw: Draw = "inverse"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise _bad("temperature", self.temperature, "a finite number, 0 or above (0 is greedy)")
+        if not (self.temperature == 0 or _COLDEST <= self.temperature < math.inf):
+            raise _bad("temperature", self.temperature, f"a finite number from {_COLDEST} on, or 0 (greedy)")
         if not 0 < self.top_p <= 1:
             raise _bad("top_p", self.top_p, "a number above 0 and up to 1 (1 keeps every token)")
         if self.top_k < 0:

@@ -337,7 +337,7 @@ def check_request(request: Request, *, context: int | None, vocab_size: int, dec
         raise UserError(
             "stop strings need a way to decode tokens",
             found=f"request {request.request_id!r} with stop strings, engine without decode",
-            remedy="build the engine with decode=tokenizer.decode, or use stop_token_ids",
+            remedy="build the engine with decode=codec.decode_completion, or use stop_token_ids",
         )
 
 

@@ -82,7 +82,7 @@ class FinishedRequest:
 
 
 def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion | TrajectorySequence) -> str:
-    """What the completion adds to its prompt, up to a stop string and without special tokens."""
+    """What the completion adds to its prompt, up to a stop string and without end-of-text."""
     text = codec.decode_completion(prompt_ids, completion.token_ids)
     return text if completion.text_end is None else text[: completion.text_end]
 

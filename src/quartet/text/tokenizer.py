@@ -46,6 +46,10 @@ _LONG_TOKEN = 16
 _CUT_TOKENS = 64
 """Tokens at the end of a text's beginning that may be others in the whole text."""
 _REPLACEMENT = "\ufffd"
+_CONTEXT = 8
+"""Tokens of a prompt's end that are decoded with what follows it; one is mostly enough."""
+_NAMED = 8
+"""Special tokens that are named; some tokenizers have hundreds."""
 _LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, each possibly a token of its own
 
 
@@ -252,18 +256,36 @@ class TextCodec:
         return str(text)
 
     def decode_completion(
-        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, skip_special: bool = True
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, whole: bool = False
     ) -> str:
-        """What a completion adds to its prompt's text, without special tokens unless they are asked for.
+        """What a completion adds to its prompt's text: the text that stop strings, rewards and readers have of it.
 
-        Decoders of the SentencePiece kind strip the first token's space, so a completion decoded alone can
-        lose one.
+        End-of-text, padding and the unknown token are left out unless ``whole``; other special tokens (``<think>``)
+        are text. Decoders of the SentencePiece kind strip the first token's space, so the prompt's end is decoded as
+        well.
         """
-        context = self.decode(prompt_ids[-8:], skip_special=skip_special)
-        joined = self.decode([*prompt_ids[-8:], *completion_ids], skip_special=skip_special)
-        if context and joined.startswith(context):
+        if not whole:
+            completion_ids = [token for token in completion_ids if token not in self._silent]
+        context_ids, context = self._context(prompt_ids)
+        joined = self.decode([*context_ids, *completion_ids], skip_special=False)
+        if joined.startswith(context):
             return joined[len(context) :]
-        return self.decode(completion_ids, skip_special=skip_special)
+        return self.decode(completion_ids, skip_special=False)  # its bytes make the prompt's no characters
+
+    def completion_pieces(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[str]:
+        """The text that each token adds to ``decode_completion``, which is their concatenation."""
+        text = self.decode_completion(prompt_ids, completion_ids)
+        context, _ = self._context(prompt_ids)
+        pieces, place = list[str](), 0
+        for token, piece in zip(
+            completion_ids, self.token_texts([*context, *completion_ids])[len(context) :], strict=True
+        ):
+            # Bytes that are no characters may be other replacements among all than by themselves.
+            at = -1 if token in self._silent else text.find(piece, place, place + len(piece) + _LONGEST_CHARACTER)
+            end = place if at < 0 else at + len(piece)
+            pieces.append(text[place:end])
+            place = end
+        return [*pieces[:-1], pieces[-1] + text[place:]] if pieces else []
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text that each token adds, special tokens included.
@@ -295,7 +317,40 @@ class TextCodec:
             start, done = done, i + 1
         return pieces
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, none of which stands for more text."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @property
+    def kept_special(self) -> str:
+        """What to tell of special tokens that stand in the text of completions: all but those for no text."""
+        kept = sorted(self._special - self._silent)
+        names = list(map(str, self.tokenizer.convert_ids_to_tokens(kept[:_NAMED])))
+        more = f" and {len(kept) - len(names)} more" if len(kept) > len(names) else ""
+        return f"; special tokens that stay in their text: {', '.join(names)}{more}" if names else ""
+
     # Details ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset([*self.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)])
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        """End-of-text, padding and the unknown token, which stand for no text."""
+        return self._special & (self.eos_ids | {self.tokenizer.pad_token_id, self.tokenizer.unk_token_id})
+
+    def _context(self, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
+        """The prompt's last tokens that are text by themselves, and the text; nothing where there are none."""
+        silent = self._silent | {self.tokenizer.bos_token_id}
+        for start in range(len(prompt_ids) - 1, max(-1, len(prompt_ids) - 1 - _CONTEXT), -1):
+            # From the first byte of a character on.
+            context = "" if prompt_ids[start] in silent else _decode_window(self.tokenizer, tuple(prompt_ids[start:]))
+            if context and _REPLACEMENT not in context:
+                return prompt_ids[start:], context
+        return (), ""
 
     @cached_property
     def _num_added_behind(self) -> int:

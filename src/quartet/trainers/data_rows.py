@@ -214,7 +214,10 @@ class DataRows:
         tokens = self.codec.tokenizer.convert_ids_to_tokens(list(params.stop_token_ids))
         ends = [*(f"{token} ({n})" for token, n in zip(tokens, params.stop_token_ids, strict=True))]
         ends += [repr(text) for text in params.stop_strings]
-        return f"answers end at {', '.join(ends) or 'no token'}, or after {params.max_new_tokens} tokens"
+        return (
+            f"answers end at {', '.join(ends) or 'no token'}, or after {params.max_new_tokens} tokens"
+            + self.codec.kept_special
+        )
 
     def errors(self) -> list[str]:
         """Rows that would stop the run, by reason with their first places."""

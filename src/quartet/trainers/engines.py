@@ -279,13 +279,13 @@ def step_engine(
         device: of a native engine.
     """
     if not is_served(config):
-        yield native_engine(packed, config, codec.decode)
+        yield native_engine(packed, config, codec.decode_completion)
         return
     with ExitStack() as made:
         policy = Policy(
             "" if has_own_weights(config) else made.enter_context(model_folder(model, packed, codec)),
             packed.vocab_size,
-            codec.decode,
+            codec.decode_completion,
             packed.precision,
             packed.numerics,
             device=device,

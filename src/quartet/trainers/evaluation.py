@@ -200,7 +200,7 @@ def generate(
         engine: what generates; None: the native engine, with ``max_running``.
         on_done: called with the number of completions finished by each engine step.
     """
-    engine = engine or NativeEngine(packed, max_running=max_running, decode=codec.decode)
+    engine = engine or NativeEngine(packed, max_running=max_running, decode=codec.decode_completion)
     stops = tuple(sorted({*sampling.stop_token_ids, *codec.eos_ids}))
     encoded = [tuple(codec.encode_prompt(prompt)) for prompt in prompts]
     requests = [

@@ -117,7 +117,7 @@ class MedusaWorker(CausalWorker[MedusaRecipe, Any]):
         """
         if self._missing:
             part = self._missing.pop(0)
-            engine = NativeEngine(self.packed, decode=self.codec.decode)
+            engine = NativeEngine(self.packed, decode=self.codec.decode_completion)
             self._cache.keep_completions(run_to_end(engine, part))
             drop_derived(self.packed.model)
             return len(part)

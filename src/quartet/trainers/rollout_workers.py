@@ -52,7 +52,7 @@ def native_rollout_worker(
     packed = actor if shares_actor or is_own else own_copy(actor)
     config, speculation = recipe.rollout.engine, recipe.rollout.speculation
     engine = native_engine(
-        packed, config, codec.decode, owns_weights=not shares_actor, speculation=speculation, heads=heads
+        packed, config, codec.decode_completion, owns_weights=not shares_actor, speculation=speculation, heads=heads
     )
     return NativeRolloutWorker(engine, codec)
 
@@ -97,7 +97,7 @@ def served_rollout_worker(
         policy = Policy(
             folder,
             actor.vocab_size,
-            codec.decode,
+            codec.decode_completion,
             precision,
             recipe.numerics,
             recipe.actor.train.lora,

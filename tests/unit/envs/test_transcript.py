@@ -120,6 +120,15 @@ def test_the_environment_does_not_see_the_stop_string_but_the_state_keeps_it(pla
     assert only.state == "qok;! next"
 
 
+def test_special_tokens_that_were_sampled_are_in_the_message(chat: TextCodec, ids_of: IdsOf) -> None:
+    transcript = begun(chat, [USER])
+    assert transcript.act(action(ids_of(chat, "h <|im_start|> i <|im_end|>"))) == "h<|im_start|>i"
+    transcript.see(Seen(Observation([{"role": "user", "content": "12"}])))
+    transcript.act(action(ids_of(chat, "1 <|im_end|>")))
+    (only,) = transcript.sequences()
+    assert only.state[1] == {"role": "assistant", "content": "h<|im_start|>i"}
+
+
 def test_an_observation_that_nothing_answers_is_left_out(plain: TextCodec, ids_of: IdsOf) -> None:
     transcript = begun(plain, "a")
     assert transcript.sequences() == ()
@@ -179,7 +188,7 @@ def test_messages_extend_where_the_template_writes_what_was_sampled(chat: TextCo
     ("codec", "tokens", "why"),
     [
         ("chat", "h i <|other|>", "the policy ended its turn with another token than the template does"),
-        ("chat", "h <|im_start|> i <|im_end|>", "a special token in the middle is no part of the message's text"),
+        ("chat", "h <|im_end|> i <|im_end|>", "an end of text in the middle is no part of the message's text"),
         ("trimming", "h i Ġ <|im_end|>", "the template strips what was sampled"),
         ("forgetful", "h i <|im_end|>", "the template leaves out what was said before"),
     ],

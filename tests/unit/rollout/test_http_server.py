@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ servers: Any = importlib.import_module("http_engines")
 CODEC = servers.letter_codec(targets.VOCAB)
 EOS = targets.VOCAB - 1
 MESSAGES = [{"role": "user", "content": "HI"}]
+JSON = {"Content-Type": "application/json"}
 
 
 class Slow(SteppedEngine):
@@ -79,7 +81,9 @@ def served(
     engine: Any = None, *, context: int = targets.CONTEXT, codec: TextCodec = CODEC, **settings: Any
 ) -> Iterator[Client]:
     inside = (
-        Slow(NativeEngine(targets.native().packed, max_running=8, decode=CODEC.decode)) if engine is None else engine
+        Slow(NativeEngine(targets.native().packed, max_running=8, decode=CODEC.decode_completion))
+        if engine is None
+        else engine
     )
     with ExitStack() as opened:
         sizes = {"context": context, "vocab_size": targets.VOCAB}
@@ -103,7 +107,7 @@ def client(shared: Client) -> Client:
 
 def alone(prompt: tuple[int, ...], **sampling: Any) -> Completion:
     """What the native engine makes of it."""
-    engine = NativeEngine(targets.native().packed, decode=CODEC.decode)
+    engine = NativeEngine(targets.native().packed, decode=CODEC.decode_completion)
     params = SamplingParams(**{"max_new_tokens": 12, "seed": 1, "stop_token_ids": (EOS,), **sampling})
     engine.submit([Request("r", "r", prompt, params)])
     while True:
@@ -124,11 +128,11 @@ def test_token_ids_logprobs_and_versions_are_the_engines(client: Client) -> None
     (choice,) = answer["choices"]
     assert tuple(choice["token_ids"]) == made.token_ids
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(made.logprobs, abs=1e-5)
-    assert "".join(choice["logprobs"]["tokens"]) == "".join(chr(ord("A") + token) for token in made.token_ids)
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert choice["logprobs"]["text_offset"] == list(range(12))
     assert choice["prompt_token_ids"] == list(ids_of("HELLO"))
     assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 12}]
-    assert choice["text"] == CODEC.decode(made.token_ids)
+    assert choice["text"] == CODEC.decode_completion((), made.token_ids)
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
     assert (answer["object"], answer["model"]) == ("text_completion", "policy")
@@ -173,7 +177,7 @@ def test_seeds_decide_and_without_one_answers_differ(client: Client) -> None:
 
 def test_what_ends_an_answer(client: Client) -> None:
     free = alone(ids_of("HELLO"), max_new_tokens=30)
-    text = CODEC.decode(free.token_ids)
+    text = CODEC.decode_completion((), free.token_ids)
     wanted = text[6:9]
     (choice,) = client.complete(max_tokens=30, stop=[wanted, "!!"], return_token_ids=True)["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
@@ -217,7 +221,7 @@ def test_chat_goes_through_the_models_template(client: Client) -> None:
     (choice,) = answer["choices"]
     assert tuple(choice["prompt_token_ids"]) == prompt
     assert tuple(choice["token_ids"]) == made.token_ids
-    assert choice["message"] == {"role": "assistant", "content": CODEC.decode(made.token_ids)}
+    assert choice["message"] == {"role": "assistant", "content": CODEC.decode_completion((), made.token_ids)}
     found = [each["logprob"] for each in choice["logprobs"]["content"]]
     assert found == pytest.approx(made.logprobs, abs=1e-5)
     assert (answer["object"], answer["id"][:9]) == ("chat.completion", "chatcmpl-")
@@ -270,7 +274,7 @@ def test_tools_and_variables_are_rendered_as_in_training(
     ask = {**row, "chat_template_kwargs": variables} if variables else row
     (choice,) = client.post("/v1/chat/completions", max_tokens=3, return_token_ids=True, **ask).json()["choices"]
     assert choice["prompt_token_ids"] == trained_on(row, variables)
-    assert shown in CODEC.decode(choice["prompt_token_ids"])
+    assert shown in CODEC.decode(choice["prompt_token_ids"], skip_special=False)
     assert set(choice["message"]) == {"role", "content"}, "the text as it is: no calls are looked for in it"
 
 
@@ -325,10 +329,16 @@ def test_a_stream_says_what_the_whole_answer_says(client: Client, n: int) -> Non
 
 def test_no_part_of_a_stop_string_is_streamed(client: Client) -> None:
     client.engine.step_s = 0.005
-    text = CODEC.decode(alone(ids_of("HELLO"), max_new_tokens=30).token_ids)
+    text = CODEC.decode_completion((), alone(ids_of("HELLO"), max_new_tokens=30).token_ids)
     wanted = text[16:22]
-    events = client.events("/v1/completions", prompt="HELLO", max_tokens=30, seed=1, stop=[wanted])[:-1]
+    ask = {"prompt": "HELLO", "max_tokens": 30, "seed": 1, "stop": [wanted], "logprobs": 0}
+    events = client.events("/v1/completions", **ask)[:-1]
     assert len(events) > 3
+    said = [event["choices"][0]["logprobs"] for event in events]
+    whole = client.post("/v1/completions", **ask).json()["choices"][0]["logprobs"]
+    assert [offset for part in said for offset in part["text_offset"]] == whole["text_offset"]
+    assert [token for part in said for token in part["tokens"]] == whole["tokens"]
+    assert "".join(whole["tokens"]) == text[: text.index(wanted)]
     assert "".join(event["choices"][0]["text"] for event in events) == text[: text.index(wanted)]
     assert events[-1]["choices"][0]["stop_reason"] == wanted
 
@@ -352,7 +362,18 @@ def test_a_chat_is_streamed_as_deltas(client: Client) -> None:
     [
         ("completions", {"prompt": "A", "tempreature": 1}, 400, "did you mean 'temperature'"),
         ("completions", {"prompt": "A", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "A", "temperature": 1e-46}, 400, "temperature"),
+        ("completions", {"prompt": "A", "temperature": 1e-39}, 400, "temperature"),
+        ("completions", {"prompt": "A", "temperature": 9e-31}, 400, "temperature"),
         ("completions", {"prompt": "A", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "A", "skip_special_tokens": True}, 400, "skip_special_tokens"),
+        ("completions", {"prompt": "A" * (targets.CONTEXT + 1)}, 400, "characters"),
+        ("completions", {"prompt": ["A", "A" * (targets.CONTEXT + 1)]}, 400, "characters"),
+        ("completions", {"prompt": "A", **{f"k{i}": 0 for i in range(3000)}}, 400, "at least 100 places"),
+        ("completions", {"prompt": [0] * (1 << 16)}, 400, "too many parts"),
+        ("completions", {"prompt": [[0] * (1 << 15)] * 2}, 400, "too many parts"),
+        ("completions", {"prompt": ["A", *[0] * 60_000]}, 400, "prompt"),
+        ("chat/completions", {"messages": [{}] * 60_000}, 400, "messages.0"),
         ("completions", {"prompt": "A", "max_tokens": 0}, 400, "max_tokens"),
         ("completions", {"prompt": "A", "n": 0}, 400, "n"),
         ("completions", {"prompt": ["A"] * 200, "n": 2}, 400, "too much"),
@@ -398,15 +419,90 @@ def test_refusals_have_openais_form(client: Client, path: str, body: dict[str, A
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000])
 def test_what_is_no_json_object_is_refused(client: Client, data: bytes) -> None:
-    response = client.http.post("/v1/completions", content=data)
+    response = client.http.post("/v1/completions", content=data, headers=JSON)
     assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
 
 
 def test_huge_bodies_and_other_methods_are_refused(client: Client) -> None:
-    assert client.http.post("/v1/completions", content=b" " * (17 << 20)).status_code == 413
+    assert client.http.post("/v1/completions", content=b" " * (17 << 20), headers=JSON).status_code == 413
     assert client.http.get("/v1/completions").status_code == 405
     body = {"model": "policy", "prompt": "A", "self": 1}
     assert client.http.post("/v1/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-20, 1e-4])
+def test_a_low_temperature_is_greedy(client: Client, temperature: float) -> None:
+    (choice,) = client.complete(temperature=temperature, top_p=1e-46, logprobs=0, return_token_ids=True)["choices"]
+    assert tuple(choice["token_ids"]) == alone(ids_of("HELLO"), temperature=0.0).token_ids
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx([0.0] * len(choice["token_ids"]), abs=1e-3)
+
+
+def test_only_programs_that_name_this_machine_and_send_json_are_answered(client: Client) -> None:
+    """A page of another site, whose name leads here or which sends a form, does not."""
+    body = json.dumps({"model": "policy", "prompt": "A"})
+    port = client.url.rpartition(":")[2]
+    for host in ("127.0.0.1", "localhost", "LOCALHOST", "[::1]", f"localhost:{port}"):
+        assert client.http.post("/v1/completions", content=body, headers={**JSON, "Host": host}).status_code == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil.example", "[", ""):
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/metrics"),
+            ("GET", "/health"),
+        ):
+            response = client.http.request(method, path, content=body, headers={**JSON, "Host": host})
+            assert response.status_code == 403 and "Host" in response.json()["error"]["message"], host
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "text/plain; a=application/json", ""):
+        response = client.http.post("/v1/completions", content=body, headers={"Content-Type": kind})
+        assert response.status_code == 415 and "application/json" in response.json()["error"]["message"]
+    kind = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert client.http.post("/v1/completions", content=body, headers=kind).status_code == 200
+    with served(hosts=()) as open_to_all:
+        assert open_to_all.http.get("/v1/models", headers={"Host": "gpu7.example"}).status_code == 200
+
+
+def test_one_model_is_named(client: Client) -> None:
+    (model,) = client.http.get("/v1/models").json()["data"]
+    assert client.http.get("/v1/models/policy").json() == model
+    for name in ("gpt-4", "policy/1", "policy%2F1", "a%20b"):
+        response = client.http.get(f"/v1/models/{name}")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_others_are_answered_while_a_long_prompt_is_tokenised() -> None:
+    going, go_on = threading.Event(), threading.Event()
+
+    class Waiting(TextCodec):
+        def encode_prompt(self, prompt: Any, variables: Any = None) -> list[int]:
+            if prompt == "LONG":
+                going.set()
+                assert go_on.wait(20)
+            return super().encode_prompt(prompt, variables)
+
+    with served(codec=Waiting(CODEC.tokenizer)) as client:
+        late = threading.Thread(target=lambda: httpx2.post(f"{client.url}/v1/completions", json=LONG, timeout=30))
+        late.start()
+        try:
+            assert going.wait(20)
+            assert client.http.get("/health").status_code == 200
+            client.complete()
+        finally:
+            go_on.set()
+            late.join()
+
+
+LONG = {"model": "policy", "prompt": "LONG", "max_tokens": 1}
+
+
+def test_a_client_that_leaves_while_it_sends_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with served() as client:
+        host, _, port = client.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as gone:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            gone.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+            time.sleep(0.1)
+        client.until(lambda: 'quartet_requests_total{status="499"} 1' in client.http.get("/metrics").text)
+    assert capsys.readouterr().err == "a client left while it sent its request\n"
 
 
 def test_a_key_is_asked_for_where_there_is_one() -> None:
@@ -468,7 +564,7 @@ def test_a_failure_of_one_request_is_its_own() -> None:
                 raise GenerationError("planted", [made.request_id for made in bad])
             return done
 
-    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode))) as client:
+    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode_completion))) as client:
         response = client.post("/v1/completions", prompt="A", max_tokens=7, ignore_eos=True)
         assert response.status_code == 500 and "planted" in response.json()["error"]["message"]
         events = client.events("/v1/completions", prompt="A", max_tokens=7, ignore_eos=True)
@@ -491,7 +587,7 @@ def test_an_engine_that_fails_for_good_answers_everybody(fault: Exception) -> No
                 raise fault
             return []
 
-    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode))) as client:
+    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode_completion))) as client:
         for path in ("/v1/completions", "/v1/completions"):
             response = client.post(path, prompt="A", n=2)
             assert response.status_code == 503 and "planted" in response.json()["error"]["message"]

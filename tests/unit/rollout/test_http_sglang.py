@@ -56,7 +56,7 @@ def side(folder: Path, *, is_tied: bool = False, seed: int = 5, **options: Any) 
         weights = PublishedWeights(staging, folder)
         retry = RetryConfig(attempts=2, first_wait_s=0.01)
         remote = RemoteServer(url=url, **{"retry": retry, "timeout_s": 20.0, "concurrency": 8, **options})
-        engine = SGLangEngine(remote, vocab_size=targets.VOCAB, decode=CODEC.decode, weights=weights)
+        engine = SGLangEngine(remote, vocab_size=targets.VOCAB, decode=CODEC.decode_completion, weights=weights)
         opened.enter_context(closing(engine))
         engine.wait_ready()
         yield Side(model, staging, server, engine, folder)
@@ -124,6 +124,7 @@ def test_the_documented_names_are_used(tmp_path: Path) -> None:
             "stop": ["zz"],
             "stop_token_ids": [60],
             "ignore_eos": True,
+            "skip_special_tokens": False,
             "sampling_seed": (1 << 63) - 1,
         }
         assert body == {

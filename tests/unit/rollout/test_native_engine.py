@@ -100,7 +100,7 @@ def test_any_of_several_stop_tokens_ends_a_request_and_stays(tiny: Any, make_req
 @pytest.mark.parametrize(("start", "end"), [(11, 13), (12, 16), (13, 17)], ids=["across", "whole tokens", "ragged"])
 def test_stop_strings_may_span_tokens(tiny: Any, make_request: Make, run_all: RunAll, start: int, end: int) -> None:
     """Characters ``start`` to ``end`` of the text that would come; a neighbour is not touched."""
-    engine = tiny.engine(decode=decode)
+    engine = tiny.engine(decode=lambda _, ids: decode(ids))
     free = run_all(
         engine,
         [make_request("r", seed=4, max_new_tokens=24), make_request("other", seed=5, max_new_tokens=24)],

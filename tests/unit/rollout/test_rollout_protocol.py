@@ -15,6 +15,7 @@ from quartet.rollout.protocol import Request, SamplingParams
     ("field", "value"),
     [
         ("temperature", -0.1),
+        ("temperature", 1e-46),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("top_p", 0.0),

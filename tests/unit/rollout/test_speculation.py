@@ -134,10 +134,10 @@ def test_completions_are_those_of_plain_decoding(
         request.getfixturevalue("exact_processor")
     packed = PackedCausalLM(tiny.packed.release(), numerics="exact") if exact else tiny.packed
     asked = mixed_requests(make_request, 90 if exact else 110)
-    expected = run(NativeEngine(packed, max_running=24, decode=decode), asked)
+    expected = run(NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids)), asked)
     assert {c.finish_reason for c in expected.values()} == {*FinishReason} - {FinishReason.CANCELLED}
     speculator = Speculator(drafters(packed)[kind], CHEAP)
-    engine = NativeEngine(packed, max_running=24, decode=decode, speculator=speculator)
+    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), speculator=speculator)
     times = 2 if kind == "history" else 1
     for _ in range(times):
         found = run(engine, asked)
@@ -159,9 +159,9 @@ def test_cancellations_and_new_weights_under_way(
     packed = PackedCausalLM(tiny.packed.release(), numerics="exact")
     asked = mixed_requests(make_request, 60)
     cancelled = [request.request_id for request in asked[::7]]
-    expected = run(NativeEngine(packed, max_running=24, decode=decode), asked)
+    expected = run(NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids)), asked)
     speculator = Speculator(drafters(packed)[kind], CHEAP)
-    engine = NativeEngine(packed, max_running=24, decode=decode, speculator=speculator)
+    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), speculator=speculator)
     found = run(engine, asked, cancel=cancelled, update_at=4)
     assert found.keys() == expected.keys()
     gone = 0

@@ -36,7 +36,7 @@ class Letters:
     def encode_continuation(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
-    def decode_completion(self, prompt_ids: Sequence[int], ids: Sequence[int], *, skip_special: bool = True) -> str:
+    def decode_completion(self, prompt_ids: Sequence[int], ids: Sequence[int], *, whole: bool = False) -> str:
         return "".join(map(chr, ids))
 
 

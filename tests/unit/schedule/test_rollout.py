@@ -64,9 +64,7 @@ class Letters(TimedCodec):
     def encode_prompt(self, prompt: str) -> list[int]:
         return [ord(letter) for letter in prompt]
 
-    def decode_completion(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, skip_special: bool = True
-    ) -> str:
+    def decode_completion(self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, whole: bool = False) -> str:
         return ""
 
 

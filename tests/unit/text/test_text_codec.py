@@ -119,6 +119,60 @@ def test_a_completion_keeps_the_space_it_begins_with(llama: TextCodec) -> None:
     assert llama.decode_completion(prompt_ids, completion_ids) == " a cat"
 
 
+THINK = {"additional_special_tokens": ["<think>", "</think>"]}
+
+
+def test_special_tokens_are_text_but_those_for_no_text(byte_level: Build) -> None:
+    codec = TextCodec(
+        byte_level(eos_token="<|im_end|>", pad_token="<pad>", unk_token="<unk>", bos_token="<|im_start|>", **THINK)
+    )
+    said = "<think>2+2=1</think>4"
+    end, pad, unknown = codec.eos_id, codec.tokenizer.pad_token_id, codec.tokenizer.unk_token_id
+    for ids in (
+        codec.encode_continuation(said),
+        [*codec.encode_continuation(said), end],
+        [pad, unknown, *codec.encode_continuation(said), end, pad],
+    ):
+        assert codec.decode_completion(codec.encode_prompt("2+2="), ids) == said
+        assert "".join(codec.completion_pieces(codec.encode_prompt("2+2="), ids)) == said
+    assert codec.decode_completion([65], [pad, 66, end], whole=True) == codec.decode([pad, 66, end], skip_special=False)
+    assert codec.kept_special == "; special tokens that stay in their text: <|im_start|>, <think>, </think>"
+    # One that the model ends with, though the tokenizer does not.
+    other = TextCodec(codec.tokenizer, (codec.tokenizer.convert_tokens_to_ids("</think>"),))
+    assert other.decode_completion([65], other.encode_continuation("<think>4</think>")) == "<think>4"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "text"),
+    [
+        ([], [" a"], "a"),  # nothing before it but begin-of-text
+        (["日本語の"], ["の", " a"], "の a"),  # a prompt of bytes alone
+        (["the", "</s>"], [" a"], " a"),
+        (["the "], [" a"], " a"),
+    ],
+)
+def test_a_completion_is_decoded_with_the_prompts_last_character(
+    llama: TextCodec, prompt: list[str], said: list[str], text: str
+) -> None:
+    prompt_ids = [
+        1,
+        *(token for part in prompt for token in ([2] if part == "</s>" else llama.encode_continuation(part))),
+    ]
+    ids = [token for part in said for token in llama.encode_continuation(part)]
+    assert llama.decode_completion(prompt_ids, ids) == text
+    assert "".join(llama.completion_pieces(prompt_ids, ids)) == text
+
+
+@given(data=st.data())
+def test_pieces_of_a_completion_make_its_text(llama: TextCodec, chat: TextCodec, data: st.DataObject) -> None:
+    """Bytes that are no characters, ends, and special tokens included."""
+    for codec in (llama, chat):
+        tokens = st.lists(st.integers(0, len(codec.tokenizer) - 1), max_size=14)
+        prompt, ids = data.draw(tokens), data.draw(tokens)
+        pieces = codec.completion_pieces(prompt, ids)
+        assert len(pieces) == len(ids) and "".join(pieces) == codec.decode_completion(prompt, ids)
+
+
 def test_an_empty_answer_is_end_of_text_alone(chat: TextCodec) -> None:
     assert chat.encode_completion("hello", "")[1] == [chat.eos_id]
 

@@ -40,7 +40,7 @@ def started(causal_lm: Any, tokenizer: Any) -> Iterator[list[Any]]:
                 for parameter in model.parameters():
                     parameter.mul_(1.5 + number)
             codec = TextCodec.of(tokenizer)
-            inside = NativeEngine(PackedCausalLM(model), owns_weights=True, decode=codec.decode, version=0)
+            inside = NativeEngine(PackedCausalLM(model), owns_weights=True, decode=codec.decode_completion, version=0)
             server = servers.SGLangServer(inside, model.config.max_position_embeddings)
             made.append((opened.enter_context(servers.sglang_server(server)), server))
         yield made
@@ -57,7 +57,7 @@ def test_an_evaluation_by_a_server_is_that_of_the_process(
         return [(row["prompt"], row["sample"], row["completion"], row["rewards"]) for row in map(json.loads, rows)]
 
     codec = TextCodec.of(tokenizer)
-    inside = SteppedEngine(NativeEngine(PackedCausalLM(causal_lm()), decode=codec.decode))
+    inside = SteppedEngine(NativeEngine(PackedCausalLM(causal_lm()), decode=codec.decode_completion))
     with servers.openai_server(inside, codec, context=64, vocab_size=len(tokenizer)) as url:
         engine = ServerEngineConfig(urls=(f"{url}/v1",), model="policy", max_outstanding=5)
         assert evaluated("served", engine=engine) == evaluated("here")

@@ -149,7 +149,7 @@ async def trained(run_roles: RLRoles, delays: Delays, in_flight: InFlight, journ
     )
     worker = LeaseContext(arbiter, SpanRecorder(clock=now))
     engine = NativeEngine(
-        own_copy(run_roles.actor.packed), owns_weights=True, max_running=8, decode=run_roles.codec.decode
+        own_copy(run_roles.actor.packed), owns_weights=True, max_running=8, decode=run_roles.codec.decode_completion
     )
     engine.update_weights(list(run_roles.actor.weights()), 0)
     actor = Slow(run_roles.train_group("actor"), delays)

@@ -82,7 +82,7 @@ def test_answers_are_those_of_plain_decoding(causal_lm: Any, tokenizer: Any, pro
     assert len({request.sampling.seed for of_key in found.values() for request in of_key}) == 2 * (len(prompts) + 4)
     for data, requests in zip((worker.data, worker.evaluation), found.values(), strict=True):
         for item, request in zip(data.items, requests, strict=True):
-            (alone,) = run_to_end(NativeEngine(packed, decode=worker.codec.decode), [request])
+            (alone,) = run_to_end(NativeEngine(packed, decode=worker.codec.decode_completion), [request])
             assert item.input_ids == (*request.prompt_ids, *alone.token_ids)
             assert item.loss_mask == (False,) * len(request.prompt_ids) + (True,) * len(alone.token_ids)
 

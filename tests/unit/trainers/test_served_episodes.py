@@ -116,7 +116,7 @@ def test_servers_that_are_asked_over_http(run: Any, causal_lm: Any, tokenizer: A
     with ExitStack() as opened:
         for seed in (1, 2):
             packed = PackedCausalLM(causal_lm(seed))
-            inside = NativeEngine(packed, owns_weights=True, decode=codec.decode, version=0, max_running=5)
+            inside = NativeEngine(packed, owns_weights=True, decode=codec.decode_completion, version=0, max_running=5)
             server = servers.SGLangServer(inside, packed.model.config.max_position_embeddings)
             made.append((opened.enter_context(servers.sglang_server(server)), server))
         engine = SGLangEngineConfig(urls=tuple(url for url, _ in made), weights="distributed", lease_s=60.0)

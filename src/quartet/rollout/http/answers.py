@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -20,11 +21,12 @@ _INCOMPLETE = "\ufffd"
 
 @dataclass
 class Choice:
-    """One answer as it grows: what of it was said already."""
+    """One answer as it grows: what of it was said already, and tokens seen, some of which may wait for their text."""
 
     index: int
     request: Request
     num_tokens: int = 0
+    num_seen: int = 0
     text: str = ""
     is_new: bool = True
 
@@ -54,8 +56,9 @@ class Answers:
         reason, text_end = None, None
         if isinstance(tokens, Completion):
             reason, text_end = tokens.finish_reason, tokens.text_end
-        if reason is None and len(tokens.token_ids) == choice.num_tokens:
+        if reason is None and len(tokens.token_ids) == choice.num_seen:
             return None
+        choice.num_seen = len(tokens.token_ids)
         return {**self._head(".chunk"), "choices": [self._choice(choice, tokens, reason, text_end, is_delta=True)]}
 
     def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -80,18 +83,25 @@ class Answers:
         is_delta: bool = False,
     ) -> dict[str, Any]:
         """Moves ``choice`` on."""
-        new = slice(choice.num_tokens, None)
-        text = self._grown(choice, tokens.token_ids, reason, text_end)
-        said: dict[str, Any] = {"index": choice.index, **self._said(choice, text, is_delta=is_delta)}
-        said["logprobs"] = self._logprobs(tokens, choice, new) if self._body.wants_logprobs else None
+        text, num_tokens = self._grown(choice, tokens.token_ids, reason, text_end), len(tokens.token_ids)
+        said: dict[str, Any] = {"index": choice.index, **self._said(choice, text, is_delta=is_delta), "logprobs": None}
+        if self._body.wants_logprobs:
+            pieces = self._codec.completion_pieces(choice.request.prompt_ids, tokens.token_ids)
+            ends = list(accumulate(map(len, pieces)))
+            if reason is None:  # a token comes with its text
+                num_tokens = max(choice.num_tokens, bisect_right(ends, len(choice.text)))
+            elif text_end is not None:
+                pieces = [piece[: max(0, len(piece) - end + text_end)] for piece, end in zip(pieces, ends, strict=True)]
+            said["logprobs"] = self._logprobs(tokens, pieces, slice(choice.num_tokens, num_tokens))
+        new = slice(choice.num_tokens, num_tokens)
         said["finish_reason"] = None if reason is None else _REASONS.get(reason, "stop")
         said["stop_reason"] = self._stop_reason(choice.request, tokens, reason, text_end)
         if self._body.return_token_ids:
             said["token_ids"] = list(tokens.token_ids[new])
-            said["weight_versions"] = _spans(tokens.versions, choice.num_tokens)
+            said["weight_versions"] = _spans(tokens.versions[:num_tokens], choice.num_tokens)
             if choice.is_new:
                 said["prompt_token_ids"] = list(choice.request.prompt_ids)
-        choice.num_tokens, choice.is_new = len(tokens.token_ids), False
+        choice.num_tokens, choice.is_new = num_tokens, False
         return said
 
     def _grown(
@@ -118,8 +128,7 @@ class Answers:
         role = {"role": "assistant"} if choice.is_new else {}
         return {"delta" if is_delta else "message": {**role, "content": text}}
 
-    def _logprobs(self, tokens: Generated | Completion, choice: Choice, new: slice) -> dict[str, Any]:
-        texts = self._codec.token_texts(tokens.token_ids)
+    def _logprobs(self, tokens: Generated | Completion, texts: Sequence[str], new: slice) -> dict[str, Any]:
         logprobs = list(tokens.logprobs[new])
         if self._is_chat:
             pairs = zip(texts[new], logprobs, strict=True)
@@ -128,7 +137,7 @@ class Answers:
                 for text, logprob in pairs
             ]
             return {"content": content, "refusal": None}
-        offsets = [0, *accumulate(map(len, texts))][choice.num_tokens : len(texts)]
+        offsets = [0, *accumulate(map(len, texts))][:-1][new]
         return {"tokens": texts[new], "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
     def _stop_reason(
@@ -138,7 +147,7 @@ class Answers:
         if reason is FinishReason.STOP and tokens.token_ids[-1] in self._body.stop_token_ids:
             return tokens.token_ids[-1]
         if reason is FinishReason.STOP_STRING:
-            text = self._codec.decode(tokens.token_ids)
+            text = self._codec.decode_completion(request.prompt_ids, tokens.token_ids)
             return next((s for s in request.sampling.stop_strings if text.startswith(s, text_end)), None)
         return None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -22,6 +22,10 @@ from quartet.text.tokenizer import TextCodec
 MAX_SEED = (1 << 63) - 1
 _MAX_CHOICES = 256
 _UNLIMITED = 1 << 20
+_MAX_VALUES = 1 << 16
+"""In the JSON of a request, or as many as the context has tokens: validating millions takes minutes."""
+T = TypeVar("T")
+_Many = Annotated[tuple[T, ...], Field(fail_fast=True)]
 
 
 class StreamOptions(Strict):
@@ -36,8 +40,8 @@ class _Body(Strict):
     top_k: int = Field(0, ge=-1)
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | _Many[str] = ()
+    stop_token_ids: _Many[int] = ()
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -49,7 +53,7 @@ class _Body(Strict):
     frequency_penalty: float = Field(0, ge=0, le=0)
     repetition_penalty: float = Field(1, ge=1, le=1)
     logit_bias: dict[str, float] = Field({}, max_length=0)
-    skip_special_tokens: Literal[True] = True
+    skip_special_tokens: Literal[False] = False
     include_stop_str_in_output: Literal[False] = False
 
     @property
@@ -58,7 +62,7 @@ class _Body(Strict):
 
 
 class CompletionBody(_Body):
-    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+    prompt: str | _Many[int] | _Many[str] | _Many[_Many[int]]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=1)
     best_of: Literal[1] = 1
@@ -105,7 +109,7 @@ class Message(Strict):
 
 
 class ChatBody(_Body):
-    messages: tuple[Message, ...] = Field(min_length=1)
+    messages: _Many[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -161,13 +165,43 @@ class ModelLimits:
     vocab_size: int
 
 
+def check_size(body: dict[str, Any], codec: TextCodec, limits: ModelLimits) -> None:
+    """Refuses what cannot fit into the context before anything reads it all.
+
+    Raises:
+        UserError: a text of more characters than the context's tokens can have, or too many values.
+    """
+    most_values = max(_MAX_VALUES, limits.context or 0)
+    most_characters = None if limits.context is None else limits.context * codec.longest_token
+    unread: list[Any] = [body]
+    num_values = 0
+    while unread:
+        value = unread.pop()
+        if isinstance(value, str) and most_characters is not None and len(value) > most_characters:
+            raise UserError(
+                "a text leaves no room in the model's context",
+                found=f"{len(value)} characters; a context of {limits.context} tokens, none of more than "
+                f"{codec.longest_token} characters",
+                remedy="shorten it",
+            )
+        if isinstance(value, dict | list):
+            num_values += len(value)
+            if num_values > most_values:
+                raise UserError(
+                    "a request has too many parts",
+                    found=f"more than {most_values} values in its JSON",
+                    remedy="ask for less at a time",
+                )
+            unread += value.values() if isinstance(value, dict) else value
+
+
 def requests_of(body: AnyBody, name: str, codec: TextCodec, limits: ModelLimits) -> list[Request]:
     """One request per prompt and choice; choice k of a prompt has the seed of its first one plus k, as in vLLM.
 
     Raises:
         UserError: what is asked cannot be.
     """
-    prompts = body.prompts(codec)
+    prompts = body.prompts(codec if limits.context is None else codec.limited(limits.context))
     if not 1 <= len(prompts) * body.n <= _MAX_CHOICES:
         raise UserError(
             "a request asks for too much or for nothing",

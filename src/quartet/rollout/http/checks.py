@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from quartet.rollout.protocol import FinishReason, SamplingParams
+from quartet.rollout.protocol import FinishReason, Request
 from quartet.rollout.stop_strings import Decode
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ Ended = tuple[Part, FinishReason | None, int | None]
 def ending(
     said: Literal["stop", "length"] | None,
     token_ids: Sequence[int],
-    sampling: SamplingParams,
+    request: Request,
     decode: Decode | None,
     room: int,
     *,
@@ -47,13 +47,14 @@ def ending(
     """
     if said is None:
         return None, None
+    sampling = request.sampling
     stop = next((n for n, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)
     if stop is not None:
         if stop < len(token_ids) - 1:
             raise ValueError(f"it goes on after the stop token at place {stop} of {len(token_ids)}")
         return FinishReason.STOP, None
     if sampling.stop_strings and decode is not None:
-        text = decode(token_ids)
+        text = decode(request.prompt_ids, token_ids)
         places = [place for string in sampling.stop_strings if (place := text.find(string)) >= 0]
         if places:
             return FinishReason.STOP_STRING, min(places)

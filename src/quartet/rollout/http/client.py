@@ -68,7 +68,7 @@ class HTTPEngine(abc.ABC):
     Args:
         server: where it is, how patiently and how often it is asked, how many requests are under way at a time.
         vocab_size: of the model that is served.
-        decode: token ids → text, needed for stop strings.
+        decode: a codec's ``decode_completion``, needed for stop strings.
         version: policy version of the weights that it has.
         restart_timeout_s: most seconds that a server which went away may take to come back.
     """
@@ -254,7 +254,7 @@ class HTTPEngine(abc.ABC):
         check_columns(part, self._vocab_size)
         token_ids = [*held.token_ids, *part.token_ids]
         is_exact = self._context is not None
-        return part, *ending(part.ended, token_ids, held.request.sampling, self._decode, room, is_exact=is_exact)
+        return part, *ending(part.ended, token_ids, held.request, self._decode, room, is_exact=is_exact)
 
     def completed(self, timeout_s: float) -> list[Completion]:
         if self._flying and not (self._ended or self._refused or self._failure):

@@ -51,6 +51,7 @@ class OpenAIEngine(HTTPEngine):
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
+            "skip_special_tokens": False,  # stop strings are looked for in the text that we have
         }
         return asked if request.session is None else {**asked, "session_id": request.session}
 

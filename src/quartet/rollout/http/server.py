@@ -7,27 +7,30 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import signal
 import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from quartet.config import UserError
 from quartet.rollout.http.answers import Answers
-from quartet.rollout.http.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, requests_of
+from quartet.rollout.http.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, check_size, requests_of
 from quartet.rollout.http.driver import EngineThread, Event
 from quartet.rollout.ledger import RequestsRefused
 from quartet.rollout.protocol import Completion, EngineFailed, GenerationError, Request, RolloutEngine
@@ -39,6 +42,8 @@ _END_S = 5
 """For answers that say that the server ends."""
 _ENDS = EngineFailed("the server ends", found="a signal", remedy="ask another one, or this one once it is back")
 MAX_BODY_BYTES = 16 << 20
+_LOG = logging.getLogger(__name__)
+_Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class ServerSettings:
         max_requests: answers under way and waiting, beyond which requests are turned away (HTTP 429).
         api_key: that a client must send; None: nobody is asked for one.
         grace_s: for what is under way when the server is to end.
+        hosts: names of this server that a request may be sent to; empty: any. A page of another site whose name leads
+            here must not ask a server of this machine alone.
     """
 
     name: str
@@ -56,6 +63,7 @@ class ServerSettings:
     max_requests: int = 1024
     api_key: str | None = None
     grace_s: float = 5.0
+    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
 
 
 class Refused(Exception):
@@ -85,23 +93,48 @@ class Server:
         self._tokens: Counter[str] = Counter()
         self._created = int(time.time())
         self.engine = EngineThread(engine)
+        endpoints: dict[tuple[str, str], _Endpoint] = {
+            ("POST", "/v1/completions"): partial(self._answered, kind=CompletionBody, prefix="cmpl"),
+            ("POST", "/v1/chat/completions"): partial(self._answered, kind=ChatBody, prefix="chatcmpl"),
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/v1/models/{name:path}"): self._model,
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics,
+        }
         routes = [
-            Route("/v1/completions", partial(self._answered, kind=CompletionBody, prefix="cmpl"), methods=["POST"]),
-            Route("/v1/chat/completions", partial(self._answered, kind=ChatBody, prefix="chatcmpl"), methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
-            Route("/metrics", self._metrics, methods=["GET"]),
+            Route(path, partial(self._asked, endpoint=endpoint), methods=[method])
+            for (method, path), endpoint in endpoints.items()
         ]
         handlers: Any = {Refused: _as_response, HTTPException: _as_response}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     # What is there ----------------------------------------------------------------------------------------
 
+    async def _asked(self, http: HTTPRequest, endpoint: _Endpoint) -> Response:
+        hosts = self._settings.hosts
+        if hosts and _hostname(http) not in hosts:
+            problem = f"Host {http.headers.get('Host')!r} is not this server's; it listens to {', '.join(hosts)}"
+            raise Refused(403, f"{problem} (--host opens it to others)", "invalid_request_error")
+        return await endpoint(http)
+
     async def _models(self, http: HTTPRequest) -> Response:
         self._authorize(http)
+        return JSONResponse({"object": "list", "data": [self._about_model()]})
+
+    async def _model(self, http: HTTPRequest) -> Response:
+        self._authorize(http)
+        self._check_model(http.path_params["name"])
+        return JSONResponse(self._about_model())
+
+    def _about_model(self) -> dict[str, Any]:
         settings = self._settings
         model = {"id": settings.name, "object": "model", "created": self._created, "owned_by": "quartet"}
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": settings.limits.context}]})
+        return {**model, "max_model_len": settings.limits.context}
+
+    def _check_model(self, name: str) -> None:
+        if name != self._settings.name:
+            problem = f"the model {name!r} is not served here; {self._settings.name!r} is"
+            raise Refused(404, problem, "invalid_request_error", "model_not_found")
 
     async def _health(self, http: HTTPRequest) -> Response:
         if self.engine.failure is not None:
@@ -128,16 +161,17 @@ class Server:
             refused = _refusal(error)
         except Refused as error:
             refused = error
+        except ClientDisconnect:
+            refused = Refused(499, "a client left while it sent its request", "client_closed_request")
+            _LOG.warning("%s", refused.error["error"]["message"])
         self._counts[str(refused.status)] += 1
         raise refused
 
     async def _answer(self, http: HTTPRequest, kind: type[AnyBody], name: str) -> Response:
         self._authorize(http)
-        body = kind(**await _json_of(http))
-        if body.model != self._settings.name:
-            problem = f"the model {body.model!r} is not served here; {self._settings.name!r} is"
-            raise Refused(404, problem, "invalid_request_error", "model_not_found")
-        requests = requests_of(body, name, self._codec, self._settings.limits)
+        data = await _data_of(http)
+        # In a thread: others are answered while a long prompt is tokenised.
+        body, requests = await asyncio.to_thread(self._read, data, kind, name)
         if self.engine.failure is not None:
             raise self.engine.failure
         if self.engine.held + len(requests) > self._settings.max_requests:
@@ -149,6 +183,14 @@ class Server:
         completions = await self._all(http, requests, self.engine.ask(requests))
         self._count(answers, completions)
         return JSONResponse(answers.whole(completions))
+
+    def _read(self, data: bytes, kind: type[AnyBody], name: str) -> tuple[AnyBody, list[Request]]:
+        """What the engine is to do; errors as of ``_answer``."""
+        asked, limits = _json_of(data), self._settings.limits
+        check_size(asked, self._codec, limits)
+        body = kind(**asked)
+        self._check_model(body.model)
+        return body, requests_of(body, name, self._codec, limits)
 
     async def _all(
         self, http: HTTPRequest, requests: Sequence[Request], events: asyncio.Queue[Event]
@@ -214,12 +256,27 @@ class Server:
             )
 
 
-async def _json_of(http: HTTPRequest) -> dict[str, Any]:
+def _hostname(http: HTTPRequest) -> str | None:
+    with suppress(ValueError):
+        return urlsplit(f"//{http.headers.get('Host', '')}").hostname
+    return None
+
+
+async def _data_of(http: HTTPRequest) -> bytes:
+    """The bytes of JSON, which pages of other sites cannot send without this server's leave."""
+    kind = http.headers.get("Content-Type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        problem = f"a request is JSON (Content-Type: application/json), not {kind!r}"
+        raise Refused(415, problem, "invalid_request_error")
     data = bytearray()
     async for part in http.stream():
         data += part
         if len(data) > MAX_BODY_BYTES:
             raise Refused(413, f"a request of more than {MAX_BODY_BYTES} bytes", "invalid_request_error")
+    return bytes(data)
+
+
+def _json_of(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -103,6 +103,7 @@ class SGLangEngine(HTTPEngine):
                 "min_p": sampling.min_p,
                 "stop": list(sampling.stop_strings),
                 "stop_token_ids": list(sampling.stop_token_ids),
+                "skip_special_tokens": False,  # stop strings are looked for in the text that we have
                 # Only what the request names ends it, not the model's own end-of-text.
                 "ignore_eos": True,
                 "sampling_seed": sampling.seed & LARGEST_SEED,

@@ -55,7 +55,7 @@ class VLLMEngine:
 
     Args:
         engine_args: as ``start.make`` chooses them.
-        decode: token ids → text, needed for stop strings.
+        decode: a codec's ``decode_completion``, needed for stop strings.
         version: policy version of the weights that it loaded; None: it computes only once weights were sent.
         lora: ``rank`` and ``alpha`` of adapters, which alone are sent then.
         padding: that the model's heads have.
@@ -114,7 +114,9 @@ class VLLMEngine:
 
     def _add(self, request: Request) -> None:
         strings = request.sampling.stop_strings
-        matcher = StopStringMatcher(strings, self._decode) if strings and self._decode is not None else None
+        matcher = None
+        if strings and self._decode is not None:
+            matcher = StopStringMatcher(strings, self._decode, request.prompt_ids)
         self._held[request.request_id] = _Response(request, matcher)
         wanted = EngineCoreRequest(
             request_id=request.request_id,

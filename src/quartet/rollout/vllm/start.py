@@ -19,7 +19,7 @@ from quartet.observe.memory import available_bytes
 from quartet.rollout.stop_strings import Decode
 from quartet.rollout.vllm.drafts import Drafts
 from quartet.rollout.vllm.head_padding import HeadPadding, head_padding
-from quartet.text.loading import load_tokenizer
+from quartet.text.tokenizer import TextCodec
 
 SUPPORTED = "vllm >= 0.31, < 0.33"
 """The engine core's interface changes between minor versions."""
@@ -208,5 +208,4 @@ def _cpu_arguments(folder: Path, given: dict[str, Any]) -> HeadPadding | None:
 def _decode(folder: Path, trust_remote_code: bool) -> Decode | None:
     if not (folder / "tokenizer.json").is_file():
         return None
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    return lambda token_ids: str(tokenizer.decode(token_ids))
+    return TextCodec.from_pretrained(folder, trust_remote_code=trust_remote_code).decode_completion

@@ -87,7 +87,7 @@ def check_turn_end(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
         if ends and stops.isdisjoint(ends):
             token = tokenizer.convert_ids_to_tokens(ends[0])
             return judged(name, f"the template ends answers with {token!r}, the engine at {shown}", failure=True)
-    return judged(name, f"answers end with {shown}")
+    return judged(name, f"answers end with {shown}{codec.kept_special}")
 
 
 def check_begin_of_text(codec: TextCodec, prompts: Sequence[Sequence[int]]) -> Finding:

@@ -32,11 +32,11 @@ async def check_stops(run: ExaminedRun) -> list[Finding]:
     plain = SamplingParams(temperature=0.0, max_new_tokens=room)
     (free, *_) = (await run.answers(item.prompt, [plain], "free")).values()
     ids = _leaf(free, 0)
-    # Special tokens have no text, others only a part of a character, or another text among others.
-    whole, pieces = codec.decode(ids), [codec.decode([token]) for token in ids]
-    spoken = [n for n, text in enumerate(pieces) if text.strip() and text in whole and "\ufffd" not in text]
-    stop = ids[spoken[len(spoken) // 2] if spoken else len(ids) // 2]
-    piece = codec.decode([stop]) if spoken else ""
+    # Ends have no text, other tokens only a part of a character.
+    pieces = codec.completion_pieces(codec.encode_prompt(item.prompt), ids)
+    spoken = [n for n, text in enumerate(pieces) if text.strip() and "\ufffd" not in text]
+    place = spoken[len(spoken) // 2] if spoken else len(ids) // 2
+    stop, piece = ids[place], pieces[place] if spoken else ""
     ways = [replace(plain, stop_token_ids=(stop,)), replace(plain, stop_strings=(piece or "\n",))]
     through, go_on = list[str](), list[str]()
     found = await run.answers(item.prompt, ways, "stops")
