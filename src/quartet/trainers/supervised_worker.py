@@ -32,6 +32,7 @@ from quartet.data.order import steps_for
 from quartet.data.prefetch import Prefetcher
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
+    check_saves,
     load_causal_lm,
     load_scalar_model,
     packed_causal_lm,
@@ -141,6 +142,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
                 shard_model(self.packed, self.mesh, on_host=recipe.sharding.cpu_offload)
                 load_shares(self.packed, self._contents(given.model), device=device, seed=recipe.seed)
             super().__init__(TrainEngine(self.packed, train, total_steps=self.steps, mesh=mesh))
+            check_saves(self.packed, text, self._seen(), self.codec.eos_ids)
             self._begin(given)
             taken.pop_all()
 
