@@ -32,7 +32,8 @@ def local_or_hub(name: str | Path, what: str) -> str:
 
 
 def local_directory(name: str | Path, what: str) -> str | None:
-    """``name`` with ``~`` expanded where it is a path, of a URL the copy on this machine; None of names of the hub.
+    """``name`` with ``~`` expanded where it is a path, of a run the model that it has exported, of a URL the copy on
+    this machine; None of names of the hub.
 
     Raises:
         UserError: a local path that does not exist, or a file; a URL that cannot be read.
@@ -40,10 +41,20 @@ def local_directory(name: str | Path, what: str) -> str | None:
     text = str(local_copy(str(name)) if is_url(name) else name)
     path = Path(text).expanduser()
     if path.is_dir():
-        if (path / "run.json").is_file() and not (path / "config.json").is_file():
-            part = path / ("medusa" if what == "heads" else "model")
-            remedy = f"name {part}" if part.is_dir() else made_by(part) or f"name a directory with {part.name}/ in it"
-            raise UserError(f"this is a run, no {what}", found=text, remedy=remedy)
+        part = path / ("medusa" if what == "heads" else "model")
+        if (path / "config.json").is_file():
+            return str(path)
+        if part.is_dir():  # of a run, or of one that was exported while it trained
+            return str(part)
+        if (path / "run.json").is_file():
+            remedy = made_by(part) or f"name a directory with {part.name}/ in it"
+            raise UserError(f"this is a run without a {what}", found=text, remedy=remedy)
+        if what == "model" and (path / "manifest.json").is_file():
+            raise UserError(
+                "this is a checkpoint, from which training goes on",
+                found=text,
+                remedy=f"make a model of it: quartet export {path} DIR",
+            )
         return str(path)
     if path.exists():
         raise UserError(

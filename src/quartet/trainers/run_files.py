@@ -223,7 +223,14 @@ def write_models(path: Path) -> None:
         replace_atomically(path / MODELS, seal({"files": digests}))
 
 
-def _changed_model(path: Path) -> str | None:
+def write_digests(directory: Path) -> None:
+    """``models.json`` in a model directory of its own; raises as ``write_models``."""
+    (directory / MODELS).unlink(missing_ok=True)  # a copy's
+    if digests := {name: asdict(digest) for name, digest in digest_files(directory).items()}:
+        replace_atomically(directory / MODELS, seal({"files": digests}))
+
+
+def _changed_model(path: Path, is_looked_at: Callable[[str], bool] = lambda name: True) -> str | None:
     """The first file of the models that has changed; earlier versions did not say what they had written."""
     if not os.path.lexists(path / MODELS):
         return None
@@ -231,7 +238,26 @@ def _changed_model(path: Path) -> str | None:
         files = unseal(read_file(path / MODELS))["files"]
     except (UserError, ValueError):
         return MODELS
-    return changed_file(path, {name: FileDigest(**digest) for name, digest in files.items()})
+    return changed_file(path, {n: FileDigest(**digest) for n, digest in files.items() if is_looked_at(n)})
+
+
+def check_written(directory: Path) -> None:
+    """Compares the weights in a model directory with the digests that were written with them, in it or in its run.
+
+    Users may edit what is beside the weights; and what no run has written has no digests.
+
+    Raises:
+        UserError: they have changed.
+    """
+    for place, prefix in ((directory, ""), (directory.parent, f"{directory.name}/")):
+        changed = _changed_model(place, lambda name, p=prefix: name.startswith(p) and name.endswith(".safetensors"))
+        if changed is not None:
+            raise UserError(
+                f"the weights in {directory} are not those that were written there",
+                found=f"{place / changed} has another content (SHA-256) than {place / MODELS} says",
+                remedy=f"write them anew from a checkpoint (quartet export RUN --step N DIR) or a copy; where you have "
+                f"changed them on purpose, delete {place / MODELS}",
+            )
 
 
 def _read_marker(marker: Path, job: str) -> dict[str, Any]:
@@ -405,6 +431,7 @@ def input_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
         name = value.rpartition(":")[0] if key.endswith("target") else value
         try:
             path = Path(name).expanduser()
+            path = path / "model" if (path / MARKER).is_file() and (path / "model").is_dir() else path
             files = [path] if path.is_file() else sorted(path.iterdir()) if name and path.is_dir() else []
             if files := [file for file in files if file.is_file()]:
                 found[key] = _digest_inputs(files)

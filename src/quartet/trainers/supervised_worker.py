@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from quartet.models.loading import (
     load_scalar_model,
     packed_causal_lm,
     packed_scalar_model,
+    save_scalar_model,
     seen_tokens,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
@@ -297,6 +298,9 @@ class ScalarWorker(SupervisedWorker[R, D, PackedScalarModel]):
     def _seen(self) -> torch.Tensor:
         found = (data.seen for data in (self.data, self.evaluation) if data is not None)
         return seen_tokens(vocabulary_size(self.packed.model), (torch.tensor(sorted(ids)) for ids in found))
+
+    def _write(self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Any, eos_ids: Collection[int]) -> str | None:
+        return save_scalar_model(self.packed, tokenizer, path, seen=seen, eos_ids=eos_ids)
 
 
 class SupervisedProcess(RolesWorker):

@@ -1,21 +1,40 @@
-"""What a run exports: no code that nobody trusted, every end-of-text, from any checkpoint; and what is checked of it."""
+"""What a run exports: from any checkpoint, with every end-of-text and no code that nobody trusted; and its digests."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 import quartet
 from quartet.config import UserError
-from quartet.config.common import LogConfig, OptimConfig, TrainConfig
-from quartet.config.recipe import CheckpointConfig, SFTRecipe
-from quartet.models.loading import load_causal_lm, packed_causal_lm, save_causal_lm
+from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
+from quartet.config.evaluation import EvalRecipe
+from quartet.config.recipe import (
+    ActorConfig,
+    CheckpointConfig,
+    ProcessRewardRecipe,
+    RewardModelRecipe,
+    SFTRecipe,
+)
+from quartet.models.loading import (
+    load_causal_lm,
+    load_scalar_model,
+    load_step_separator,
+    packed_causal_lm,
+    save_causal_lm,
+)
 from quartet.text.loading import load_tokenizer
+from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.process_reward import ProcessRewardTrainer
+from quartet.trainers.results import export, model_directory
+from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.sft import SFTTrainer
 
 COMMON: dict[str, Any] = {
@@ -115,3 +134,144 @@ def test_an_export_names_every_end_of_text_of_its_training(
     listed = former if isinstance(former, list) else [former] if former not in (None, own) else []
     assert found == ([*listed, own] if listed else own)
     assert model.generation_config.eos_token_id == former
+
+
+# From checkpoints ------------------------------------------------------------------------------------------
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.name not in ("README.md", "models.json")}
+
+
+@pytest.mark.parametrize("lora", [None, "both", "adapter"])
+def test_a_checkpoint_becomes_the_directory_that_its_run_would_have_written(
+    lora: Any, base: Path, demonstrations: Any, tmp_path: Path
+) -> None:
+    adapters = LoRAConfig(rank=2, export=lora) if lora else None
+    train = TrainConfig(optim=OptimConfig(lr=5e-3), lora=adapters)
+    run = tmp_path / "run"
+    sft(run, demonstrations, train=train, model=str(base)).train()
+    export(run, 2, tmp_path / "last")
+    if lora != "adapter":
+        assert files(tmp_path / "last") == files(run / "model")
+        export(run, None, tmp_path / "copied")
+        assert files(tmp_path / "copied") == files(run / "model")
+    sft(tmp_path / "short", demonstrations, train=train, model=str(base), steps=1).train()
+    export(run / "checkpoints" / "step_00000001", None, tmp_path / "first")
+    export(tmp_path / "short", 1, tmp_path / "short_model")
+    assert files(tmp_path / "first") == files(tmp_path / "short_model") != files(tmp_path / "last")
+    with pytest.raises(UserError, match="is not empty"):
+        export(run, 1, tmp_path / "first")
+    with pytest.raises(UserError, match="cannot be used") as missing:
+        export(run, 7, tmp_path / "seventh")
+    assert "1, 2" in missing.value.remedy
+
+
+def test_the_step_of_an_rl_run_is_what_evaluation_and_generation_take(
+    base: Path, tiny_rl: Any, digits: Any, prompts: Any, causal_lm: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    actor = ActorConfig(model=ModelConfig(path=str(base)), train=TrainConfig(optim=OptimConfig(lr=1e-2)))
+    run = tmp_path / "rl"
+    values = {"steps": 2, "prompts_per_step": 2, "checkpoint": CheckpointConfig(every_steps=1)}
+    tiny_rl(run, digits, model=str(base), actor=actor, **values).train()
+    step = run / "checkpoints" / "step_00000001"
+
+    def answers(model: Path, name: str) -> str:
+        recipe = EvalRecipe(output_dir=str(tmp_path / name), model=ModelConfig(path=str(model)), threads=1)
+        Evaluator(recipe, prompts=prompts, rewards=digits).run()
+        return (tmp_path / name / "answers.jsonl").read_text()
+
+    export(run, 1, tmp_path / "first")
+    assert answers(step, "of_step") == answers(tmp_path / "first", "of_export")
+    assert model_directory(str(run)) == str(run / "model")
+    assert answers(run, "of_run") == answers(run / "model", "of_model")
+    for file in (run / "model").glob("*.safetensors"):  # as of a run that has not come to its end
+        file.unlink()
+    made = Path(model_directory(str(run)))
+    export(run, 2, tmp_path / "last")
+    assert files(made) == files(tmp_path / "last") and tmp_path not in made.parents
+
+
+@pytest.mark.parametrize("job", ["reward-model", "process-reward"])
+def test_a_scalar_model_of_a_checkpoint_scores_as_the_exported_one(
+    job: str, base: Path, pairs: Any, tmp_path: Path
+) -> None:
+    values: dict[str, Any] = {**COMMON, "output_dir": str(tmp_path / "run"), "model": ModelConfig(path=str(base))}
+    del values["examples_per_step"]
+    if job == "reward-model":
+        RewardModelTrainer(RewardModelRecipe(**values, pairs_per_step=4), rows=pairs).train()
+    else:
+        rows = [{"prompt": "1+1=", "steps": ["1", "2"], "labels": [1.0, 0.0]}] * 4
+        ProcessRewardTrainer(ProcessRewardRecipe(**values, answers_per_step=4, separator=";"), rows=rows).train()
+    export(tmp_path / "run", 2, tmp_path / "last")
+    one, other = (load_scalar_model(str(path)) for path in (tmp_path / "run" / "model", tmp_path / "last"))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert torch.equal(one(ids).logits, other(ids).logits)
+    assert load_step_separator(str(tmp_path / "last")) == (";" if job == "process-reward" else None)
+
+
+@pytest.mark.parametrize("pad", [None, "eos_token", "pad_token"])
+def test_a_reward_model_pads_with_what_no_text_ends_in(
+    pad: str | None, causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path
+) -> None:
+    """transformers scores at the right-most token that is not the config's pad token."""
+    own = copy.deepcopy(tokenizer)
+    own.pad_token = getattr(tokenizer, pad) if pad is not None else None
+    values = {name: value for name, value in COMMON.items() if name != "examples_per_step"}
+    recipe = RewardModelRecipe(**values, pairs_per_step=4, output_dir=str(tmp_path / "run"))
+    RewardModelTrainer(recipe, model=causal_lm(), tokenizer=own, rows=pairs).train()
+    config = load_scalar_model(str(tmp_path / "run" / "model")).config
+    assert config.pad_token_id == load_tokenizer(tmp_path / "run" / "model").pad_token_id
+    assert config.pad_token_id not in (None, tokenizer.eos_token_id)
+
+
+def test_a_model_from_python_needs_the_directory_that_it_came_from(
+    causal_lm: Any, tokenizer: Any, base: Path, demonstrations: Any, tmp_path: Path
+) -> None:
+    sft(tmp_path / "run", demonstrations, model=causal_lm(), tokenizer=tokenizer).train()
+    with pytest.raises(UserError, match="does not say which model it began with") as refused:
+        export(tmp_path / "run", 1, tmp_path / "first")
+    assert "--model" in refused.value.remedy
+    export(tmp_path / "run", 2, tmp_path / "last", str(base))
+    weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert (tmp_path / "last" / "model.safetensors").read_bytes() == weights
+    with pytest.raises(UserError, match="does not fit the model"):
+        causal_lm(0, hidden_size=64).save_pretrained(tmp_path / "base")
+        export(tmp_path / "run", 1, tmp_path / "other", str(base))
+
+
+def test_a_run_of_somebody_else_turns_no_trust_on(base: Path, demonstrations: Any, tmp_path: Path) -> None:
+    ran = tmp_path / "it_ran"
+    trusted = ModelConfig(path=str(base), trust_remote_code=True)
+    recipe = SFTRecipe(output_dir=str(tmp_path / "run"), **{**COMMON, "steps": 1}, model=trusted)
+    SFTTrainer(recipe, rows=demonstrations).train()
+    config = json.loads((base / "config.json").read_text())
+    names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+    (base / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": names}))
+    (base / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    with pytest.raises(UserError, match="Python code of its own"):
+        model_directory(str(tmp_path / "run" / "checkpoints" / "step_00000001"))
+    assert not ran.exists()
+
+
+# Digests ---------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_in_exported_weights_is_noticed(
+    base: Path, demonstrations: Any, prompts: Any, digits: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    sft(run, demonstrations, model=str(base), steps=1).train()
+    export(run, None, tmp_path / "copied")
+    for directory in (run / "model", tmp_path / "copied"):
+        assert model_directory(str(directory)) == str(directory)
+        (directory / "generation_config.json").write_text('{"eos_token_id": 1}')  # which users may edit
+        assert model_directory(str(directory)) == str(directory)
+        content = bytearray((directory / "model.safetensors").read_bytes())
+        content[-5] ^= 4
+        (directory / "model.safetensors").write_bytes(content)
+        for name in (directory, *([run] if directory == run / "model" else [])):
+            recipe = EvalRecipe(output_dir=str(tmp_path / "eval"), model=ModelConfig(path=str(name)), threads=1)
+            with pytest.raises(UserError, match="not those that were written there") as noticed:
+                Evaluator(recipe, prompts=prompts, rewards=digits)
+            assert "model.safetensors" in noticed.value.found and "models.json" in noticed.value.remedy
