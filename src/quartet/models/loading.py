@@ -28,7 +28,15 @@ from transformers.utils import logging as transformers_logging
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.attention import own_attention
-from quartet.models.directories import check_loaded, load_warnings, load_weights, loading, named, read_config
+from quartet.models.directories import (
+    check_finite,
+    check_loaded,
+    load_warnings,
+    load_weights,
+    loading,
+    named,
+    read_config,
+)
 from quartet.models.exact_check import check_exact
 from quartet.models.packed_model import (
     Numerics,
@@ -227,8 +235,10 @@ def _take_over(
             packed.relative_positions = positions_are_relative(packed)
             if packed.numerics == "exact":
                 check_exact(packed)
-    except BaseException:
+    except BaseException as error:
         packed.release()
+        if isinstance(error, UserError):
+            check_finite(model, model.name_or_path or type(model).__name__)  # which no check of results survives
         raise
     return packed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,27 @@ def test_a_flipped_bit_in_exported_weights_is_noticed(
             with pytest.raises(UserError, match="not those that were written there") as noticed:
                 Evaluator(recipe, prompts=prompts, rewards=digits)
             assert "model.safetensors" in noticed.value.found and "models.json" in noticed.value.remedy
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_called_that(
+    value: float, causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
+) -> None:
+    model = causal_lm()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[:1] = value
+    with pytest.raises(UserError, match=r"the weights of .* are not finite") as refused:
+        sft(tmp_path / "run", demonstrations, model=model, tokenizer=tokenizer)
+    assert "NaN or infinity in model.layers.1.mlp.up_proj" in refused.value.found and not (tmp_path / "run").exists()
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(UserError, match="are not finite"):
+        load_causal_lm(str(tmp_path / "base"))
+
+
+def test_large_weights_are_numbers(causal_lm: Any, tmp_path: Path) -> None:
+    """Their sum is none."""
+    model = causal_lm()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[:2] = 3e38
+    model.save_pretrained(tmp_path / "base")
+    load_causal_lm(str(tmp_path / "base"))
