@@ -18,7 +18,14 @@ from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.recipe import RLRecipe
 from quartet.config.speculation import head_training
 from quartet.envs.protocol import Environment
-from quartet.models.loading import check_saves, load_causal_lm, load_scalar_model, load_trained, seen_tokens
+from quartet.models.loading import (
+    adapter_path,
+    check_saves,
+    load_causal_lm,
+    load_scalar_model,
+    load_trained,
+    seen_tokens,
+)
 from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.callbacks import Callback
 from quartet.observe.diagnostics import LanguageChange
@@ -263,6 +270,11 @@ class RLTrainer:
         self._at = await self._point(done, attempt)
         if self.run.due(done, self.recipe.steps):
             await self._save(self._at)
+        if self.run.export_is_due(done):
+            draft = self.run.begin_export(done)
+            async with attempt.leases.turn("actor", "forward", "export", step=step, reads={"actor": done}):
+                await self._export("actor", draft / "model")
+            self.run.complete_export(draft, done)
         self.run.check_stop(done)
         return done
 
@@ -309,16 +321,16 @@ class RLTrainer:
         models = {role: partial(_trained_model, e.packed, self.path / EXPORTED[role]) for role, e in engines.items()}
         return TrainResult(self.path, summary, models["actor"], models.get("critic"))
 
-    async def _export(self, role: str) -> list[str]:
-        """The workers of the role write its model; returns remarks on it."""
-        roles, path = self.roles, self.path / EXPORTED[role]
+    async def _export(self, role: str, path: Path | None = None) -> list[str]:
+        """The workers of the role write its model, into the run's directory or to ``path``; returns remarks on it."""
+        roles, path = self.roles, path or self.path / EXPORTED[role]
         model = roles.engines()[role].packed.model
         if model.device.type == "meta":  # the worker may be in another directory
             path = path.absolute()
         tokenizer, eos_ids = roles.codec.tokenizer, roles.codec.eos_ids
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
         learned = role == "actor" and head_training(self.recipe.rollout.speculation) is not None
-        written = [path, path.with_name(HEADS)] if learned else [path]
+        written = [path, adapter_path(path), *([path.with_name(HEADS)] if learned else [])]
         await checkpoints.bring(self.run, roles.train_group(role), *written)
         return [f"{path.name}: {warning}"] if warning else []
 
