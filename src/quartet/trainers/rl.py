@@ -126,6 +126,7 @@ class RLTrainer:
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer, "actor.model")
         recipe, own_critic = with_name(recipe, critic, "critic.path")
         self.run, self.progress, device = open_run(recipe, resume, progress, own_model, callbacks)
+        self.run.check_length(recipe.steps)
         self.recipe = recipe = self.run.pin(recipe)
         self.path = self.run.path
         objects = UserObjects(

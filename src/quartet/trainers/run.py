@@ -60,12 +60,14 @@ from quartet.trainers.model_card import write_cards
 from quartet.trainers.pinned import pinned
 from quartet.trainers.remote_run import remote_run
 from quartet.trainers.run_files import (
+    OTHER_LENGTH,
     Resume,
     changed_inputs,
     changed_keys,
     check_resumable,
     input_digests,
     inspect,
+    is_other_length,
     job_of,
     software_versions,
     take_lock,
@@ -166,7 +168,7 @@ class RunDirectory:
             "inputs": input_digests(named),
             **({"commits": self._commits} if self._commits else {}),
         }
-        if found is None:
+        if found is None or found[OTHER_LENGTH]:
             with writing(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
@@ -327,7 +329,7 @@ class RunDirectory:
                 return f"info.json does not say {', '.join(lacking)}"
             saved = with_defaults(info.get("recipe"), self.recipe)
             changed = changed_keys(saved, self.recipe.model_dump(mode="json")) if "recipe" in info else []
-            return f"it belongs to another recipe ({changed[0]})" if changed else None
+            return None if is_other_length(self.recipe, changed) else f"it belongs to another recipe ({changed[0]})"
 
         found = newest_checkpoint(self.checkpoints, misfit, shares=shares)
         if found is None:
@@ -346,6 +348,22 @@ class RunDirectory:
         """Steps that have a checkpoint, damaged or not, ascending; one that is being written is waited for."""
         self.drain()
         return claimed_steps(self.checkpoints)
+
+    def check_length(self, steps: int) -> None:
+        """
+        Args:
+            steps: that the run is to have.
+
+        Raises:
+            UserError: it has made more already.
+        """
+        done = max(claimed_steps(self.checkpoints), default=0)
+        if done > steps:
+            raise UserError(
+                f"{self.path} has made more steps than it is to have",
+                found=f"{done} steps are saved, {steps} asked for",
+                remedy=f"set steps to {done} or more, or choose another output_dir",
+            )
 
     def begin_checkpoint(self, step: int) -> Path:
         """Waits for the checkpoint before; returns the directory into which workers write shares of the next one.

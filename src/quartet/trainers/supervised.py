@@ -163,6 +163,7 @@ class SupervisedTrainer(Generic[R, W]):
         with contextlib.ExitStack() as started:
             group = self._start(started)
             about = run_async(group.call(SupervisedWorker.describe))
+            self.run.check_length(about.steps)
             for warning in about.warnings:
                 self.progress.print(warning)
             with self.run.stoppable(), self.run:

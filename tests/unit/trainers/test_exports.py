@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import io
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 import quartet
@@ -18,6 +21,7 @@ from quartet.config import UserError
 from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import (
+    RECIPES,
     ActorConfig,
     CheckpointConfig,
     ProcessRewardRecipe,
@@ -31,11 +35,13 @@ from quartet.models.loading import (
     packed_causal_lm,
     save_causal_lm,
 )
+from quartet.observe.progress import Progress
 from quartet.text.loading import load_tokenizer
 from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.results import export, model_directory
 from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.run_files import completed_run
 from quartet.trainers.sft import SFTTrainer
 
 COMMON: dict[str, Any] = {
@@ -283,6 +289,50 @@ def test_models_are_exported_along_the_way_and_the_best_one_kept(
     assert files(second / "model") == files(tmp_path / "rl" / "model")
     assert (second / "adapter" / "adapter_model.safetensors").is_file()
     assert files(second.with_name("step_00000001") / "model") != files(second / "model")
+
+
+# More steps ------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_goes_on_for_more_steps_as_if_it_had_been_to_have_them(
+    causal_lm: Any, tokenizer: Any, demonstrations: Any, tiny_rl: Any, digits: Any, untimed: Any, tmp_path: Path
+) -> None:
+    def trained(job: str, name: str, steps: int, *, resume: bool = False) -> Any:
+        path = tmp_path / job / name
+        if job == "rl":
+            return tiny_rl(path, digits, steps=steps, prompts_per_step=2, resume=resume).train().model
+        objects = {"model": causal_lm(), "tokenizer": tokenizer}
+        return sft(path, demonstrations, steps=steps, resume=resume, **objects).train().model
+
+    for job in ("sft", "rl"):
+        whole = trained(job, "whole", 4)
+        trained(job, "longer", 2)
+        recipe = RECIPES[job](**yaml.safe_load((tmp_path / job / "longer" / "recipe.yaml").read_text()))
+        assert completed_run(recipe, "auto") is not None
+        assert completed_run(recipe.model_copy(update={"steps": 4}), "auto") is None
+        longer = trained(job, "longer", 4, resume=True)
+        assert all(map(torch.equal, whole.parameters(), longer.parameters()))
+        losses = [
+            [
+                (row["step"], row["optim/grad_norm" if job == "sft" else "policy/grad_norm"])
+                for row in rows
+                if row["step"]
+            ]
+            for rows in (untimed(tmp_path / job / name) for name in ("whole", "longer"))
+        ]
+        assert losses[0] == losses[1] and len(losses[0]) == 4
+        with pytest.raises(UserError, match="has made more steps than it is to have") as refused:
+            trained(job, "longer", 3, resume=True)
+        assert "set steps to 4 or more" in refused.value.remedy
+        assert json.loads((tmp_path / job / "longer" / "run.json").read_text())["status"] == "done"
+
+
+def test_progress_never_shows_more_than_all_of_it() -> None:
+    shown = io.StringIO()
+    with Progress(Console(file=shown), interval_s=0) as progress, progress.stage("rl", 10) as bar:
+        bar.advance(15)
+        bar.advance(1)
+    assert "15/15 (100 %)" in shown.getvalue() and "16/16 (100 %)" in shown.getvalue()
 
 
 # Digests ---------------------------------------------------------------------------------------------------
