@@ -234,15 +234,17 @@ def write_digests(directory: Path) -> None:
         replace_atomically(directory / MODELS, seal({"files": digests}))
 
 
-def _changed_model(path: Path, is_looked_at: Callable[[str], bool] = lambda name: True) -> str | None:
-    """The first file of the models that has changed; earlier versions did not say what they had written."""
+def _changed_model(path: Path, prefix: str = "", suffix: str = "") -> str | None:
+    """The first file of the models with such a name that has changed; earlier versions did not say what they had
+    written."""
     if not os.path.lexists(path / MODELS):
         return None
     try:
         files = unseal(read_file(path / MODELS))["files"]
     except (UserError, ValueError):
         return MODELS
-    return changed_file(path, {n: FileDigest(**digest) for n, digest in files.items() if is_looked_at(n)})
+    found = {name: digest for name, digest in files.items() if name.startswith(prefix) and name.endswith(suffix)}
+    return changed_file(path, {name: FileDigest(**digest) for name, digest in found.items()})
 
 
 def check_written(directory: Path) -> None:
@@ -254,8 +256,7 @@ def check_written(directory: Path) -> None:
         UserError: they have changed.
     """
     for place, prefix in ((directory, ""), (directory.parent, f"{directory.name}/")):
-        changed = _changed_model(place, lambda name, p=prefix: name.startswith(p) and name.endswith(".safetensors"))
-        if changed is not None:
+        if (changed := _changed_model(place, prefix, ".safetensors")) is not None:
             raise UserError(
                 f"the weights in {directory} are not those that were written there",
                 found=f"{place / changed} has another content (SHA-256) than {place / MODELS} says",
