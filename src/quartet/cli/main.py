@@ -29,7 +29,7 @@ from quartet.cli.options import (
     Version,
     as_argument,
 )
-from quartet.cli.push import push
+from quartet.cli.push import export, push
 from quartet.cli.recipe_commands import config, init
 from quartet.cli.serve import serve
 from quartet.cli.watch import compare, replay, report, watch
@@ -107,7 +107,7 @@ def _busy_cores() -> str:
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help="Model directory, URL or hub name.")],
+    model: Annotated[str, typer.Option(help="Model directory, run, checkpoint, URL or hub name.")],
     prompt: Annotated[list[str], typer.Option(help="Prompt; may be given several times.")],
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 1.0,
@@ -139,6 +139,7 @@ def generate(
     from quartet.trainers.engines import step_engine
     from quartet.trainers.evaluation import generate as run
     from quartet.trainers.input_sources import context_length, cut_short
+    from quartet.trainers.results import model_directory
 
     sampling = SamplingParams(
         temperature=temperature,
@@ -150,7 +151,7 @@ def generate(
     )
     where = find_device(device)
     frozen = FrozenModels(where, precision_on(where, precision))
-    model = local_or_hub(model if revision is None else f"{model}@{revision}", "model")
+    model = local_or_hub(model_directory(model, revision, trust_remote_code=trust_remote_code), "model")
     given = ModelConfig(path=model, trust_remote_code=trust_remote_code)
     codec = TextCodec.from_pretrained(model, chat_template=chat_template, trust_remote_code=trust_remote_code)
     packed = frozen.causal(load_causal_lm(model, trust_remote_code=trust_remote_code))
@@ -181,7 +182,7 @@ def upload(
     typer.echo(upload_run(run, url, typer.echo))
 
 
-for _command in (report, watch, compare, replay, config, init, serve, doctor, push, data):
+for _command in (report, watch, compare, replay, config, init, serve, doctor, export, push, data):
     app.command()(_command)
 
 

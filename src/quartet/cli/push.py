@@ -1,4 +1,4 @@
-"""`quartet push`: the exported model of a run to the hub."""
+"""`quartet push` and `quartet export`: the model of a run, to the hub and into a directory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from quartet.cli.options import TrustRemoteCode
 
 
 def push(
@@ -25,3 +27,23 @@ def push(
     from quartet.trainers.results import exported
 
     typer.echo(upload(exported(run), repo_id, private=private, revision=revision))
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run directory, or one of its checkpoints.", show_default=False)],
+    directory: Annotated[Path, typer.Argument(help="Where to; a new directory.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option(help="Of which checkpoint; left out: the exported model, else the newest.", min=0)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model that the run began with, where Python passed it or it has moved.")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """A run's model as a Hugging Face directory."""
+    from quartet.trainers.results import export as write
+
+    written, warning = write(run, step, directory, model, trust_remote_code=trust_remote_code)
+    if warning is not None:
+        typer.echo(warning, err=True)
+    typer.echo(written)

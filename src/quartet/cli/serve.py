@@ -16,7 +16,7 @@ from quartet.config import UserError
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="Model directory or hub name.")],
+    model: Annotated[str, typer.Option(help="Model directory, run, checkpoint or hub name.")],
     engine: Annotated[
         list[str] | None,
         typer.Argument(help="Keys of rollout.engine, e.g. type=vllm engines=2; a native one by itself."),
@@ -62,8 +62,9 @@ def serve(
     from quartet.trainers.devices import find_device, precision_on
     from quartet.trainers.engines import Policy, open_engine
     from quartet.trainers.input_sources import vocabulary_size
+    from quartet.trainers.results import model_directory
 
-    path = local_or_hub(model if revision is None else f"{model}@{revision}", "model")
+    path = local_or_hub(model_directory(model, revision, trust_remote_code=trust_remote_code), "model")
     # Before the engine starts, which takes long.
     with closing(listen(host, port)) as bound:
         sizes = load_causal_lm(path, empty=True, trust_remote_code=trust_remote_code)

@@ -247,17 +247,29 @@ def check_loaded(model: PreTrainedModel, path: str, info: dict[str, Any]) -> Non
     Raises:
         UserError: weights that are no numbers.
     """
+    check_finite(model, path)
+    extra = info["unexpected_keys"]
+    vars(model)["quartet_load_remarks"] = (f"{path}: tensors that belong nowhere: {named(extra)}",) if extra else ()
+
+
+def check_finite(model: PreTrainedModel, name: str) -> None:
+    """
+    Args:
+        name: of the model, in the message.
+
+    Raises:
+        UserError: weights are NaN or infinite; of tensors without contents nothing is known.
+    """
     with torch.no_grad():
-        present = [(name, values) for name, values in model.named_parameters() if not values.is_meta]
-        broken = [name for name, values in present if not bool(values.sum().isfinite())]
+        weights = [(name, values) for name, values in model.named_parameters() if not values.is_meta]
+        # The sum alone could overflow.
+        broken = [n for n, v in weights if not bool(v.sum().isfinite()) and not bool(v.isfinite().all())]
     if broken:
         raise UserError(
-            f"the weights of {path!r} are not finite",
+            f"the weights of {name!r} are not finite",
             found=f"NaN or infinity in {named(broken)}",
             remedy="use a checkpoint from before its training diverged, or download it again",
         )
-    extra = info["unexpected_keys"]
-    vars(model)["quartet_load_remarks"] = (f"{path}: tensors that belong nowhere: {named(extra)}",) if extra else ()
 
 
 def load_warnings(model: PreTrainedModel) -> tuple[str, ...]:

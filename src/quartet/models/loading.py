@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.attention import own_attention
 from quartet.models.directories import (
+    check_finite,
     check_loaded,
     has_one_label,
     load_warnings,
@@ -50,7 +52,7 @@ from quartet.models.pad_token import padding_with, with_pad_token
 from quartet.models.saving import WHOLE, save_gathered
 from quartet.models.tiny_model import tiny_random_model
 from quartet.remote.hub import split_name
-from quartet.text.loading import brings_code, load_generation_config, local_or_hub, save_tokenizer
+from quartet.text.loading import brings_code, drop_unused_code, load_generation_config, local_or_hub, save_tokenizer
 
 _OTHER_HEADS = ("score", "classifier", "qa_outputs")
 """Heads of classes that are no language models."""
@@ -236,8 +238,10 @@ def _take_over(
             packed.relative_positions = positions_are_relative(packed)
             if packed.numerics == "exact":
                 check_exact(packed)
-    except BaseException:
+    except BaseException as error:
         packed.release()
+        if isinstance(error, UserError):
+            check_finite(model, model.name_or_path or type(model).__name__)  # which no check of results survives
         raise
     return packed
 
@@ -267,16 +271,64 @@ def _probe_tiny_model(packed: PackedModel) -> None:
 # Saving --------------------------------------------------------------------------------------------------
 
 
-def save_causal_lm(packed: PackedCausalLM, tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:
+def save_causal_lm(
+    packed: PackedCausalLM, tokenizer: PreTrainedTokenizerBase, path: Path, *, eos_ids: Collection[int] = ()
+) -> str | None:
     """Writes a directory that plain ``AutoModelForCausalLM.from_pretrained`` loads.
 
     Adapters are merged into it, or saved beside it in ``adapter_path(path)``, or both, as their ``export`` says. All
     ranks of a sharded model call it, and the first one writes.
 
+    Args:
+        eos_ids: ids at which answers end, which its generation config names, too.
+
     Returns:
         None, or a warning for users of the directory.
     """
-    return _save(packed, tokenizer, path)
+    with _stopping_at(packed.model, eos_ids):
+        return _save(packed, tokenizer, path)
+
+
+@contextlib.contextmanager
+def _stopping_at(model: PreTrainedModel, eos_ids: Collection[int]) -> Iterator[None]:
+    """Within, the model's generation config names all of ``eos_ids``, so that plain ``generate`` stops at them."""
+    config = model.generation_config
+    former = config.eos_token_id if config is not None else None
+    named_ids = former if isinstance(former, list | tuple) else [] if former is None else [former]
+    if config is None or not (more := sorted(set(eos_ids) - set(named_ids))):
+        yield
+        return
+    ids = [*named_ids, *more]
+    config.eos_token_id = ids if len(ids) > 1 else ids[0]
+    try:
+        yield
+    finally:
+        config.eos_token_id = former
+
+
+def check_saves(
+    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, seen: Tensor, eos_ids: Collection[int]
+) -> None:
+    """Tries what an export needs beside the weights, in a directory that is thrown away; arguments as of saving.
+
+    Raises:
+        UserError: the trained model could not be saved.
+    """
+    model = packed.model
+    try:
+        with _quiet(), tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory, state_dict={})
+            if isinstance(packed, PackedScalarModel):
+                tokenizer = with_pad_token(tokenizer, seen, {*eos_ids, *_config_eos_ids(model)})
+            save_tokenizer(tokenizer, Path(directory), trust_remote_code=brings_code(model))
+    except UserError:
+        raise
+    except Exception as error:  # as many kinds as configs and tokenizers have faults
+        raise UserError(
+            "model and tokenizer could not be saved after training",
+            found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            remedy="mend what it names, in the model's directory or in the objects that are passed",
+        ) from error
 
 
 def adapter_path(path: Path) -> Path:
@@ -310,7 +362,10 @@ def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path, *
                 with packed.with_merged_adapters():
                     packed.model.save_pretrained(path)
             if gather.is_first:
-                warning = save_tokenizer(tokenizer, written) or warning
+                if (config := written / "config.json").is_file():
+                    drop_unused_code(config, packed.model, packed.model.config)
+                trust = brings_code(packed.model)
+                warning = save_tokenizer(tokenizer, written, trust_remote_code=trust) or warning
     return warning
 
 

@@ -41,9 +41,13 @@ class ProgressBar:
     def advance(self, n: int = 1, **figures: Figure) -> None:
         """``n`` more units are done; ``figures`` (``loss=0.31``) replace those of the same name."""
         self._done += n
+        if self._total is not None:
+            self._total = max(self._total, self._done)  # more was done than was foreseen
         self._figures.update(figures)
         if self._owner.bars is not None and self._task is not None:
-            self._owner.bars.update(self._task, completed=self._done, figures=_format_figures(self._figures))
+            self._owner.bars.update(
+                self._task, completed=self._done, total=self._total, figures=_format_figures(self._figures)
+            )
         elif not self._transient and self._owner.is_line_due():
             self._owner.print_line(self._line())
 

@@ -252,6 +252,16 @@ class EngineStats:
         columns = {each.name: [getattr(one, each.name) for one in stats] for each in fields(cls)}
         return cls(**{name: _summed(values) for name, values in columns.items()})
 
+    def sampling_less(self, other: EngineStats) -> EngineStats:
+        """The counters of sampling alone, less those of ``other``."""
+        names = ("prompt_tokens_prefilled", "generated_tokens", "num_row_steps", "drafted_by_depth", "kept_by_depth")
+        theirs = {name: _negated(getattr(other, name)) for name in names}
+        return self.total([EngineStats(**{name: getattr(self, name) for name in names}), EngineStats(**theirs)])
+
+
+def _negated(value: Any) -> Any:
+    return tuple(-each for each in value) if isinstance(value, tuple) else -value
+
 
 def _summed(values: Sequence[Any]) -> Any:
     if any(isinstance(value, tuple) for value in values):

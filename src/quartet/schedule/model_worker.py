@@ -292,7 +292,7 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
 
         Args:
             seen: token ids that occur in data, where not all of it was trained on.
-            eos_ids: as for ``save_scalar_model``. A causal LM needs neither.
+            eos_ids: ids at which answers end, beside the tokenizer's own.
 
         Returns:
             None, or a warning for users who load the directory.
@@ -312,7 +312,7 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
     ) -> str | None:
         if self.companion is not None:
             self.companion.heads.save(path.with_name(HEADS))
-        return save_causal_lm(self.engine.packed, tokenizer, path)
+        return save_causal_lm(self.engine.packed, tokenizer, path, eos_ids=eos_ids)
 
     def _offload(self, store: Store) -> Offload:
         return self.engine.offloading(store)

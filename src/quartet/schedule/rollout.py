@@ -85,6 +85,8 @@ class Rollout:
     num_pauses: int = field(default=0, init=False)
     num_publishing: int = field(default=0, init=False)
     num_started_over: int = field(default=0, init=False)
+    _beside: EngineStats = field(default_factory=EngineStats, init=False)
+    """Less than nothing: what was sampled for evaluations and canaries, which is no step's."""
 
     def __post_init__(self) -> None:
         if self.journal is not None and len(self.engines) != 1:
@@ -109,8 +111,8 @@ class Rollout:
             self.journal.tell()
 
     def stats(self) -> EngineStats:
-        """Sums over the engines, after their last calls."""
-        total = EngineStats.total([client.stats for client in self._clients])
+        """Sums over the engines, after their last calls; without evaluations and the tokens of canaries."""
+        total = EngineStats.total([*(client.stats for client in self._clients), self._beside])
         total.policy_version = self.version
         return total
 
@@ -178,7 +180,11 @@ class Rollout:
         Groups that ask to be generated wait, and so do new weights.
         """
         async with self._weights_stay, self._paused(self.version):
-            yield
+            before = self.stats()
+            try:
+                yield
+            finally:
+                self._beside = EngineStats.total([self._beside, before.sampling_less(self.stats())])
 
     async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[Group]:
         """Groups of all responses to the prompts, by their places; each engine's share in one lease."""
@@ -236,6 +242,8 @@ class Rollout:
                 journal.note("swap", version)
             works = [client.canary(self.canary, f"canary.{i}") for i, client in enumerate(self._clients)]
             probed = await all_ended(works)
+            tokens = sum(int(batch.token["loss_mask"].sum()) for batch in probed)
+            self._beside = EngineStats.total([self._beside, EngineStats(generated_tokens=-tokens)])
             self.version = version
         self.tell()
         return probed

@@ -32,7 +32,8 @@ def local_or_hub(name: str | Path, what: str) -> str:
 
 
 def local_directory(name: str | Path, what: str) -> str | None:
-    """``name`` with ``~`` expanded where it is a path, of a URL the copy on this machine; None of names of the hub.
+    """``name`` with ``~`` expanded where it is a path, of a run the model that it has exported, of a URL the copy on
+    this machine; None of names of the hub.
 
     Raises:
         UserError: a local path that does not exist, or a file; a URL that cannot be read.
@@ -40,10 +41,20 @@ def local_directory(name: str | Path, what: str) -> str | None:
     text = str(local_copy(str(name)) if is_url(name) else name)
     path = Path(text).expanduser()
     if path.is_dir():
-        if (path / "run.json").is_file() and not (path / "config.json").is_file():
-            part = path / ("medusa" if what == "heads" else "model")
-            remedy = f"name {part}" if part.is_dir() else made_by(part) or f"name a directory with {part.name}/ in it"
-            raise UserError(f"this is a run, no {what}", found=text, remedy=remedy)
+        part = path / ("medusa" if what == "heads" else "model")
+        if (path / "config.json").is_file():
+            return str(path)
+        if part.is_dir():  # of a run, or of one that was exported while it trained
+            return str(part)
+        if (path / "run.json").is_file():
+            remedy = made_by(part) or f"name a directory with {part.name}/ in it"
+            raise UserError(f"this is a run without a {what}", found=text, remedy=remedy)
+        if what == "model" and (path / "manifest.json").is_file():
+            raise UserError(
+                "this is a checkpoint, from which training goes on",
+                found=text,
+                remedy=f"make a model of it: quartet export {path} DIR",
+            )
         return str(path)
     if path.exists():
         raise UserError(
@@ -77,8 +88,19 @@ def needs_own_code(error: BaseException, name: str) -> UserError | None:
 
 
 def brings_code(value: object) -> bool:
-    """Whether a model or tokenizer is of a class from its own directory, which was trusted when it was loaded."""
-    return type(value).__module__.startswith("transformers_modules")
+    """Whether a model or tokenizer is of a class of its own: from its directory, which was trusted when it was loaded,
+    or from Python code that registered it to be saved with its models."""
+    return type(value).__module__.startswith("transformers_modules") or getattr(value, "_auto_class", None) is not None
+
+
+def drop_unused_code(file: Path, *saved: object) -> None:
+    """Takes the code that a config names (``auto_map``) out of it, where none of what was ``saved`` is of such code:
+    transformers carries it from directory to directory, also where nobody has trusted it."""
+    if any(map(brings_code, saved)):
+        return
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if values.pop("auto_map", None) is not None:
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 PAD_TOKEN = "<|quartet_pad|>"
@@ -212,8 +234,13 @@ def _ids(tokenizer: Tokenizer | PreTrainedTokenizerBase, text: str, special: boo
         return []
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str | None:
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, directory: Path, *, trust_remote_code: bool = False
+) -> str | None:
     """Writes it beside a model that is there already, so that plain ``AutoTokenizer`` makes the same ids.
+
+    Args:
+        trust_remote_code: that model is of a class of its own, which was trusted.
 
     Returns:
         None, or which class makes the same ids where ``AutoTokenizer`` does not: for some kinds of models it takes one
@@ -223,12 +250,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str |
         UserError: no class makes the same ids of what was written.
     """
     tokenizer.save_pretrained(directory)
-    # What this process has written names no code but that of models that were trusted.
-    read = partial(AutoTokenizer.from_pretrained, directory, trust_remote_code=True)
+    settings = directory / "tokenizer_config.json"
+    drop_unused_code(settings, tokenizer)
+    read = partial(AutoTokenizer.from_pretrained, directory, trust_remote_code=trust_remote_code)
     if brings_code(tokenizer) or differing_text(tokenizer, read()) is None:
         return None
     # Its class has rules of its own, which this object does not follow: the file alone says them.
-    settings = directory / "tokenizer_config.json"
     values = {**json.loads(settings.read_text(encoding="utf-8")), "tokenizer_class": PreTrainedTokenizerFast.__name__}
     settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     auto = read()

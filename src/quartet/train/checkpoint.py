@@ -186,8 +186,8 @@ def _write(path: Path, write: Callable[[DigestingFile], object]) -> FileDigest:
 def claimed_steps(root: Path) -> list[int]:
     """Steps of everything that has a checkpoint's name, good or not, ascending."""
     names = os.listdir(root) if root.is_dir() else []
-    steps = (int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
-    return sorted(step for step in steps if checkpoint_path(root, step).name in names)
+    steps = (step_of(Path(name)) for name in names)
+    return sorted(step for step in steps if step is not None and checkpoint_path(root, step).name in names)
 
 
 def list_checkpoints(root: Path) -> list[int]:
@@ -232,6 +232,35 @@ def newest_checkpoint(
             remedy="restore one of them from a copy, or choose another output_dir to begin anew",
         )
     return None
+
+
+def find_checkpoint(root: Path, step: int | None) -> Checkpoint:
+    """The checkpoint of ``step``, or the newest good one.
+
+    Raises:
+        UserError: there is none, it is damaged, or it cannot be read.
+    """
+    if step is None:
+        found, damage = newest_checkpoint(root), "there is none"
+    else:
+        try:
+            found, damage = _load(root, step, lambda names, info: None, ()), ""
+        except (Damage, OSError) as error:
+            found, damage = None, _said(error)
+    if found is None:
+        there = ", ".join(map(str, list_checkpoints(root)))
+        raise UserError(
+            f"there is no checkpoint in {root}" if step is None else f"{checkpoint_path(root, step)} cannot be used",
+            found=damage,
+            remedy=f"name one of the steps {there}" if there else "name a run that has saved one",
+        )
+    return found
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a path that is named as a checkpoint is, None of others."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 def _load(

@@ -114,7 +114,7 @@ class RunAttempt:
         else:
             self.stream = GroupStream(source, rule, chunk_size=chunk_size)
         self.stages = self._stages()
-        # What the engines had sampled: as the step began, when its rollouts were complete, and by the last chunk.
+        # What the engines had sampled: before the step's rollouts, when these were complete, and by the last chunk.
         self._before = self._generated = self._sampled = self.rollout.stats()
         self.is_learning = False
         self.updates: dict[str, tuple[int, int]] = {}
@@ -132,7 +132,8 @@ class RunAttempt:
 
     def begin_step(self) -> None:
         self.is_learning = False
-        self._before = self.rollout.stats()
+        # An engine that is ahead samples for this step while the learners of the one before work.
+        self._before = self._generated if self._runs_ahead else self.rollout.stats()
 
     async def metrics(self, step: int, experience: Experience, watch: Stopwatch) -> dict[str, float]:
         """Metrics of a complete iteration, beside those that scorers and learners return."""

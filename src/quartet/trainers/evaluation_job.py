@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import Interrupted, UserError
+from quartet.config.common import ModelConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.models.directories import load_warnings
 from quartet.observe.progress import Progress
@@ -52,6 +53,7 @@ from quartet.trainers.input_sources import (
     with_names,
 )
 from quartet.trainers.open_run import open_run
+from quartet.trainers.results import model_directory
 from quartet.trainers.run import Stopwatch
 from quartet.trainers.run_files import Resume, writing
 from quartet.trainers.signals import number_of, stop_signals
@@ -117,7 +119,7 @@ class Evaluator:
             prompts=prompts,
             engine=recipe.engine,
         )
-        opened = self._open_model(recipe.model, model=own_model, tokenizer=own_tokenizer)
+        opened = self._open_model(_found(recipe.model), model=own_model, tokenizer=own_tokenizer)
         self._evaluation_model: EvaluationModel | None = opened
         self.prompts, self.weights = opened.prompts, opened.rewards.weights
         with contextlib.ExitStack() as taken:
@@ -147,7 +149,8 @@ class Evaluator:
             )
         check_named("compare.source", config.source, list(self.weights), "the weighted sum")
         if not config.is_file:
-            resolve_tokenizer(config.as_model(), None)
+            self._other = _found(config.as_model())
+            resolve_tokenizer(self._other, None)
             return []
         stored = read_answers(Path(config.model))
         matched(stored, self.prompts.items)
@@ -223,7 +226,7 @@ class Evaluator:
         self._notes += evaluation_model.warnings()
         del evaluation_model
         if compare is not None and not compare.is_file:
-            other = self._open_model(compare.as_model())
+            other = self._open_model(self._other)
             self._notes += load_warnings(other.packed.model)
             with contextlib.closing(other):
                 others = self._of(other, recorder, "against", f"answers of {compare.model}")
@@ -262,6 +265,14 @@ class Evaluator:
         with writing(self.path / "comparison.jsonl"):
             write_rows(self.path / "comparison.jsonl", [comparison.row() for comparison in comparisons])
         return win_rate(comparisons, self.recipe.grading.confidence, self.recipe.seed)
+
+
+def _found(config: ModelConfig | None) -> ModelConfig | None:
+    """The section with the directory of the run or checkpoint that it names."""
+    if config is None or config.revision is not None:
+        return config
+    path = model_directory(config.path, trust_remote_code=config.trust_remote_code)
+    return config.model_copy(update={"path": path})
 
 
 def _identity(answers: Sequence[Answer]) -> list[list[Any]]:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from quartet.config import UserError
 from quartet.config.common import TrainingRecipe
 from quartet.config.recipe import Recipe
 from quartet.observe.callbacks import Callback, as_callbacks
 from quartet.observe.logs import set_up_logging
+from quartet.observe.metrics import find_metric
 from quartet.observe.notify import Notifier
 from quartet.observe.progress import Progress
 from quartet.observe.tracker_kinds import check_trackers
@@ -41,6 +43,13 @@ def open_run(
     progress = progress if progress is not None else Progress()
     path, device = output_path(recipe.output_dir, job_of(recipe), resume), compute_device(recipe, passed)
     check_trackers(recipe.log)
+    if (metric := recipe.checkpoint.metric_for_best_model) is not None:
+        try:
+            find_metric(metric)
+        except ValueError as error:
+            raise UserError(
+                "checkpoint.metric_for_best_model is no metric", found=str(error), remedy="name one of docs/metrics.md"
+            ) from None
     told = as_callbacks(callbacks, recipe.callbacks if isinstance(recipe, TrainingRecipe) else ())
     if recipe.log.notify is not None:
         told.append(Notifier(recipe.log.notify, progress.print))

@@ -36,7 +36,7 @@ from quartet.train.manifest import NAME, CheckpointManifest, Damage
 from quartet.trainers.run_files import MARKER, RECIPE, SUMMARY, read_json, read_recipe, take_lock, writing
 
 OWNER, CHECKPOINTS, _STATE, _PINNED = "owner.json", "checkpoints", ".remote.json", ".uploading"
-_MODELS, _ADDED_TO = ("model", "critic", "adapter", "reward_model"), {"rollouts", "tensorboard"}
+_MODELS, _ADDED_TO = ("model", "critic", "adapter", "reward_model", "exports"), {"rollouts", "tensorboard"}
 """Directories that a resumed run does not need: it writes the first once more, and adds files to the others."""
 _EVERY_S = 60.0
 """Longest time between uploads of records, and between tries while the store is away."""

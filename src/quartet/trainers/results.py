@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from quartet.config import UserError
+from quartet.config.common import ModelConfig, TrainConfig
+from quartet.config.medusa import MedusaRecipe
+from quartet.config.recipe import RECIPES, ProcessRewardRecipe, RewardModelRecipe, RLRecipe
+from quartet.config.supervised import SupervisedRecipe
+from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model, save_step_separator
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.remote.hub import push
-from quartet.trainers.run_files import writing
+from quartet.rollout.owned_folders import OwnedFolder
+from quartet.text.tokenizer import TextCodec
+from quartet.train.checkpoint import Checkpoint, find_checkpoint, step_of
+from quartet.train.checkpoint_shares import Share
+from quartet.train.state import MODEL, check_fit, model_tensors, shapes_of
+from quartet.trainers.input_sources import resolve_model, resolve_scalar_model, resolve_tokenizer
+from quartet.trainers.run_files import MARKER, check_written, read_json, write_digests, writing
 
 
 @dataclass(frozen=True)
@@ -49,15 +64,7 @@ class TrainResult:
         Raises:
             UserError: there is something already, it cannot be written, or the run's export is gone.
         """
-        source, target = exported(self.path), Path(path).expanduser()
-        with writing(target):
-            if target.exists() and (not target.is_dir() or any(target.iterdir())):
-                raise UserError(
-                    f"{target} is not empty",
-                    found="a file" if not target.is_dir() else ", ".join(sorted(p.name for p in target.iterdir())[:5]),
-                    remedy="choose a new directory",
-                )
-            return Path(shutil.copytree(source, target, dirs_exist_ok=True))
+        return _copy(exported(self.path), Path(path))
 
     def push_to_hub(
         self,
@@ -97,3 +104,159 @@ def exported(run: Path) -> Path:
         found=", ".join(sorted(p.name for p in run.iterdir())[:8]) if run.is_dir() else "no such directory",
         remedy="name a run that is done; one that was stopped exports its model once it went on to its end (--resume)",
     )
+
+
+def _copy(source: Path, target: Path) -> Path:
+    target = target.expanduser()
+    with writing(target):
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UserError(
+                f"{target} is not empty",
+                found="a file" if not target.is_dir() else ", ".join(sorted(p.name for p in target.iterdir())[:5]),
+                remedy="choose a new directory",
+            )
+        shutil.copytree(source, target, dirs_exist_ok=True)
+        write_digests(target)
+    return target
+
+
+# From a run or a checkpoint to a model -----------------------------------------------------------------------
+
+
+def export(
+    source: str | Path,
+    step: int | None,
+    target: Path,
+    base: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[Path, str | None]:
+    """Writes a Hugging Face directory of a run, of the checkpoint of one of its steps, or of a checkpoint's path.
+
+    Args:
+        step: None: the run's exported model, or where it has none the newest checkpoint.
+        base: the model that the run began with, where that is not where its recipe says, or came from Python.
+        trust_remote_code: run Python code that comes with that model; whoever wrote the run may not decide it here.
+
+    Returns:
+        The directory, and a warning for its users.
+
+    Raises:
+        UserError: ``target`` is not empty, or nothing can be made of the source.
+    """
+    path = Path(source).expanduser()
+    root = path / "checkpoints"
+    if _is_checkpoint(path):
+        root, step = path.parent, step_of(path)
+    if step is None and _is_whole(path / "model"):
+        check_written(path / "model")
+        return _copy(path / "model", target), None
+    with tempfile.TemporaryDirectory() as empty:
+        _copy(Path(empty), target)  # refuses one that is not empty before anything is computed
+    checkpoint = find_checkpoint(root, step)
+    warning = _write_checkpoint(checkpoint, target.expanduser(), base, trust_remote_code)
+    with writing(target):
+        write_digests(target.expanduser())
+    return target.expanduser(), warning
+
+
+def model_directory(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> str:
+    """The model directory that ``name`` means, once its weights were compared with their digests where it has some.
+
+    Of a run that is the model it has exported, or where there is none yet that of its newest checkpoint; of
+    ``RUN/checkpoints/step_N`` the model of that step. What is made of a checkpoint is gone when this process ends.
+    Anything else, such as a name of the hub, stays as it is, with its revision if it has one.
+
+    Raises:
+        UserError: weights have changed since they were written, or a checkpoint cannot be used.
+    """
+    if revision is not None:
+        return f"{name}@{revision}"
+    path = Path(name).expanduser()
+    is_run = (path / MARKER).is_file() and not (path / "config.json").is_file()
+    if (is_run and not _is_whole(path / "model")) or _is_checkpoint(path):
+        folder = OwnedFolder(Path(tempfile.gettempdir()), "quartet-export-", mode=0o700)
+        atexit.register(folder.remove)
+        return str(export(path, None, folder.path / "model", trust_remote_code=trust_remote_code)[0])
+    found = path if (path / "config.json").is_file() else path / "model"
+    check_written(found)
+    return str(found) if found.is_dir() else name
+
+
+def _is_whole(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return step_of(path) is not None and (path / "info.json").is_file()
+
+
+def _write_checkpoint(checkpoint: Checkpoint, target: Path, base: str | None, trust_remote_code: bool) -> str | None:
+    saved, commits = checkpoint.info.get("recipe"), _commits(checkpoint.path.parent.parent)
+    recipe = RECIPES[saved["job"]](**saved) if isinstance(saved, dict) and saved.get("job") in RECIPES else None
+    if isinstance(recipe, RLRecipe):
+        section, train, key, share = recipe.actor.model, recipe.actor.train, "actor.model", "actor"
+    elif isinstance(recipe, SupervisedRecipe) and not isinstance(recipe, MedusaRecipe):
+        section, train, key, share = recipe.model, recipe.train, "model", "engine"
+    else:
+        raise UserError(
+            "no model can be made of this checkpoint",
+            found=f"{checkpoint.path}, job {saved.get('job') if isinstance(saved, dict) else 'unknown'}",
+            remedy="name a run of sft, reward-model, process-reward, preference or rl",
+        )
+    if base is not None:
+        section = ModelConfig(path=base) if section is None else section.model_copy(update={"path": base})
+    elif section is not None:
+        names = {name: commits[f"{key}.{name}"] for name in ("path", "tokenizer") if f"{key}.{name}" in commits}
+        section = section.model_copy(update={**names, **({"revision": None} if names else {})})
+    if section is None:
+        raise UserError(
+            "the run does not say which model it began with",
+            found=f"a model was passed from Python, and {key} is not set",
+            remedy="name a directory with its config and tokenizer: quartet export RUN DIR --model BASE",
+        )
+    section = section.model_copy(update={"trust_remote_code": trust_remote_code})
+    packed, codec = _trained_model(recipe, section, train, checkpoint.path / share)
+    with writing(target):
+        if not isinstance(packed, PackedScalarModel):
+            return save_causal_lm(packed, codec.tokenizer, target, eos_ids=codec.eos_ids)
+        # Which tokens the data have is not known here, so that none of them pads.
+        seen = torch.ones(packed.vocab_size, dtype=torch.bool)
+        warning = save_scalar_model(packed, codec.tokenizer, target, seen=seen, eos_ids=codec.eos_ids)
+        if isinstance(recipe, ProcessRewardRecipe):
+            save_step_separator(recipe.separator, target)
+        return warning
+
+
+def _commits(run: Path) -> Mapping[str, str]:
+    """Of the run's models on the hub, by their keys."""
+    try:
+        return dict(read_json(run / MARKER).get("commits", {}))
+    except (UserError, ValueError, AttributeError):
+        return {}
+
+
+def _trained_model(
+    recipe: RLRecipe | SupervisedRecipe, section: ModelConfig, train: TrainConfig, share: Path
+) -> tuple[PackedCausalLM | PackedScalarModel, TextCodec]:
+    """The model of a checkpoint's share, whatever ranks wrote it, with its adapters if it has any."""
+    packed: PackedCausalLM | PackedScalarModel
+    if isinstance(recipe, RewardModelRecipe | ProcessRewardRecipe):
+        model, generation = resolve_scalar_model(section, None, seed=recipe.seed)
+        packed = PackedScalarModel(model)
+    else:
+        model = resolve_model(section, None, load_causal_lm, "model")
+        packed, generation = PackedCausalLM(model), model.generation_config
+    saved = Share(share)
+    if train.lora is not None:
+        packed.adapt(train.lora.model_copy(update={"export": "merged"}), seed=recipe.seed)
+        assert packed.adapters is not None, "just put in"
+        packed.adapters.check_base(saved.rest())
+    live = model_tensors(model.state_dict() if packed.adapters is None else packed.adapters.trained)
+    check_fit(
+        shapes_of(live),
+        {name: shape for name, shape in saved.shapes.items() if name.startswith(MODEL)},
+        "name the model that the run began with: quartet export RUN DIR --model BASE",
+    )
+    saved.read_into(live)
+    return packed, TextCodec.of(resolve_tokenizer(section, None), generation)

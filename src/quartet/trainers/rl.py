@@ -18,7 +18,14 @@ from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.recipe import RLRecipe
 from quartet.config.speculation import head_training
 from quartet.envs.protocol import Environment
-from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
+from quartet.models.loading import (
+    adapter_path,
+    check_saves,
+    load_causal_lm,
+    load_scalar_model,
+    load_trained,
+    seen_tokens,
+)
 from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.callbacks import Callback
 from quartet.observe.diagnostics import LanguageChange
@@ -119,6 +126,7 @@ class RLTrainer:
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer, "actor.model")
         recipe, own_critic = with_name(recipe, critic, "critic.path")
         self.run, self.progress, device = open_run(recipe, resume, progress, own_model, callbacks)
+        self.run.check_length(recipe.steps)
         self.recipe = recipe = self.run.pin(recipe)
         self.path = self.run.path
         objects = UserObjects(
@@ -177,6 +185,9 @@ class RLTrainer:
         """Starts what computes. What only loaded models show is refused here, before anything is written."""
         await asyncio.to_thread(self.workers.start, self.roles.ptx)
         self.roles.groups = self.workers.models
+        codec, prompts = self.roles.codec, torch.tensor(sorted(self.roles.prompts.seen))
+        for packed in (engine.packed for engine in self.roles.engines().values()):
+            check_saves(packed, codec.tokenizer, seen_tokens(packed.vocab_size, iter([prompts])), codec.eos_ids)
         await self.roles.describe()
 
     async def _train(self, watch: Stopwatch) -> TrainResult:
@@ -261,6 +272,11 @@ class RLTrainer:
         stuck = self.run.stuck(done, attempt.updates)
         if self.run.due(done, self.recipe.steps) or stuck is not None:
             await self._save(self._at)
+        if self.run.export_is_due(done):
+            draft = self.run.begin_export(done)
+            async with attempt.leases.turn("actor", "forward", "export", step=step, reads={"actor": done}):
+                await self._export("actor", draft / "model")
+            self.run.complete_export(draft, done)
         self.run.check_stop(done)
         if stuck is not None:
             self.run.drain()
@@ -310,16 +326,16 @@ class RLTrainer:
         models = {role: partial(_trained_model, e.packed, self.path / EXPORTED[role]) for role, e in engines.items()}
         return TrainResult(self.path, summary, models["actor"], models.get("critic"))
 
-    async def _export(self, role: str) -> list[str]:
-        """The workers of the role write its model; returns remarks on it."""
-        roles, path = self.roles, self.path / EXPORTED[role]
+    async def _export(self, role: str, path: Path | None = None) -> list[str]:
+        """The workers of the role write its model, into the run's directory or to ``path``; returns remarks on it."""
+        roles, path = self.roles, path or self.path / EXPORTED[role]
         model = roles.engines()[role].packed.model
         if model.device.type == "meta":  # the worker may be in another directory
             path = path.absolute()
         tokenizer, eos_ids = roles.codec.tokenizer, roles.codec.eos_ids
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
         learned = role == "actor" and head_training(self.recipe.rollout.speculation) is not None
-        written = [path, path.with_name(HEADS)] if learned else [path]
+        written = [path, adapter_path(path), *([path.with_name(HEADS)] if learned else [])]
         await checkpoints.bring(self.run, roles.train_group(role), *written)
         return [f"{path.name}: {warning}"] if warning else []
 

@@ -7,6 +7,7 @@
     metrics.jsonl     one line per step            tensorboard/, wandb/, trackers/   what trackers keep
     spans.jsonl       when each stage ran          rollouts/      every token of every response
     checkpoints/      step_00000050/, atomic       summary.json   at the end
+    exports/          step_00000050/model, if asked for
     model/, critic/   Hugging Face directories, at the end
 """
 
@@ -16,6 +17,9 @@ import contextlib
 import copy
 import errno
 import logging
+import math
+import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,7 +41,7 @@ from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.tracker_kinds import DeliveredTracker, TrackedRun, build_trackers
-from quartet.observe.trackers import JsonlTracker
+from quartet.observe.trackers import JsonlTracker, read_metrics
 from quartet.train.checkpoint import (
     Checkpoint,
     Shares,
@@ -57,12 +61,14 @@ from quartet.trainers.model_card import write_cards
 from quartet.trainers.pinned import pinned
 from quartet.trainers.remote_run import remote_run
 from quartet.trainers.run_files import (
+    OTHER_LENGTH,
     Resume,
     changed_inputs,
     changed_keys,
     check_resumable,
     input_digests,
     inspect,
+    is_other_length,
     job_of,
     software_versions,
     take_lock,
@@ -166,7 +172,7 @@ class RunDirectory:
             "inputs": input_digests(named),
             **({"commits": self._commits} if self._commits else {}),
         }
-        if found is None:
+        if found is None or found[OTHER_LENGTH]:
             with writing(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
@@ -264,6 +270,7 @@ class RunDirectory:
         with writing(self.path):
             set_aside_after(self.checkpoints, step)
             prune(self.checkpoints, self.recipe.checkpoint.keep)
+            self._drop_exports(lambda exported: exported > step)
             self.storage.keep(self.checkpoints)
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
             truncate_rows_after(self.path / "spans.jsonl", step - 1)
@@ -349,7 +356,7 @@ class RunDirectory:
                 return f"info.json does not say {', '.join(lacking)}"
             saved = with_defaults(info.get("recipe"), self.recipe)
             changed = changed_keys(saved, self.recipe.model_dump(mode="json")) if "recipe" in info else []
-            return f"it belongs to another recipe ({changed[0]})" if changed else None
+            return None if is_other_length(self.recipe, changed) else f"it belongs to another recipe ({changed[0]})"
 
         found = newest_checkpoint(self.checkpoints, misfit, shares=shares)
         if found is None:
@@ -368,6 +375,22 @@ class RunDirectory:
         """Steps that have a checkpoint, damaged or not, ascending; one that is being written is waited for."""
         self.drain()
         return claimed_steps(self.checkpoints)
+
+    def check_length(self, steps: int) -> None:
+        """
+        Args:
+            steps: that the run is to have.
+
+        Raises:
+            UserError: it has made more already.
+        """
+        done = max(claimed_steps(self.checkpoints), default=0)
+        if done > steps:
+            raise UserError(
+                f"{self.path} has made more steps than it is to have",
+                found=f"{done} steps are saved, {steps} asked for",
+                remedy=f"set steps to {done} or more, or choose another output_dir",
+            )
 
     def begin_checkpoint(self, step: int) -> Path:
         """Waits for the checkpoint before; returns the directory into which workers write shares of the next one.
@@ -421,6 +444,54 @@ class RunDirectory:
                 self.remote.saved()
 
         self.write_later(_CHECKPOINT, step, complete)
+
+    # Exports ---------------------------------------------------------------------------------------------
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
+
+    def export_is_due(self, step: int) -> bool:
+        """The model is to be written after ``step`` complete steps."""
+        every = self.recipe.checkpoint.export_every
+        return every is not None and step % every == 0
+
+    def begin_export(self, step: int) -> Path:
+        """A new directory for the model after ``step`` steps; it does not count until ``complete_export``."""
+        draft = self.exports.absolute() / f".draft_{step:08d}"
+        with writing(draft):
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        return self.storage.begin(draft)
+
+    def complete_export(self, draft: Path, step: int) -> None:
+        """Gives an export its name; call once the step's metrics are logged, by which the best one is kept."""
+        final = checkpoint_path(self.exports, step)
+        with writing(final):
+            write_models(draft)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(draft, final)
+            if (metric := self.recipe.checkpoint.metric_for_best_model) is None:
+                return
+            rows, sign = (
+                read_metrics(self.path / "metrics.jsonl"),
+                1 if self.recipe.checkpoint.greater_is_better else -1,
+            )
+            values: dict[int, float] = {}  # of each export the newest one up to its step
+            for kept in claimed_steps(self.exports):
+                known = [
+                    row[metric] for row in rows if row["step"] <= kept and math.isfinite(row.get(metric, math.nan))
+                ]
+                values |= {kept: sign * known[-1]} if known else {}
+            if values:
+                best = max(values, key=lambda kept: (values[kept], kept))
+                self._drop_exports(lambda kept: kept != best)
+            else:
+                self.warning(f"export of step {step}: {metric} was not logged yet, so that no export is the best one")
+
+    def _drop_exports(self, is_dropped: Callable[[int], bool]) -> None:
+        for step in filter(is_dropped, claimed_steps(self.exports)):
+            shutil.rmtree(checkpoint_path(self.exports, step), ignore_errors=True)
 
     def write_later(self, name: str, step: int, work: Callable[[], object]) -> None:
         """Does ``work``, which writes something after ``step`` complete steps, in the background and in order.

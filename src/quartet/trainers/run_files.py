@@ -10,6 +10,8 @@ holds no run        starts                 starts, and says so             start
 holds one           refused                goes on                         goes on
 holds a done one    refused                writes its model once more      the command only reports it
 ==================  =====================  ==============================  ==================================
+
+One that was to have other steps, done or not, goes on to these where its learning rate does not depend on them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -35,8 +37,9 @@ from quartet.config import UserError
 from quartet.config.addresses import is_url
 from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.config.load import dump_recipe
-from quartet.config.recipe import Recipe
+from quartet.config.recipe import Recipe, RLRecipe
 from quartet.config.schema import flatten
+from quartet.config.supervised import SupervisedRecipe
 from quartet.config.yamls import parse_yaml, yaml_complaint
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
 from quartet.observe.jsonl import replace_atomically
@@ -61,6 +64,8 @@ FREE_KEYS = (
 
 DRAFTS = "runs"
 """Of caches: those of runs whose ``output_dir`` is a URL."""
+OTHER_LENGTH = "other_length"
+"""Beside what a ``run.json`` says: the run was to have more steps, or fewer."""
 MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "models.json"
 Resume = bool | Literal["auto"]
 
@@ -117,7 +122,7 @@ def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]]
     else:
         path = output_path(recipe.output_dir, job_of(recipe), resume)
     marker = inspect(path, recipe, resume=True)
-    if marker is None or marker["status"] != "done":
+    if marker is None or marker["status"] != "done" or marker[OTHER_LENGTH]:
         return None
     return found_summary(path)
 
@@ -132,7 +137,7 @@ def found_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | None:
-    """The ``run.json`` of the run in ``path``; None where there is no run yet.
+    """The ``run.json`` of the run in ``path``, and whether it was to have another length; None where there is no run.
 
     Raises:
         UserError: what is there must not be touched: another run, other files, a run that is not to be resumed.
@@ -168,8 +173,7 @@ def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | Non
             found=f"job {found['job']}, status {found['status']}, created {found['created']}",
             remedy="add --resume to go on with it, or choose another output_dir",
         )
-    _check_same_recipe(path, found, recipe, job)
-    return found
+    return {**found, OTHER_LENGTH: _check_same_recipe(path, found, recipe, job)}
 
 
 def read_json(path: Path) -> Any:
@@ -223,15 +227,42 @@ def write_models(path: Path) -> None:
         replace_atomically(path / MODELS, seal({"files": digests}))
 
 
-def _changed_model(path: Path) -> str | None:
-    """The first file of the models that has changed; earlier versions did not say what they had written."""
+def write_digests(directory: Path) -> None:
+    """``models.json`` in a model directory of its own; raises as ``write_models``."""
+    (directory / MODELS).unlink(missing_ok=True)  # a copy's
+    if digests := {name: asdict(digest) for name, digest in digest_files(directory).items()}:
+        replace_atomically(directory / MODELS, seal({"files": digests}))
+
+
+def _changed_model(path: Path, prefix: str = "", suffix: str = "") -> str | None:
+    """The first file of the models with such a name that has changed; earlier versions did not say what they had
+    written."""
     if not os.path.lexists(path / MODELS):
         return None
     try:
         files = unseal(read_file(path / MODELS))["files"]
     except (UserError, ValueError):
         return MODELS
-    return changed_file(path, {name: FileDigest(**digest) for name, digest in files.items()})
+    found = {name: digest for name, digest in files.items() if name.startswith(prefix) and name.endswith(suffix)}
+    return changed_file(path, {name: FileDigest(**digest) for name, digest in found.items()})
+
+
+def check_written(directory: Path) -> None:
+    """Compares the weights in a model directory with the digests that were written with them, in it or in its run.
+
+    Users may edit what is beside the weights; and what no run has written has no digests.
+
+    Raises:
+        UserError: they have changed.
+    """
+    for place, prefix in ((directory, ""), (directory.parent, f"{directory.name}/")):
+        if (changed := _changed_model(place, prefix, ".safetensors")) is not None:
+            raise UserError(
+                f"the weights in {directory} are not those that were written there",
+                found=f"{place / changed} has another content (SHA-256) than {place / MODELS} says",
+                remedy=f"write them anew from a checkpoint (quartet export RUN --step N DIR) or a copy; where you have "
+                f"changed them on purpose, delete {place / MODELS}",
+            )
 
 
 def _read_marker(marker: Path, job: str) -> dict[str, Any]:
@@ -255,22 +286,42 @@ def _damaged_marker(marker: Path, job: str, what: str) -> UserError:
     )
 
 
-def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job: str) -> None:
+def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job: str) -> bool:
+    """Whether the run was to have another length, which only constant learning rates allow; all else is refused."""
     if found["job"] != job:
         raise UserError(
             f"{path} cannot be resumed as {job}",
             found=f"job {found['job']}",
             remedy=f"run `quartet {found['job']}`, or choose another output_dir",
         )
-    if changed := changed_keys(with_defaults(read_recipe(path / RECIPE), recipe), parse_yaml(dump_recipe(recipe))):
-        is_length = all(key.startswith("steps:") for key in changed)
+    changed = changed_keys(with_defaults(read_recipe(path / RECIPE), recipe), parse_yaml(dump_recipe(recipe)))
+    if not is_other_length(recipe, changed):
         raise UserError(
             f"{path} was started with another recipe",
             found="; ".join(changed[:5]),
-            remedy=f"train on in a run of its own, from {path / 'model'}: schedules depend on a run's length"
-            if is_length
-            else f"resume with the recipe saved beside it ({RECIPE}), or choose another output_dir",
+            remedy=f"resume with the recipe saved beside it ({RECIPE}), or choose another output_dir",
         )
+    if changed and (courses := _courses(recipe)):
+        raise UserError(
+            f"{path} cannot have another length: its learning rate depends on it",
+            found="; ".join([*changed, *courses]),
+            remedy=f"train on in a run of its own, from {path / 'model'}; with schedule: constant runs can go on",
+        )
+    return bool(changed)
+
+
+def is_other_length(recipe: Recipe, changed: Sequence[str]) -> bool:
+    """Whether nothing else of what ``changed_keys`` found would have to stay as it was."""
+    keys = ("steps:", "epochs:") if isinstance(recipe, SupervisedRecipe) else ("steps:",)
+    return isinstance(recipe, SupervisedRecipe | RLRecipe) and all(key.startswith(keys) for key in changed)
+
+
+def _courses(recipe: Recipe) -> list[str]:
+    """Learning rates that fall towards the last step, by their keys."""
+    has_critic = isinstance(recipe, RLRecipe) and recipe.algorithm.name == "ppo"
+    values = flatten(recipe.model_dump(mode="json"))
+    schedules = {key: value for key, value in values.items() if key.endswith("optim.schedule") and value != "constant"}
+    return [f"{key}: {value}" for key, value in schedules.items() if has_critic or not key.startswith("critic.")]
 
 
 def read_recipe(path: Path) -> Any:
@@ -405,6 +456,7 @@ def input_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
         name = value.rpartition(":")[0] if key.endswith("target") else value
         try:
             path = Path(name).expanduser()
+            path = path / "model" if (path / MARKER).is_file() and (path / "model").is_dir() else path
             files = [path] if path.is_file() else sorted(path.iterdir()) if name and path.is_dir() else []
             if files := [file for file in files if file.is_file()]:
                 found[key] = _digest_inputs(files)

@@ -23,7 +23,7 @@ from quartet.config import Interrupted, UserError
 from quartet.config.cluster import RayCluster
 from quartet.config.supervised import SupervisedRecipe
 from quartet.models.directories import on_meta
-from quartet.models.loading import load_trained, outlined
+from quartet.models.loading import adapter_path, load_trained, outlined
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.callbacks import Callback
 from quartet.observe.progress import Progress
@@ -163,6 +163,7 @@ class SupervisedTrainer(Generic[R, W]):
         with contextlib.ExitStack() as started:
             group = self._start(started)
             about = run_async(group.call(SupervisedWorker.describe))
+            self.run.check_length(about.steps)
             for warning in about.warnings:
                 self.progress.print(warning)
             with self.run.stoppable(), self.run:
@@ -253,7 +254,7 @@ class SupervisedTrainer(Generic[R, W]):
             await self._prepare(group)
             metrics = await self._run_steps(group, about)
             warning = await group.call(SupervisedWorker.write_model, self._path_of_workers / "model")
-            await checkpoints.bring(self.run, group, self.path / "model")
+            await checkpoints.bring(self.run, group, self.path / "model", adapter_path(self.path / "model"))
             about = await group.call(SupervisedWorker.describe)  # with what was left out of rows as they were drawn
         except ClusterError as error:
             if self._joined is None:  # torchrun has sent the signal, since a rank died
@@ -300,6 +301,11 @@ class SupervisedTrainer(Generic[R, W]):
                 stuck = run.stuck(step, {"model": (step - skipped, skipped)})  # one update per step
                 if run.due(step, about.steps) or stuck is not None:
                     await checkpoints.save(run, saved, step, {}, {"metrics": last})
+                if run.export_is_due(step):
+                    draft = run.begin_export(step)
+                    await group.call(SupervisedWorker.write_model, draft / "model")
+                    await checkpoints.bring(run, group, draft)
+                    run.complete_export(draft, step)
                 run.check_stop(step)
                 if stuck is not None:
                     run.drain()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,10 +32,12 @@ from quartet.data.order import steps_for
 from quartet.data.prefetch import Prefetcher
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
+    check_saves,
     load_causal_lm,
     load_scalar_model,
     packed_causal_lm,
     packed_scalar_model,
+    save_scalar_model,
     seen_tokens,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
@@ -141,6 +143,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
                 shard_model(self.packed, self.mesh, on_host=recipe.sharding.cpu_offload)
                 load_shares(self.packed, self._contents(given.model), device=device, seed=recipe.seed)
             super().__init__(TrainEngine(self.packed, train, total_steps=self.steps, mesh=mesh))
+            check_saves(self.packed, text, self._seen(), self.codec.eos_ids)
             self._begin(given)
             taken.pop_all()
 
@@ -295,6 +298,9 @@ class ScalarWorker(SupervisedWorker[R, D, PackedScalarModel]):
     def _seen(self) -> torch.Tensor:
         found = (data.seen for data in (self.data, self.evaluation) if data is not None)
         return seen_tokens(vocabulary_size(self.packed.model), (torch.tensor(sorted(ids)) for ids in found))
+
+    def _write(self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Any, eos_ids: Collection[int]) -> str | None:
+        return save_scalar_model(self.packed, tokenizer, path, seen=seen, eos_ids=eos_ids)
 
 
 class SupervisedProcess(RolesWorker):

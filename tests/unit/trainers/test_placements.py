@@ -22,7 +22,7 @@ from quartet.config.algorithms import (
     OnlineDPO,
     ReMax,
 )
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, DataConfig, LogConfig, LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, PTXConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
@@ -303,6 +303,26 @@ def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, ru
         for rows in (numbers(path), numbers(other))
     )
     assert ours == theirs
+
+
+@pytest.mark.parametrize("placement", [None, "asynchronous"])
+def test_every_token_sampled_for_training_is_counted_once(placement: str | None, run: Any, tmp_path: Path) -> None:
+    """Those too that an engine samples while the learners work, and none of evaluations and canaries."""
+    rows = [json.dumps({"prompt": f"{n}+{n}="}) for n in range(10, 14)]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(rows))
+    held_out = DataConfig(path=str(tmp_path / "held_out.jsonl"))
+    changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.0)), "steps": 4, "log": KEPT}
+    changes |= {"evaluation": EvaluationConfig(data=held_out, every_steps=2, alarm=None)}
+    pools = {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reward"]}}
+    apart = {"type": placement, "max_staleness": 1, "pools": pools} if placement is not None else None
+    _, path = run("run", apart, **changes)
+    metrics = read_metrics(path / "metrics.jsonl")[1:]
+    records = [record for step in range(1, 5) for record in read_step(path / "rollouts", step)]
+    num = sum(len(record.response_ids) for record in records)
+    of_spans = sum(row.get("rollout/tokens_per_s", 0.0) * row.get("time/generate_s", 0.0) for row in metrics)
+    # An engine that is ahead has begun what would follow the last step.
+    assert num <= sum(row["rollout/tokens"] for row in metrics) <= of_spans + 0.5
+    assert placement is not None or of_spans == pytest.approx(num)
 
 
 def test_a_resumed_run_trains_on_the_groups_that_were_ahead(run: Any) -> None:

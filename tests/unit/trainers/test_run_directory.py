@@ -19,7 +19,7 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
-from quartet.config.recipe import CheckpointConfig, LogConfig, RLRecipe, SFTRecipe
+from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, SFTRecipe
 from quartet.observe.jsonl import read_rows
 from quartet.observe.rollouts import write_step
 from quartet.observe.run_status import ENDED, true_status
@@ -35,8 +35,8 @@ def status(path: Path) -> str:
     return str(json.loads((path / "run.json").read_text(encoding="utf-8"))["status"])
 
 
-def finish(path: Path, recipe: Any = RECIPE) -> None:
-    with RunDirectory(path, recipe) as run:
+def finish(path: Path, recipe: Any = RECIPE, *, resume: bool = False) -> None:
+    with RunDirectory(path, recipe, resume=resume) as run:
         run.start(0)
 
 
@@ -66,12 +66,36 @@ def test_status_follows_the_run(tmp_path: Path) -> None:
     assert status(path) == "failed"
 
 
-def test_a_longer_run_is_a_run_of_its_own(tmp_path: Path) -> None:
-    finish(tmp_path / "run")
-    longer = error_of(tmp_path / "run", RECIPE.model_copy(update={"steps": 8}), resume=True)
-    assert longer.found == "steps: 4 then, 8 now" and str(tmp_path / "run" / "model") in longer.remedy
-    other = error_of(tmp_path / "run", RECIPE.model_copy(update={"steps": 8, "seed": 1}), resume=True)
-    assert "recipe.yaml" in other.remedy
+@pytest.mark.parametrize(
+    ("recipe", "length", "key"),
+    [
+        (SFTRecipe, "steps", "train"),
+        (SFTRecipe, "epochs", "train"),
+        (RLRecipe, "steps", "actor.train"),
+        (RLRecipe, "steps", "critic.train"),
+    ],
+)
+def test_a_longer_run_goes_on_unless_its_learning_rate_depends_on_the_length(
+    recipe: Any, length: str, key: str, tmp_path: Path
+) -> None:
+    def of(schedule: str, **values: Any) -> Any:
+        train = TrainConfig(optim=OptimConfig(schedule=schedule))
+        first, _, rest = key.partition(".")
+        section = (ActorConfig if first == "actor" else CriticConfig)(train=train) if rest else train
+        return recipe(log=LogConfig(tensorboard=False), **{first: section, **values})
+
+    for schedule in ("linear", "cosine"):
+        path = tmp_path / schedule
+        finish(path, of(schedule, **{length: 4}))
+        longer = error_of(path, of(schedule, **{length: 8}), resume=True)
+        assert longer.found == f"{length}: 4 then, 8 now; {key}.optim.schedule: {schedule}"
+        assert "cannot have another length" in longer.problem and str(path / "model") in longer.remedy
+        assert status(path) == "done"
+    path = tmp_path / "constant"
+    finish(path, of("constant", **{length: 4}))
+    assert "recipe.yaml" in error_of(path, of("constant", **{length: 8, "seed": 1}), resume=True).remedy
+    finish(path, of("constant", **{length: 8}), resume=True)
+    assert f"{length}: 8" in (path / "recipe.yaml").read_text() and status(path) == "done"
 
 
 def test_another_run_is_not_touched(tmp_path: Path) -> None:
