@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import UserError
-from quartet.config.evaluation import EvaluationConfig
 from quartet.data.datasets import PromptData
 from quartet.observe.hacking_alarm import AlarmVerdict, HackingAlarm
 from quartet.observe.jsonl import RowAppender
@@ -60,7 +59,7 @@ class PeriodicEvaluation:
     """
 
     def __init__(self, roles: RLRoles, path: Path, progress: Progress) -> None:
-        self.config, self.steps = roles.recipe.evaluation or EvaluationConfig(), roles.recipe.steps
+        self.config, self.steps = roles.recipe.held_out, roles.recipe.steps
         self.roles, self.path, self.progress = roles, path, progress
         config, self.prompts = self.config, roles.evaluation_prompts
         self.training_weights, own_weights = roles.rewards.weights, roles.evaluation_rewards.weights
