@@ -23,14 +23,16 @@ from quartet.quickstart import recipes, task
 from quartet.quickstart.run import Quickstart
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
-METHODS = ("PPO", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReMax", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "GSPO")
-METHODS += ("CISPO", "SAPO", "GMPO", "GPG", "OPO", "GDPO", "BestOfN", "OnlineDPO", "PassAtK", "OptimalTokenBaseline")
+METHODS = (
+    *("PPO", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReMax", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "GSPO"),
+    *("CISPO", "SAPO", "GMPO", "GPG", "OPO", "GDPO", "BestOfN", "OnlineDPO", "PassAtK", "OptimalTokenBaseline"),
+)
 Curves = Mapping[str, Sequence[Mapping[str, float]]]
 
 
 def recorded_curves() -> Curves:
     """Those of tests/golden, by their names."""
-    found = {}
+    found: dict[str, Sequence[Mapping[str, float]]] = {}
     for name in ("golden", "quickstart_short"):
         curves = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))["curves"]
         found |= {f"{name}/{curve}": rows for curve, rows in curves.items()}

@@ -159,7 +159,7 @@ def sweep_runs(over: Sequence[str], seeds: range) -> dict[str, list[str]]:
             )
         axes.append([(key, inline(value)) for value in values])
     found: dict[str, list[str]] = {}
-    for *chosen, seed in itertools.product(*axes, seeds):
+    for chosen, seed in itertools.product(itertools.product(*axes), seeds):
         parts = [f"{key.rpartition('.')[2]}={value}" for key, value in chosen]
         name = re.sub(r"[^\w.=+-]", "_", "-".join([*parts, f"seed={seed}"]))
         if name in found:
