@@ -32,7 +32,7 @@ from quartet.cli.options import (
 from quartet.cli.push import export, push
 from quartet.cli.recipe_commands import config, init
 from quartet.cli.serve import serve
-from quartet.cli.watch import compare, replay, report, watch
+from quartet.cli.watch import compare, replay, report, sweep, watch
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
 from quartet.trainers.signals import stop_signals
@@ -182,7 +182,7 @@ def upload(
     typer.echo(upload_run(run, url, typer.echo))
 
 
-for _command in (report, watch, compare, replay, config, init, serve, doctor, export, push, data):
+for _command in (report, watch, compare, sweep, replay, config, init, serve, doctor, export, push, data):
     app.command()(_command)
 
 

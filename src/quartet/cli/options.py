@@ -14,8 +14,8 @@ GROUPS = {
     "Begin": ("quickstart", "init", "config"),
     "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl", "iterated-reward-model"),
     "Look at data, a model or a run": (
-        *("data", "doctor", "eval", "generate", "serve", "watch", "report", "compare", "replay"),
-        *("export", "push", "upload"),
+        *("data", "doctor", "eval", "generate", "serve"),
+        *("watch", "report", "compare", "sweep", "replay", "export", "push", "upload"),
     ),
 }
 """Commands in the order of the help; each of them is in one group."""

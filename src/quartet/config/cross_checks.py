@@ -143,7 +143,7 @@ def _engines(recipe: RLRecipe) -> Iterator[str]:
 def _speculation(recipe: RLRecipe) -> Iterator[str]:
     rollout, speculation = recipe.rollout, recipe.rollout.speculation
     asked = [("rollout.sampling", rollout.sampling)]
-    if recipe.evaluation is not None:
+    if recipe.evaluation is not None and recipe.evaluation.sampling.draw != rollout.sampling.draw:
         asked.append(("evaluation.sampling", recipe.evaluation.sampling))
     for key, sampling in asked:
         yield from draw_misfits(key, sampling, rollout.engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -116,7 +116,10 @@ class EvaluationConfig(Strict):
 
     data: DataConfig | None = Field(None, description="Held-out prompts; left out where Python passes them.")
     every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    sampling: SamplingConfig = Field(
+        default_factory=lambda values: SamplingConfig(),
+        description="How answers are drawn; a key that is left out is that of rollout.sampling.",
+    )
     samples_per_prompt: Samples = Field(1, ge=1, description="Answers to each prompt; above 1 needs a temperature.")
     rewards: tuple[RewardConfig, ...] = Field(
         (),
@@ -127,6 +130,15 @@ class EvaluationConfig(Strict):
 
     def _misfits(self) -> Iterator[str]:
         return _sampling_misfits(self)
+
+    def drawn_as(self, training: SamplingConfig) -> Self:
+        """The same with every key of ``sampling`` that was not set taken from ``training``, and still counted as not
+        set: ``model_copy`` with other rollouts changes it, too.
+        """
+        given = {name: getattr(self.sampling, name) for name in self.sampling.model_fields_set}
+        values = {**dict(training), "truncated_logprobs": False, **given}
+        sampling = SamplingConfig.model_construct(_fields_set=set(given), **values)
+        return self.model_copy(update={"sampling": sampling})
 
 
 # On its own ------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     """The validated recipe of ``job`` from a YAML file and dotted overrides.
 
     A section that is given in part keeps the defaults of *its place*: ``algorithm: {name: grpo, kl: {coef:
-    0.1}}`` keeps GRPO's own estimator, ``evaluation.sampling.max_new_tokens=64`` stays greedy.
+    0.1}}`` keeps GRPO's own estimator. (``evaluation.sampling`` is completed by ``RLRecipe``.)
 
     Args:
         job: a key of ``RECIPES``.

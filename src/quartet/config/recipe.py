@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
 from quartet.config.algorithms import PPO, AlgorithmConfig
 from quartet.config.cluster import ClusterConfig, LocalCluster, OffloadConfig, WeightSyncConfig
@@ -172,6 +172,17 @@ class RLRecipe(TrainingRecipe):
     cluster: ClusterConfig = Field(LocalCluster(), description="Where the processes of the run are.")
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     offload: OffloadConfig = OffloadConfig()
+
+    @field_validator("evaluation")
+    @classmethod
+    def _drawn_as_in_training(cls, value: EvaluationConfig | None, info: ValidationInfo) -> EvaluationConfig | None:
+        rollout = info.data.get("rollout")  # none where that is wrong itself
+        return value if value is None or rollout is None else value.drawn_as(rollout.sampling)
+
+    @property
+    def held_out(self) -> EvaluationConfig:
+        """``evaluation``, also where Python alone passes held-out prompts."""
+        return self.evaluation or EvaluationConfig().drawn_as(self.rollout.sampling)
 
     def _misfits(self) -> Iterator[str]:
         if reasons := misfits(self):

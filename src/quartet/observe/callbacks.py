@@ -15,6 +15,7 @@ from quartet.config.errors import UserError
 from quartet.config.foreign import described
 from quartet.config.logs import CallbackConfig
 from quartet.config.targets import load_target
+from quartet.observe.health import Finding
 
 
 @dataclass
@@ -55,6 +56,9 @@ class Callback:
 
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
         """A row was written to ``metrics.jsonl``, with the held-out figures where there are any."""
+
+    def on_health(self, step: int, finding: Finding) -> None:
+        """A check of the run's health has found something for the first time, in the metrics of ``step``."""
 
     def on_save(self, step: int, path: Path) -> None:
         """The checkpoint of ``step`` is complete in ``path``. It is written in the background: ``step`` may be over."""

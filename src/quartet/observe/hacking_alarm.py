@@ -1,16 +1,20 @@
 """The reward-hacking alarm: training reward rises while the held-out score falls, both beyond noise.
 
-At every held-out evaluation two one-sided tests compare *now* with the evaluation whose held-out score was best:
+At every held-out evaluation one-sided tests compare *now* with the evaluation whose held-out score was best:
 
 * **The held-out score fell**: paired t-test over prompts, score now less score then. Each prompt is compared with
   itself, so differences between prompts are no noise; sampling noise and the wobble of single answers are. Its p-value
   is never below ``2^−m`` with ``m`` prompts whose score changed, the smallest that a sign test could give.
+* **It was low twice running**: the same test of each prompt's better score of this evaluation and the one before. Where
+  nothing fell, the score then is the highest of the three no more often than once in three times, so that this p-value
+  may be as small as ``3^−m``: ten prompts show in two evaluations what they cannot show in one.
 * **The training reward rose**: t-test of the slope of a straight line through the training reward of the steps since.
 
-The alarm is raised where both reject. It is an intersection-union test (Berger 1982): the alarm is false whenever *one*
-of the two did not really happen, and has at most that one test's level then. The levels add up to at most
-``false_alarm_rate`` over a whole run: ``rate / evaluations`` for each evaluation, and for the first test once more over
-the number of earlier evaluations, since the best of several noisy scores is too high by luck.
+The alarm is raised where one of the first two and the third reject. It is an intersection-union test (Berger 1982): the
+alarm is false whenever *one* of the two did not really happen, and has at most that one's level then. The levels add up
+to at most ``false_alarm_rate`` over a whole run: ``rate / evaluations`` for each evaluation. The two tests of a fall
+have half of it each, over the number of evaluations that may be the best one, since the best of several noisy scores is
+too high by luck.
 """
 
 from __future__ import annotations
@@ -31,9 +35,10 @@ class AlarmVerdict:
         best_step: those at the best evaluation before it.
         held_out_before, held_out_now: mean held-out score of the prompts that have one at both.
         held_out_p: p-value of the fall; 1 where the score did not fall.
+        twice_p: p-value of the fall at this evaluation and the one before; 1 where that is the best one itself.
         training_slope: training reward per step since ``best_step``; None with fewer than three steps.
         training_p: p-value of the rise.
-        raised: both p-values are below their levels.
+        raised: the p-value of the rise, and one of the others, are below their levels.
     """
 
     step: int
@@ -41,6 +46,7 @@ class AlarmVerdict:
     held_out_before: float
     held_out_now: float
     held_out_p: float
+    twice_p: float
     training_slope: float | None
     training_p: float
     raised: bool
@@ -49,7 +55,8 @@ class AlarmVerdict:
 class HackingAlarm:
     """Collects the training reward of every step and the held-out scores of every evaluation, and judges them.
 
-    Its state is what later verdicts read: the scores of the best evaluation, the training rewards since, and counts.
+    Its state is what later verdicts read: the scores of the best and the last evaluation, the training rewards since
+    the best one, and counts.
 
     Args:
         false_alarm_rate: most probability of any alarm in a run in which the two did not both happen.
@@ -64,13 +71,19 @@ class HackingAlarm:
         self._num_seen = 0
         self._best_step = 0
         self._best: dict[str, float] = {}
+        self._last: dict[str, float] = {}
         self._training: list[tuple[int, float]] = []
         self.raised_at: tuple[int, ...] = ()
 
-    @property
-    def least_prompts(self) -> int:
-        """With fewer held-out prompts whose score changes the alarm cannot be raised at the second evaluation."""
-        return math.ceil(-math.log2(self._level))
+    def fall_levels(self, num_seen: int) -> tuple[float, float]:
+        """What both p-values of a fall are compared with after ``num_seen`` evaluations; the second is 0 after one."""
+        return self._level / 2 / num_seen, self._level / 2 / (num_seen - 1) if num_seen > 1 else 0.0
+
+    def least_prompts(self, num_seen: int) -> int:
+        """With fewer held-out prompts no fall is large enough after ``num_seen`` evaluations."""
+        once, twice = self.fall_levels(num_seen)
+        found = math.ceil(-math.log2(once))
+        return min(found, math.ceil(-math.log(twice, 3))) if twice else found
 
     def note_training(self, step: int, reward: float) -> None:
         """The mean training reward of ``step`` (complete steps count from 1); one that is not finite is left out."""
@@ -89,19 +102,24 @@ class HackingAlarm:
         verdict, common = None, [prompt for prompt in now if prompt in self._best]
         if common:
             held_out_p = fall_p([now[p] - self._best[p] for p in common])
+            again = [] if self._last is self._best else [p for p in common if p in self._last]
+            twice_p = fall_p([max(now[p], self._last[p]) - self._best[p] for p in again], chance=1 / 3)
             slope, training_p = rise(self._training)
+            once, twice = self.fall_levels(self._num_seen)
             verdict = AlarmVerdict(
                 step=step,
                 best_step=self._best_step,
                 held_out_before=fmean(self._best[p] for p in common),
                 held_out_now=fmean(now[p] for p in common),
                 held_out_p=held_out_p,
+                twice_p=twice_p,
                 training_slope=slope,
                 training_p=training_p,
-                raised=held_out_p <= self._level / self._num_seen and training_p <= self._level,
+                raised=(held_out_p <= once or twice_p <= twice) and training_p <= self._level,
             )
             self.raised_at += (step,) if verdict.raised else ()
         self._num_seen += 1
+        self._last = now
         if not self._best or fmean(now.values()) > fmean(self._best.values()):
             self._best_step, self._best = step, now
             self._training = [(s, reward) for s, reward in self._training if s > step]
@@ -113,6 +131,7 @@ class HackingAlarm:
             "num_seen": self._num_seen,
             "best_step": self._best_step,
             "best": dict(self._best),
+            "last": None if self._last is self._best else dict(self._last),
             "training": [[step, reward] for step, reward in self._training],
             "raised_at": list(self.raised_at),
         }
@@ -121,19 +140,25 @@ class HackingAlarm:
         self._num_seen = int(state["num_seen"])
         self._best_step = int(state["best_step"])
         self._best = {str(prompt): float(score) for prompt, score in state["best"].items()}
+        last = state.get("last")  # not there in checkpoints of earlier versions
+        self._last = self._best if last is None else {str(prompt): float(score) for prompt, score in last.items()}
         self._training = [(int(step), float(reward)) for step, reward in state["training"]]
         self.raised_at = tuple(int(step) for step in state["raised_at"])
 
 
-def fall_p(differences: Sequence[float]) -> float:
-    """p-value of the mean of paired differences being below 0, at least ``2^−(differences that are not 0)``."""
-    num, mean = len(differences), fmean(differences)
+def fall_p(differences: Sequence[float], chance: float = 0.5) -> float:
+    """p-value of the mean of paired differences being below 0, at least ``chance`` to the number that are not 0.
+
+    Args:
+        chance: probability that a single one is below 0 where nothing fell.
+    """
+    num = len(differences)
     changed = sum(difference != 0 for difference in differences)
-    if num < 2 or mean >= 0:
+    if num < 2 or (mean := fmean(differences)) >= 0:
         return 1.0
     variance = sum((d - mean) ** 2 for d in differences) / (num - 1)
     tail = student_t_tail(-mean / math.sqrt(variance / num), num - 1) if variance > 0 else 0.0
-    return max(tail, 2.0**-changed)
+    return max(tail, chance**changed)
 
 
 def rise(series: Sequence[tuple[int, float]]) -> tuple[float | None, float]:

@@ -1,4 +1,4 @@
-"""Messages when a run ends, fails or raises an alarm, through apprise."""
+"""Messages when a run ends, fails, raises an alarm or does not look healthy, through apprise."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from quartet.config.foreign import described
 from quartet.config.logs import NotifyConfig
 from quartet.observe.background import BestEffortThread
 from quartet.observe.callbacks import Callback
+from quartet.observe.health import Finding
 
 _ALARM = "alarm/reward_hacking"
 _MASKED = "**********"
@@ -53,6 +54,9 @@ class Notifier(Callback):
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics.get(_ALARM) == 1.0:
             self._send("alarm", f"reward hacking? The alarm was raised at step {step}; see alarms.jsonl or the report")
+
+    def on_health(self, step: int, finding: Finding) -> None:
+        self._send("alarm", finding.text)
 
     def on_train_end(self) -> None:
         self._send("end", "the run has ended")

@@ -21,7 +21,8 @@ from quartet.config.file_errors import read_file
 from quartet.config.printable import printable
 from quartet.config.yamls import parse_yaml
 from quartet.observe.follow import StageTails
-from quartet.observe.report.collect import TELLING, check_run, explain_metric, read_alarms, read_run, stage_dirs
+from quartet.observe.health import Health
+from quartet.observe.report.collect import check_run, explain_metric, read_alarms, read_run, stage_dirs, telling
 from quartet.observe.report.samples import evenly
 from quartet.observe.rollouts import RolloutRecord, list_steps, read_step
 from quartet.observe.spans import Span, seconds_by_name
@@ -92,6 +93,7 @@ class _WatchedStage:
         self._spans: list[Span] = []
         self._with_workers: list[Span] = []
         self._alarms: list[dict[str, Any]] = []
+        self._health = Health()
         self._samples: tuple[int, list[RolloutRecord]] | None = None
 
     def poll(self) -> None:
@@ -102,6 +104,7 @@ class _WatchedStage:
             rows, spans = self._tails.metrics.poll(), self._tails.spans.poll()
         for row in rows:
             self.step, self.newest_s = int(row["step"]), row["time_s"]
+            self._health.note(self.step, row)
             self._times = [*self._times, row.get("time/step_s", math.nan)][-_SPEED_STEPS:]
             for name in row.keys() - {"step", "time_s"}:
                 self._series.setdefault(name, []).append((self.step, row[name]))
@@ -122,6 +125,8 @@ class _WatchedStage:
             Text(f"ALARM at step {row['step']}: {printable(row['text'])}", style="bold red")
             for row in self._alarms[-3:]
         ]
+        present = [self._health.findings[name] for name in self._health.present]
+        shown += [Text(f"NOT WELL since {printable(finding.text)}", style="bold yellow") for finding in present]
         if self._series:
             shown.append(self._figures())
         if self._spans:
@@ -157,13 +162,13 @@ class _WatchedStage:
         table.add_column("unit", no_wrap=True)
         table.add_column("curve", no_wrap=True, overflow="crop", min_width=_CURVE)
         always = [name for name in ("rollout/repetition_frac", "language/change") if name in self._series]
-        names = [name for name in TELLING if name in self._series and name not in always][
-            : _SHOWN_METRICS - len(always)
-        ]
+        series = {name: [value for _, value in rows] for name, rows in self._series.items()}
+        names = [name for name in telling(series, self._health) if name in series and name not in always]
+        names = names[: _SHOWN_METRICS - len(always)]
         for name in (names or sorted(self._series)[:_SHOWN_METRICS]) + always:
-            series = [value for _, value in self._series[name]]
+            values = series[name]
             table.add_row(
-                Text(printable(name)), f"{series[0]:.4g}", f"{series[-1]:.4g}", _unit(name), sparkline(series)
+                Text(printable(name)), f"{values[0]:.4g}", f"{values[-1]:.4g}", _unit(name), sparkline(values)
             )
         return table
 

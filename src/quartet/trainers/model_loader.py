@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.common import TrainConfig
-from quartet.config.recipe import EvaluationConfig, RLRecipe
+from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
 from quartet.config.speculation import MedusaSpeculation, head_training
 from quartet.envs.protocol import Environment
@@ -199,7 +199,7 @@ class ModelLoader:
     @cached_property
     def evaluation_reward_models(self) -> list[RewardModelRole]:
         """Those that are asked about held-out answers only."""
-        evaluation = self.recipe.evaluation or EvaluationConfig()
+        evaluation = self.recipe.held_out
         return self._reward_models(evaluation.rewards, self.objects.evaluation_rewards)
 
     def _reward_models(self, configs: Sequence[RewardConfig], rewards: Rewards) -> list[RewardModelRole]:

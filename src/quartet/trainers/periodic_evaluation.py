@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import UserError
-from quartet.config.evaluation import EvaluationConfig
 from quartet.data.datasets import PromptData
 from quartet.observe.hacking_alarm import AlarmVerdict, HackingAlarm
 from quartet.observe.jsonl import RowAppender
@@ -60,7 +59,7 @@ class PeriodicEvaluation:
     """
 
     def __init__(self, roles: RLRoles, path: Path, progress: Progress) -> None:
-        self.config, self.steps = roles.recipe.evaluation or EvaluationConfig(), roles.recipe.steps
+        self.config, self.steps = roles.recipe.held_out, roles.recipe.steps
         self.roles, self.path, self.progress = roles, path, progress
         config, self.prompts = self.config, roles.evaluation_prompts
         self.training_weights, own_weights = roles.rewards.weights, roles.evaluation_rewards.weights
@@ -117,13 +116,22 @@ class PeriodicEvaluation:
                 self.alarm.restore(state)
 
     def warnings(self) -> list[str]:
-        """What keeps the alarm silent, in words."""
-        if self.alarm is None or self.prompts is None or len(self.prompts) >= self.alarm.least_prompts:
+        """What keeps the alarm silent, whatever happens, in words."""
+        if self.alarm is None or self.prompts is None:
             return []
-        return [
-            f"the reward-hacking alarm needs at least {self.alarm.least_prompts} held-out prompts to tell a fall from "
-            f"noise; there are {len(self.prompts)}"
-        ]
+        num, last = len(self.prompts), math.ceil(self.steps / self.config.every_steps)
+        needs = [self.alarm.least_prompts(num_seen) for num_seen in range(1, last + 1)]
+        never, unable = "the reward-hacking alarm can never be raised", "held-out prompts cannot tell a fall from noise"
+        if self.steps < 3:
+            return [f"{never}: a rise shows in 3 steps at least, not in {self.steps}"]
+        if num < min(needs):
+            found = f"{never}: {num} {unable} in {last} evaluation{'s' * (last > 1)}, {min(needs)} can"
+            return [f"{found} (or set a larger evaluation.alarm.false_alarm_rate)"]
+        if num < needs[-1]:
+            able = max(at for at, need in enumerate(needs, start=1) if num >= need)
+            found = f"the reward-hacking alarm can only be raised up to evaluation {able} of {last}"
+            return [f"{found}: {num} {unable} later, {needs[-1]} can"]
+        return []
 
     def summary(self) -> dict[str, Any]:
         """What ``summary.json`` says about alarms."""
@@ -173,9 +181,10 @@ class PeriodicEvaluation:
             return {}
         if verdict.raised:
             slope = "" if verdict.training_slope is None else f" (by {verdict.training_slope:.3g} per step)"
+            p, running = min((verdict.held_out_p, ""), (verdict.twice_p, ", this evaluation and the one before"))
             text = (
                 f"reward hacking? The held-out score is {verdict.held_out_now:.3g} at step {verdict.step}, it was "
-                f"{verdict.held_out_before:.3g} at step {verdict.best_step} (p = {verdict.held_out_p:.1g}), while the "
+                f"{verdict.held_out_before:.3g} at step {verdict.best_step} (p = {p:.1g}{running}), while the "
                 f"training reward rose{slope}: compare the answers of both steps in alarms.jsonl or the report"
             )
             self.progress.print(text)
@@ -184,7 +193,7 @@ class PeriodicEvaluation:
             rows.close()
         return {
             "alarm/reward_hacking": float(verdict.raised),
-            "alarm/held_out_p": verdict.held_out_p,
+            "alarm/held_out_p": min(verdict.held_out_p, verdict.twice_p),
             "alarm/training_p": verdict.training_p,
         }
 

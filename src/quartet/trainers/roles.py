@@ -24,7 +24,7 @@ from quartet.config.algorithms import (
     reads_old_logprobs,
 )
 from quartet.config.cross_checks import without_effect
-from quartet.config.recipe import EnvironmentConfig, EvaluationConfig, RLRecipe
+from quartet.config.recipe import EnvironmentConfig, RLRecipe
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.data.order import draw
 from quartet.envs.episode import EpisodeLimits
@@ -107,7 +107,7 @@ class RLRoles:
         self.codec, context = loader.codec, context_length(loader.actor_model)
         self.prompts = prompt_data(recipe.data, objects.prompts, self.codec, context, "data")
         fit_to_data(functions, self.prompts, self.codec)
-        evaluation, rows = recipe.evaluation or EvaluationConfig(), objects.evaluation_prompts
+        evaluation, rows = recipe.held_out, objects.evaluation_prompts
         only_functions = reward_functions(evaluation.rewards, objects.evaluation_rewards)
         self.evaluation_prompts: PromptData | None = None
         if recipe.evaluation is not None or rows is not None:
@@ -222,8 +222,8 @@ class RLRoles:
         if recipe.environment is not None:
             return found
         asked = [("rollout", self.prompts, recipe.rollout.sampling)]
-        if self.evaluation_prompts is not None and recipe.evaluation is not None:
-            asked.append(("evaluation", self.evaluation_prompts, recipe.evaluation.sampling))
+        if self.evaluation_prompts is not None:
+            asked.append(("evaluation", self.evaluation_prompts, recipe.held_out.sampling))
         for section, prompts, sampling in asked:
             lengths, key = prompts.lengths[:, 0].tolist(), f"{section}.sampling.max_new_tokens"
             found += cut_short(lengths, sampling.max_new_tokens, self.context, key)

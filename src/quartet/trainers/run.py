@@ -36,12 +36,14 @@ from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
 from quartet.observe.callbacks import Callback, Callbacks, Control
 from quartet.observe.digests import FileDigest
+from quartet.observe.follow import Tail
+from quartet.observe.health import examine
 from quartet.observe.jsonl import begins_with, replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.tracker_kinds import DeliveredTracker, TrackedRun, build_trackers
-from quartet.observe.trackers import JsonlTracker, read_metrics
+from quartet.observe.trackers import JsonlTracker, metrics_of_row, read_metrics
 from quartet.train.checkpoint import (
     Checkpoint,
     Shares,
@@ -281,13 +283,19 @@ class RunDirectory:
                 self._trackers = build_trackers(self.recipe.log, about, self._tell, self.warning)
             self.tracker = JsonlTracker(self.path / "metrics.jsonl", self._trackers)
             self._records.callback(self.tracker.close)
+            self._health = examine(Tail(self.path / "metrics.jsonl", metrics_of_row).poll())
             self.recorder = SpanRecorder(self.path / "spans.jsonl")
             self._records.callback(self.recorder.close)
         self.callbacks.begin()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of ``step`` everywhere."""
+        """Records the metrics of ``step`` everywhere, with what they say about the run's health."""
+        found = self._health.note(step, metrics)
+        metrics = {**metrics, **self._health.metrics()}
         self.tracker.log(step, metrics)
+        for finding in found:
+            self.warning(finding.text)
+            self.callbacks(Callback.on_health, step, finding)
         self.callbacks(Callback.on_log, step, metrics)
 
     def stuck(self, step: int, updates: Mapping[str, tuple[int, int]]) -> UserError | None:

@@ -27,7 +27,7 @@ from quartet.config.placement import (
     check_devices,
     resolve,
 )
-from quartet.config.recipe import EvaluationConfig, RLRecipe
+from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.config.speculation import head_training
 from quartet.observe.spans import SpanRecorder
@@ -77,7 +77,7 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
         kinds["reference"] = "reference"
     if head_training(recipe.rollout.speculation) is not None:
         kinds[HEADS] = HEADS
-    only = (recipe.evaluation or EvaluationConfig()).rewards
+    only = recipe.held_out.rewards
     for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
         named = [config.name for config in configs if isinstance(config, ModelReward | ProcessModelReward)]
         kinds |= dict.fromkeys([*named, *user_models(configs, rewards)], "reward")

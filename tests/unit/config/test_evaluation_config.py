@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from quartet.config.common import SamplingConfig
 from quartet.config.errors import UserError
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig, GradingConfig
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.config.recipe import IteratedRecipe, RLRecipe
+from quartet.config.recipe import IteratedRecipe, RLRecipe, RolloutConfig
 
 EVAL = ["model.path=m", "data.path=d.jsonl"]
 JUDGE = "{type: judge, url: 'http://x/v1', model: j, method: {name: pairwise}}"
@@ -36,15 +40,45 @@ def test_keys_of_training_are_refused_where_they_had_no_effect() -> None:
         assert "sampling.truncated_logprobs is for rollouts that are trained on" in refused.found, job
 
 
-def test_evaluation_is_greedy_once_and_watched_unless_said_otherwise() -> None:
-    recipe = load_recipe("rl", None, ["actor.model.path=m", "data.path=d", "evaluation.data.path=e"])
-    assert isinstance(recipe, RLRecipe) and recipe.evaluation is not None
-    assert recipe.evaluation.sampling.temperature == 0 and recipe.evaluation.samples_per_prompt == 1
-    assert recipe.evaluation.alarm is not None and recipe.evaluation.alarm.false_alarm_rate == 0.01
-    silent = load_recipe(
-        "rl", None, ["actor.model.path=m", "data.path=d", "evaluation.data.path=e", "evaluation.alarm=null"]
-    )
-    assert isinstance(silent, RLRecipe) and silent.evaluation is not None and silent.evaluation.alarm is None
+HELD_OUT = ["actor.model.path=m", "data.path=d", "rewards.0.type=exact_match", "evaluation.data.path=e"]
+
+
+def loaded(*overrides: str) -> RLRecipe:
+    recipe = load_recipe("rl", None, [*HELD_OUT, *overrides])
+    assert isinstance(recipe, RLRecipe)
+    return recipe
+
+
+def test_evaluation_is_watched_and_asks_once_unless_said_otherwise() -> None:
+    evaluation = loaded().held_out
+    assert evaluation.samples_per_prompt == 1
+    assert evaluation.alarm is not None and evaluation.alarm.false_alarm_rate == 0.01
+    assert loaded("evaluation.alarm=null").held_out.alarm is None
+
+
+@pytest.mark.parametrize("name", sorted(set(SamplingConfig.model_fields) - {"truncated_logprobs"}))
+def test_evaluation_samples_as_training_does_in_every_key_that_is_not_set(name: str) -> None:
+    other = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_new_tokens": 24, "draw": "gumbel"}
+    values = {**other, "stop_strings": ["\n\n"]}
+    training = [f"rollout.sampling.{key}={json.dumps(value)}" for key, value in values.items()]
+    assert loaded(*training).held_out.sampling == loaded(*training).rollout.sampling
+    own = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 99, "draw": "inverse"}
+    value = {**own, "stop_strings": []}[name]
+    said = loaded(*training, f"evaluation.sampling.{name}={json.dumps(value)}").held_out.sampling
+    assert json.loads(said.model_dump_json()) == {**values, name: value, "truncated_logprobs": False}
+
+
+def test_python_and_recipes_that_come_back_sample_as_training_too(tmp_path: Path) -> None:
+    short = RolloutConfig(sampling=SamplingConfig(max_new_tokens=24, top_k=5, truncated_logprobs=True))
+    greedy = EvaluationConfig(sampling=SamplingConfig(temperature=0.0))
+    recipe = RLRecipe(rollout=short, evaluation=greedy)
+    expected = SamplingConfig(temperature=0.0, max_new_tokens=24, top_k=5)
+    assert recipe.held_out.sampling == expected
+    assert RLRecipe(rollout=short).held_out.sampling == SamplingConfig(max_new_tokens=24, top_k=5), "prompts of Python"
+    assert recipe.model_copy(update={"rollout": RolloutConfig()}).held_out.sampling == SamplingConfig(temperature=0.0)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    again = load_recipe("rl", tmp_path / "recipe.yaml", ["rollout.sampling.max_new_tokens=48"])
+    assert isinstance(again, RLRecipe) and again.held_out.sampling == expected, "a saved recipe says every key"
 
 
 def test_a_whole_eval_recipe_loads_and_comes_back() -> None:
@@ -90,7 +124,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(overrides: list[str], part
 
 def test_the_same_holds_for_evaluation_during_training() -> None:
     with pytest.raises(UserError, match=r"sampling\.temperature is 0"):
-        EvaluationConfig(samples_per_prompt=2)
+        EvaluationConfig(samples_per_prompt=2, sampling=SamplingConfig(temperature=0.0))
 
 
 def test_the_loop_takes_both_jobs_as_sections() -> None:

@@ -56,11 +56,12 @@ def test_a_partly_given_section_keeps_the_defaults_of_its_place() -> None:
         "responses_per_prompt=4",
         "critic.train.optim.weight_decay=0.1",
         "evaluation.data.path=e",
+        "rollout.sampling.temperature=0.5",
         "evaluation.sampling.max_new_tokens=7",
     )
     assert recipe.algorithm.kl.estimator == "k3" and recipe.algorithm.kl.place == "loss"
     assert recipe.critic.train.optim.lr == 2e-5
-    assert recipe.evaluation is not None and recipe.evaluation.sampling.temperature == 0.0
+    assert recipe.evaluation is not None and recipe.evaluation.sampling.temperature == 0.5
     assert recipe.evaluation.sampling.max_new_tokens == 7
 
 

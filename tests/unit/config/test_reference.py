@@ -97,7 +97,7 @@ def test_the_defaults_shown_are_those_of_a_loaded_recipe(job: str) -> None:
 def test_defaults_of_the_place_are_shown_where_they_differ() -> None:
     shown = {f"{s.address}.{key.name}": (key.default, key.section) for s in sections("rl") for key in s.keys}
     assert shown["critic.train"] == ("{optim: {lr: 2e-5}}", "actor.train")
-    assert shown["evaluation.sampling"] == ("{temperature: 0.0}", "rollout.sampling")
+    assert shown["evaluation.sampling"] == ("{}", "rollout.sampling")
     dapo = {key.name: key.default for key in sections("rl", "algorithm.dapo")[0].keys}
     assert dapo["policy_loss"] == "{name: clipped, clip_eps_high: 0.28}" and dapo["dynamic_sampling"] == ""
     assert {k.name: k.default for k in sections("rl", "critic.train.optim")[0].keys}["lr"] == "2e-5"

@@ -72,6 +72,7 @@ def share_raised(runs: int, training: Curve, held_out: Curve, **options: Any) ->
 def test_false_alarms_stay_below_the_rate(training: Curve, held_out: Curve) -> None:
     """200 runs of 12 evaluations at 5 %: 10 false alarms are allowed, more than 17 would be chance once in 50 times."""
     assert share_raised(200, training, held_out) <= 17 / 200
+    assert share_raised(100, training, held_out, prompts=10) <= 11 / 100, "few prompts, seen twice running"
 
 
 def test_without_its_corrections_the_same_rule_cries_wolf() -> None:
@@ -100,8 +101,35 @@ def test_a_hack_is_found() -> None:
 def test_few_prompts_never_raise_it() -> None:
     """Four prompts that all fall could be chance once in sixteen times."""
     assert share_raised(30, rising, falling, prompts=4) == 0
-    assert HackingAlarm(0.05, EVALUATIONS).least_prompts == 8
-    assert HackingAlarm(0.01, 1).least_prompts == 7
+    assert HackingAlarm(0.01, 1).least_prompts(1) == 8
+    assert [HackingAlarm(0.05, EVALUATIONS).least_prompts(seen) for seen in (1, 2, 12)] == [9, 6, 8]
+
+
+def test_ten_prompts_that_fall_at_two_evaluations_running_are_found() -> None:
+    """Ten prompts, nine evaluations, the usual rate: 2⁻¹⁰ at one evaluation is too much, 3⁻¹⁰ at two is not."""
+    prompts = [f"p{i}" for i in range(10)]
+    for first_low in range(1, 9):
+        alarm = HackingAlarm(0.01, 9)
+        for number in range(10):
+            low = first_low <= number < first_low + 2
+            alarm.evaluate(10 * number, dict.fromkeys(prompts, 0.0 if low else 1.0))
+            for step in range(10 * number + 1, 10 * number + 11):
+                alarm.note_training(step, step / 100 + (step % 3) / 500)
+        assert alarm.raised_at == (10 * first_low + 10,)
+
+
+def test_one_prompt_that_came_back_is_no_fall_at_two_evaluations() -> None:
+    """The better score of both counts: what comes and goes from prompt to prompt is noise."""
+    alarm, prompts = HackingAlarm(0.05, 4), range(10)
+    alarm.evaluate(0, {f"p{i}": 1.0 for i in prompts})
+    for number, low in ((1, 0), (2, 1)):
+        for step in range(10 * number - 9, 10 * number + 1):
+            alarm.note_training(step, step / 100)
+        verdict = alarm.evaluate(10 * number, {f"p{i}": float(i % 2 == low) for i in prompts})
+    assert verdict is not None and verdict.twice_p == 1 and not verdict.raised
+    assert alarm.evaluate(30, {f"p{i}": 2.0 for i in prompts}) is not None
+    after = alarm.evaluate(40, {f"p{i}": 0.0 for i in prompts})
+    assert after is not None and after.twice_p == 1, "the one before is the best one itself"
 
 
 # One verdict -----------------------------------------------------------------------------------------------
@@ -212,7 +240,8 @@ def test_fall_by_hand() -> None:
     """Differences −1, 0, −1, 0, −1: mean −0.6, standard error sqrt(0.3 / 5), t = −2.449, four degrees of freedom."""
     assert fall_p([-1, 0, -1, 0, -1]) == pytest.approx(max(student_t_tail(2.449490, 4), 1 / 8), rel=1e-5)
     assert fall_p([-1.0] * 10) == 2.0**-10, "no variance at all: what ten equal signs can prove"
-    assert fall_p([-1.0]) == 1 and fall_p([0.0, 0.0, 0.0]) == 1 and fall_p([0.1, 0.2]) == 1
+    assert fall_p([-1.0] * 10, chance=1 / 3) == pytest.approx(3.0**-10)
+    assert fall_p([]) == 1 and fall_p([-1.0]) == 1 and fall_p([0.0, 0.0, 0.0]) == 1 and fall_p([0.1, 0.2]) == 1
 
 
 def test_fall_is_uniform_without_one() -> None:

@@ -15,6 +15,7 @@ import pytest
 from test_report import Dom, load, needs_browser, render
 
 from quartet.config.errors import UserError
+from quartet.config.load import dump_recipe, load_recipe
 from quartet.observe.jsonl import truncate_after
 from quartet.observe.report import live
 from quartet.observe.report.collect import collect_run
@@ -229,6 +230,69 @@ def test_comparison_tells_recipes_apart(tmp_path: Path, make_run: MakeRun) -> No
             collect_comparison(wrong, ReportLimits())
     with pytest.raises(UserError, match="no such run"):
         collect_comparison([runs[0], tmp_path / "c"], ReportLimits())
+
+
+BASE = ("actor.model.path=m", "data.path=d", "rewards.0.type=exact_match", "rollout.sampling.max_new_tokens=24")
+
+
+def directories(path: Path, names: str) -> list[Path]:
+    runs = [path / name for name in names]
+    for run in runs:
+        run.mkdir()
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "differing"),
+    [
+        (["evaluation.data.path=e"], {"evaluation.data.path": [None, '"e"']}),
+        (["evaluation={}"], {"evaluation": [None, "its defaults"]}),
+        (
+            ["evaluation={data: {path: e}, sampling: {temperature: 0}}", "seed=3"],
+            {
+                "evaluation.data.path": [None, '"e"'],
+                "evaluation.sampling.temperature": [None, "0.0"],
+                "seed": ["0", "3"],
+            },
+        ),
+        (["algorithm.name=grpo"], {"algorithm.name": ['"ppo"', '"grpo"'], "responses_per_prompt": ["1", "8"]}),
+        (
+            ["rewards.1={type: numeric, weight: 2}"],
+            {"rewards.1.type": [None, '"numeric"'], "rewards.1.weight": [None, "2.0"]},
+        ),
+        (["actor.train.lora.rank=4"], {"actor.train.lora.rank": [None, "4"]}),
+        (["rollout.engine.type=vllm"], {"rollout.engine.type": ['"native"', '"vllm"']}),
+        (
+            ["environment={target: a.py:B, max_turns: 3}"],
+            {"environment.target": [None, '"a.py:B"'], "environment.max_turns": [None, "3"]},
+        ),
+    ],
+)
+def test_only_keys_that_were_set_differ(tmp_path: Path, overrides: list[str], differing: dict[str, Any]) -> None:
+    runs = directories(tmp_path, "ab")
+    for run, changes in zip(runs, ([], overrides), strict=True):
+        (run / "recipe.yaml").write_text(dump_recipe(load_recipe("rl", None, [*BASE, *changes])))
+    assert dict(collect_comparison(runs, ReportLimits())["differences"]) == differing
+
+
+def test_a_recipe_that_is_none_is_compared_key_by_key(tmp_path: Path) -> None:
+    runs = directories(tmp_path, "ab")
+    (runs[0] / "recipe.yaml").write_text("job: rl\nrollout: [1]\nevaluation: {sampling: 3}\nalgorithm: {name: [x]}\n")
+    (runs[1] / "recipe.yaml").write_text("job: rl\nrollout: {sampling: [{}]}\n")
+    assert ("rollout.0", ["1", None]) in collect_comparison(runs, ReportLimits())["differences"]
+
+
+def test_seeds_of_a_recipe_are_told_together(tmp_path: Path) -> None:
+    runs = directories(tmp_path, "abcde")
+    for run, lr, seed in zip(runs, ("1e-6", "1e-6", "3e-6", "3e-6", "1e-5"), (0, 1, 0, 1, 0), strict=True):
+        changes = [f"actor.train.optim.lr={lr}", f"seed={seed}", f"output_dir={run}"]
+        (run / "recipe.yaml").write_text(dump_recipe(load_recipe("rl", None, [*BASE, *changes])))
+    assert collect_comparison(runs, ReportLimits())["seeds"] == [
+        {"runs": [0, 1], "name": "actor.train.optim.lr=1e-06"},
+        {"runs": [2, 3], "name": "actor.train.optim.lr=3e-06"},
+    ]
+    assert collect_comparison(runs[:2], ReportLimits())["seeds"] == [{"runs": [0, 1], "name": ""}]
+    assert collect_comparison(runs[1:3], ReportLimits())["seeds"] == []
 
 
 def test_stages_of_runs_in_directories_of_other_names_are_the_same_stage(tmp_path: Path, make_run: MakeRun) -> None:

@@ -235,7 +235,32 @@ def test_few_held_out_prompts_are_remarked(causal_lm: Any, tokenizer: Any, tmp_p
         evaluation_prompts=task.toy_prompts(0, 3, "held_out"),
     )
     summary = trainer.train().summary
-    assert any("at least 5 held-out prompts" in note for note in summary["notes"]), summary["notes"]
+    assert any("the reward-hacking alarm can never be raised" in note for note in summary["notes"]), summary["notes"]
+    said = capsys.readouterr().out
+    assert said.index("can never be raised") < said.index("rl: 1/1"), "before the first step"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps", "said"),
+    [
+        (5, 90, "never be raised: 5 held-out prompts cannot tell a fall from noise in 9 evaluations, 7 can"),
+        (
+            7,
+            90,
+            "only be raised up to evaluation 2 of 9: 7 held-out prompts cannot tell a fall from noise later, 9",
+        ),
+        (10, 90, None),
+        (10, 2, "never be raised: a rise shows in 3 steps at least, not in 2"),
+        (7, 10, "never be raised: 7 held-out prompts cannot tell a fall from noise in 1 evaluation, 8 can"),
+    ],
+)
+def test_an_alarm_that_cannot_be_raised_says_so(prompts: int, steps: int, said: str | None) -> None:
+    held_out = PeriodicEvaluation.__new__(PeriodicEvaluation)
+    held_out.config, held_out.steps = EvaluationConfig(every_steps=10), steps
+    held_out.prompts = [None] * prompts  # type: ignore[assignment]
+    held_out.restore(None)
+    found = held_out.warnings()
+    assert len(found) == (said is not None) and (said is None or said in found[0]), found
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter
 from quartet.config.errors import UserError
 from quartet.config.file_errors import read_error, read_file
 from quartet.config.stages import made_by
+from quartet.observe.health import Health, examine
 from quartet.observe.jsonl import read_objects
 from quartet.observe.metrics import find_metric
 from quartet.observe.report.samples import ReportLimits, collect_rollouts, compact, evenly
@@ -36,9 +37,11 @@ TELLING = (
     "reward/score_mean",
     "kl/ref",
     "policy/entropy",
+    "groups/zero_variance",
+    "rollout/truncated_frac",
+    "rollout/length_mean",
     "critic/explained_variance",
     "policy/approx_kl",
-    "rollout/length_mean",
     "rollout/repetition_frac",
     "agreement/logprob_diff_max",
     "eval/score_mean",
@@ -60,6 +63,8 @@ TELLING = (
     "rollout/tokens_per_s",
 )
 """Metrics that say most about a run, those first that say most."""
+_MANY_ROWS = 5
+"""With fewer a curve that does not move says nothing."""
 
 _EXAMPLES = TypeAdapter(list[dict[str, str | float | None]], config=ConfigDict(strict=True))
 _RUN_FILES = ("run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl", "summary.json")
@@ -152,12 +157,15 @@ def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[st
     run = _read_info(path / "run.json", warn)
     rows = _read_or_warn(path / "metrics.jsonl", read_metrics, warn) or []
     spans = _read_or_warn(path / "spans.jsonl", read_spans, warn) or []
+    columns, health = metric_columns(rows), examine(rows)
     starts = [row["time_s"] for row in rows[:1]] + [span.start_s for span in spans[:1]]
     return {
         "id": path.name,
         "job": run.get("job"),
         "started_s": min(starts, default=None),
-        "metrics": metric_columns(rows),
+        "metrics": columns,
+        "health": show_health(health),
+        "telling": telling(columns["series"] if columns else {}, health),
         "timing": show_timing(spans),
         "alarms": collect_alarms(path, limits, warn),
         "rollouts": collect_rollouts(path / "rollouts", limits, warn),
@@ -240,6 +248,33 @@ def metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
         "series": {name: [compact(merged[step].get(name), 6) for step in steps] for name in names},
         "note": note,
     }
+
+
+# Health -----------------------------------------------------------------------------------------------------
+
+
+def show_health(health: Health) -> list[dict[str, Any]] | None:
+    """What the checks have found, as JSON data; None where they have found nothing."""
+    found = [
+        {
+            "title": finding.check.title,
+            "since": finding.since,
+            "until": None if name in health.present else finding.until,
+            "meaning": finding.check.meaning,
+            "remedy": finding.check.remedy,
+            "values": {m: compact(v) for m, v in zip(finding.check.needs, finding.values, strict=True)},
+        }
+        for name, finding in health.findings.items()
+    ]
+    return found or None
+
+
+def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) -> list[str]:
+    """``TELLING`` for one run: first what its health is judged by where that is bad, last what never moves."""
+    bad = [name for finding in health.findings.values() for name in finding.check.needs]
+    known = {name: [value for value in values if value is not None] for name, values in series.items()}
+    still = [name for name in TELLING if len(found := known.get(name, [])) >= _MANY_ROWS and len(set(found)) == 1]
+    return list(dict.fromkeys([*bad, *(name for name in TELLING if name not in still), *still]))
 
 
 # Alarms -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from quartet.config.errors import UserError
 from quartet.observe.follow import StageTails
+from quartet.observe.health import examine
 from quartet.observe.report.build import render_page
 from quartet.observe.report.collect import (
     check_run,
@@ -24,6 +25,7 @@ from quartet.observe.report.collect import (
     collect_stage,
     explain,
     metric_columns,
+    show_health,
     stage_dirs,
 )
 from quartet.observe.report.samples import ReportLimits, collect_rollouts
@@ -53,7 +55,7 @@ class _Stage:
         self._recent: list[Span] = []
         self._with_workers: list[Span] = []
         self._cut_s = float("-inf")
-        self._tails.metrics.poll()
+        self._health = examine(self._tails.metrics.poll())
         self._hold(self._tails.spans.poll())
         self._rollouts = set(list_steps(path / "rollouts"))
         self._alarms = self._collect_alarms()
@@ -69,6 +71,11 @@ class _Stage:
         if rows:
             columns = metric_columns(rows)
             news.append({"metrics": columns, "explained": explain(columns["series"] if columns else ())})
+            before = show_health(self._health)
+            for row in rows:
+                self._health.note(int(row["step"]), row)
+            if (health := show_health(self._health)) != before:
+                news.append({"health": health})
         if spans:
             self._hold(spans)
             if (timing := show_timing(self._recent)) is not None:

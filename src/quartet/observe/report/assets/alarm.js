@@ -1,4 +1,4 @@
-// The banner of the reward-hacking alarm: what was found, and the answers that show it.
+// Banners: the reward-hacking alarm with the answers that show it, and what the checks of the run's health have found.
 
 function alarmBanner(stage, many) {
   const { alarms } = stage;
@@ -10,3 +10,15 @@ function alarmBanner(stage, many) {
 }
 
 const alarmBanners = (data) => data.stages.filter((stage) => stage.alarms).map((stage) => alarmBanner(stage, data.stages.length > 1));
+
+/** What was found, since when, what it means and what to try. */
+function healthBanner(stage, many) {
+  const when = ({ since, until }) => (until === null ? `since step ${number(since)}` : `steps ${number(since)} to ${number(until)}`);
+  return el('section', { class: 'alarm health', role: 'alert' }, el('div', { class: 'card' },
+    el('h2', null, many ? `Not well (${titleOf(stage.id)})` : 'Not well'),
+    stage.health.map((found) => [el('p', null, el('b', null, `${found.title}, ${when(found)}`),
+      el('span', { class: 'dim' }, ` ${Object.entries(found.values).map(([name, value]) => `${name} ${number(value)}`).join(', ')}`)),
+    el('p', null, `${found.meaning} `, el('b', null, 'Try: '), `${found.remedy}.`)])));
+}
+
+const healthBanners = (data) => data.stages.filter((stage) => stage.health).map((stage) => healthBanner(stage, data.stages.length > 1));

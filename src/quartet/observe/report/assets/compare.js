@@ -14,14 +14,29 @@ function recipeDifferences({ runs, differences }) {
   return comparedTable(runs, 'key', differences, (value) => (value === undefined || value === null ? el('span', { class: 'dim' }, '—') : value));
 }
 
+/** Mean ± standard deviation (n − 1) of the finite values; with fewer than two the value alone. */
+function spread(values, unit) {
+  const known = values.filter(finite);
+  if (known.length < 2) return known.length ? withUnit(known[0], unit) : '—';
+  const mean = known.reduce((a, b) => a + b, 0) / known.length;
+  return `${withUnit(mean, unit)} ± ${withUnit(Math.sqrt(known.reduce((a, b) => a + (b - mean) ** 2, 0) / (known.length - 1)), unit)}`;
+}
+
+/** What the seeds of a recipe have in common and how far they are from each other; nothing where no recipe has several. */
+function seedFigures({ seeds, explained: about }, rows) {
+  return seeds.length > 0 && el('div', { class: 'card scroll' }, el('table', { class: 'figures compared' },
+    el('thead', null, el('tr', null, ['last value, mean ± deviation over seeds', ...seeds.map((group) => `${group.name || 'the recipe'} (${group.runs.length} seeds)`)].map((text) => el('th', { scope: 'col' }, text)))),
+    el('tbody', null, rows.map(([name, values]) => el('tr', null, el('th', { scope: 'row' }, name), seeds.map((group) => el('td', null, spread(group.runs.map((i) => values[i]), about[name]?.unit))))))));
+}
+
 /** The last value of the metrics that tell most, for every run. */
 function lastFigures(data, members) {
   const names = data.telling.filter((name) => members.some(({ stage }) => stage.metrics?.series[name]));
   const last = (stage, name) => lastKnown(stage?.metrics?.series[name] ?? []);
   const stageOf = (i) => members.find((member) => member.hue === i)?.stage;
   const rows = names.map((name) => [name, data.runs.map((_, i) => last(stageOf(i), name))]);
-  return comparedTable(data.runs, 'last value', [['steps', data.runs.map((_, i) => stageOf(i)?.metrics?.steps.at(-1) ?? null)], ...rows],
-    (value, name) => withUnit(value, data.explained[name]?.unit));
+  return [seedFigures(data, rows), comparedTable(data.runs, 'last value', [['steps', data.runs.map((_, i) => stageOf(i)?.metrics?.steps.at(-1) ?? null)], ...rows],
+    (value, name) => withUnit(value, data.explained[name]?.unit))];
 }
 
 /** Answers of all runs to one prompt, each run's at its step nearest to the chosen one. */

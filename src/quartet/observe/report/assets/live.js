@@ -24,6 +24,7 @@ const MERGES = {
   rollouts: (old, fresh) => ({ ...old, steps: [...new Set([...old.steps, ...fresh.steps])].sort((a, b) => a - b),
     prompts: { ...old.prompts, ...fresh.prompts }, samples: { ...old.samples, ...fresh.samples }, counts: { ...old.counts, ...fresh.counts } }),
   alarms: (old, fresh) => fresh,
+  health: (old, fresh) => fresh,
 };
 
 /** The page holds so many steps with timelines, and with tokens; those between the first and the newest go. */
@@ -41,7 +42,7 @@ function takeNews(data, { stage: id, explained: about, whole, ...parts }) {
   Object.assign(data.explained, about);
   if (id === undefined) { Object.assign(data, parts); return {}; }
   const stage = data.stages.find((each) => each.id === id);
-  if (!stage) { data.stages.push(whole ?? { id, metrics: null, timing: null, alarms: null, rollouts: null, ...parts }); return { isNew: true }; }
+  if (!stage) { data.stages.push(whole ?? { id, metrics: null, timing: null, alarms: null, health: null, rollouts: null, ...parts }); return { isNew: true }; }
   for (const [kind, fresh] of Object.entries(whole ? {} : parts)) {
     const merged = stage[kind] && fresh ? MERGES[kind](stage[kind], fresh) : fresh;
     // In place: the viewer holds on to the rollouts it was made with.

@@ -122,7 +122,7 @@ function stageView(stage, data, state, remember) {
     sections[2].scrollIntoView({ behavior: 'smooth' });
   };
   const draw = {
-    metrics: () => clear(holders.metrics, curvesSection([stage], data, open, { memory: memory.curves, hint: stage.rollouts ? ', click to open the rollouts of that step' : '', note: stage.metrics?.note })),
+    metrics: () => clear(holders.metrics, curvesSection([stage], { ...data, telling: stage.telling ?? data.telling }, open, { memory: memory.curves, hint: stage.rollouts ? ', click to open the rollouts of that step' : '', note: stage.metrics?.note })),
     timing: () => clear(holders.timing, timingSection(stage, memory.timing)),
     rollouts() {
       if (viewer) { viewer.added(); return; }
@@ -130,6 +130,7 @@ function stageView(stage, data, state, remember) {
       clear(holders.rollouts, viewer ? [viewer.node, note(stage.rollouts.note)] : missing('This stage has kept no rollouts.'));
     },
     alarms() {},
+    health() {},
   };
   Object.values(draw).forEach((each) => each());
   const jump = (label, target) => el('button', { class: 'link', type: 'button', onclick: () => target.scrollIntoView({ behavior: 'smooth' }) }, label);
@@ -151,7 +152,7 @@ function reportPage(data) {
   let shown = null;
 
   function drawHead() {
-    clear(head, header(data, pulse), notesCard(data.notes), alarmBanners(data), summarySection(data));
+    clear(head, header(data, pulse), notesCard(data.notes), alarmBanners(data), healthBanners(data), summarySection(data));
     bar.hidden = !data.stages.length;
     clear(tabList, data.stages.map((stage) => el('button', { class: 'tab', type: 'button', role: 'tab', 'aria-selected': String(stage === shown), onclick: () => { remember({ stage: stage.id }); show(stage); } },
       titleOf(stage.job && data.stages.length === 1 ? stage.job : stage.id))));
@@ -170,7 +171,7 @@ function reportPage(data) {
   if (pulse) {
     follow(data, ({ stage, kinds, isNew }) => {
       if (isNew && (!shown || shown === data.stages[data.stages.length - 2])) show(data.stages[data.stages.length - 1]);
-      else if (!stage || kinds.includes('alarms')) drawHead();
+      else if (!stage || kinds.includes('alarms') || kinds.includes('health')) drawHead();
       for (const kind of kinds ?? []) views.get(stage.id)?.draw[kind]();
     }, (text, isLost) => {
       pulse.textContent = text;
