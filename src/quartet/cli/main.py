@@ -284,6 +284,7 @@ def main() -> None:
 def _resume_command(arguments: list[str], path: Path) -> str:
     """The same command with ``--resume``, and the directory where it was not given."""
     from quartet.cli.show import command_name
+    from quartet.config.yamls import override_word
 
     words = [shlex.quote(word) for word in arguments if word.partition("=")[0] != RESUME]
     if arguments[0] == "quickstart":
@@ -293,7 +294,7 @@ def _resume_command(arguments: list[str], path: Path) -> str:
         from quartet.trainers.remote_run import is_draft
 
         named = is_draft(path) or any(str(path) in word for word in arguments)
-        where = [] if named else [f"output_dir={shlex.quote(str(path))}"]
+        where = [] if named else [override_word("output_dir", str(path))]
     resume = "--resume=auto" if "--resume=auto" in arguments else "--resume"
     return " ".join([command_name(), *words, *where, resume])
 

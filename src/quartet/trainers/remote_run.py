@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import threading
@@ -281,7 +282,7 @@ class RemoteRun(LocalRun):
         return UserError(
             f"{self.url} lacks what the run has written last; all of it is in {self.path}",
             found=f"{', '.join(names[:8])}{', …' * (len(names) > 8)}; {why}",
-            remedy=f"quartet upload {self.path}, once the store is there (or --resume on this machine)",
+            remedy=f"quartet upload {shlex.quote(str(self.path))}, once the store is there (or --resume on this machine)",
         )
 
     def _work(self) -> None:
