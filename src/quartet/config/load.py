@@ -49,7 +49,9 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     if data.get("job", job) != job:
         other = data["job"]
         known = isinstance(other, str) and other in RECIPES and path is not None
-        remedy = f"run `quartet {other} {shlex.quote(str(path))}`, or change its `job:`" if known else f"write `job: {job}`"
+        remedy = (
+            f"run `quartet {other} {shlex.quote(str(path))}`, or change its `job:`" if known else f"write `job: {job}`"
+        )
         raise UserError(f"{label} is for another job", found=f"job: {other}, asked for {job}", remedy=remedy)
     model = RECIPES[job]
     _check_sharding(data.get("placement"), label)
