@@ -35,6 +35,7 @@ from quartet.cli.serve import serve
 from quartet.cli.watch import compare, replay, report, watch
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
+from quartet.observe.openmp import share_cores
 from quartet.trainers.signals import stop_signals
 
 app = typer.Typer(
@@ -263,6 +264,7 @@ def _is_in_allocation() -> bool:
 
 def main() -> None:
     """Entry point: turns user errors and signals into messages and exit statuses."""
+    share_cores()
     with stop_signals(ends_process=True) as signals:
         try:
             app()

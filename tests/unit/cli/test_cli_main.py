@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -224,6 +225,25 @@ def test_under_torchrun_other_jobs_without_sampling_take_its_processes(
 @pytest.mark.parametrize("job", ["eval", "iterated-reward-model"])
 def test_under_torchrun_a_job_of_one_process_is_refused(job: str, launched: None, run: Run) -> None:
     assert f"quartet {job} runs in one process\n  found: 6 processes of torchrun" in run(job, "a.yaml")[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, {"GOMP_SPINCOUNT": "10000"})]
+    + [({name: value}, {name: value}) for name, value in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7"))],
+)
+def test_threads_that_wait_give_their_core_away_unless_the_environment_says_how_they_wait(
+    given: dict[str, str], expected: dict[str, str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", dict(given))
+    run("--version")
+    assert os.environ == expected
+
+
+def test_torch_is_loaded_after_its_threads_are_told_how_to_wait() -> None:
+    """Its runtime reads the environment once, when it is loaded."""
+    code = "import sys, quartet.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
