@@ -131,6 +131,8 @@ def main() -> None:
             for beside in (False, True):
                 found = run(SETTINGS[setting], beside, args.smoke)
                 runs.append({"round": round_, "setting": setting, "beside": beside, **found})
+                where = "beside a busy process" if beside else "quiet"
+                print(f"{setting}, {where}: {found['seconds']['all']:.1f} s", file=sys.stderr, flush=True)
         longest = max(longest, time.monotonic() - round_began)
     print(f"{runs[-1]['round'] + 1} rounds, load {os.getloadavg()[0]:.1f}, {len(os.sched_getaffinity(0))} cores\n")
     print(table(runs))
