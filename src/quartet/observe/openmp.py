@@ -16,9 +16,9 @@ _HARD = 2
 def share_cores() -> None:
     """Has threads that wait give their core away, unless the environment says how they wait; before torch is loaded.
 
-    Threads of small models wait some thousand times a second. Spinning is quickest while each has a core; beside another
-    process one that has none keeps the others spinning for whole time slices (``benchmarks/busy.py``). Results do not
-    depend on it. Intel's and LLVM's runtimes do not read this.
+    Threads of small models wait some thousand times a second. Spinning is quickest while each has a core; beside others
+    the one that has none keeps the rest spinning for whole time slices (``benchmarks/busy.py``). Results do not depend
+    on it. Intel's and LLVM's runtimes do not read this.
     """
     if not {"OMP_WAIT_POLICY", *WAITING} & os.environ.keys():
         os.environ.update(WAITING)
