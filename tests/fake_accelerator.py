@@ -12,6 +12,7 @@ Prints one JSON line per case: its name, the error or None, and the lines of thi
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+import quartet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
     GRPO,
@@ -53,6 +55,7 @@ SIZES: dict[str, Any] = {
 KEPT: list[Any] = []
 """Registrations, which end with their objects."""
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+PACKAGE = os.path.join(os.path.dirname(quartet.__file__), "")
 
 
 class Accelerator(TorchDispatchMode):
@@ -76,8 +79,8 @@ class Accelerator(TorchDispatchMode):
         if func.overloadpacket is torch.ops.aten.index and len(devices) > 1:
             raise RuntimeError(f"an index on another device than what it indexes: {devices}")
         if target is not None and torch.device(target).type == "cpu" and "accel" in devices:
-            stack = [f for f in traceback.extract_stack() if "/quartet/" in f.filename]
-            self.copies.append(f"{stack[-1].filename.rpartition('/quartet/')[2]}: {stack[-1].line}" if stack else "?")
+            stack = [f for f in traceback.extract_stack() if f.filename.startswith(PACKAGE)]
+            self.copies.append(f"{stack[-1].filename.removeprefix(PACKAGE)}: {stack[-1].line}" if stack else "?")
         return func(*args, **kwargs)
 
 
@@ -172,7 +175,7 @@ def main() -> None:
                 try:
                     work()
                 except Exception as raised:
-                    stack = [f for f in traceback.extract_tb(raised.__traceback__) if "/quartet/" in f.filename]
+                    stack = [f for f in traceback.extract_tb(raised.__traceback__) if f.filename.startswith(PACKAGE)]
                     where = f"{stack[-1].filename}:{stack[-1].lineno} {stack[-1].line}" if stack else "?"
                     error = f"{type(raised).__name__} at {where}: {str(raised)[:200]}"
             print(json.dumps({"case": name, "error": error, "copies": accelerator.copies}), flush=True)

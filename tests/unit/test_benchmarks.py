@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -43,6 +44,24 @@ def test_where_is_computed_has_three_sides(bench: Modules) -> None:
     found = asyncio.run(bench.compute_thread.measured(1, 1, 1))
     assert list(found) == ["event loop's thread", "compute thread", "beside a second pool", "a call, µs"]
     assert min(found.values()) > 0
+
+
+def test_what_a_busy_process_costs_is_a_ratio_to_the_quiet_time_of_torchs_own_setting(bench: Modules) -> None:
+    def took(setting: str, beside: bool, seconds: float, weights: str = "a") -> dict[str, Any]:
+        stages = dict.fromkeys(("sft", "reward_model", "rl", "all"), seconds)
+        return {"setting": setting, "beside": beside, "seconds": stages, "cpu": 2 * seconds, "weights": weights}
+
+    runs = [took("torch's own", False, s) for s in (9.0, 10.0, 30.0)] + [took("torch's own", True, 20.0)]
+    runs += [took("one thread", False, 12.0, "b"), took("one thread", True, 13.0)]
+    lines = bench.busy.table(runs).splitlines()
+    assert lines[2] == "| torch's own |" + " 10.0 |" * 4 + " 20.0 | 1.00 |" + " 20.0 |" * 4 + " 40.0 | 2.00 | equal |"
+    assert lines[3].endswith("| 26.0 | 1.30 | others |")
+
+
+def test_the_busy_process_ends(bench: Modules) -> None:
+    with bench.busy.busy_process() as process:
+        assert process.poll() is None
+    assert process.returncode == -signal.SIGKILL
 
 
 # The floor -----------------------------------------------------------------------------------------------

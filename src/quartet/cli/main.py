@@ -35,6 +35,7 @@ from quartet.cli.serve import serve
 from quartet.cli.watch import compare, replay, report, sweep, watch
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
+from quartet.observe.openmp import share_cores
 from quartet.trainers.signals import stop_signals
 
 app = typer.Typer(
@@ -264,6 +265,7 @@ def _is_in_allocation() -> bool:
 
 def main() -> None:
     """Entry point: turns user errors and signals into messages and exit statuses."""
+    share_cores()
     with stop_signals(ends_process=True) as signals:
         try:
             app()
@@ -285,6 +287,7 @@ def main() -> None:
 def _resume_command(arguments: list[str], path: Path) -> str:
     """The same command with ``--resume``, and the directory where it was not given."""
     from quartet.cli.show import command_name
+    from quartet.config.yamls import override_word
 
     words = [shlex.quote(word) for word in arguments if word.partition("=")[0] != RESUME]
     if arguments[0] == "quickstart":
@@ -294,7 +297,7 @@ def _resume_command(arguments: list[str], path: Path) -> str:
         from quartet.trainers.remote_run import is_draft
 
         named = is_draft(path) or any(str(path) in word for word in arguments)
-        where = [] if named else [f"output_dir={shlex.quote(str(path))}"]
+        where = [] if named else [override_word("output_dir", str(path))]
     resume = "--resume=auto" if "--resume=auto" in arguments else "--resume"
     return " ".join([command_name(), *words, *where, resume])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -49,9 +50,9 @@ def command_name() -> str:
     if shutil.which("quartet") is not None:
         return "quartet"
     return (
-        shown_path(Path(sys.argv[0]))
+        shlex.quote(shown_path(Path(sys.argv[0])))
         if Path(sys.argv[0]).name == "quartet"
-        else f"{sys.executable} -m quartet.cli.main"
+        else f"{shlex.quote(sys.executable)} -m quartet.cli.main"
     )
 
 
@@ -89,7 +90,7 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
         _line(console, alarm["text"], "bold red")
     made = "medusa" if summary.get("job") == "medusa" else "model"
     _line(console, f"{made}: {path / made}")
-    _line(console, f"next:  {command_name()} report {path}")
+    _line(console, f"next:  {command_name()} report {shlex.quote(str(path))}")
 
 
 def show_finished(path: Path, summary: Mapping[str, Any]) -> None:
@@ -144,7 +145,7 @@ def show_quickstart(result: QuickstartResult) -> None:
     console.print(sides)
     report = shown_path(result.path / "report.html")
     _line(console, f"report: {report}   (open it in a browser: every token, every step)")
-    command = f'{command_name()} generate --model {shown_path(model)} --prompt "57+68=" --temperature 0'
+    command = f'{command_name()} generate --model {shlex.quote(shown_path(model))} --prompt "57+68=" --temperature 0'
     _line(console, f"next:   {command}")
 
 

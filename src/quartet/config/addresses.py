@@ -11,12 +11,27 @@ from pydantic import AfterValidator
 
 _FORM = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SECRET = re.compile(r"(^|[^a-z])(sig|signature|credential|token|key|password|pwd|secret)$|api_?key|accesstoken", re.I)
+"""Parameters of signed addresses and of services that want a key in them."""
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 
 
 def is_url(name: object) -> bool:
     """Whether a path is the URL of an object or of a directory of objects, as s3://bucket/name."""
     return isinstance(name, str) and _URL.match(name) is not None
+
+
+def secret_in(name: object) -> str | None:
+    """What a URL holds that must not be written down with it, in words; None of other URLs and of paths."""
+    if not is_url(name):
+        return None
+    scheme, _, rest = str(name).partition("://")
+    user, at, _ = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")
+    if at and (":" in user or scheme.lower() in ("http", "https")):  # the user alone may be a token
+        return "a password"
+    query = rest.partition("#")[0].partition("?")[2]
+    names = [pair.partition("=")[0] for pair in query.split("&")]
+    return next((f"a secret ({name})" for name in names if _SECRET.search(name)), None)
 
 
 def http_address(url: str) -> str:

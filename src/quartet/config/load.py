@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     if data.get("job", job) != job:
         other = data["job"]
         known = isinstance(other, str) and other in RECIPES and path is not None
-        remedy = f"run `quartet {other} {path}`, or change its `job:`" if known else f"write `job: {job}`"
+        remedy = (
+            f"run `quartet {other} {shlex.quote(str(path))}`, or change its `job:`" if known else f"write `job: {job}`"
+        )
         raise UserError(f"{label} is for another job", found=f"job: {other}, asked for {job}", remedy=remedy)
     model = RECIPES[job]
     _check_sharding(data.get("placement"), label)
@@ -129,8 +132,9 @@ def _check_sharding(placement: Any, label: str) -> None:
 
 def _how_to_begin(job: str, path: Path) -> str:
     if "=" in path.name:
-        return f"it reads as an override: quartet {job} recipe.yaml {path}; a recipe: quartet init {job} > recipe.yaml"
-    return f"write one with `quartet init {job} > {path}`"
+        word = shlex.quote(str(path))
+        return f"it reads as an override: quartet {job} recipe.yaml {word}; a recipe: quartet init {job} > recipe.yaml"
+    return f"write one with `quartet init {job} > {shlex.quote(str(path))}`"
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -213,6 +217,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
             found=f"{len(keys)} keys in {dotted[:40]}…",
             remedy="for example actor.train.optim.lr=1e-6",
         )
+    if isinstance(value, str) and text.lstrip()[:1] not in ("'", '"', "|", ">", "!", "&"):
+        value = text.lstrip()  # the shell's quotes are enough: YAML drops line breaks, comments and spaces at the end
     here: Any = data
     for depth, key in enumerate(keys):
         is_last = depth == len(keys) - 1

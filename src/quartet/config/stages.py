@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
+
+from quartet.config.yamls import override_word
 
 _TOKENS = {
     "iterated": "iterated-reward-model",
@@ -36,7 +39,7 @@ def made_by(path: Path) -> str | None:
             return f"let its run end first: {command}"
     run = path.parent if path.name in _PARTS else path
     for recipe, job in _recipes_with(run):
-        return f"make it first: quartet {job} {recipe}"
+        return f"make it first: quartet {job} {shlex.quote(str(recipe))}"
     words = re.split(r"[^a-z]+", run.name.lower())
     guess = next((job for token, job in _TOKENS.items() if token in words), None)
     # Without a part of a run at its end, a path with such a name may be anything.
@@ -55,8 +58,9 @@ def _unfinished(run: Path) -> str | None:
     if status == "done":
         return None
     if job == "quickstart":
-        return f"quartet quickstart --out {run} --resume"
-    return f"quartet {job} {run / 'recipe.yaml'} output_dir={run} --resume" if job in _TOKENS.values() else None
+        return f"quartet quickstart --out {shlex.quote(str(run))} --resume"
+    words = f"{shlex.quote(str(run / 'recipe.yaml'))} {override_word('output_dir', str(run))}"
+    return f"quartet {job} {words} --resume" if job in _TOKENS.values() else None
 
 
 def _recipes_with(run: Path) -> Iterator[tuple[Path, str]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
+from quartet.config.addresses import secret_in
 from quartet.config.errors import UserError
 from quartet.config.schema import item_annotation
 from quartet.config.validation import explain
@@ -68,9 +69,17 @@ class Strict(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for name in _FILES:
-            if "\0" in str(getattr(self, name, None)):
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name in _FILES and "\0" in str(value):
                 raise ValueError(f"{name} holds a zero byte, which no file's name can")
+            if (secret := secret_in(value)) is not None:
+                raise ValueError(
+                    f"{name} is a URL with {secret}, which would be saved with the run: give it in the environment or "
+                    "in fsspec's configuration (docs/storage.md), or bring the file to this machine"
+                )
+            if name == "output_dir" and value is not None and (value != value.strip() or len(value.splitlines()) > 1):
+                raise ValueError(f"output_dir has a line break, or white space around it: {value!r}")
         for reason in self._misfits():
             raise ValueError(reason)
         return self

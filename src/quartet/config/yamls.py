@@ -10,6 +10,7 @@ expanded by aliases into millions of values.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,6 +151,16 @@ def _check_size(events: Iterator[yaml.Event]) -> None:
         open_collections[-1] = above, total + size
         if sum(count for _, count in open_collections) > MAX_VALUES:
             raise _refused(f"more than {MAX_VALUES} values, aliases written out", event)
+
+
+def override_word(key: str, text: str) -> str:
+    """``key=text`` as a word for the shell that is read as this very text, and not as a number, say."""
+    try:
+        is_text = parse_yaml(text) == text
+    except yaml.YAMLError:
+        is_text = False
+    quoted = yaml.dump(text, Dumper=_Dumper, default_style='"', allow_unicode=True, width=MAX_CHARACTERS).rstrip("\n")
+    return shlex.quote(f"{key}={text if is_text else quoted}")
 
 
 def dump_yaml(value: Any) -> str:

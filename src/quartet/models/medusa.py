@@ -224,6 +224,8 @@ class SavedHeads:
         file = path / _CONFIG
         if not file.is_file():
             raise missing_file("there are no Medusa heads", file)
+        if not (path / _WEIGHTS).is_file():
+            raise _unreadable(path / _WEIGHTS, "no file")  # opening a pipe would wait for ever
         try:
             config: dict[str, Any] = json.loads(read_file(file))
             depth, layers, width, vocab_size = (int(config[key]) for key in _SIZES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -56,7 +55,8 @@ def measure(
 ) -> StepCosts:
     """Runs steps of an engine that holds nothing; its counts and cache are of no use afterwards.
 
-    More rows or tokens never cost less: what was measured so is noise, from which larger sizes would be judged.
+    More rows or tokens never cost less: what was measured so is noise, from which larger sizes would be judged. On a
+    CPU the clock is that of this thread's own computing, which stands still while other processes have the core.
 
     Args:
         max_running: rows up to which plain steps are measured.
@@ -70,6 +70,7 @@ def measure(
     longest, room = len(tree), _PROMPT if context is None else max(1, min(context - most_new, _PROMPT))
     like = replace(like, prompt_ids=like.prompt_ids[:room], content_digests=())
     begin = partial(_begin, engine, like, most_new)
+    seconds = partial(_seconds, time.thread_time if engine.packed.device.type == "cpu" else time.perf_counter)
 
     def draft(nodes: Sequence[int]) -> None:
         with computing():
@@ -77,20 +78,20 @@ def measure(
 
     for power in range(max_running.bit_length()):
         begin(1 << power)
-        plain.append(_seconds(engine.step))
+        plain.append(seconds(engine.step))
     for power in range((max_running * tree.depth).bit_length() if drafter.reads_hidden else 0):
         num_rows = -(-(1 << power) // tree.depth)
         depth = -(-(1 << power) // num_rows)
         begin(num_rows)
         nodes = [node for node, at in enumerate(tree.depths) if at <= depth]
-        drafting.append(_seconds(partial(draft, nodes)))
+        drafting.append(seconds(partial(draft, nodes)))
     most = max(1 + longest, max_running * (1 + min(longest, _MOST)))
     for power in range(most.bit_length()):
         num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)
         length = (1 << power) // num_rows - 1
         ids = begin(num_rows)
         proposed = {request_id: [0] * length for request_id in ids}
-        drafted.append(_seconds(partial(engine.step, proposed)))
+        drafted.append(seconds(partial(engine.step, proposed)))
     engine.cancel([response.request.request_id for response in engine.running])
     growing = [tuple(accumulate(found, max)) for found in (plain, drafted, drafting)]
     return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
@@ -122,11 +123,12 @@ def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> lis
     return ids
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _seconds(clock: Callable[[], float], work: Callable[[], object]) -> float:
+    """The least of some: whatever disturbs one makes it longer."""
     work()
     found = []
     for _ in range(_REPEATS):
-        began = time.perf_counter()
+        began = clock()
         work()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+        found.append(clock() - began)
+    return min(found)

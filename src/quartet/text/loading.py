@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,13 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def _read_tokenizer(reader: Any, source: str, **options: Any) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = _read(partial(reader.from_pretrained, source, **options), source)
+    return tokenizer
+
+
+def _read(read: Callable[[], Any], source: str) -> Any:
     try:
-        tokenizer: PreTrainedTokenizerBase = reader.from_pretrained(source, **options)
+        return read()
     # The tokenizers library raises plain exceptions, transformers whatever a broken file leads it to.
     except Exception as error:
         if (refused := needs_own_code(error, source)) is not None:
@@ -157,7 +163,6 @@ def _read_tokenizer(reader: Any, source: str, **options: Any) -> PreTrainedToken
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...) where they are installed"
             )
         raise UserError("the tokenizer cannot be loaded", found=found, remedy=remedy) from error
-    return tokenizer
 
 
 def _file(source: str, name: str) -> Path | None:
@@ -192,7 +197,7 @@ def _as_its_file(tokenizer: PreTrainedTokenizerBase, file: Path, source: str) ->
     Raises:
         UserError: the file cannot be followed either way.
     """
-    theirs = Tokenizer.from_file(str(file))
+    theirs: Tokenizer = _read(partial(Tokenizer.from_file, str(file)), source)
     if differing_text(tokenizer, theirs) is None:
         return tokenizer
     known = theirs.get_vocab()
@@ -299,16 +304,24 @@ def _no_generation_config(found: str) -> UserError:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuses a tokenizer that can emit ids which the model has no embedding row for.
+    """Refuses a tokenizer that can emit ids which the model has no embedding row for, or one id for two tokens.
 
     Args:
         vocab_size: rows of the model's input embedding; more than the tokenizer has is fine (padding of the
             matrix).
 
     Raises:
-        UserError: with the largest such token.
+        UserError: with the largest such token, or two tokens that share an id.
     """
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    vocabulary = tokenizer.get_vocab()
+    of_id = {i: token for token, i in vocabulary.items()}
+    if two := next(([token, of_id[i]] for token, i in vocabulary.items() if of_id[i] != token), None):
+        raise UserError(
+            "the tokenizer's vocabulary is damaged",
+            found=f"id {vocabulary[two[0]]} is of two tokens, {two[0]!r} and {two[1]!r}",
+            remedy="get tokenizer.json anew: saved as it is, the tokenizer would lose one of them",
+        )
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
     if largest >= vocab_size:
         raise UserError(
             "the tokenizer does not fit the model",

@@ -119,6 +119,23 @@ def use_threads(recipe: Recipe) -> None:
         torch.set_num_threads(threads)
 
 
+def check_torch() -> None:
+    """Refuses to begin under settings of the calling program in which nothing here computes as it should.
+
+    Raises:
+        UserError: inference mode, or a default dtype that is not float32.
+    """
+    if torch.is_inference_mode_enabled():
+        remedy = "make the trainer and call train() outside of torch.inference_mode()"
+        raise UserError("nothing can be trained in inference mode", found="torch.inference_mode() is on", remedy=remedy)
+    if (dtype := torch.get_default_dtype()) != torch.float32:
+        raise UserError(
+            "torch's default dtype is not float32, which tensors without a dtype of their own are taken to have",
+            found=str(dtype),
+            remedy="call torch.set_default_dtype(torch.float32) before; precision in the recipe says what computes",
+        )
+
+
 def enter_process(
     process: RolesWorker, role: str, recipe: Recipe, directory: str, *, is_group: bool
 ) -> DataParallelGroup | None:

@@ -13,12 +13,14 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.medusa import MedusaRecipe
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.recipe import ProcessRewardRecipe, Recipe, RewardModelRecipe, SFTRecipe
+from quartet.config.validation import shortened
 from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
@@ -89,16 +91,19 @@ def with_name(recipe: R, model: ModelLike | None, key: str) -> tuple[R, PreTrain
     A name is written into the recipe, so that the run's record and ``--resume`` know it.
 
     Raises:
-        UserError: the recipe has another path there, or ``model`` is neither a name nor a model.
+        UserError: the recipe has another path there, or ``model`` is neither a name nor a model that can be trained.
     """
     section, _, last = key.rpartition(".")
+    if isinstance(model, PreTrainedModel):
+        _check_object(model)
     if model is None or isinstance(model, PreTrainedModel):
         return recipe, model
     if not isinstance(model, str | Path):
         raise UserError(
             f"{section.rpartition('.')[2]} is not a model",
             found=f"{type(model).__name__}",
-            remedy="pass a transformers model, or the path or hub name of one",
+            remedy="pass a transformers model (model._orig_mod of a compiled one, with train.compile in the recipe), "
+            "or the path or hub name of one",
         )
     former: Any = attrgetter(section)(recipe)
     if former is None:
@@ -110,6 +115,30 @@ def with_name(recipe: R, model: ModelLike | None, key: str) -> tuple[R, PreTrain
             remedy="name it in one of them",
         )
     return _set(recipe, section, former.model_copy(update={last: str(model)})), None
+
+
+def _check_object(model: PreTrainedModel) -> None:
+    """Refuses a model that cannot be trained, or not be saved once it is.
+
+    Raises:
+        UserError: it has no contents, was made in inference mode, or shares weights in a way that it does not declare.
+    """
+    name = type(model).__name__
+    for key, weight in model.named_parameters():
+        if weight.is_meta:
+            remedy = "load it by from_pretrained, outside of torch.device('meta')"
+            raise UserError(f"{name} has no contents", found=f"{key} is on the meta device", remedy=remedy)
+        if weight.is_inference():
+            remedy = "load it outside of torch.inference_mode()"
+            raise UserError(f"{name} cannot be trained", found=f"{key} was made in inference mode", remedy=remedy)
+    try:
+        remove_tied_weights_from_state_dict(model.state_dict(), model)
+    except RuntimeError as error:
+        raise UserError(
+            f"{name} shares weights in a way that it does not declare, so that it could not be saved",
+            found=str(error).strip().splitlines()[0][:300],
+            remedy="give each its own (parameter.clone()), or share only what the class ties (tie_word_embeddings)",
+        ) from error
 
 
 def as_rewards(rewards: Reward | Sequence[Reward], name: str = "rewards") -> tuple[Reward, ...]:
@@ -299,6 +328,12 @@ def read_data(
                 "rows are passed, and sources of others are named",
                 found=f"{len(options.sources)} in {key}.sources",
                 remedy="leave one of them out",
+            )
+        if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+            raise UserError(
+                f"{key} passed from Python is not a list of rows",
+                found=f"{shortened(rows)} ({type(rows).__name__})",
+                remedy="pass a list of dictionaries, [{'prompt': …, …}, …], or of prompts",
             )
         values = (row if isinstance(row, Mapping) else {"prompt": row} for row in rows)
         passed = (Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1))

@@ -17,7 +17,7 @@ from quartet.observe.metrics import find_metric
 from quartet.observe.notify import Notifier
 from quartet.observe.progress import Progress
 from quartet.observe.tracker_kinds import check_trackers
-from quartet.trainers.devices import compute_device, resolved, use_threads
+from quartet.trainers.devices import check_torch, compute_device, resolved, use_threads
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import Resume, job_of, output_path
 
@@ -38,6 +38,7 @@ def open_run(
     Raises:
         UserError: as ``RunDirectory``, or there is no such device, or a tracker, message or callback cannot be had.
     """
+    check_torch()
     set_up_logging(recipe.log.level, "driver")
     use_threads(recipe)
     progress = progress if progress is not None else Progress()

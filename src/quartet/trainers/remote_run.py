@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import threading
@@ -277,11 +278,12 @@ class RemoteRun(LocalRun):
     def _lacking(self) -> UserError:
         names = [name for name, file in self._records() if self._uploaded.get(name) != file_stamp(file)]
         names += [f"{root}/{newest.name}" for root, newest in self._unsaved()]
+        command = f"quartet upload {shlex.quote(str(self.path))}"
         why = f"{self._refusal.problem}: {self._refusal.found}" if self._refusal else "uploads were under way"
         return UserError(
             f"{self.url} lacks what the run has written last; all of it is in {self.path}",
             found=f"{', '.join(names[:8])}{', …' * (len(names) > 8)}; {why}",
-            remedy=f"quartet upload {self.path}, once the store is there (or --resume on this machine)",
+            remedy=f"{command}, once the store is there (or --resume on this machine)",
         )
 
     def _work(self) -> None:

@@ -57,7 +57,7 @@ from quartet.train.checkpoint import (
     set_aside_after,
 )
 from quartet.train.state import snapshot
-from quartet.trainers.devices import device_changes
+from quartet.trainers.devices import check_torch, device_changes
 from quartet.trainers.mirror import SharedStorage
 from quartet.trainers.model_card import write_cards
 from quartet.trainers.pinned import pinned
@@ -564,6 +564,7 @@ class RunDirectory:
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
         """Inside, the first signal lets the step end and be saved, a second Ctrl-C stops at once (``signals``)."""
+        check_torch()
         with stop_signals() as self._signals, self._signals.graceful():
             yield
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import typer
 
 from quartet.cli import main as cli
 from quartet.cli.options import GROUPS, as_argument
+from quartet.cli.show import show_run
 from quartet.config import UserError
 from quartet.config.load import load_recipe
 from quartet.config.supervised import SupervisedRecipe
@@ -141,6 +144,17 @@ def test_an_interrupted_run_prints_a_command_that_resumes_it(
     assert shlex.split(command) == ["quartet", *expected]
 
 
+def test_the_command_at_the_end_of_a_run_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "my env" / "quartet")])
+    monkeypatch.chdir(tmp_path)
+    show_run(Path("runs/x y"), {"stages": []})
+    command = capsys.readouterr().out.split("next:")[1].strip()
+    assert shlex.split(command) == ["my env/quartet", "report", "runs/x y"]
+
+
 @pytest.mark.parametrize("given", [[], ["--out", "q"]])
 def test_an_interrupted_quickstart_is_resumed_by_its_own_options(
     run: Run, monkeypatch: pytest.MonkeyPatch, given: list[str], tmp_path: Path
@@ -211,6 +225,25 @@ def test_under_torchrun_other_jobs_without_sampling_take_its_processes(
 @pytest.mark.parametrize("job", ["eval", "iterated-reward-model"])
 def test_under_torchrun_a_job_of_one_process_is_refused(job: str, launched: None, run: Run) -> None:
     assert f"quartet {job} runs in one process\n  found: 6 processes of torchrun" in run(job, "a.yaml")[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, {"GOMP_SPINCOUNT": "10000"})]
+    + [({name: value}, {name: value}) for name, value in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7"))],
+)
+def test_threads_that_wait_give_their_core_away_unless_the_environment_says_how_they_wait(
+    given: dict[str, str], expected: dict[str, str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", dict(given))
+    run("--version")
+    assert os.environ == expected
+
+
+def test_torch_is_loaded_after_its_threads_are_told_how_to_wait() -> None:
+    """Its runtime reads the environment once, when it is loaded."""
+    code = "import sys, quartet.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

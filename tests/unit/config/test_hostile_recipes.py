@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from quartet.config.addresses import secret_in
 from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
 
@@ -50,6 +51,9 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         pytest.param("x" * 2_000_000, "2000000 bytes", id="large file"),
         pytest.param('output_dir: "\\ud800"', "U+D800", id="half a character"),
         pytest.param('output_dir: "a\\0b"', "output_dir holds a zero byte", id="zero byte"),
+        pytest.param('output_dir: "runs/a\\n"', "output_dir has a line break, or white", id="line break at the end"),
+        pytest.param('output_dir: "runs/a\\nb"', "output_dir has a line break, or white", id="line break inside"),
+        pytest.param("output_dir: 'runs/a '", "output_dir has a line break, or white", id="space at the end"),
         pytest.param("seed: !!timestamp 2020-01-01", "tag", id="date"),
         pytest.param("!!python/object/apply:os.system ['true']", "tag", id="object"),
         pytest.param("threads: 1000000", "threads must be less than or equal to 1024", id="threads"),
@@ -82,3 +86,29 @@ def test_a_hostile_override_is_refused_quickly(override: str, says: str) -> None
         load_recipe("sft", None, [override])
     assert says in str(caught.value)
     assert len(str(caught.value)) < 4000
+
+
+@pytest.mark.parametrize(
+    ("url", "secret"),
+    [
+        ("https://me:hunter2@host/x.jsonl", "a password"),
+        ("s3://hunter1:hunter2@bucket/x", "a password"),
+        ("sftp://me:hunter2@host:22/x", "a password"),
+        ("https://hunter2@host/x", "a password"),
+        ("https://host/x?X-Amz-Expires=9&X-Amz-Signature=hunter2", "a secret (X-Amz-Signature)"),
+        ("https://host/x?sv=1&sig=hunter2#part", "a secret (sig)"),
+        ("https://host/x?apikey=hunter2", "a secret (apikey)"),
+        ("s3://bucket/me:hunter2@x", None),
+        ("abfs://container@account.dfs.core.windows.net/x", None),
+        ("https://host/x?design=3&monkey=2#token=a", None),
+        ("me:hunter2@x?token=a", None),
+    ],
+)
+def test_a_secret_in_a_url_is_neither_saved_nor_repeated(url: str, secret: str | None) -> None:
+    places = ["data.path", "model.path", "model.tokenizer", "output_dir"]
+    assert secret_in(url) == secret
+    for place in places if secret else []:
+        with pytest.raises(UserError, match="would be saved with the run") as caught:
+            load_recipe("sft", None, ["model.path=m", "data.path=d", f"{place}={url}"])
+        assert f"{place.rpartition('.')[2]} is a URL with {secret}" in str(caught.value)
+        assert "hunter" not in str(caught.value)

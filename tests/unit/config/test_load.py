@@ -1,5 +1,6 @@
 """Recipe files: overrides, defaults of their place, every mistake with its message, exact round trip."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import quartet
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.config.recipe import RLRecipe, SFTRecipe
-from quartet.config.yamls import dump_yaml, parse_yaml
+from quartet.config.yamls import dump_yaml, override_word, parse_yaml
 
 SFT = ["model.path=m", "data.path=d.jsonl"]
 RL = ["actor.model.path=m", "data.path=d.jsonl"]
@@ -252,6 +253,26 @@ def test_recipe_round_trip(
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe("rl", path) == recipe
+
+
+@given(st.text(min_size=1, max_size=12) | st.sampled_from(["12", "true", "null", "1e3", "a # b", "x: y", "[1", "'a"]))
+@settings(max_examples=100)
+def test_a_printed_override_is_read_as_the_text_it_was_made_of(text: str) -> None:
+    (word,) = shlex.split(override_word("model.path", text))
+    if "\0" not in text:
+        assert load_recipe("sft", None, [*SFT, word]).model.path == text  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("text", ["a ", "a\nb", "a\n\n", "a #1"])
+def test_the_shells_quotes_are_enough(text: str) -> None:
+    recipe = load_recipe("sft", None, [*SFT, f"data.system_prompt={text}", f"model.path= {text}"])
+    assert isinstance(recipe, SFTRecipe)
+    assert (recipe.data.system_prompt, recipe.model.path) == (text, text)
+
+
+@pytest.mark.parametrize("word", ["output_dir=runs/a ", "output_dir=runs/a\nb", "output_dir=runs/a\n"])
+def test_an_output_directory_is_not_quietly_another(word: str) -> None:
+    assert "line break, or white space around it" in complaint("sft", *SFT, word).found
 
 
 def test_a_copy_with_other_values_is_checked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,19 @@ def test_a_run_that_has_not_ended_is_gone_on_with(tmp_path: Path, status: str) -
     wanted = "let its run end first: quartet sft runs/x/recipe.yaml output_dir=runs/x --resume"
     assert made_by(Path("runs/x/model")) == wanted
     assert made_by(Path("runs/x/round_1_rl/model")) == wanted
+
+
+def test_commands_are_quoted_for_the_shell(tmp_path: Path) -> None:
+    run = tmp_path / "a b" / "12"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"job": "sft", "status": "failed"}), encoding="utf-8")
+    command = str(made_by(Path("a b/12/model"))).removeprefix("let its run end first: ")
+    assert shlex.split(command) == ["quartet", "sft", "a b/12/recipe.yaml", "output_dir=a b/12", "--resume"]
+    (run / "run.json").write_text(json.dumps({"job": "quickstart", "status": "failed"}), encoding="utf-8")
+    command = str(made_by(Path("a b/12/model"))).removeprefix("let its run end first: ")
+    assert shlex.split(command) == ["quartet", "quickstart", "--out", "a b/12", "--resume"]
+    Path("r r.yaml").write_text("job: sft\noutput_dir: runs/odd", encoding="utf-8")
+    assert made_by(Path("runs/odd/model")) == "make it first: quartet sft 'r r.yaml'"
 
 
 def test_what_a_finished_run_does_not_have_will_not_come(tmp_path: Path) -> None:

@@ -48,6 +48,16 @@ def _file(name: str, content: str | bytes | None) -> Damage:
     return damage
 
 
+def _pipe(name: str) -> Damage:
+    """Whoever opens it waits for ever."""
+
+    def damage(path: Path) -> None:
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+
+    return damage
+
+
 def _tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Damage:
     def damage(path: Path) -> None:
         save_file(change(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
@@ -138,7 +148,13 @@ CAUSAL: dict[str, tuple[Damage, str]] = {
     "end of text in words": (_file("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id 'x'"),
     # Weights: cut, exchanged, missing, of no numbers.
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "no file named model.safetensors"),
-    "weights that are a directory": (_file("model.safetensors", None), "error"),
+    "weights that are a directory": (_file("model.safetensors", None), "no file named"),
+    "weights that are a pipe": (_pipe("model.safetensors"), "no file named"),
+    "pickled weights that are a pipe": (
+        lambda path: ((path / "model.safetensors").unlink(), _pipe("pytorch_model.bin")(path)),
+        "pickled weights are damaged",
+    ),
+    "a config that is a pipe": (_pipe("config.json"), "model_type"),
     "empty weights": (_file("model.safetensors", b""), "header too small"),
     "a huge header": (_file("model.safetensors", struct.pack("<Q", 2**60) + b"{}"), "header too large"),
     "a pointer of Git LFS": (_file("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "header"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def test_heads_of_another_trunk_are_refused(make_model: Make, tmp_path: Path) ->
         MedusaHeads.load(tmp_path, trunk)
 
 
-@pytest.mark.parametrize("damage", ["none", "json", "key", "cut", "tensor"])
+@pytest.mark.parametrize("damage", ["none", "json", "key", "pipe", "cut", "tensor"])
 def test_what_are_no_heads_is_refused(make_model: Make, damage: str, tmp_path: Path) -> None:
     trunk = PackedCausalLM(make_model("llama"))
     _trained(trunk).save(tmp_path)
@@ -124,6 +125,9 @@ def test_what_are_no_heads_is_refused(make_model: Make, damage: str, tmp_path: P
         config.write_text("{")
     elif damage == "key":
         config.write_text(json.dumps({name: value for name, value in values.items() if name != "trunk"}))
+    elif damage == "pipe":
+        weights.unlink()
+        os.mkfifo(weights)
     elif damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-8])
     else:

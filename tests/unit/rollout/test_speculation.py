@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -368,6 +369,22 @@ def test_what_asking_the_heads_costs_grows_with_the_depth(tiny: Any, asked_twice
     for recent, kept in zip(speculator.acceptance._recent, (9_900, 5_000), strict=True):
         recent[:] = 10_000, kept
     assert speculator.nodes([2]) == nodes
+
+
+def test_measured_costs_do_not_count_what_other_processes_take(
+    tiny: Any, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = NativeEngine.step
+
+    def waits_for_the_core(engine: NativeEngine, *proposed: Any) -> Any:
+        time.sleep(0.02)
+        return step(engine, *proposed)
+
+    monkeypatch.setattr(NativeEngine, "step", waits_for_the_core)
+    speculator = Speculator(history())
+    run(NativeEngine(tiny.packed, max_running=2, speculator=speculator), [make_request("a", length=4)])
+    costs = speculator.costs
+    assert costs is not None and 0 < max(*costs.plain, *costs.drafted) < 0.02
 
 
 def test_costs_are_measured_once_and_leave_the_engine_as_it_was(tiny: Any, make_request: Make) -> None:

@@ -4,6 +4,7 @@ saved reads the same."""
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from quartet.config import UserError
-from quartet.text.loading import PROBE_TEXTS, differing_text, load_tokenizer, save_tokenizer
+from quartet.text.loading import PROBE_TEXTS, check_vocabulary, differing_text, load_tokenizer, save_tokenizer
 from quartet.text.tokenizer import TextCodec
 
 TEXTS = [*PROBE_TEXTS, "<s> x</s> y", " Once upon", "  \n a\n\n b", "x <pad>y"]
@@ -157,6 +158,40 @@ def test_damaged_files_are_user_errors(damage, name, directory):
     (path / "tokenizer.json").write_bytes(DAMAGES[damage])
     with pytest.raises(UserError, match="the tokenizer"):
         load_tokenizer(path)
+
+
+def test_a_flipped_bit_is_a_user_error_or_does_no_harm(directory, tmp_path):
+    """Classes read some fields of the file themselves, and take what the tokenizers library does not."""
+    path = directory(tokenizer_class="LlamaTokenizer")
+    file, saved = path / "tokenizer.json", tmp_path / "saved"
+    saved.mkdir()
+    whole, draw = file.read_bytes(), random.Random(0)
+    # Most fields that a class passes over are those of added tokens, at the beginning.
+    places = [draw.randrange(whole.index(b'"normalizer"')) for _ in range(40)]
+    places += [draw.randrange(len(whole)) for _ in range(40)]
+    places += [whole.index(b": 309,") + 4, whole.index(b'"lstrip"') + 1]  # an id twice; a field of another name
+    refused = 0
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << draw.randrange(4)
+        file.write_bytes(damaged)
+        try:
+            tokenizer = load_tokenizer(path)
+            check_vocabulary(tokenizer, 10**9)
+            save_tokenizer(tokenizer, saved)
+        except UserError as error:
+            assert "the tokenizer" in error.problem and error.found
+            refused += 1
+    assert refused > 40
+
+
+def test_two_tokens_of_one_id(directory):
+    path = directory()
+    text = (path / "tokenizer.json").read_text(encoding="utf-8")
+    (path / "tokenizer.json").write_text(text.replace(": 310,", ": 309,"), encoding="utf-8")
+    with pytest.raises(UserError, match="vocabulary is damaged") as raised:
+        check_vocabulary(load_tokenizer(path), 320)
+    assert "id 309 is of two tokens" in raised.value.found
 
 
 @pytest.mark.parametrize(
