@@ -98,7 +98,7 @@ def sweep(
     over: Annotated[list[str] | None, typer.Option(help="key=value,value: a run for each; may be repeated.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each recipe, with seeds from its own on.", min=1)] = 1,
 ) -> None:
-    """Runs of a recipe with several values, one after the other, and their comparison."""
+    """Runs of a recipe with several values and seeds."""
     from quartet.config.addresses import is_url
     from quartet.config.load import job_named, load_recipe
     from quartet.observe.report.compare import build_comparison
