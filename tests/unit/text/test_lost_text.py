@@ -436,3 +436,6 @@ def test_messages_as_json_text_are_messages(codec_of: Any) -> None:
     assert [learned(codec, item) for item in data.items] == [f"It is 4.{END}"] * 2
     talks = {"chosen": json.dumps([ASK, YES]), "rejected": json.dumps([ASK, {**YES, "content": "no"}])}
     assert len(pairs(codec, talks)) == 1
+    prompt = PromptData.build(prompts(rows({"prompt": json.dumps([{**ASK, "role": "User"}])})), codec, LIMIT)
+    assert prompt.items[0].prompt == [{**ASK, "role": "User"}], "a prompt with whatever roles, which are told"
+    assert any("'User' is none" in note for note in prompt.warnings)
