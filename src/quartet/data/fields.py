@@ -67,8 +67,8 @@ def column_paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Names of a row's columns, and of what is inside objects with dots: ``reward_model.ground_truth``."""
     for name, value in values.items():
         yield f"{above}{name}"
-        if isinstance(value, dict) and not above:
-            yield from column_paths(value, f"{name}.")
+        if isinstance(value, dict):
+            yield from column_paths(value, f"{above}{name}.")
 
 
 def column_at(values: Mapping[str, Any], path: str) -> Any:
