@@ -294,6 +294,8 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
     if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
         role = message.pop("from")
         message = {"role": _ROLES.get(role, role), "content": message.pop("value"), **message}
+    if isinstance(message.get("function_call"), dict):  # OpenAI's older form of one call
+        message.setdefault("tool_calls", [{"type": "function", "function": message.pop("function_call")}])
     if "tool_calls" in message:
         shape = '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
         message["tool_calls"] = _objects(message["tool_calls"], "tool_calls", place, "calls", shape)
