@@ -368,7 +368,7 @@ class SFTData(Batches):
 class PromptData(Ordered):
     """Prompts with the columns their rewards receive.
 
-    Of the rows that were checked, ``columns`` are the names of these (and, of what is inside objects of the first row,
+    Of the rows that were checked, ``columns`` are the names of these (and of what is inside objects,
     ``reward_model.ground_truth``), and ``hashes`` those of the prompts (in this process), to find equal ones.
     """
 
@@ -386,7 +386,7 @@ class PromptData(Ordered):
             with placed(row.place):
                 ids = codec.encode_prompt(row.prompt)
             if kept.add(PromptItem(f"{prefix}{number}", row.prompt, row.columns, row.place, len(ids)), [ids]):
-                columns.update(row.columns if columns else column_paths(row.columns))
+                columns.update(column_paths(row.columns))
                 hashes.append(hash(repr(row.prompt)))
         found = kept.fields(parsed.report())
         return cls(**found, columns=frozenset(columns), hashes=np.array(hashes, np.int64))

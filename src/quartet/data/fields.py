@@ -67,8 +67,8 @@ def column_paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Names of a row's columns, and of what is inside objects with dots: ``reward_model.ground_truth``."""
     for name, value in values.items():
         yield f"{above}{name}"
-        if isinstance(value, dict) and not above:
-            yield from column_paths(value, f"{name}.")
+        if isinstance(value, dict):
+            yield from column_paths(value, f"{above}{name}.")
 
 
 def column_at(values: Mapping[str, Any], path: str) -> Any:
@@ -106,7 +106,7 @@ class Fields:
     def get(self, name: str) -> Any:
         """A value; of a prompt or an answer that is the JSON text of messages, as tables have them, the messages.
 
-        Answers of which the last turn is not the assistant's are answers in JSON.
+        Answers with roles that nobody knows, or of which the last turn is not the assistant's, are answers in JSON.
         """
         value = self.values.get(name)
         if name not in _SPOKEN or not isinstance(value, str) or not _LIST.match(value):
@@ -114,7 +114,8 @@ class Fields:
         with contextlib.suppress(Unreadable):
             found = loads(value)
             speakers = [_speaker(turn) for turn in found]
-            if None not in speakers and (name == "prompt" or speakers[-1] in ("assistant", "gpt")):
+            is_talk = _SPEAKERS.issuperset(speakers) and speakers[-1] in ("assistant", "gpt")
+            if None not in speakers and (name == "prompt" or is_talk):
                 note = f"{name} was the text of a list of messages, and was read as the list"
                 self.notes += [note] if note not in self.notes else []
                 return found
@@ -270,7 +271,7 @@ def _speaker(turn: Any) -> str | None:
     if not isinstance(turn, dict) or not {"content", "value", "tool_calls"} & turn.keys():
         return None
     who = turn.get("role", turn.get("from"))
-    return who if isinstance(who, str) and who in _SPEAKERS else None
+    return who if isinstance(who, str) else None
 
 
 def as_messages(value: Any, place: str) -> Messages:
@@ -293,6 +294,8 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
     if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
         role = message.pop("from")
         message = {"role": _ROLES.get(role, role), "content": message.pop("value"), **message}
+    if isinstance(message.get("function_call"), dict):  # OpenAI's older form of one call
+        message.setdefault("tool_calls", [{"type": "function", "function": message.pop("function_call")}])
     if "tool_calls" in message:
         shape = '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
         message["tool_calls"] = _objects(message["tool_calls"], "tool_calls", place, "calls", shape)

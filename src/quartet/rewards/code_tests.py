@@ -211,6 +211,8 @@ class _SourceTests:
         self._bodies = [_parsed(source) for source in sources]
         nodes = [node for body in self._bodies for statement in body for node in ast.walk(statement)]
         _check_modules(nodes)
+        if not any(map(is_check, nodes)):
+            raise ValueError("there is no test in it: no assert, no call named so, no branch that raises")
         self._entry_point = entry_point
         self._called = {
             node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
@@ -277,7 +279,7 @@ class _SourceTests:
             return []
         for method in tests:
             _check_arguments(method, method.args.args[1:])
-        before = ["case.setup_method()"] if "setup_method" in methods else []
+        before = [_set_up(methods[name]) for name in ("setup_class", "setup_method") if name in methods]
         return ["\n".join([f"case = {node.name}()", *before, f"case.{method.name}()"]) for method in tests]
 
     def _lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
@@ -315,6 +317,7 @@ def _parsed(source: str) -> list[ast.stmt]:
     return [node for node in found if not _STARTS_FRAMEWORK.search(ast.unparse(node)) or isinstance(node, _COMPOUND)]
 
 
+_NOT_RUN = ("unittest.skip", "unittest.expectedFailure", "setup_module", "setup_function", "setUpModule")
 _IF_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
 _STARTS_FRAMEWORK = re.compile(r"\b(unittest|pytest)\.main\(")
 _COMPOUND = (ast.If, ast.For, ast.While, ast.Try, ast.With, _Function, ast.ClassDef)
@@ -334,7 +337,9 @@ def _check_modules(nodes: Sequence[ast.AST]) -> None:
                 module = alias.name.partition(".")[0]
                 if module not in here and (alias.asname or module) in used:
                     raise ValueError(f"it uses {module}, which the sandbox does not have (the standard library alone)")
-        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else getattr(node, "name", None) or ""
+        if name.startswith(_NOT_RUN):
+            raise ValueError(f"it has {name}, which is not run here")
         if name.startswith("pytest.") and not name.startswith(PYTEST_NAMES) and name != "pytest.mark":
             raise ValueError(f"it uses {name}; of pytest the sandbox has {', '.join(PYTEST_NAMES)}")
 
@@ -347,6 +352,12 @@ def _check_arguments(function: _Function, arguments: Sequence[ast.arg]) -> None:
     missing = [a.arg for a in arguments[: len(arguments) - len(function.args.defaults)] if a.arg not in given]
     if missing:
         raise ValueError(f"{function.name} takes {', '.join(missing)}, and nothing gives it (there are no fixtures)")
+
+
+def _set_up(method: _Function) -> str:
+    """The call of pytest's set-up, which may take the class or the method that it is for."""
+    takes = len(method.args.args) - (not any(ast.unparse(mark) == "staticmethod" for mark in method.decorator_list))
+    return f"case.{method.name}({'None' * takes})"
 
 
 def _lines(value: Any) -> str:

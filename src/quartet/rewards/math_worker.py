@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,11 +19,16 @@ _MEMORY_BYTES = 4 << 30
 _STANDS_ALONE = re.compile(
     r"(?<!\\)\$|\\[(\[]|\\boxed"  # has delimiters
     r"|(?<![\\\w{])[A-Za-z]{4,}|\*\*"  # a sentence, which ends with the answer; Python's power
-    r"|^\s*(?:[-+\d.,/]+|-?\\[dt]?frac\{\d+\}\{\d+\})(?:\s+[A-Za-z]{2,}\.?)+\s*$"  # a number with its unit
+    # A number with its unit.
+    r"|^\s*(?:[-+\d.,/]+|-?\\[dt]?frac\{\d+\}\{\d+\})"
+    r"(?:\s+(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?|m/s|[JLVW]|[ckm]?m\^[23]|(?:in|ft|mi)\^[23])(?:(?<=/[sm])\^[23])?\.?)+\s*$"
 )
 _SET_IN_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}")
 # Few digits: a completion may hold any number of them.
 _REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
+_POWER = re.compile(r"(?<![\w.\\])\d{1,20}(?:\.\d{1,20})?[eE]\+?\d{1,2}(?!\w|\.\d)")
+_NAMED = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|ln|log)(?![A-Za-z])")
+_COMMAND = r"\\\1"
 _MIXED = re.compile(r"(?<![^{$-])(\d{1,20}) +(\d{1,20})/(\d{1,20})(?= *(?:[}$]|$))")
 
 
@@ -30,7 +36,7 @@ def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dic
     """1 for an equal answer, else 0; None where the right answer itself cannot be read."""
     extraction = [configs[kind] for kind in job["extract"]]
     limit = max(1, int(job["timeout_s"]))
-    as_it_stands, between = (job["gold"], extraction), (f"${job['gold']}$", [*configs.values()])
+    as_it_stands, between = (job["gold"], extraction), (f"${_NAMED.sub(_COMMAND, job['gold'])}$", [*configs.values()])
     gold: list[Any] = []
     # Data sets often hold bare LaTeX. Without delimiters a number is looked for, which would be a part of it.
     for text, kinds in (as_it_stands, between) if stands_alone(job["gold"]) else (between, as_it_stands):
@@ -49,14 +55,16 @@ def stands_alone(gold: str) -> bool:
 
 
 def _with_fractions(text: str) -> str:
-    """Repeating decimals and mixed numbers as fractions: math-verify reads 0 in ``0.\\overline{3}``, 1 in ``2 1/2``."""
+    """Repeating decimals and mixed numbers as fractions, and powers of ten written out: math-verify reads 0 in
+    ``0.\\overline{3}``, 1 in ``2 1/2``, a product in ``1e5``.
+    """
 
     def repeating(found: re.Match[str]) -> str:
         whole, fixed, repeated = found.groups()
         value = int(whole + fixed + repeated) - int((whole + fixed) or "0")
         return rf"\frac{{{value}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
 
-    text = _REPEATING.sub(repeating, text)
+    text = _POWER.sub(lambda found: f"{Decimal(found[0]):f}", _REPEATING.sub(repeating, text))
     return _MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
 
 

@@ -28,7 +28,7 @@ from quartet.schedule.rollout import Rollout
 _PAUSES_S = (1.0, 5.0)
 """Before an episode is played again."""
 _HOPELESS = 8
-"""So many episodes that fail before one is played to its end stop the run."""
+"""So many groups that fail as a whole before an episode is played to its end stop the run; a bad row is one group."""
 
 
 class EpisodeRunner:
@@ -70,8 +70,10 @@ class EpisodeRunner:
         drawn = index if draw is None else draw
         endings = await side_by_side([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
         failures = self._make.failures
-        failures.has_played |= any(ending.end is not TrajectoryEnd.FAILED for ending in endings)
-        if failures.rows.total() >= _HOPELESS and not failures.has_played:
+        is_played = any(ending.end is not TrajectoryEnd.FAILED for ending in endings)
+        failures.has_played |= is_played
+        failures.num_groups += not is_played
+        if failures.num_groups >= _HOPELESS and not failures.has_played:
             # As with a source of reward: what has never worked is no hiccup.
             raise UserError(
                 "the environment has not played a single episode to its end",

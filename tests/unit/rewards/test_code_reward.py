@@ -114,8 +114,12 @@ def test_near():
     assert plus(0.1, 0.2) == pytest.approx(0.3)
 
 class TestErrors:
-    def setup_method(self):
-        self.text = "a"
+    @classmethod
+    def setup_class(cls):
+        cls.letter = "a"
+
+    def setup_method(self, method):
+        self.text = self.letter
 
     def test_text(self):
         with pytest.raises(TypeError, match="str"):
@@ -190,6 +194,11 @@ def test_frameworks_of_tests_are_what_they_are() -> None:
         ("def test_f(tmp_path):\n    assert f(tmp_path)", "tmp_path"),
         ("async def test_f():\n    assert await f()", "async"),
         ("import pytest\n@pytest.fixture\ndef one():\n    return 1\ndef test_f(one):\n    assert f(one)", "fixture"),
+        # Functions that only call the code would fail whatever it does.
+        ("def test_f():\n    return f(1) == 2", "no test"),
+        ("def check(candidate):\n    try:\n        candidate(1)\n    except TypeError:\n        pass", "no test"),
+        (UNITTEST.replace("    def test_base", "    @unittest.skip('later')\n    def test_base"), "unittest.skip"),
+        ("def setup_module():\n    pass\ndef test_f():\n    assert f(1)", "setup_module"),
         ("import numpy as np\nassert np.allclose(f(1), 2)", "numpy"),
     ],
 )

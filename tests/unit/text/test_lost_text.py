@@ -343,6 +343,13 @@ def test_tool_calls_from_parquet_have_no_null_keys(codec_of: Any, tmp_path: Path
     assert 'look {"days": 3}' in learned(codec, data.items[0]) and "null" not in text_of(codec, data.items[0])
 
 
+def test_a_call_in_openais_older_form_is_a_call(codec_of: Any) -> None:
+    codec = codec_of("qwen")
+    older = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"city": "Bonn"}'}}
+    (told,) = sft(codec, {"messages": [ASK, older]}).items
+    assert learned(codec, told) == '<call>look {"city": "Bonn"}</call>' + END
+
+
 def test_tool_calls_as_json_text(codec_of: Any) -> None:
     codec, given = codec_of("qwen"), call(ARGUMENTS)
     expected = sft(codec, {"messages": [ASK, given]}).items[0]
@@ -436,3 +443,6 @@ def test_messages_as_json_text_are_messages(codec_of: Any) -> None:
     assert [learned(codec, item) for item in data.items] == [f"It is 4.{END}"] * 2
     talks = {"chosen": json.dumps([ASK, YES]), "rejected": json.dumps([ASK, {**YES, "content": "no"}])}
     assert len(pairs(codec, talks)) == 1
+    prompt = PromptData.build(prompts(rows({"prompt": json.dumps([{**ASK, "role": "User"}])})), codec, LIMIT)
+    assert prompt.items[0].prompt == [{**ASK, "role": "User"}], "a prompt with whatever roles, which are told"
+    assert any("'User' is none" in note for note in prompt.warnings)

@@ -484,10 +484,22 @@ def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCod
 
 
 def test_an_environment_that_never_works_stops_the_run(codec: TextCodec) -> None:
+    """One row that always fails, however many episodes it has, is no such environment."""
+    Flaky.failing = dict.fromkeys(range(9), 99)
+    make = EnvironmentFactory(partial(Flaky, True))
+    runner = EpisodeRunner(
+        make, EnvironmentConfig(on_error="leave_out"), Recording(codec), EpisodeLimits(3, 60), run_seed=3
+    )
+
+    async def play(num_groups: int) -> None:
+        for number in range(num_groups):
+            await runner.group(number, ITEM, SamplingParams(max_new_tokens=4), 9)
+
+    asyncio.run(play(7))
+    assert make.failures.rows == {"p1": 63}
     with pytest.raises(UserError, match="not played a single episode") as raised:
-        flaky(codec, "leave_out", dict.fromkeys(range(8), 1), num=8)
+        asyncio.run(play(1))
     assert "the simulator is gone" in raised.value.found
-    assert len(flaky(codec, "leave_out", dict.fromkeys(range(8), 1), num=9)[0].batch) == 10
 
 
 # Training ------------------------------------------------------------------------------------------------

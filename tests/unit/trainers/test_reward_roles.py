@@ -195,6 +195,14 @@ def test_nested_truths_are_compared_with(verl: str, tokenizer: Any, columns: Any
     assert scores[:4] == [1.0, 0.0, 0.0, 1.0] and all(map(math.isnan, scores[4:])), "null: no answer"
 
 
+def test_a_truth_deep_inside_is_found_where_the_first_row_has_none(tokenizer: Any) -> None:
+    codec, column = TextCodec(tokenizer), "extra_info.interaction.ground_truth"
+    rows = [{"prompt": "1+1=", "extra_info": info} for info in (None, {"interaction": {"ground_truth": "2"}})]
+    data = prompt_data(DataConfig(), rows, codec, 64, "data")
+    fit_to_data(reward_functions([NumericReward(column=column)], []), data, codec)
+    assert column in data.columns
+
+
 @pytest.mark.parametrize(
     ("columns", "reward", "found", "remedy"),
     [
