@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ import yaml
 from quartet.config import UserError
 from quartet.config.describe import inline
 from quartet.config.printable import printable
+from quartet.trainers.signals import stop_signals
 
 RunPath = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 
@@ -117,7 +120,7 @@ def sweep(
     for number, (name, changes) in enumerate(runs.items(), start=1):
         typer.echo(f"run {number} of {len(runs)}: {printable(name)}")
         words = [*base, *changes, f"output_dir={inline(str(out / name))}", "--resume=auto"]
-        status = subprocess.run([sys.executable, "-m", "quartet", job, str(recipe), *words], check=False).returncode
+        status = _status([sys.executable, "-m", "quartet", job, str(recipe), *words])
         if status < 0 or status > 128:
             typer.echo("the sweep was stopped: the same command goes on with it", err=True)
             raise typer.Exit(128 - status if status < 0 else status)
@@ -135,11 +138,24 @@ def sweep(
         )
 
 
+def _status(command: Sequence[str]) -> int:
+    """Runs a command to its end; one that a signal stops may save first. Returns its exit status."""
+    with stop_signals() as signals, signals.graceful(), subprocess.Popen(command) as process:
+        is_told = False
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout=0.2)
+            if signals.requested and not is_told:
+                process.send_signal(signal.SIGTERM)  # not SIGINT, of which a terminal's second one stops at once
+                is_told = True
+
+
 def sweep_runs(over: Sequence[str], seeds: range) -> dict[str, list[str]]:
     """The overrides of each run by the name of its directory.
 
     Raises:
-        UserError: no values, or runs that have the same name, or too few or too many to compare.
+        UserError: no values, or values of what differs anyway, or runs that have the same name, or too few or too many
+            to compare.
     """
     from quartet.config.yamls import parse_yaml
     from quartet.observe.report.compare import MAX_RUNS
@@ -156,6 +172,13 @@ def sweep_runs(over: Sequence[str], seeds: range) -> dict[str, list[str]]:
                 "a sweep needs two values of a key, or more",
                 found=f"--over {text}",
                 remedy="for example --over actor.train.optim.lr=1e-6,3e-6",
+            )
+        if key in ("seed", "output_dir", *(axis[0][0] for axis in axes)):
+            raise UserError(
+                "a sweep cannot go over this key" if key in ("seed", "output_dir") else "a sweep goes over a key once",
+                found=f"--over {text}",
+                remedy="each run has its own output_dir; --seeds N with seed=FIRST for seeds; all values of a key in "
+                "one --over",
             )
         axes.append([(key, inline(value)) for value in values])
     found: dict[str, list[str]] = {}

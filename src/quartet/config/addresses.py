@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from typing import Annotated
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator
 
@@ -31,7 +31,8 @@ def secret_in(name: object) -> str | None:
         return "a password"
     query = rest.partition("#")[0].partition("?")[2]
     names = [pair.partition("=")[0] for pair in query.split("&")]
-    return next((f"a secret ({name})" for name in names if _SECRET.search(name)), None)
+    words = [re.sub(r"([a-z])([A-Z])", r"\1_\2", unquote(name)) for name in names]  # authToken
+    return next((f"a secret ({name})" for name, word in zip(names, words, strict=True) if _SECRET.search(word)), None)
 
 
 def http_address(url: str) -> str:

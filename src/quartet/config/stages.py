@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from quartet.config.yamls import override_word
 
@@ -26,6 +27,14 @@ _TOKENS = {
 """By a word in a run directory's name, the job that is probably meant; the first one wins."""
 _PARTS = ("model", "critic", "adapter", "medusa", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
 """What a run leaves in its directory for later ones."""
+
+OLDER_MODEL = "older_model"
+"""In a ``run.json``: the run goes on to another length, and what it has exported is of the former one."""
+
+
+def has_older_model(run: Path) -> bool:
+    """Whether the run in that directory has gone on since it exported its model."""
+    return bool(_info(run).get(OLDER_MODEL))
 
 
 def made_by(path: Path) -> str | None:
@@ -48,15 +57,20 @@ def made_by(path: Path) -> str | None:
     return f"make it first with quartet {guess} (output_dir: {run}; quartet init {guess} writes a recipe)"
 
 
-def _unfinished(run: Path) -> str | None:
-    """How to go on with the run in that directory; None where there is none, or none that is not done."""
+def _info(run: Path) -> dict[str, Any]:
     try:
         info = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        job, status = info.get("job"), info.get("status")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def _unfinished(run: Path) -> str | None:
+    """How to go on with the run in that directory; None where there is none, or none that is not done."""
+    info = _info(run)
+    if not info or info.get("status") == "done":
         return None
-    if status == "done":
-        return None
+    job = info.get("job")
     if job == "quickstart":
         return f"quartet quickstart --out {shlex.quote(str(run))} --resume"
     words = f"{shlex.quote(str(run / 'recipe.yaml'))} {override_word('output_dir', str(run))}"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from quartet.config.addresses import is_url
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
-from quartet.config.stages import made_by
+from quartet.config.stages import has_older_model, made_by
 from quartet.remote.hub import fetch, split_name
 from quartet.remote.store import local_copy
 
@@ -45,6 +45,12 @@ def local_directory(name: str | Path, what: str) -> str | None:
         part = path / ("medusa" if what == "heads" else "model")
         if (path / "config.json").is_file():
             return str(path)
+        if has_older_model(path):
+            raise UserError(
+                f"this run has gone on since it exported its {part.name}",
+                found=text,
+                remedy=f"{made_by(part)}, or name {part}, which is the older one",
+            )
         if part.is_dir():  # of a run, or of one that was exported while it trained
             return str(part)
         if (path / "run.json").is_file():

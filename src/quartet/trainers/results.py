@@ -18,6 +18,7 @@ from quartet.config import UserError
 from quartet.config.common import ModelConfig, TrainConfig
 from quartet.config.medusa import MedusaRecipe
 from quartet.config.recipe import RECIPES, ProcessRewardRecipe, RewardModelRecipe, RLRecipe
+from quartet.config.stages import has_older_model
 from quartet.config.supervised import SupervisedRecipe
 from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model, save_step_separator
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
@@ -96,11 +97,11 @@ def exported(run: Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    for name in ("model", "adapter"):
+    for name in () if has_older_model(run) else ("model", "adapter"):
         if any((run / name).glob("*.safetensors")):
             return run / name
     raise UserError(
-        f"{run} holds no exported model or adapter",
+        f"{run} holds no exported model or adapter of its last step",
         found=", ".join(sorted(p.name for p in run.iterdir())[:8]) if run.is_dir() else "no such directory",
         remedy="name a run that is done; one that was stopped exports its model once it went on to its end (--resume)",
     )
@@ -148,7 +149,7 @@ def export(
     root = path / "checkpoints"
     if _is_checkpoint(path):
         root, step = path.parent, step_of(path)
-    if step is None and _is_whole(path / "model"):
+    if step is None and _has_model(path):
         check_written(path / "model")
         return _copy(path / "model", target), None
     with tempfile.TemporaryDirectory() as empty:
@@ -174,7 +175,7 @@ def model_directory(name: str, revision: str | None = None, *, trust_remote_code
         return f"{name}@{revision}"
     path = Path(name).expanduser()
     is_run = (path / MARKER).is_file() and not (path / "config.json").is_file()
-    if (is_run and not _is_whole(path / "model")) or _is_checkpoint(path):
+    if (is_run and not _has_model(path)) or _is_checkpoint(path):
         folder = OwnedFolder(Path(tempfile.gettempdir()), "quartet-export-", mode=0o700)
         atexit.register(folder.remove)
         return str(export(path, None, folder.path / "model", trust_remote_code=trust_remote_code)[0])
@@ -183,8 +184,8 @@ def model_directory(name: str, revision: str | None = None, *, trust_remote_code
     return str(found) if found.is_dir() else name
 
 
-def _is_whole(directory: Path) -> bool:
-    return any(directory.glob("*.safetensors"))
+def _has_model(run: Path) -> bool:
+    return any((run / "model").glob("*.safetensors")) and not has_older_model(run)
 
 
 def _is_checkpoint(path: Path) -> bool:

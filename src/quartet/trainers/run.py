@@ -31,6 +31,7 @@ from typing import Any, TextIO, TypeVar
 from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
+from quartet.config.stages import OLDER_MODEL
 from quartet.observe import cpu
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
@@ -173,6 +174,7 @@ class RunDirectory:
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
             "inputs": input_digests(named),
             **({"commits": self._commits} if self._commits else {}),
+            **({OLDER_MODEL: True} if former.get(OTHER_LENGTH) or former.get(OLDER_MODEL) else {}),
         }
         if found is None or found[OTHER_LENGTH]:
             with writing(self.path / "recipe.yaml"):
@@ -239,6 +241,8 @@ class RunDirectory:
                 if isinstance(failure, (Interrupted, KeyboardInterrupt))
                 else "failed"
             )
+            if failure is None:
+                self._info.pop(OLDER_MODEL, None)
             with contextlib.suppress(UserError) if failure else contextlib.nullcontext():
                 write_json(self.path / "run.json", self._info)
             failure = self.remote.finish(failure)

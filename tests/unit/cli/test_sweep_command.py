@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,14 +31,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Statuses:
     def ends(*statuses: int) -> list[list[str]]:
         calls: list[list[str]] = []
 
-        def run(command: Sequence[str], *, check: bool) -> subprocess.CompletedProcess[str]:
+        def run(command: Sequence[str]) -> int:
             calls.append(list(command))
             (out,) = [parse_yaml(word.partition("=")[2]) for word in command if word.startswith("output_dir=")]
             Path(out).mkdir(parents=True, exist_ok=True)
             Path(out, "recipe.yaml").write_text(f"job: rl\nseed: {len(calls)}\n")
-            return subprocess.CompletedProcess(command, statuses[len(calls) - 1] if statuses else 0)
+            return statuses[len(calls) - 1] if statuses else 0
 
-        monkeypatch.setattr(commands.subprocess, "run", run)
+        monkeypatch.setattr(commands, "_status", run)
         return calls
 
     return ends
@@ -73,6 +76,9 @@ def test_every_value_has_every_seed() -> None:
         (["actor.train.optim.lr"], 3, "--over actor.train.optim.lr"),
         (["steps=[1,2"], 1, "--over steps=[1,2"),
         (["steps=5,5"], 1, "steps=5-seed=0"),
+        (["seed=1,2"], 1, "--over seed=1,2"),
+        (["output_dir=a,b"], 1, "--over output_dir=a,b"),
+        (["steps=1,2", "steps=3,4"], 1, "--over steps=3,4"),
         ([], 1, "1: 1 recipes with 1 seeds"),
         (["steps=1,2,3,4"], 3, "12: 4 recipes with 3 seeds"),
     ],
@@ -120,3 +126,24 @@ def test_a_signal_ends_the_sweep(recipe: Path, started: Statuses, status: int, e
     with pytest.raises(typer.Exit) as stop:
         sweep(recipe, [], [LR], seeds=2)
     assert stop.value.exit_code == ends_with and len(calls) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_run_under_way_saves_before_a_signal_ends_the_sweep(tmp_path: Path, number: signal.Signals) -> None:
+    saves = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), pathlib.Path('saved').touch(), sys.exit(130)))\n"
+        "pathlib.Path('begun').touch()\n"
+        "time.sleep(60)"
+    )
+
+    def stop() -> None:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=stop)
+    sender.start()
+    command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{saves}"]
+    assert commands._status(command) == 130 and (tmp_path / "saved").exists()
+    sender.join()

@@ -98,9 +98,11 @@ def test_a_hostile_override_is_refused_quickly(override: str, says: str) -> None
         ("https://host/x?X-Amz-Expires=9&X-Amz-Signature=hunter2", "a secret (X-Amz-Signature)"),
         ("https://host/x?sv=1&sig=hunter2#part", "a secret (sig)"),
         ("https://host/x?apikey=hunter2", "a secret (apikey)"),
+        ("https://host/x?authToken=hunter2", "a secret (authToken)"),
+        ("https://host/x?access%5Ftoken=hunter2", "a secret (access%5Ftoken)"),
         ("s3://bucket/me:hunter2@x", None),
         ("abfs://container@account.dfs.core.windows.net/x", None),
-        ("https://host/x?design=3&monkey=2#token=a", None),
+        ("https://host/x?design=3&monkey=2&AWSAccessKeyId=1#token=a", None),
         ("me:hunter2@x?token=a", None),
     ],
 )

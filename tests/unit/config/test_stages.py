@@ -17,7 +17,7 @@ from quartet.config.schema import members, tags
 from quartet.config.stages import _TOKENS, made_by
 from quartet.models.loading import load_causal_lm, load_scalar_model
 from quartet.observe.report import build_report
-from quartet.text.loading import load_tokenizer
+from quartet.text.loading import load_tokenizer, local_directory
 from quartet.trainers.evaluation_files import read_answers
 
 
@@ -126,10 +126,12 @@ def test_whatever_reads_an_earlier_stage_names_its_command(ask: Callable[[], obj
 
 
 def test_a_run_given_for_its_model_is_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "runs/sft/model").mkdir(parents=True)
+    (tmp_path / "runs/sft").mkdir(parents=True)
     (tmp_path / "runs/sft/run.json").write_text('{"job": "sft", "status": "done"}', encoding="utf-8")
-    with pytest.raises(UserError, match="name runs/sft/model"):
+    with pytest.raises(UserError, match="a run without a model"):
         load_causal_lm("runs/sft")
+    (tmp_path / "runs/sft/model").mkdir()
+    assert local_directory("runs/sft", "model") == "runs/sft/model"
 
 
 def test_a_recipe_that_is_missing_can_be_written() -> None:

@@ -10,16 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx2
 import pytest
 
+from quartet.config import UserError
 from quartet.config.rewards import JudgeReward, PairwiseJudge
 from quartet.data.formats import prompts as prompts_of
 from quartet.data.readers import Row
 from quartet.rewards.judge import Comparer
 from quartet.rollout.engine import NativeEngine
+from quartet.rollout.http.bodies import ModelLimits, check_size
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.stepped import SteppedEngine
 from quartet.text.templates import with_template
@@ -354,6 +357,14 @@ def test_a_chat_is_streamed_as_deltas(client: Client) -> None:
     assert "".join(delta["content"] for delta in deltas) == whole
 
 
+def test_as_many_token_ids_as_all_choices_may_have_are_read() -> None:
+    limits, codec = ModelLimits(2048, 100), cast(Any, SimpleNamespace(longest_token=1))
+    check_size({"prompt": [[1] * 2000] * 256}, codec, limits)
+    for body in ({"prompt": [[1] * 2000] * 263}, {f"k{i}": 0 for i in range(65_537)}):
+        with pytest.raises(UserError, match="too many parts"):
+            check_size(body, codec, limits)
+
+
 # Refusals --------------------------------------------------------------------------------------------------
 
 
@@ -370,7 +381,7 @@ def test_a_chat_is_streamed_as_deltas(client: Client) -> None:
         ("completions", {"prompt": "A" * (targets.CONTEXT + 1)}, 400, "characters"),
         ("completions", {"prompt": ["A", "A" * (targets.CONTEXT + 1)]}, 400, "characters"),
         ("completions", {"prompt": "A", **{f"k{i}": 0 for i in range(3000)}}, 400, "at least 100 places"),
-        ("completions", {"prompt": [0] * (1 << 16)}, 400, "too many parts"),
+        ("completions", {"prompt": [0] * ((1 << 16) + 1)}, 400, "too many parts"),
         ("completions", {"prompt": [[0] * (1 << 15)] * 2}, 400, "too many parts"),
         ("completions", {"prompt": ["A", *[0] * 60_000]}, 400, "prompt"),
         ("chat/completions", {"messages": [{}] * 60_000}, 400, "messages.0"),

@@ -35,11 +35,12 @@ from quartet.models.loading import (
     packed_causal_lm,
     save_causal_lm,
 )
+from quartet.observe.callbacks import Callback
 from quartet.observe.progress import Progress
-from quartet.text.loading import load_tokenizer
+from quartet.text.loading import load_tokenizer, local_directory
 from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.process_reward import ProcessRewardTrainer
-from quartet.trainers.results import export, model_directory
+from quartet.trainers.results import export, exported, model_directory
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.run_files import completed_run
 from quartet.trainers.sft import SFTTrainer
@@ -63,7 +64,7 @@ def base(causal_lm: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> 
 
 
 def sft(path: Path, rows: Any, *, resume: bool = False, **changes: Any) -> SFTTrainer:
-    objects = {name: changes.pop(name) for name in ("model", "tokenizer") if name in changes}
+    objects = {name: changes.pop(name) for name in ("model", "tokenizer", "callbacks") if name in changes}
     return SFTTrainer(SFTRecipe(output_dir=str(path), **{**COMMON, **changes}), rows=rows, resume=resume, **objects)
 
 
@@ -325,6 +326,33 @@ def test_a_finished_run_goes_on_for_more_steps_as_if_it_had_been_to_have_them(
             trained(job, "longer", 3, resume=True)
         assert "set steps to 4 or more" in refused.value.remedy
         assert json.loads((tmp_path / job / "longer" / "run.json").read_text())["status"] == "done"
+
+
+def test_a_run_that_was_stopped_on_its_way_to_more_steps_gives_its_newest_model(
+    base: Path, demonstrations: Any, tmp_path: Path
+) -> None:
+    class Stops(Callback):
+        def on_step_end(self, step: int, metrics: Any) -> None:
+            if step == 4:
+                raise RuntimeError("stop")
+
+    run = tmp_path / "run"
+    sft(run, demonstrations, steps=2, model=str(base)).train()
+    older = (run / "model" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="Stops failed"):
+        sft(run, demonstrations, steps=4, model=str(base), resume=True, callbacks=[Stops()]).train()
+    export(run, None, tmp_path / "newest")
+    export(run, 3, tmp_path / "third")
+    newest = (tmp_path / "newest" / "model.safetensors").read_bytes()
+    assert newest == (tmp_path / "third" / "model.safetensors").read_bytes() != older
+    assert (Path(model_directory(str(run))) / "model.safetensors").read_bytes() == newest
+    with pytest.raises(UserError, match="of its last step"):
+        exported(run)
+    with pytest.raises(UserError, match="has gone on since") as refused:
+        local_directory(run, "model")
+    assert "--resume" in refused.value.remedy and str(run / "model") in refused.value.remedy
+    sft(run, demonstrations, steps=4, model=str(base), resume=True).train()
+    assert local_directory(run, "model") == str(exported(run)) == str(run / "model")
 
 
 def test_progress_never_shows_more_than_all_of_it() -> None:

@@ -23,7 +23,7 @@ MAX_SEED = (1 << 63) - 1
 _MAX_CHOICES = 256
 _UNLIMITED = 1 << 20
 _MAX_VALUES = 1 << 16
-"""In the JSON of a request, or as many as the context has tokens: validating millions takes minutes."""
+"""Keys in the JSON of a request, which are slow to validate; of lists it may have more, as all choices have tokens."""
 T = TypeVar("T")
 _Many = Annotated[tuple[T, ...], Field(fail_fast=True)]
 
@@ -171,10 +171,10 @@ def check_size(body: dict[str, Any], codec: TextCodec, limits: ModelLimits) -> N
     Raises:
         UserError: a text of more characters than the context's tokens can have, or too many values.
     """
-    most_values = max(_MAX_VALUES, limits.context or 0)
+    most: dict[type, int] = {dict: _MAX_VALUES, list: max(_MAX_VALUES, _MAX_CHOICES * (limits.context or 0))}
     most_characters = None if limits.context is None else limits.context * codec.longest_token
     unread: list[Any] = [body]
-    num_values = 0
+    held: dict[type, int] = {dict: 0, list: 0}
     while unread:
         value = unread.pop()
         if isinstance(value, str) and most_characters is not None and len(value) > most_characters:
@@ -185,11 +185,11 @@ def check_size(body: dict[str, Any], codec: TextCodec, limits: ModelLimits) -> N
                 remedy="shorten it",
             )
         if isinstance(value, dict | list):
-            num_values += len(value)
-            if num_values > most_values:
+            held[type(value)] += len(value)
+            if held[type(value)] > most[type(value)]:
                 raise UserError(
                     "a request has too many parts",
-                    found=f"more than {most_values} values in its JSON",
+                    found=f"more than {most[type(value)]} values in its JSON",
                     remedy="ask for less at a time",
                 )
             unread += value.values() if isinstance(value, dict) else value
