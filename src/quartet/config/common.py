@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, JsonValue, field_validator
 from quartet.config.logs import CallbackConfig
 from quartet.config.logs import LogConfig as LogConfig
 from quartet.config.strict import Strict as Strict
-from quartet.config.units import Processes, Rows, Tokens
+from quartet.config.units import Processes, Rows, Steps, Tokens
 
 # Models, optimisation ------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class CheckpointConfig(Strict):
 
     every_steps: int = Field(50, ge=1, description="Steps between checkpoints; one more at the end, and on Ctrl-C.")
     keep: int = Field(2, ge=1, description="Newest complete checkpoints kept.")
-    export_every: int | None = Field(
+    export_every: Steps | None = Field(
         None, ge=1, description="Steps between models written to exports/step_N/model while the run goes on; none."
     )
     metric_for_best_model: str | None = Field(
