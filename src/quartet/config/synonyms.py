@@ -246,7 +246,7 @@ _ANSWERS: dict[str, str] = {
     "not there: the reference stays as it starts (online_dpo of rl can renew it)": "sync_ref_model "
     "ref_model_sync_steps ref_model_mixup_alpha",
     "not there: {kl.estimator} has k1, k2 and k3": "use_bias_correction_kl",
-    "not there: {checkpoint.export_every} with {checkpoint.metric_for_best_model} keeps the best export": "load_best_model_at_end",
+    "not there: {export_every} with {metric_for_best_model} keeps the best export": "load_best_model_at_end",
     "not there: weights are fp32 or bf16; {train.lora} needs less memory": "load_in_4bit load_in_8bit",
     "not there: {activation_checkpointing} needs less memory": "activation_offloading enable_activation_offload",
     "not there: no noise is added to embeddings": "neftune_noise_alpha",
