@@ -27,6 +27,8 @@ _EXPECTED = {
 _MAX_LINE = 600
 """Characters of each half of a line, of a list of mistakes."""
 
+_DEEPEST = 6
+"""Sections of another system that are taken apart, one in the other."""
 _MOST = 100
 """Mistakes that are explained; a hostile request has hundreds of thousands."""
 
@@ -149,7 +151,10 @@ def _unknown_keys(
     known = list(parent.model_fields) if parent is not None else []
     fields = _fields(root)
     inner = flatten(value, path) if isinstance(value, dict) else {}
-    keys = list(dict.fromkeys(re.sub(r"(\.\d+)+$", "", key) for key in inner)) or [path]
+    # No other system has deeper keys, and each is looked for by all of its ends.
+    deepest = path.count(".") + 1 + _DEEPEST
+    cut = (".".join(re.sub(r"(\.\d+)+$", "", key).split(".")[:deepest]) for key in inner)
+    keys = list(dict.fromkeys(cut))[:_MOST] or [path]
     if _of_a_choice(path, fields):
         meant = [name for name in synonyms(path, fields) if name.rpartition(".")[2] in known]
         return [

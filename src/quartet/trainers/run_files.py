@@ -313,7 +313,8 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
 def is_other_length(recipe: Recipe, changed: Sequence[str]) -> bool:
     """Whether nothing else of what ``changed_keys`` found would have to stay as it was."""
     keys = ("steps:", "epochs:") if isinstance(recipe, SupervisedRecipe) else ("steps:",)
-    return isinstance(recipe, SupervisedRecipe | RLRecipe) and all(key.startswith(keys) for key in changed)
+    has_length = isinstance(recipe, SupervisedRecipe | RLRecipe)
+    return not changed or (has_length and all(key.startswith(keys) for key in changed))
 
 
 def _courses(recipe: Recipe) -> list[str]:
