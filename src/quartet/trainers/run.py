@@ -397,6 +397,8 @@ class RunDirectory:
             UserError: it has made more already.
         """
         done = max(claimed_steps(self.checkpoints), default=0)
+        if done > steps and (newest := newest_checkpoint(self.checkpoints)) is not None:
+            done = newest.step  # what is damaged or has another's name does not count
         if done > steps:
             raise UserError(
                 f"{self.path} has made more steps than it is to have",

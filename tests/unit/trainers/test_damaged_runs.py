@@ -285,7 +285,7 @@ def test_a_damaged_file_ends_the_resume_with_its_name(name: str, damage: str, sm
         ("run.json", ""),
         ("recipe.yaml", ""),
         ("recipe.yaml", "5"),
-        ("recipe.yaml", "steps: 5\n"),
+        ("recipe.yaml", "seed: 5\n"),
         ("metrics.jsonl", '{"step": "2", "time_s": 1.0}\n'),
         ("metrics.jsonl", '{"step": true, "time_s": 1.0}\n'),
         ("metrics.jsonl", '{"step": 1.5, "time_s": 1.0}\n'),
