@@ -208,7 +208,7 @@ def _elsewhere(path: str, fields: Mapping[str, str | None]) -> str | None:
 def _of_sections(key: str, path: str, fields: Mapping[str, str | None]) -> str | None:
     """What is known of the sections of another system that hold ``key``, from the innermost out to ``path``."""
     section = key.rpartition(".")[0]
-    while len(section) >= len(path):
+    while section and len(section) >= len(path):
         if (found := _foreign(section, fields)) is not None:
             return found
         section = section.rpartition(".")[0]

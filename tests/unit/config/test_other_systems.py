@@ -245,3 +245,11 @@ def test_a_recipe_of_the_native_engine_works_with_vllm(recipe: str) -> None:
 def test_the_native_name_beside_vllms_own_is_refused() -> None:
     error = refused("rl", "rollout.engine={type: vllm, max_num_seqs: 4, max_running: 8}")
     assert "'max_running' in rollout.engine" in error.found and "max_num_seqs" in error.remedy
+
+
+@pytest.mark.timeout(20)
+def test_a_key_without_a_name_is_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("'': {limit: 8, path: {deeper: 1}}\n")
+    with pytest.raises(UserError, match="not valid"):
+        load_recipe("sft", path)
