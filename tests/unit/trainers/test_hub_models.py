@@ -369,11 +369,11 @@ def test_an_unfinished_run_has_nothing_to_give(tmp_path: Path) -> None:
     assert isinstance(done.exception, UserError) and "no exported model or adapter" in done.exception.problem
 
 
-def test_a_card_shows_no_password(causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path) -> None:
+def test_a_card_shows_no_user_of_an_address(causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path) -> None:
     model = causal_lm()
-    recipe = SFTRecipe(**COMMON, output_dir=str(tmp_path / "run"), data={"path": "https://me:secret@host/rows.jsonl"})
+    recipe = SFTRecipe(**COMMON, output_dir=str(tmp_path / "run"), data={"path": "sftp://me@host/rows.jsonl"})
     result = SFTTrainer(recipe, model=model, tokenizer=tokenizer, rows=demonstrations).train()
     text = (result.path / "model" / "README.md").read_text()
-    assert "https://…@host" in text and "secret" not in text
+    assert "sftp://…@host" in text and "me@host" not in text
     assert "base_model" not in text.partition("\n---\n")[0] and "license" not in text.partition("\n---\n")[0]
     assert equal(AutoModelForCausalLM.from_pretrained(result.save_pretrained(tmp_path / "copy")), model)
