@@ -18,7 +18,6 @@ import typer
 import yaml
 
 from quartet.config import UserError
-from quartet.config.describe import inline
 from quartet.config.printable import printable
 from quartet.trainers.signals import stop_signals
 
@@ -103,6 +102,7 @@ def sweep(
 ) -> None:
     """Runs of a recipe with several values and seeds."""
     from quartet.config.addresses import is_url
+    from quartet.config.describe import inline
     from quartet.config.load import job_named, load_recipe
     from quartet.observe.report.compare import build_comparison
 
@@ -157,6 +157,7 @@ def sweep_runs(over: Sequence[str], seeds: range) -> dict[str, list[str]]:
         UserError: no values, or values of what differs anyway, or runs that have the same name, or too few or too many
             to compare.
     """
+    from quartet.config.describe import inline
     from quartet.config.yamls import parse_yaml
     from quartet.observe.report.compare import MAX_RUNS
 
