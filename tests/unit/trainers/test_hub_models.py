@@ -369,7 +369,9 @@ def test_an_unfinished_run_has_nothing_to_give(tmp_path: Path) -> None:
     assert isinstance(done.exception, UserError) and "no exported model or adapter" in done.exception.problem
 
 
-def test_a_card_shows_no_user_of_an_address(causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path) -> None:
+def test_a_card_shows_no_user_of_an_address(
+    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
+) -> None:
     model = causal_lm()
     recipe = SFTRecipe(**COMMON, output_dir=str(tmp_path / "run"), data={"path": "sftp://me@host/rows.jsonl"})
     result = SFTTrainer(recipe, model=model, tokenizer=tokenizer, rows=demonstrations).train()
