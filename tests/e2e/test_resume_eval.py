@@ -17,7 +17,8 @@ def counted(completions, **_):
     with open("asked.txt", "a") as file:
         file.write(f"{len(completions)}\\n")
     if os.path.exists("armed") and len(open("asked.txt").readlines()) == 2:
-        os.kill(os.getppid(), signal.SIGKILL)  # the command: a reward has a process of its own
+        keeper = open(f"/proc/{os.getppid()}/stat").read()  # of this process; its parent is the command
+        os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGKILL)
     return [float(text[:1].isdigit()) for text in completions]
 '''
 
