@@ -1,6 +1,6 @@
 """A shortened quickstart on a quiet machine and beside one busy process, by how OpenMP's threads wait for each other.
 
-    python benchmarks/busy.py [--minutes 5.5] [--smoke]
+    python benchmarks/busy.py [--minutes 5.5] [--smoke] [--full]
 
 Every run is a process of its own: the quickstart's model, 12 steps of SFT, 6 of a reward model, one of PPO. Runs take
 turns, so many rounds as fit into the time; medians. *Beside*: one process that computes without end, started for the
@@ -30,17 +30,17 @@ from quartet.observe.openmp import WAITING
 
 SETTINGS: dict[str, dict[str, str]] = {
     "torch's own": {},
+    "spin 10000": {"GOMP_SPINCOUNT": "10000"},
+    "spin 3000": {"GOMP_SPINCOUNT": "3000"},
     "quartet": WAITING,
-    "spin 1000": {"GOMP_SPINCOUNT": "1000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 _KNOBS = {name for setting in SETTINGS.values() for name in setting}
 
 
-def short_quickstart(smoke: bool) -> dict[str, Any]:
+def quickstart(smoke: bool, full: bool) -> dict[str, Any]:
     """Seconds of each stage, CPU seconds, and the digest of the models."""
-    from quartet.quickstart import checker, task
-    from quartet.quickstart.recipes import Size
+    from quartet.quickstart import checker, recipes, task
     from quartet.quickstart.run import Quickstart
 
     class Short(Quickstart):
@@ -54,7 +54,7 @@ def short_quickstart(smoke: bool) -> dict[str, Any]:
             rows = checker.judge_pairs(0, groups)
             return self._rows("pairs_train", rows), self._rows("pairs_held_out", rows[:32])
 
-    size = Size(
+    size = recipes.Size(
         demonstrations=2_000,
         sft_steps=2 if smoke else 12,
         reward_model_epochs=1,
@@ -63,7 +63,8 @@ def short_quickstart(smoke: bool) -> dict[str, Any]:
         evaluation_prompts=8,
     )
     with tempfile.TemporaryDirectory() as folder:
-        made = Short(0, Path(folder) / "run", size=size).run()
+        path = Path(folder) / "run"
+        made = Quickstart(0, path).run() if full else Short(0, path, size=size).run()
         weights = b"".join(file.read_bytes() for file in sorted(made.path.rglob("model.safetensors")))
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = {stage["name"]: stage["seconds"] for stage in made.summary["stages"]}
@@ -83,10 +84,10 @@ def busy_process() -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def run(setting: dict[str, str], beside: bool, smoke: bool) -> dict[str, Any]:
+def run(setting: dict[str, str], beside: bool, options: list[str]) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name not in _KNOBS} | setting
     with busy_process() if beside else contextlib.nullcontext():
-        command = [sys.executable, __file__, "--child", *["--smoke"] * smoke]
+        command = [sys.executable, __file__, "--child", *options]
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if said.returncode:
         sys.exit(said.stderr)
@@ -117,10 +118,11 @@ def main() -> None:
     parser = arguments(__doc__, repeats=9)
     parser.add_argument("--minutes", type=float, default=5.5, help="no round begins that would end later")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--full", action="store_true", help="the whole quickstart, minutes a run")
     parser.add_argument("--child", action="store_true", help="one run, in this process")
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(short_quickstart(args.smoke)))
+        print(json.dumps(quickstart(args.smoke, args.full)))
         return
     begun, longest, runs = time.monotonic(), 0.0, list[dict[str, Any]]()
     for round_ in range(1 if args.smoke else args.repeats):
@@ -129,7 +131,7 @@ def main() -> None:
         round_began = time.monotonic()
         for setting in args.settings:
             for beside in (False, True):
-                found = run(SETTINGS[setting], beside, args.smoke)
+                found = run(SETTINGS[setting], beside, ["--smoke"] * args.smoke + ["--full"] * args.full)
                 runs.append({"round": round_, "setting": setting, "beside": beside, **found})
                 where = "beside a busy process" if beside else "quiet"
                 print(f"{setting}, {where}: {found['seconds']['all']:.1f} s", file=sys.stderr, flush=True)

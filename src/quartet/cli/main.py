@@ -87,23 +87,10 @@ def quickstart(
     from quartet.observe.progress import Progress
     from quartet.quickstart.run import Quickstart
 
-    if busy := _busy_cores():
-        typer.echo(busy, err=True)
     with Progress() as progress:
         job = Quickstart(seed, path, resume=as_argument(resume), progress=progress)
         result = (job.finished() if resume == "auto" else None) or job.run()
     show_quickstart(result)
-
-
-def _busy_cores() -> str:
-    """A hint where other processes compute, too: the threads of one operation then wait for each other; else ""."""
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load < cores or cores == 1 or "OMP_NUM_THREADS" in os.environ:
-        return ""
-    return (
-        f"note: other processes use these {cores} cores (load {load:.1f}); with one thread this may be several times "
-        "faster: OMP_NUM_THREADS=1 quartet quickstart"
-    )
 
 
 @app.command()

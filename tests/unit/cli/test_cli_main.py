@@ -229,7 +229,7 @@ def test_under_torchrun_a_job_of_one_process_is_refused(job: str, launched: None
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, {"GOMP_SPINCOUNT": "10000"})]
+    [({}, {"GOMP_SPINCOUNT": "1000"})]
     + [({name: value}, {name: value}) for name, value in (("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "7"))],
 )
 def test_threads_that_wait_give_their_core_away_unless_the_environment_says_how_they_wait(
@@ -244,18 +244,3 @@ def test_torch_is_loaded_after_its_threads_are_told_how_to_wait() -> None:
     """Its runtime reads the environment once, when it is loaded."""
     code = "import sys, quartet.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("load", "cores", "threads", "told"),
-    [(2.5, 2, None, True), (0.4, 2, None, False), (2.5, 2, "1", False), (3.0, 1, None, False)],
-)
-def test_the_quickstart_says_when_others_compute_on_its_cores(
-    load: float, cores: int, threads: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if threads is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
-    assert ("OMP_NUM_THREADS=1 quartet quickstart" in cli._busy_cores()) is told
