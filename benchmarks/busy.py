@@ -40,8 +40,8 @@ _KNOBS = {name for setting in SETTINGS.values() for name in setting}
 
 def quickstart(smoke: bool, full: bool) -> dict[str, Any]:
     """Seconds of each stage, CPU seconds, and the digest of the models."""
-    from quartet.quickstart import checker, recipes, task
-    from quartet.quickstart.run import Quickstart
+    from quartet.extras.quickstart import checker, recipes, task
+    from quartet.extras.quickstart.run import Quickstart
 
     class Short(Quickstart):
         """Pairs are made, not sampled: a policy of few steps gets no answer right."""

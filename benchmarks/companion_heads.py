@@ -30,8 +30,8 @@ from quartet.config.load import load_recipe
 from quartet.config.medusa import HeadsConfig, MedusaRecipe
 from quartet.config.recipe import RLRecipe
 from quartet.config.speculation import HeadTraining, MedusaSpeculation, StepCosts
+from quartet.extras.quickstart.recipes import FULL, rl_recipe
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart.recipes import FULL, rl_recipe
 from quartet.train.companion import Companion
 from quartet.trainers.medusa import MedusaTrainer
 from quartet.trainers.rl import RLTrainer

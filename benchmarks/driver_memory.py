@@ -26,7 +26,7 @@ SHAPES = {2: (128, 512, 8), 28: (384, 1536, 12), 300: (1024, 2816, 24)}
 def make_model(path: Path, size: int) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from quartet.quickstart.tokenizer import build_tokenizer
+    from quartet.extras.quickstart.tokenizer import build_tokenizer
 
     width, inner, layers = SHAPES[size]
     tokenizer = build_tokenizer()

@@ -17,10 +17,10 @@ from pathlib import Path
 from quartet.config import algorithms
 from quartet.config.common import LogConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, RLRecipe, RolloutConfig
+from quartet.extras.quickstart import recipes, task
+from quartet.extras.quickstart.run import Quickstart
 from quartet.observe.health import CHECKS, examine
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart import recipes, task
-from quartet.quickstart.run import Quickstart
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
 METHODS = (

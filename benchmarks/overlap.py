@@ -26,11 +26,11 @@ from pydantic import TypeAdapter
 
 from quartet.cluster import BROADCAST, ResourcePool, Worker, WorkerGroup, connect, dispatch
 from quartet.config.placement import HEADS, PlacementConfig, ResolvedPlacement, Role, resolve
+from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost, StageCost
+from quartet.extras.simulation.critical_path import critical_path, iteration_causes, seconds_on_path
+from quartet.extras.simulation.simulation import Simulation, SimulationResult, Sleep, sleep_here
 from quartet.schedule.clock import run_virtual
-from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
-from quartet.schedule.critical_path import critical_path, iteration_causes, seconds_on_path
 from quartet.schedule.leases import LeaseMode
-from quartet.schedule.simulation import Simulation, SimulationResult, Sleep, sleep_here
 
 SAMPLES, GPUS, CHUNK = 256, 16, 32
 KINDS: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout", HEADS)}

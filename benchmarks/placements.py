@@ -114,11 +114,11 @@ def prepare(folder: Path) -> None:
     """A random model of the size that other benchmarks call tiny, and a reward model, with the quickstart's prompts."""
     from transformers import Qwen2ForCausalLM
 
+    from quartet.extras.quickstart import task
+    from quartet.extras.quickstart.tokenizer import build_tokenizer
     from quartet.models.loading import load_causal_lm, scalar_model_from
     from quartet.models.medusa import MedusaHeads
     from quartet.models.packed_model import PackedCausalLM
-    from quartet.quickstart import task
-    from quartet.quickstart.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
     config = model_config("tiny")

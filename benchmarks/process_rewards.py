@@ -41,11 +41,11 @@ from quartet.config.recipe import (
     SFTRecipe,
 )
 from quartet.config.rewards import FunctionReward, MinSteps, ProcessModelReward
+from quartet.extras.quickstart import recipes, task
+from quartet.extras.quickstart.checker import is_correct
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, packed_scalar_model
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart import recipes, task
-from quartet.quickstart.checker import is_correct
-from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.steps import split_steps
 from quartet.text.tokenizer import TextCodec

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from quartet.extras.quickstart.run import Quickstart
 from quartet.observe.progress import Progress
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart.run import Quickstart
 
 HEAD = (
     "| seed | SFT greedy / 0.5 / 1.0 | PPO greedy / 0.5 / 1.0 | gain | good / same / bad | reward model | KL | "

@@ -11,7 +11,7 @@ import sys
 from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
 import quartet as q
-from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 
 
 def reversed_digits(prompts: list[str], completions: list[str]) -> list[float]:

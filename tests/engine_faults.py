@@ -137,7 +137,7 @@ class LeavesANote(Scripted):
     file = ""
 
     def close(self) -> None:
-        import quartet.quickstart.recipes  # noqa: F401
+        import quartet.extras.quickstart.recipes  # noqa: F401
 
         Path(self.file).write_text("closed", encoding="utf-8")
 

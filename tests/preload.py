@@ -11,7 +11,7 @@ MODULES = (
     "quartet.cli.main",
     "quartet.cli.show",
     "quartet.cluster.torchrun",
-    "quartet.observe.report",
+    "quartet.extras.report",
     "quartet.trainers.evaluation_job",
     "quartet.trainers.evaluation",
     "quartet.trainers.medusa",

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss, KTOLoss, PreferenceRecipe
 from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import scalar_model_from
-from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.train import forward
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh

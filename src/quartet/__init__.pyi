@@ -139,12 +139,12 @@ from .config.recipe import (
     RolloutConfig as RolloutConfig,
     SFTRecipe as SFTRecipe,
 )
+from .config.plugins import Plugin as Plugin, RewardType as RewardType
 from .config.remote import (
     BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
 )
 from .config.rewards import (
-    CodeReward as CodeReward,
     DiscountedSteps as DiscountedSteps,
     ExactMatchReward as ExactMatchReward,
     FormatReward as FormatReward,
@@ -163,6 +163,7 @@ from .config.rewards import (
     RegexReward as RegexReward,
     SumSteps as SumSteps,
 )
+from .extras.sandbox.config import CodeReward as CodeReward
 from .envs.protocol import (
     Observation as Observation,
     StepResult as StepResult,
@@ -172,9 +173,9 @@ from .observe.callbacks import (
     Control as Control,
 )
 from .observe.progress import Progress as Progress
-from .observe.report import build_report as build_report
-from .trainers.doctor.examine import examine as examine
-from .trainers.doctor.findings import Finding as Finding
+from .extras.report import build_report as build_report
+from .extras.doctor.examine import examine as examine
+from .trainers.checks import Finding as Finding
 from .trainers.evaluation_job import Evaluator as Evaluator
 from .trainers.iterated import IteratedTrainer as IteratedTrainer
 from .trainers.medusa import MedusaTrainer as MedusaTrainer

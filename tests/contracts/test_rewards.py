@@ -19,7 +19,6 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.rewards import (
-    CodeReward,
     ExactMatchReward,
     FormatReward,
     FunctionReward,
@@ -32,6 +31,7 @@ from quartet.config.rewards import (
     RegexReward,
     RewardSourceConfig,
 )
+from quartet.extras.sandbox.config import CodeReward
 from quartet.rewards.build import build_reward
 from quartet.rewards.functions import PassedFunction
 from quartet.rewards.source import GuardedReward, Outcome

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from quartet.cli import main as cli_module
+from quartet.extras.quickstart import task
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import load_causal_lm
 from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.rollouts import list_steps, rollouts_path
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart import task
-from quartet.quickstart.tokenizer import build_tokenizer
 
 REWARDS = '''
 def digits(completions, **_):

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from quartet.cli.main import app
 from quartet.config.load import load_recipe
-from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from quartet.quickstart import task
+from quartet.extras.quickstart import task
 
 
 def recipe_of(out: Path, **changes: Any) -> dict[str, Any]:

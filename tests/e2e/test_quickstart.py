@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from quartet.extras.quickstart.run import Quickstart
 from quartet.observe.spans import read_spans
-from quartet.quickstart.run import Quickstart
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

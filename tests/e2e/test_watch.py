@@ -13,9 +13,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from quartet.observe.report.collect import collect_run
-from quartet.observe.report.live import LiveServer
-from quartet.observe.report.samples import ReportLimits
+from quartet.extras.report.collect import collect_run
+from quartet.extras.report.live import LiveServer
+from quartet.extras.report.samples import ReportLimits
 
 STEPS = 10
 

@@ -74,10 +74,10 @@ from quartet.config.recipe import (
 )
 from quartet.config.rewards import ProcessModelReward
 from quartet.envs.protocol import Item, Observation, StepResult
+from quartet.extras.quickstart import task
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.observe.cpu import processor
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart import task
-from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from quartet.extras.quickstart.recipes import Size
+from quartet.extras.quickstart.run import Quickstart
 from quartet.observe.cpu import processor
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart.recipes import Size
-from quartet.quickstart.run import Quickstart
 
 PATH = Path(__file__).with_name("quickstart_short.json")
 SEED = 7

@@ -17,8 +17,8 @@ def sft(path: Path, **changes: Any) -> Any:
 
     from quartet.config.common import TrainConfig
     from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
-    from quartet.quickstart import task
-    from quartet.quickstart.tokenizer import build_tokenizer
+    from quartet.extras.quickstart import task
+    from quartet.extras.quickstart.tokenizer import build_tokenizer
     from quartet.trainers.sft import SFTTrainer
 
     tokenizer = build_tokenizer()

@@ -15,8 +15,8 @@ from quartet.observe.metrics import METRICS
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "quartet"
 LEVELS = {
-    "cli": 8,
-    "quickstart": 7,
+    "extras": 8,
+    "cli": 7,
     "trainers": 6,
     "schedule": 5,
     "train": 4,
@@ -94,10 +94,28 @@ def test_only_the_quickstart_knows_its_checker() -> None:
     users = {
         str(path.relative_to(PACKAGE))
         for path in MODULES
-        if any(name.startswith("quartet.quickstart.checker") for name in imports_of(path))
+        if any(name.startswith("quartet.extras.quickstart.checker") for name in imports_of(path))
     }
     assert users, "somebody evaluates with the checker"
-    assert all(user.startswith("quickstart/") for user in users), users
+    assert all(user.startswith("extras/quickstart/") for user in users), users
+
+
+EXTRAS = sorted(path.name for path in (PACKAGE / "extras").iterdir() if path.is_dir() and path.name[0] != "_")
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_an_extra_is_imported_by_itself_alone(name: str) -> None:
+    """The spine knows extras by what they fill in, never by name; an extra never knows another one."""
+    own = PACKAGE / "extras" / name
+    users = [
+        f"{path.relative_to(PACKAGE)} imports {imported}"
+        for path in MODULES
+        if not path.is_relative_to(own)
+        for imported in imports_of(path)
+        if f"{imported}.".startswith(f"quartet.extras.{name}.")
+    ]
+    assert users == []
+    assert len((own / "README.md").read_text(encoding="utf-8").splitlines()) <= 12
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -129,7 +147,7 @@ def test_config_imports_without_torch() -> None:
 def test_core_needs_neither_ray_nor_vllm() -> None:
     code = (
         "import sys\nsys.modules['ray'] = None\nsys.modules['vllm'] = None\n"
-        "import quartet, quartet.trainers.rl, quartet.cli.main, quartet.quickstart.run\n"
+        "import quartet, quartet.trainers.rl, quartet.cli.main, quartet.extras.quickstart.run\n"
         "quartet.RLTrainer, quartet.SFTTrainer, quartet.RewardModelTrainer"
     )
     done = run_python(code)

@@ -10,15 +10,15 @@ import gc
 import os
 import shlex
 import sys
-from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quartet.cli.data import data
-from quartet.cli.doctor import doctor
 from quartet.cli.options import (
+    GROUPS,
     RESUME,
     GroupedHelp,
     Precision,
@@ -31,9 +31,8 @@ from quartet.cli.options import (
 )
 from quartet.cli.push import export, push
 from quartet.cli.recipe_commands import config, init
-from quartet.cli.serve import serve
-from quartet.cli.watch import compare, replay, report, sweep, watch
 from quartet.config import Interrupted, UserError
+from quartet.config.plugins import load, plugins
 from quartet.config.printable import printable
 from quartet.observe.openmp import share_cores
 from quartet.trainers.signals import stop_signals
@@ -70,27 +69,6 @@ def quartet(version: Version = False) -> None:
 
     To begin: quartet init rl > recipe.yaml, then quartet rl recipe.yaml; quartet config rl lists every key.
     """
-
-
-@app.command()
-def quickstart(
-    seed: Annotated[int, typer.Option(help="Decides data, weights and sampling.", min=0, max=2**32 - 1)] = 0,
-    out: Annotated[Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")] = None,
-    resume: Resume = None,
-) -> None:
-    """SFT, reward model and PPO on a toy task."""
-    if resume and out is None:
-        found = "--resume=auto" if resume == "auto" else "--resume"
-        raise UserError("nothing to resume", found=f"{found} without --out", remedy="name the directory with --out")
-    path = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
-    from quartet.cli.show import show_quickstart
-    from quartet.observe.progress import Progress
-    from quartet.quickstart.run import Quickstart
-
-    with Progress() as progress:
-        job = Quickstart(seed, path, resume=as_argument(resume), progress=progress)
-        result = (job.finished() if resume == "auto" else None) or job.run()
-    show_quickstart(result)
 
 
 @app.command()
@@ -170,8 +148,26 @@ def upload(
     typer.echo(upload_run(run, url, typer.echo))
 
 
-for _command in (report, watch, compare, sweep, replay, config, init, serve, doctor, export, push, data):
+for _command in (config, init, export, push, data):
     app.command()(_command)
+
+
+@cache
+def add_plugins() -> None:
+    """Adds the commands of plug-ins, and their lines to the help.
+
+    Raises:
+        UserError: a plug-in that cannot be used, or a command that is there already.
+    """
+    for plugin in plugins():
+        for group, commands in plugin.commands.items():
+            for name, target in commands.items():
+                if any(command.name == name for command in app.registered_commands):
+                    raise UserError(
+                        "a plug-in adds a command that is Quartet's own", found=name, remedy="uninstall the plug-in"
+                    )
+                app.command(name)(load(target))
+                GROUPS[group] = (*GROUPS.get(group, ()), name)
 
 
 def _add_job(job: str, kind: str, meaning: str) -> None:
@@ -255,6 +251,7 @@ def main() -> None:
     share_cores()
     with stop_signals(ends_process=True) as signals:
         try:
+            add_plugins()
             app()
         except UserError as error:
             typer.echo(f"error: {error}", err=True)

@@ -11,14 +11,14 @@ from typer.core import TyperGroup
 
 RESUME = "--resume"
 GROUPS = {
-    "Begin": ("quickstart", "init", "config"),
+    "Begin": ("init", "config"),
     "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl", "iterated-reward-model"),
     "Look at data, a model or a run": (
-        *("data", "doctor", "eval", "generate", "serve"),
-        *("watch", "report", "compare", "sweep", "replay", "export", "push", "upload"),
+        *("data", "eval", "generate"),
+        *("export", "push", "upload"),
     ),
 }
-"""Commands in the order of the help; each of them is in one group."""
+"""Commands in the order of the help; each of them is in one group. Those of plug-ins stand below their heading."""
 
 
 class GroupedHelp(TyperGroup):

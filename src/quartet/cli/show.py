@@ -17,7 +17,6 @@ from rich.text import Text
 from quartet.config.printable import printable
 
 if TYPE_CHECKING:
-    from quartet.quickstart.run import QuickstartResult
     from quartet.trainers.evaluation_job import EvaluationResult
 
 _SHOWN = {
@@ -35,13 +34,6 @@ _SHOWN = {
     "medusa": ("loss/medusa", "eval/loss", "medusa/tokens_per_forward"),
     "collect": ("iterated/pairs", "iterated/label_mean", "iterated/stale_accuracy"),
     "rl": ("reward/score_mean", "eval/score_mean", "kl/ref", "policy/entropy", "agreement/logprob_diff_max"),
-}
-_TITLES = {
-    "sft": "1  SFT on imperfect demonstrations",
-    "evaluate_sft": "   evaluation",
-    "reward_model": "2  reward model from noisy pairs",
-    "rl": "3  PPO against the reward model",
-    "evaluate_rl": "   evaluation",
 }
 
 
@@ -62,7 +54,7 @@ def shown_path(path: Path) -> str:
     return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
 
 
-def _table(title: str, *columns: str) -> Table:
+def metric_table(title: str, *columns: str) -> Table:
     """Names on the left, numbers in the other columns on the right."""
     table = Table(title=title, title_justify="left")
     for place, column in enumerate(columns):
@@ -70,7 +62,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _line(console: Console, text: str, style: str = "") -> None:
+def line(console: Console, text: str, style: str = "") -> None:
     console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
@@ -78,31 +70,31 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     """Last metrics and where everything is."""
     console = Console()
     for stage in summary["stages"]:
-        table = _table(f"{stage['name']}: {stage['seconds']:.1f} s", "metric", "last value")
+        table = metric_table(f"{stage['name']}: {stage['seconds']:.1f} s", "metric", "last value")
         for name in _SHOWN.get(re.sub(r"^round_\d+_", "", stage["name"]), ()):
             if name in stage["metrics"]:
                 table.add_row(name, _with_interval(name, stage["metrics"]))
         console.print(table)
     for note in summary.get("notes", ()):
-        _line(console, f"note: {note}")
+        line(console, f"note: {note}")
     alarm = summary.get("reward_hacking", {})
     if alarm.get("raised"):
-        _line(console, alarm["text"], "bold red")
+        line(console, alarm["text"], "bold red")
     made = "medusa" if summary.get("job") == "medusa" else "model"
-    _line(console, f"{made}: {path / made}")
-    _line(console, f"next:  {command_name()} report {shlex.quote(str(path))}")
+    line(console, f"{made}: {path / made}")
+    line(console, f"next:  {command_name()} report {shlex.quote(str(path))}")
 
 
 def show_finished(path: Path, summary: Mapping[str, Any]) -> None:
     """What a run that is done already has found."""
     console = Console()
-    _line(console, f"{path} is done already: there is nothing to do")
+    line(console, f"{path} is done already: there is nothing to do")
     if "figures" not in summary:
         show_run(path, summary)
         return
     for row in summary["figures"]:
         bounds = _bounds(row["low"], row["high"])
-        _line(console, f"{row['figure']}: {row['value']:.4g}" + (f" ({bounds})" if bounds else ""))
+        line(console, f"{row['figure']}: {row['value']:.4g}" + (f" ({bounds})" if bounds else ""))
 
 
 def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
@@ -116,54 +108,11 @@ def _bounds(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"{low:.4g} … {high:.4g}"
 
 
-def show_quickstart(result: QuickstartResult) -> None:
-    """The table of the three stages, completions side by side, and what to try next."""
-    console, summary, model = Console(), result.summary, result.path / "rl" / "model"
-    match = summary["exact_match"]
-    table = _table(f"Exact match on {summary['num_prompts']} held-out sums", "decoding", "after SFT", "after PPO")
-    for temperature, value in match["sft"].items():
-        label = "greedy" if float(temperature) == 0 else f"temperature {temperature}"
-        table.add_row(label, f"{value:.1%}", f"{match['ppo'][temperature]:.1%}")
-    console.print(table)
-    gsb = summary["good_same_bad"]
-    console.print(
-        f"PPO greedy is {100 * match['gain']:+.1f} points over the best of SFT; against SFT it is "
-        f"good {gsb['good']} / same {gsb['same']} / bad {gsb['bad']}"
-    )
-    stages = _table("Stages", "stage", "seconds")
-    stages.add_column("result")
-    for stage in summary["stages"]:
-        stages.add_row(_TITLES[stage["name"]], f"{stage['seconds']:.1f}", _result(stage["metrics"]))
-    stages.add_row("all", f"{summary['seconds']:.1f}", "")
-    console.print(stages)
-    changed = [e for e in result.examples if e[1] != e[2]][:5] or result.examples[:5]
-    sides = Table(title="The same prompts before and after PPO (greedy)", title_justify="left")
-    for column in ("prompt", "after SFT", "after PPO"):
-        sides.add_column(column, overflow="fold")
-    for example in changed:
-        sides.add_row(*(Text(printable(cell)) for cell in example))
-    console.print(sides)
-    report = shown_path(result.path / "report.html")
-    _line(console, f"report: {report}   (open it in a browser: every token, every step)")
-    command = f'{command_name()} generate --model {shlex.quote(shown_path(model))} --prompt "57+68=" --temperature 0'
-    _line(console, f"next:   {command}")
-
-
-def _result(metrics: Mapping[str, float]) -> str:
-    if "eval/exact_match@0.0" in metrics:
-        return f"exact match {metrics['eval/exact_match@0.0']:.1%} greedy"
-    if "eval/accuracy" in metrics:
-        return f"{metrics['eval/accuracy']:.1%} of clean held-out pairs ranked right"
-    if "reward/score_mean" in metrics:
-        return f"mean score {metrics['reward/score_mean']:.2f}, KL {metrics.get('kl/ref', 0.0):.3f} nats/token"
-    return f"loss {metrics['loss/sft']:.3f} nats/token"
-
-
 def show_evaluation(result: EvaluationResult) -> None:
     """Figures with their intervals, and good/same/bad where two models were compared."""
     console = Console()
     compared = ["compared with"] if result.against else []
-    table = _table(f"{result.num_prompts} prompts", "metric", "value", "interval", *compared)
+    table = metric_table(f"{result.num_prompts} prompts", "metric", "value", "interval", *compared)
     others = {figure.name: f"{figure.value:.4g}  {_bounds(figure.low, figure.high)}" for figure in result.against}
     for figure in result.figures:
         row = [printable(figure.name), f"{figure.value:.4g}", _bounds(figure.low, figure.high)]
@@ -176,6 +125,6 @@ def show_evaluation(result: EvaluationResult) -> None:
             f"({found.low:.1%} to {found.high:.1%})"
         )
     for note in result.notes:
-        _line(console, f"note: {note}")
+        line(console, f"note: {note}")
     for name in ("answers", *(("against", "comparison") if result.comparison is not None else ())):
-        _line(console, f"{name}: {result.path / name}.jsonl")
+        line(console, f"{name}: {result.path / name}.jsonl")

@@ -18,7 +18,8 @@ from quartet.config.common import (
     Strict,
 )
 from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
-from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
+from quartet.config.reward_types import RewardConfig
+from quartet.config.rewards import JudgeReward, PairwiseJudge, compiled
 from quartet.config.units import Prompts, Samples
 
 # What counts as right --------------------------------------------------------------------------------------

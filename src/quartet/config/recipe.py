@@ -34,7 +34,7 @@ from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
 from quartet.config.medusa import MedusaRecipe
 from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
-from quartet.config.rewards import RewardConfig
+from quartet.config.reward_types import RewardConfig
 from quartet.config.speculation import SpeculationConfig
 from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples

@@ -30,7 +30,6 @@ from quartet.config.remote import DAY_S, BreakerConfig, RemoteServer
 from quartet.config.units import Processes, Responses, Tokens
 
 OnError = Literal["stop", "leave_out"]
-Isolation = Literal["namespaces", "process"]
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -242,26 +241,6 @@ class MathReward(Fallible):
     concurrency: Processes = Field(2, ge=1, description="Processes that compare, about 100 MB each.")
 
 
-class CodeReward(Fallible):
-    """The completion's code is run against tests in a sandbox."""
-
-    type: Literal["code"] = "code"
-    name: str = "code"
-    column: str = Field("tests", description="Column of the data with asserts, or with pairs of input and output.")
-    score: Literal["fraction", "all"] = Field("fraction", description="Share of tests passed, or 1 only for all.")
-    isolation: Isolation = Field(
-        "namespaces",
-        description="process: weaker, for machines that refuse user namespaces; docs/rewards.md says what it lacks.",
-    )
-    timeout_s: float = Field(5.0, gt=0, le=DAY_S, description="Most seconds for one run of the code.")
-    cpu_s: int = Field(5, ge=1, description="Most processor seconds of each process.")
-    memory_mb: int = Field(512, ge=64, description="Most address space of each process.")
-    disk_mb: int = Field(16, ge=1, description="Most that it may write to disk, a part of memory, in all.")
-    output_kb: int = Field(256, ge=1, description="Most output that is read; more is a failure.")
-    processes: Processes = Field(16, ge=1, description="Most processes and threads at a time.")
-    concurrency: Responses = Field(2, ge=1, description="Completions that are run at a time.")
-
-
 # On a server ----------------------------------------------------------------------------------------------
 
 
@@ -341,20 +320,3 @@ class JudgeReward(RemoteSource):
     timeout_s: float = Field(
         60.0, gt=0, le=DAY_S, description="Most seconds of one attempt, the whole answer included."
     )
-
-
-RewardConfig = Annotated[
-    ModelReward
-    | ProcessModelReward
-    | FunctionReward
-    | ExactMatchReward
-    | NumericReward
-    | RegexReward
-    | FormatReward
-    | LengthReward
-    | MathReward
-    | CodeReward
-    | HTTPReward
-    | JudgeReward,
-    Field(discriminator="type"),
-]

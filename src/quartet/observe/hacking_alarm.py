@@ -22,8 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
+
+from quartet.observe.jsonl import read_objects
+
+_EXAMPLES = TypeAdapter(list[dict[str, str | float | None]], config=ConfigDict(strict=True))
 
 
 @dataclass(frozen=True)
@@ -204,3 +211,14 @@ def student_t_tail(t: float, dof: int) -> float:
     else:
         inside = math.sin(angle) * total
     return max(0.0, (1.0 - inside) / 2)
+
+
+def read_alarms(path: Path) -> list[dict[str, Any]]:
+    """The rows of ``alarms.jsonl``; UserError for a damaged one."""
+    return read_objects(path, _checked)
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    if type(row["step"]) is not int or not isinstance(row["text"], str):
+        raise ValueError("no whole step, or no text")
+    return {**row, "examples": _EXAMPLES.validate_python(row["examples"])}

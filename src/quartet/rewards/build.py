@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from quartet.config.rewards import Fallible, RewardConfig, RewardSourceConfig
+from quartet.config.plugins import load
+from quartet.config.reward_types import PLUGIN_REWARDS, RewardConfig
+from quartet.config.rewards import Fallible, RewardSourceConfig
 from quartet.rewards import builtin
-from quartet.rewards.code_tests import CodeSource
 from quartet.rewards.judge import judge_source
 from quartet.rewards.mathematics import MathSource
 from quartet.rewards.remote import HTTPSource
@@ -27,11 +28,10 @@ RULES: dict[str, Callable[..., list[float | None]]] = {
 FALLIBLE: dict[str, Callable[[Any], RewardSource]] = {
     "function": SubprocessFunction,
     "math": MathSource,
-    "code": CodeSource,
     "http": HTTPSource,
     "judge": judge_source,
 }
-"""Sources that may fail or take long; each is made of its section."""
+"""Sources that may fail or take long; each is made of its section, as are those of plug-ins."""
 
 
 def build_reward(config: RewardConfig) -> GuardedReward:
@@ -42,7 +42,8 @@ def build_reward(config: RewardConfig) -> GuardedReward:
         UserError: what it needs is not there: a function, a library, a key, a machine that allows sandboxes.
     """
     if isinstance(config, Fallible):
-        return GuardedReward.of(FALLIBLE[config.type](config), config)
+        make = FALLIBLE.get(config.type) or load(PLUGIN_REWARDS[config.type].source)
+        return GuardedReward.of(make(config), config)
     return GuardedReward(RuleSource(config))
 
 

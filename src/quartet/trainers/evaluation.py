@@ -27,7 +27,7 @@ from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, Train
 from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights, is_served
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import CollectConfig
-from quartet.config.rewards import RewardConfig
+from quartet.config.reward_types import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm

@@ -16,7 +16,8 @@ from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.common import TrainConfig
 from quartet.config.recipe import RLRecipe
-from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
+from quartet.config.reward_types import RewardConfig
+from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.config.speculation import MedusaSpeculation, head_training
 from quartet.envs.protocol import Environment
 from quartet.models.directories import on_meta

@@ -16,11 +16,10 @@ from typing import Any
 
 from quartet.config import UserError
 from quartet.data.datasets import PromptData
-from quartet.observe.hacking_alarm import AlarmVerdict, HackingAlarm
+from quartet.observe.hacking_alarm import AlarmVerdict, HackingAlarm, read_alarms
 from quartet.observe.jsonl import RowAppender
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
-from quartet.observe.report.collect import read_alarms
 from quartet.schedule.iteration import side_by_side
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.rollout import Rollout

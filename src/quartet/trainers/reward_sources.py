@@ -12,7 +12,8 @@ from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.config.nearest import nearest
-from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
+from quartet.config.reward_types import RewardConfig
+from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.data.datasets import PromptData
 from quartet.data.fields import column_at
 from quartet.models.loading import load_scalar_model, load_step_separator

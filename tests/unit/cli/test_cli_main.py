@@ -159,7 +159,7 @@ def test_the_command_at_the_end_of_a_run_is_quoted(
 def test_an_interrupted_quickstart_is_resumed_by_its_own_options(
     run: Run, monkeypatch: pytest.MonkeyPatch, given: list[str], tmp_path: Path
 ) -> None:
-    from quartet.quickstart.run import Quickstart
+    from quartet.extras.quickstart.run import Quickstart
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Quickstart, "run", raising(Interrupted(Path("q"), 3)))

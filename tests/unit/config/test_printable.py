@@ -18,8 +18,8 @@ from quartet.cli import main as cli
 from quartet.cli.show import show_run
 from quartet.config.errors import UserError
 from quartet.config.printable import _UNSAFE, printable
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.observe.progress import Progress
-from quartet.quickstart.tokenizer import build_tokenizer
 
 EVERYTHING = "".join(map(chr, range(sys.maxunicode + 1)))
 HOSTILE = "a\x1b[2Jb\x9b31mc\rd\u202ee\u2066f\x07g\ud800h\U000e0041i\u200bj\u2028k"

@@ -10,7 +10,8 @@ import pytest
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.config.recipe import RLRecipe
-from quartet.config.rewards import CodeReward, HTTPReward, JudgeReward, MathReward, PairwiseJudge
+from quartet.config.rewards import HTTPReward, JudgeReward, MathReward, PairwiseJudge
+from quartet.extras.sandbox.config import CodeReward
 
 ALL = """
 rewards:

@@ -12,7 +12,7 @@ from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
 from quartet.config.recipe import RECIPES
 from quartet.config.reference import METHODS, meaning_at, sections
-from quartet.config.rewards import RewardConfig
+from quartet.config.reward_types import RewardConfig
 from quartet.config.schema import members, tags
 from quartet.config.starter import REWARDED, REWARDS, starter
 

@@ -14,7 +14,7 @@ from quartet.data.datasets import TokenLimit
 from quartet.data.fields import Reading
 from quartet.data.process_rewards import ProcessData, StepLabelled, step_labelled
 from quartet.data.readers import Row
-from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
 
 

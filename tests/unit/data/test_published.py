@@ -17,7 +17,7 @@ from quartet.data.fields import Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.process_rewards import step_labelled
 from quartet.data.readers import Row
-from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.examples import Conversation, Demonstration, Document, Judgement, Preference, Prompt, Tokenised
 from quartet.text.tokenizer import TextCodec
 

@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 from quartet.config.recipe import SFTRecipe
+from quartet.extras.report.collect import TELLING, collect_run, telling
+from quartet.extras.report.samples import ReportLimits
+from quartet.extras.report.watch import Watch
 from quartet.observe.callbacks import Callback
 from quartet.observe.health import CHECKS, Finding, examine
 from quartet.observe.metrics import find_metric
-from quartet.observe.report.collect import TELLING, collect_run, telling
-from quartet.observe.report.samples import ReportLimits
 from quartet.observe.trackers import read_metrics
-from quartet.observe.watch import Watch
 from quartet.trainers.run import RunDirectory
 
 ROOT = Path(__file__).parents[3]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from quartet.rewards.sandbox.kernel_filters import has_landlock
-from quartet.rewards.sandbox.run import (
+from quartet.extras.sandbox.kernel_filters import has_landlock
+from quartet.extras.sandbox.run import (
     SandboxError,
     SandboxLimits,
     SolutionCheck,
@@ -178,7 +178,7 @@ def test_the_size_of_a_file_is_limited() -> None:
 
 
 def _number(call: str) -> int:
-    from quartet.rewards.sandbox import kernel_filters
+    from quartet.extras.sandbox import kernel_filters
 
     return kernel_filters._CALLS[call][kernel_filters._ARCHITECTURES[os.uname().machine][0]]
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import quartet as q
 from quartet.config import UserError
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
-from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 

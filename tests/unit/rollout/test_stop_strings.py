@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import Action, Seen, Transcript
-from quartet.rollout.http.answers import Answers
-from quartet.rollout.http.bodies import CompletionBody
+from quartet.extras.serve.answers import Answers
+from quartet.extras.serve.bodies import CompletionBody
 from quartet.rollout.http.checks import ending
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.stop_strings import StopStringMatcher

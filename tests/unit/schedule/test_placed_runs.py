@@ -21,13 +21,13 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import HEADS, SCORING, PlacementConfig, ResolvedPlacement, Role, Stage, resolve
+from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost, StageCost
+from quartet.extras.simulation.simulation import Simulation, SimulationResult, assemble
 from quartet.observe.spans import Span
 from quartet.schedule.clock import run_virtual
-from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.journal import Diverged, Event
 from quartet.schedule.leases import LeaseMode
-from quartet.schedule.simulation import Simulation, SimulationResult, assemble
 
 KINDS: dict[Role, str] = {"critic": "values", "reference": "ref_logprobs", "reward": "reward"}
 PLACEMENT: TypeAdapter[Any] = TypeAdapter(PlacementConfig)

@@ -14,12 +14,12 @@ from quartet.config import UserError
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
+from quartet.extras.simulation.cost_model import Cost
+from quartet.extras.simulation.timed_workers import TimedEngine
 from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request, SamplingParams, StepEngine
-from quartet.schedule.cost_model import Cost
 from quartet.schedule.groups import by_group
 from quartet.schedule.request_store import FinishedRequest, PromptRequest, RequestStore, SampleRequest, TurnRequest
 from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.schedule.timed_workers import TimedEngine
 from quartet.text.tokenizer import TextCodec
 
 

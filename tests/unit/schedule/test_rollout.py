@@ -19,6 +19,8 @@ from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen
+from quartet.extras.simulation.cost_model import Cost
+from quartet.extras.simulation.timed_workers import TimedCodec, TimedEngine, TimedModel, logprob_of
 from quartet.observe.spans import SpanRecorder, overlap_seconds
 from quartet.rollout.protocol import (
     Completion,
@@ -29,7 +31,6 @@ from quartet.rollout.protocol import (
 )
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.clock import drained, now, run_virtual
-from quartet.schedule.cost_model import Cost
 from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
@@ -41,7 +42,6 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.schedule.staleness import AdmissionRule
-from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedModel, logprob_of
 from quartet.text.tokenizer import TextCodec
 
 PROBE = CanaryProbe("77", 2, 1e-6)

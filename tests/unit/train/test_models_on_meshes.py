@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sharded_models as ranks
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import scalar_model_from
-from quartet.quickstart.tokenizer import build_tokenizer
 from rank_forks import run_ranks
 
 CONTEXT, SHARDED = (1, 2, 2), (2, 1, 2)

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sharded_models as ranks
 from quartet.cluster.dispatch import marks_of
 from quartet.cluster.layout import Layout
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import scalar_model_from
 from quartet.observe.digests import FileDigest
-from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.schedule.checkpointed import Checkpointed
 from rank_forks import run_ranks
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, LogConfig, RLRecipe, RolloutConfig
+from quartet.extras.quickstart import task
+from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart import task
-from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.trainers.rl import RLTrainer
 
 

@@ -19,14 +19,14 @@ from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, Sam
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.config.speculation import HeadTraining, MedusaSpeculation, StepCosts
+from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost, StageCost
+from quartet.extras.simulation.simulation import Simulation, SimulationResult
 from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import Span, read_spans
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.clock import run_virtual
-from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.simulation import Simulation, SimulationResult
 
 COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))
 LEARNING = HeadTraining(tokens_per_step=200, optim=OptimConfig(lr=3e-2))

@@ -22,14 +22,14 @@ from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
 from quartet.config.yamls import parse_yaml
+from quartet.extras.quickstart.run import Quickstart
+from quartet.extras.report.build import build_report
+from quartet.extras.report.collect import collect_run
+from quartet.extras.report.replay import kept_trajectory, replay_lines
+from quartet.extras.report.samples import ReportLimits
 from quartet.observe.jsonl import read_rows
 from quartet.observe.progress import Progress
-from quartet.observe.replay import kept_trajectory, replay_lines
-from quartet.observe.report.build import build_report
-from quartet.observe.report.collect import collect_run
-from quartet.observe.report.samples import ReportLimits
 from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
-from quartet.quickstart.run import Quickstart
 from quartet.schedule.journal import Event, Journal
 from quartet.trainers.evaluation_files import EvaluationCache, read_answers
 from quartet.trainers.run import RunDirectory

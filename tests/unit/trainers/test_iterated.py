@@ -16,8 +16,8 @@ from quartet.config.recipe import CollectConfig, IteratedRecipe
 from quartet.config.rewards import LengthReward
 from quartet.data.formats import preferences
 from quartet.data.readers import Row
+from quartet.extras.quickstart import task
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart import task
 from quartet.text.examples import Preference
 from quartet.trainers import iterated
 from quartet.trainers.evaluation_files import Answer

@@ -18,10 +18,10 @@ from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, Samp
 from quartet.config.evaluation import AlarmConfig, EvaluationConfig, GradingConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import FunctionReward
+from quartet.extras.quickstart import task
+from quartet.extras.report import build_report
 from quartet.observe.hacking_alarm import HackingAlarm
-from quartet.observe.report import build_report
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart import task
 from quartet.trainers.evaluation_files import Answer, evaluation_path, read_answers
 from quartet.trainers.periodic_evaluation import PeriodicEvaluation, hacking_examples
 from quartet.trainers.rl import RLTrainer

@@ -30,7 +30,7 @@ from quartet.config.preference import (
     RobustDPOLoss,
     SimPOLoss,
 )
-from quartet.quickstart import task
+from quartet.extras.quickstart import task
 from quartet.trainers.preference import PreferenceTrainer
 
 COMMON: dict[str, Any] = {

@@ -19,6 +19,7 @@ from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, Optim
 from quartet.config.engines import EngineConfig, NativeEngineConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.extras.doctor.examine import examine
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout import process_native
@@ -26,7 +27,6 @@ from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Request
 from quartet.rollout.stepped import SteppedEngine
 from quartet.trainers import engines
-from quartet.trainers.doctor.examine import examine
 from quartet.trainers.engines import Policy
 from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.rl import RLTrainer

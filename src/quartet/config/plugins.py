@@ -1,0 +1,105 @@
+"""Plug-ins: what extends Quartet without being imported by it.
+
+A plug-in is one object :class:`Plugin`. Quartet's own are the folders of ``quartet/extras`` with a module ``plugin``
+that calls it ``PLUGIN``; those of other packages are entry points of the group ``quartet.plugins``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from quartet.config.errors import UserError
+
+GROUP = "quartet.plugins"
+EXTRAS = "quartet.extras"
+
+
+@dataclass(frozen=True)
+class RewardType:
+    """A source of reward that a recipe names by ``type``.
+
+    Args:
+        section: ``module:class`` of the recipe's section, a ``Fallible`` whose ``type`` is the name.
+        source: ``module:function`` that makes a ``quartet.rewards.source.RewardSource`` of a section.
+    """
+
+    section: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What a plug-in adds, as ``module:name``, each imported when it is used.
+
+    Args:
+        commands: functions that typer makes sub-commands of ``quartet`` of, by the heading of the help they stand below
+            and their names. All are imported for each call of ``quartet``, so their modules import late what is heavy.
+        rewards: sources of reward by ``type``. Their sections are imported with every recipe, and without torch.
+        report: writes a report of the run in a directory, and returns where it is.
+    """
+
+    commands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    rewards: Mapping[str, RewardType] = field(default_factory=dict)
+    report: str | None = None
+
+
+@cache
+def plugins() -> tuple[Plugin, ...]:
+    """All that are installed, Quartet's own first, in the order of their names.
+
+    Raises:
+        UserError: one that cannot be imported, or is no plug-in; or two that add the same.
+    """
+    found = [importlib.import_module(f"{EXTRAS}.{name}.plugin").PLUGIN for name in _extras()]
+    found += [_loaded(point) for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)]
+    names = Counter(name for plugin in found for name in _additions(plugin))
+    if both := [name for name, count in names.items() if count > 1]:
+        raise UserError("two plug-ins add the same", found=", ".join(both), remedy="uninstall one of them")
+    return tuple(found)
+
+
+def _additions(plugin: Plugin) -> Iterator[str]:
+    yield from (f"the command {name}" for commands in plugin.commands.values() for name in commands)
+    yield from (f"the reward type {name}" for name in plugin.rewards)
+
+
+def _extras() -> list[str]:
+    spec = importlib.util.find_spec(EXTRAS)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return sorted(path.parent.name for folder in folders or () for path in Path(folder).glob("*/plugin.py"))
+
+
+def _loaded(point: EntryPoint) -> Plugin:
+    package = point.dist.name if point.dist is not None else point.value
+    try:
+        plugin = point.load()
+    except Exception as error:  # whatever the package does when it is imported
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(plugin, Plugin):
+            return plugin
+        problem = f"{point.value} is a {type(plugin).__name__}, no quartet.Plugin"
+    raise UserError(
+        f"the plug-in {point.name} of the package {package} cannot be used",
+        found=problem,
+        remedy=f"mend it, or pip uninstall {package}",
+    )
+
+
+def load(target: str) -> Any:
+    """What ``module:name`` stands for."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def report_writer() -> Callable[[Path], Path] | None:
+    """What writes a report of a run directory; None where no plug-in does."""
+    return next((load(plugin.report) for plugin in plugins() if plugin.report is not None), None)

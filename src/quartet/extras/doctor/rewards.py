@@ -1,0 +1,217 @@
+"""Checks of the rewards: on sampled answers, on the same ones once more, and on answers that the data know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quartet.batch.columns import ColumnSet
+from quartet.batch.trajectory import REWARD_PREFIX, Trajectories
+from quartet.config.rewards import MathReward, NumericReward
+from quartet.extras.doctor.answers import known_answers
+from quartet.extras.doctor.examined_run import ExaminedRun
+from quartet.rewards.combine import combine
+from quartet.schedule.groups import GREEDY, Chunk, Group, chunk_of
+from quartet.schedule.iteration import Scorer, score_all
+from quartet.schedule.scorers import PartScorer
+from quartet.trainers.checks import USUAL, Compared, Finding, compared_reward, judged
+from quartet.trainers.evaluation import answers_of, as_completion
+from quartet.trainers.evaluation_files import Answer
+from quartet.trainers.experience import sampled_and_greedy
+from quartet.trainers.run import Stopwatch
+
+_KNOWN = 8
+"""Rows whose answers are scored."""
+_FINE = (False, "")
+"""No failure, and nothing to tell."""
+_SLOW_S = 60.0
+"""Seconds of rewards in a step that are not worth a word."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """
+    Args:
+        rewards: ``[N]`` of each source by name, NaN where it does not apply.
+        total_N: the sum that is trained on; NaN where no source applies.
+        columns: as the scorers gave them.
+        seconds: of them all, side by side.
+    """
+
+    rewards: Mapping[str, Tensor]
+    total_N: Tensor
+    columns: Sequence[ColumnSet]
+    seconds: float
+
+
+async def score(run: ExaminedRun, chunk: Chunk) -> Scored:
+    """The recipe's rewards of a chunk.
+
+    Raises:
+        UserError: a source failed.
+    """
+    batch, weights, watch = chunk.data, run.roles.rewards.weights, Stopwatch()
+    scorers: list[Scorer] = list(run.roles.reward_scorers(run.attempt.leases))
+    if GREEDY in batch.sequence:
+        scorers = [PartScorer(scorer, sampled_and_greedy) for scorer in scorers]
+    columns = await score_all(scorers, chunk)
+    final_N = Trajectories.of(batch).final_N
+    found = dict(batch.sequence) | {name: values for one in columns for name, values in one.sequence.items()}
+    rewards = {name: found[REWARD_PREFIX + name][final_N].double() for name in weights}
+    total_N = torch.full((len(final_N),), torch.nan, dtype=torch.float64)
+    if weights:
+        scores_N, applies_N = combine(rewards, weights)
+        total_N = scores_N.masked_fill(~applies_N, torch.nan)
+    return Scored(rewards, total_N, columns, watch.seconds)
+
+
+def check_values(scored: Scored, known: KnownScores | None) -> list[Finding]:
+    """Every source gives numbers, at least for some answers, and answers differ in their score.
+
+    Args:
+        known: of answers that the data know; where their scores differ, sampled ones may be alike by chance.
+    """
+    if not scored.rewards:
+        return [judged(name, "no reward") for name in ("reward_values", "reward_spread")]
+    found, wrong, constant = [], False, []
+    for name, values in scored.rewards.items():
+        given = values[~values.isnan()]
+        wrong |= not len(given) or bool(given.isinf().any())
+        constant += [name] if len(given) > 1 and bool((given == given[0]).all()) else []
+        found.append(f"{name}: {float(given.mean()):.3g} on average, {len(given)} of {len(values)} answers")
+    total = scored.total_N[~scored.total_N.isnan()]
+    spread = f"the total has {len(set(total.tolist()))} values in {len(total)} answers"
+    spread += f"; always the same: {', '.join(constant)}" if constant else ""
+    totals = scored.total_N if known is None else known.scored.total_N
+    is_constant = known is None or len(totals[~totals.isnan()].unique()) < 2
+    is_constant &= len(total) > 1 and bool((total == total[0]).all())
+    return [
+        judged("reward_values", "; ".join(found), failure=wrong),
+        judged("reward_spread", spread, warning=is_constant),
+    ]
+
+
+async def check_repeats(run: ExaminedRun, chunk: Chunk, scored: Scored) -> Finding:
+    """A score belongs to its answer: the same in another order, and once more."""
+    name, batch = "reward_repeats", chunk.data
+    if run.roles.environment is not None or GREEDY in batch.sequence or not scored.rewards:
+        return judged(name, "not asked twice")
+    again = await score(run, Chunk(0, 0, batch.select(list(reversed(range(len(batch)))))))
+    apart = [
+        source
+        for source, values in again.rewards.items()
+        if not torch.allclose(values.flip(0), scored.rewards[source], atol=1e-4, rtol=1e-4, equal_nan=True)
+    ]
+    found = f"{len(apart)} of {len(again.rewards)} sources give other scores in another order {apart or ''}"
+    return judged(name, found, warning=bool(apart))
+
+
+@dataclass(frozen=True)
+class KnownScores:
+    """Scores of answers that the data know.
+
+    Args:
+        texts: row, kind and text of each (``KnownAnswer.texts``).
+    """
+
+    scored: Scored
+    texts: Sequence[tuple[int, str, str]]
+
+    def places(self, kind: str) -> list[int]:
+        return [place for place, (_, found, _) in enumerate(self.texts) if found == kind]
+
+    def beyond(self, values: Tensor, kind: str) -> list[tuple[bool, int]]:
+        """Of each answer of this ``kind`` whether it scores more than its row's wrong one, and its place."""
+        wrong = {self.texts[place][0]: values[place] for place in self.places("wrong")}
+        return [(bool(values[place] > wrong[self.texts[place][0]]), place) for place in self.places(kind)]
+
+
+async def score_known_answers(run: ExaminedRun) -> KnownScores | None:
+    """Of right answers, wrong ones, parts of the right ones and what another column says; None where the data have no
+    answers.
+
+    Raises:
+        UserError: a source failed.
+    """
+    roles, groups = run.roles, list[Group]()
+    known = known_answers(roles.recipe, roles.prompts.items, _KNOWN)
+    if not known or roles.environment is not None or not roles.rewards.weights:
+        return None
+    for place, answer in enumerate(known):
+        texts = [text for _, text in answer.texts()]
+        stored = [Answer(answer.item.prompt_id, 0, answer.item.prompt, text, "stop", 0, {}) for text in texts]
+        made = [as_completion(roles.codec, one) for one in stored]
+        groups.append(answers_of(roles.codec, place, answer.item, made, texts))
+    kinds = [(row, kind, text) for row, answer in enumerate(known) for kind, text in answer.texts()]
+    return KnownScores(await score(run, chunk_of(0, 0, groups)), kinds)
+
+
+def check_known_answers(run: ExaminedRun, known: KnownScores | None) -> Finding:
+    """What the data call right scores no less than what is wrong, and more than a part of it; and another column than
+    the one that is compared with knows the same answers.
+    """
+    name, roles = "reward_answers", run.roles
+    if known is None:
+        return judged(name, "the data have no answers to compare")
+    scored, places = known.scored, [known.places(kind) for kind in ("right", "wrong")]
+    right, wrong = (scored.total_N[found] for found in places)
+    turned = [source for source, values in scored.rewards.items() if _is_turned(*(values[found] for found in places))]
+    learned, is_worse = {model.name for model in roles.reward_models}, _is_turned(right, wrong)
+    found = f"known answers score {float(right.nanmean()):.3g}, wrong ones {float(wrong.nanmean()):.3g}, "
+    found += f"{len(right)} rows; the other way round: {', '.join(turned) or 'none'}"
+    doubts = [(is_worse and not learned.issuperset(turned), "")]
+    rules = {reward.name for reward in roles.recipe.rewards if isinstance(reward, Compared)}
+    doubts += [_parts(known, source, is_rule=source in rules) for source in scored.rewards]
+    doubts += [_other_column(run, known)]
+    failure, warning = any(is_failure for is_failure, _ in doubts), is_worse or bool(turned)
+    told = "".join(text for _, text in doubts)
+    return judged(name, found + told, failure=failure, warning=warning or bool(told))
+
+
+def _parts(known: KnownScores, source: str, *, is_rule: bool) -> tuple[bool, str]:
+    """Whether it is a failure, and in words, that the source takes parts of answers for the whole. Asked of rules, and
+    of others that give all right answers one score, and all wrong ones less: these compare, too.
+    """
+    values = known.scored.rewards[source]
+    right, wrong = values[known.places("right")], values[known.places("wrong")]
+    if not is_rule and not (len(right.unique()) == 1 and bool((right > wrong).all())):
+        return _FINE
+    best = right.nan_to_num(nan=-torch.inf).max()
+    passing = [place for is_more, place in known.beyond(values, "part") if is_more and values[place] >= best]
+    if not passing:
+        return _FINE
+    row, _, text = known.texts[passing[0]]
+    whole = known.texts[known.places("right")[row]][2]
+    return len(passing) > 1, f"; {source} takes a part for the whole {len(passing)} times, {text!r} for {whole!r}"
+
+
+def _other_column(run: ExaminedRun, known: KnownScores) -> tuple[bool, str]:
+    """The same of the compared column, which may be the wrong one: answers are not known from it alone."""
+    rule = compared_reward(run.roles.recipe, run.roles.prompts.items)
+    if rule is None:
+        return _FINE
+    is_usual, others = rule.column in USUAL, known.beyond(known.scored.rewards[rule.name], "elsewhere")
+    if not others:
+        alone = f"; known from the column {rule.column!r} alone, which {rule.name} compares with"
+        return _FINE if is_usual else (False, alone)
+    # Where a text only ends with the answer, rules that look for a number find it.
+    if any(is_more for is_more, _ in others) or (is_usual and not isinstance(rule, NumericReward | MathReward)):
+        return _FINE
+    told = f"; by {rule.column!r}, with which {rule.name} compares, no answer of another column is right: "
+    return not is_usual, f"{told}{known.texts[others[0][1]][2][:80]!r}"
+
+
+def _is_turned(right: Tensor, wrong: Tensor) -> bool:
+    """Whether what is right scores less, row after row: sources that do not read the answer's contents vary."""
+    return int((right < wrong).sum()) >= max(2, 0.75 * len(right))
+
+
+def check_time(run: ExaminedRun, scored: Scored) -> Finding:
+    """Seconds of the rewards in a step, if they take as long for every answer as for those sampled here."""
+    recipe, num = run.roles.recipe, len(scored.total_N)
+    whole = scored.seconds * recipe.prompts_per_step * recipe.responses_per_prompt / num
+    found = f"{scored.seconds:.2g} s for {num} answers, at most {whole:.3g} s per step"
+    return judged("reward_time", found, warning=whole > _SLOW_S and scored.seconds > 1.0)

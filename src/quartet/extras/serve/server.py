@@ -1,0 +1,372 @@
+"""An OpenAI-compatible server over any rollout engine: ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``,
+``/health``, ``/metrics``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import signal
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from quartet.config import UserError
+from quartet.extras.serve.answers import Answers
+from quartet.extras.serve.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, check_size, requests_of
+from quartet.extras.serve.driver import EngineThread, Event
+from quartet.rollout.ledger import RequestsRefused
+from quartet.rollout.protocol import Completion, EngineFailed, GenerationError, Request, RolloutEngine
+from quartet.text.tokenizer import TextCodec
+
+_KEEP_ALIVE_S = 75
+_LOOK_S = 0.1
+_END_S = 5
+"""For answers that say that the server ends."""
+_ENDS = EngineFailed("the server ends", found="a signal", remedy="ask another one, or this one once it is back")
+MAX_BODY_BYTES = 16 << 20
+_LOG = logging.getLogger(__name__)
+_Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """
+    Attributes:
+        name: under which the model is served.
+        max_requests: answers under way and waiting, beyond which requests are turned away (HTTP 429).
+        api_key: that a client must send; None: nobody is asked for one.
+        grace_s: for what is under way when the server is to end.
+        hosts: names of this server that a request may be sent to; empty: any. A page of another site whose name leads
+            here must not ask a server of this machine alone.
+    """
+
+    name: str
+    limits: ModelLimits
+    max_requests: int = 1024
+    api_key: str | None = None
+    grace_s: float = 5.0
+    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
+
+
+class Refused(Exception):
+    """An answer in OpenAI's form that says no."""
+
+    def __init__(self, status: int, message: str, kind: str, code: str | None = None) -> None:
+        self.status = status
+        self.error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _refusal(error: UserError) -> Refused:
+    if isinstance(error, RequestsRefused):
+        error = error.error
+    if isinstance(error, EngineFailed):
+        return Refused(503, str(error), "service_unavailable_error", "engine_failed")
+    if isinstance(error, GenerationError):
+        return Refused(500, str(error), "server_error", "generation_failed")
+    return Refused(400, str(error), "invalid_request_error")
+
+
+class Server:
+    """The application, within an event loop. ``engine`` is used by a thread of its own from now on."""
+
+    def __init__(self, engine: RolloutEngine, codec: TextCodec, settings: ServerSettings) -> None:
+        self._codec, self._settings = codec, settings
+        self._counts: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._created = int(time.time())
+        self.engine = EngineThread(engine)
+        endpoints: dict[tuple[str, str], _Endpoint] = {
+            ("POST", "/v1/completions"): partial(self._answered, kind=CompletionBody, prefix="cmpl"),
+            ("POST", "/v1/chat/completions"): partial(self._answered, kind=ChatBody, prefix="chatcmpl"),
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/v1/models/{name:path}"): self._model,
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics,
+        }
+        routes = [
+            Route(path, partial(self._asked, endpoint=endpoint), methods=[method])
+            for (method, path), endpoint in endpoints.items()
+        ]
+        handlers: Any = {Refused: _as_response, HTTPException: _as_response}
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
+
+    # What is there ----------------------------------------------------------------------------------------
+
+    async def _asked(self, http: HTTPRequest, endpoint: _Endpoint) -> Response:
+        hosts = self._settings.hosts
+        if hosts and _hostname(http) not in hosts:
+            problem = f"Host {http.headers.get('Host')!r} is not this server's; it listens to {', '.join(hosts)}"
+            raise Refused(403, f"{problem} (--host opens it to others)", "invalid_request_error")
+        return await endpoint(http)
+
+    async def _models(self, http: HTTPRequest) -> Response:
+        self._authorize(http)
+        return JSONResponse({"object": "list", "data": [self._about_model()]})
+
+    async def _model(self, http: HTTPRequest) -> Response:
+        self._authorize(http)
+        self._check_model(http.path_params["name"])
+        return JSONResponse(self._about_model())
+
+    def _about_model(self) -> dict[str, Any]:
+        settings = self._settings
+        model = {"id": settings.name, "object": "model", "created": self._created, "owned_by": "quartet"}
+        return {**model, "max_model_len": settings.limits.context}
+
+    def _check_model(self, name: str) -> None:
+        if name != self._settings.name:
+            problem = f"the model {name!r} is not served here; {self._settings.name!r} is"
+            raise Refused(404, problem, "invalid_request_error", "model_not_found")
+
+    async def _health(self, http: HTTPRequest) -> Response:
+        if self.engine.failure is not None:
+            raise _refusal(self.engine.failure)
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, http: HTTPRequest) -> Response:
+        try:
+            stats = asdict(await self.engine.call(lambda engine: engine.stats()))
+        except EngineFailed as error:
+            raise _refusal(error) from None
+        lines = [f'quartet_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._counts.items())]
+        lines += [f"quartet_{kind}_tokens_total {n}" for kind, n in sorted(self._tokens.items())]
+        lines += [f"quartet_requests_held {self.engine.held}"]
+        lines += [f"quartet_engine_{name} {value}" for name, value in stats.items()]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    # Completions ------------------------------------------------------------------------------------------
+
+    async def _answered(self, http: HTTPRequest, kind: type[AnyBody], prefix: str) -> Response:
+        try:
+            return await self._answer(http, kind, f"{prefix}-{uuid.uuid4().hex}")
+        except UserError as error:
+            refused = _refusal(error)
+        except Refused as error:
+            refused = error
+        except ClientDisconnect:
+            refused = Refused(499, "a client left while it sent its request", "client_closed_request")
+            _LOG.warning("%s", refused.error["error"]["message"])
+        self._counts[str(refused.status)] += 1
+        raise refused
+
+    async def _answer(self, http: HTTPRequest, kind: type[AnyBody], name: str) -> Response:
+        self._authorize(http)
+        data = await _data_of(http)
+        # In a thread: others are answered while a long prompt is tokenised.
+        body, requests = await asyncio.to_thread(self._read, data, kind, name)
+        if self.engine.failure is not None:
+            raise self.engine.failure
+        if self.engine.held + len(requests) > self._settings.max_requests:
+            problem = f"{self.engine.held} answers are under way; at most {self._settings.max_requests} are"
+            raise Refused(429, problem, "rate_limit_error", "too_many_requests")
+        answers = Answers(name, body, self._codec, requests)
+        if body.stream:
+            return StreamingResponse(self._stream(body, answers, requests), media_type="text/event-stream")
+        completions = await self._all(http, requests, self.engine.ask(requests))
+        self._count(answers, completions)
+        return JSONResponse(answers.whole(completions))
+
+    def _read(self, data: bytes, kind: type[AnyBody], name: str) -> tuple[AnyBody, list[Request]]:
+        """What the engine is to do; errors as of ``_answer``."""
+        asked, limits = _json_of(data), self._settings.limits
+        check_size(asked, self._codec, limits)
+        body = kind(**asked)
+        self._check_model(body.model)
+        return body, requests_of(body, name, self._codec, limits)
+
+    async def _all(
+        self, http: HTTPRequest, requests: Sequence[Request], events: asyncio.Queue[Event]
+    ) -> list[Completion]:
+        """Raises Refused where the client has gone; nobody reads that."""
+
+        async def ends() -> list[Completion]:
+            found = [(await events.get())[1] for _ in requests]
+            for each in found:
+                if isinstance(each, UserError):
+                    raise each
+            return [each for each in found if isinstance(each, Completion)]
+
+        ended, gone = asyncio.create_task(ends()), asyncio.create_task(_gone(http))
+        try:
+            await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                return ended.result()
+            raise Refused(499, "the client has gone", "client_closed_request")
+        finally:
+            ended.cancel()
+            gone.cancel()
+            self.engine.cancel([request.request_id for request in requests])
+
+    async def _stream(self, body: AnyBody, answers: Answers, requests: Sequence[Request]) -> AsyncIterator[str]:
+        completions: list[Completion] = []
+        status = "499"
+        events = self.engine.ask(requests, stream=True)
+        try:
+            while len(completions) < len(requests):
+                request_id, event = await events.get()
+                if isinstance(event, UserError):
+                    refused = _refusal(event)
+                    status = str(refused.status)
+                    yield _event(refused.error)
+                    return
+                if isinstance(event, Completion):
+                    completions.append(event)
+                if (chunk := answers.chunk(request_id, event)) is not None:
+                    yield _event(chunk)
+            if body.stream_options.include_usage:
+                yield _event(answers.usage_chunk(completions))
+            status = "200"
+            yield "data: [DONE]\n\n"
+        finally:
+            # Also when the client has gone.
+            self.engine.cancel([request.request_id for request in requests])
+            if status == "200":
+                self._count(answers, completions)
+            else:
+                self._counts[status] += 1
+
+    def _count(self, answers: Answers, completions: Sequence[Completion]) -> None:
+        usage = answers.usage(completions)
+        self._counts["200"] += 1
+        self._tokens.update(prompt=usage["prompt_tokens"], generated=usage["completion_tokens"])
+
+    def _authorize(self, http: HTTPRequest) -> None:
+        key, sent = self._settings.api_key, http.headers.get("Authorization", "").encode("latin-1")
+        if key is not None and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
+            raise Refused(
+                401, "the key in Authorization is missing, or wrong", "authentication_error", "invalid_api_key"
+            )
+
+
+def _hostname(http: HTTPRequest) -> str | None:
+    with suppress(ValueError):
+        return urlsplit(f"//{http.headers.get('Host', '')}").hostname
+    return None
+
+
+async def _data_of(http: HTTPRequest) -> bytes:
+    """The bytes of JSON, which pages of other sites cannot send without this server's leave."""
+    kind = http.headers.get("Content-Type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        problem = f"a request is JSON (Content-Type: application/json), not {kind!r}"
+        raise Refused(415, problem, "invalid_request_error")
+    data = bytearray()
+    async for part in http.stream():
+        data += part
+        if len(data) > MAX_BODY_BYTES:
+            raise Refused(413, f"a request of more than {MAX_BODY_BYTES} bytes", "invalid_request_error")
+    return bytes(data)
+
+
+def _json_of(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request is not JSON: {error}", "invalid_request_error") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the request is not a JSON object", "invalid_request_error")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+async def _gone(http: HTTPRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(said: dict[str, Any]) -> str:
+    return f"data: {json.dumps(said, ensure_ascii=False)}\n\n"
+
+
+async def _as_response(http: HTTPRequest, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = Refused(error.status_code, str(error.detail), "invalid_request_error")
+    assert isinstance(error, Refused)
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.error, error.status, headers)
+
+
+# The process -------------------------------------------------------------------------------------------------
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As the original, which raises the signals once more when it has ended by them."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound; port 0 takes any that is free.
+
+    Raises:
+        UserError: it is in use, or not this machine's.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(
+            "the server cannot listen there",
+            found=f"{host}:{port}: {error}",
+            remedy="name another --port (0 takes any that is free) or --host, or end what listens there",
+        ) from None
+
+
+def run(engine: RolloutEngine, codec: TextCodec, settings: ServerSettings, bound: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT; what is under way then has ``grace_s``. In the main thread.
+
+    Raises:
+        EngineFailed: the engine cannot go on.
+    """
+    asyncio.run(_serve(engine, codec, settings, bound))
+
+
+async def _serve(engine: RolloutEngine, codec: TextCodec, settings: ServerSettings, bound: socket.socket) -> None:
+    server = Server(engine, codec, settings)
+    config = uvicorn.Config(
+        server.app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(settings.grace_s) + _END_S,
+    )
+    uvicorns = _Uvicorn(config)
+
+    async def end_in_time() -> None:
+        while not uvicorns.should_exit:
+            uvicorns.should_exit = server.engine.failure is not None
+            await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(settings.grace_s)
+        server.engine.give_up(_ENDS)
+
+    watch = asyncio.create_task(end_in_time())
+    try:
+        await uvicorns.serve(sockets=[bound])
+    finally:
+        watch.cancel()
+        server.engine.close()
+    if server.engine.failure is not None:
+        raise server.engine.failure

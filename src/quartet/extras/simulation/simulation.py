@@ -1,0 +1,243 @@
+"""A run whose models and engine only take time: everything that schedules is what a real run has.
+
+The iteration, the group stream, the rollout with its engine clients, weights and canary, scorers, learners, leases,
+barriers and the journal are the product's own; timed workers stand behind them. On a virtual clock this plans a run in
+no time; on the real clock it shows what scheduling itself costs, and with workers that sleep in other processes what
+reaching them costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+from quartet.batch.columns import ColumnSet, join
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.placement import HEADS, ResolvedPlacement
+from quartet.extras.simulation.cost_model import CostModel, StageCost
+from quartet.extras.simulation.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedOffloader
+from quartet.observe.spans import Span, SpanRecorder
+from quartet.rollout.protocol import SamplingParams, StepEngine
+from quartet.schedule.barriers import Barriers
+from quartet.schedule.canary import CanaryProbe
+from quartet.schedule.clock import drained, now
+from quartet.schedule.group_stream import GroupStream
+from quartet.schedule.groups import Group, chunk_of
+from quartet.schedule.iteration import Chunk, IterationStages, StepLearner, run_iteration
+from quartet.schedule.journal import Consumed, Event, Journal
+from quartet.schedule.learners import HeadsLearner, ModelLearner, UpdatePlan
+from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.leases import Offloader
+from quartet.schedule.placement import placed_arbiter
+from quartet.schedule.request_store import PromptRequest, SampleRequest
+from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout_worker import RolloutWorker
+from quartet.schedule.score_prefetch import ScorePrefetcher
+from quartet.schedule.scorers import ModelScorer
+from quartet.schedule.staleness import AdmissionRule
+from quartet.text.tokenizer import TextCodec
+from quartet.train.forward import Needs
+
+Sleep = Callable[[str, float], Awaitable[None]]
+"""``(role, seconds)``: the role's workers sleep so long."""
+
+_PROBE = CanaryProbe(prompt="", num_tokens=1, tolerance=0.0)
+_LOGPROBS = Needs(logprobs=True)
+
+
+async def sleep_here(role: str, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What a simulated run was; times are seconds of its clock since its beginning.
+
+    Args:
+        ended_s: when each step ended.
+        steps: the groups that each step consumed, with the versions of their tokens.
+        peak_bytes: most that was resident at a time, by pool.
+    """
+
+    ended_s: Sequence[float]
+    steps: Sequence[Sequence[Consumed]]
+    spans: Sequence[Span]
+    peak_bytes: Mapping[str, int]
+    events: Sequence[Event]
+
+    @property
+    def step_s(self) -> list[float]:
+        return [end - start for start, end in zip([0.0, *self.ended_s], self.ended_s, strict=False)]
+
+
+@dataclass(eq=False)
+class Simulation:
+    """An RL run of a cost model under a placement.
+
+    Args:
+        script: a journal to follow.
+        accept: group index → whether the stream's filter keeps it.
+        offloader: in place of the one that takes the cost model's time.
+        sleep: in place of sleeping in this process.
+    """
+
+    costs: CostModel
+    placement: ResolvedPlacement
+    _: KW_ONLY
+    prompts_per_step: int
+    chunk_size: int
+    patience: int = 4
+    script: Sequence[Event] = ()
+    accept: Callable[[int], bool] | None = None
+    offloader: Offloader | None = None
+    sleep: Sleep = sleep_here
+
+    def __post_init__(self) -> None:
+        costs, placement, accept = self.costs, self.placement, self.accept
+        self.recorder = SpanRecorder(clock=now)
+        self.journal = Journal(self.script)
+        offloader = TimedOffloader(costs, self.recorder) if self.offloader is None else self.offloader
+        self.arbiter = placed_arbiter(placement, costs.sizes(), offloader=offloader, patience=self.patience)
+        self.leases = LeaseContext(self.arbiter, self.recorder)
+        self._models: defaultdict[str, TimedModel] = defaultdict(TimedModel)
+        self._publish_s = self._varied("publish", lambda: costs.publish_s)
+        self._runs_ahead = placement.max_staleness is not None
+        self.rollout = self._rollout()
+        self.stream: GroupStream[Group] = GroupStream(
+            self.rollout.generate,
+            AdmissionRule(self.prompts_per_step, placement.max_staleness),
+            chunk_size=self.chunk_size,
+            accept=None if accept is None else lambda group: accept(group.index),
+        )
+        self.steps: list[list[Consumed]] = []
+        num_chunks = -(-self.prompts_per_step // self.chunk_size)
+        self.stages = self._stages(Barriers(placement.after, num_chunks=num_chunks))
+
+    async def run(self, num_steps: int) -> SimulationResult:
+        """So many iterations, on whatever clock the loop has."""
+        ended_s: list[float] = []
+        started_s = now()
+        if self.stages.prefetch is not None:
+            self.stages.prefetch.num_steps = num_steps
+        try:
+            async with self.stream:
+                for step in range(num_steps):
+                    await run_iteration(step, self.stages)
+                    ended_s.append(now() - started_s)
+        finally:
+            if self.stages.prefetch is not None:
+                await self.stages.prefetch.close()
+            await self.rollout.close()
+        return SimulationResult(
+            ended_s=ended_s,
+            steps=self.steps,
+            spans=[_since(span, started_s) for span in self.recorder.spans()],
+            peak_bytes=self.arbiter.peak_bytes(),
+            events=self.journal.events,
+        )
+
+    # Generation ------------------------------------------------------------------------------------------
+
+    def _rollout(self) -> Rollout:
+        generation, runs_ahead = self.costs.generation, self._runs_ahead
+        # What runs ahead leaves the canary a place.
+        max_running = generation.max_running + 1 if runs_ahead else generation.max_running
+        self.engine = TimedEngine(generation.step, max_running)
+        host = RolloutWorker(cast(StepEngine, self.engine), cast(TextCodec, TimedCodec()))
+        return Rollout(
+            self.leases,
+            [self._timed("rollout", "generate", host, lambda *args: self.engine.take_seconds())],
+            self._requests,
+            steps_per_lease=generation.steps_per_lease,
+            version=0,
+            canary=_PROBE,
+            trainer=self._timed("actor", "canary", self._models["actor"], lambda *args: 0.0),
+            update_engine_weights=self._update_engine_weights,
+            shares_actor=False,
+            sends=("actor", HEADS) if any(stage.role == HEADS for stage in self.costs.learning) else ("actor",),
+            in_flight=self.placement.in_flight,
+            max_running=max_running if runs_ahead else None,
+            journal=self.journal,
+        )
+
+    def _requests(self, index: int) -> tuple[None, PromptRequest]:
+        generation = self.costs.generation
+        lengths = [generation.tokens(index, r) for r in range(generation.responses)]
+        samples = [
+            SampleRequest(f"{index}.{r}", SamplingParams(max_new_tokens=length)) for r, length in enumerate(lengths)
+        ]
+        return None, PromptRequest(str(index), "", tuple(samples))
+
+    async def _update_engine_weights(self, version: int) -> int:
+        """The engine gets the weights that the actor has when they have come over."""
+        await drained(self.sleep("rollout", self._publish_s()))
+        self.engine.num_updates = self._models["actor"].num_updates
+        self.engine.update_weights(None, version)
+        return 0
+
+    # The iteration's roles -------------------------------------------------------------------------------
+
+    def _stages(self, barriers: Barriers) -> IterationStages:
+        costs, collect = self.costs, barriers.collect(self._collect)
+        scorers = [barriers.scorer(stage.stage, self._scorer(stage)) for stage in costs.scoring]
+        frozen = [scorer for stage, scorer in zip(costs.scoring, scorers, strict=True) if not stage.reads_own]
+        return IterationStages(
+            stream=self.stream,
+            collect=collect,
+            scorers=scorers,
+            assemble=assemble,
+            learners=[barriers.learner(stage.stage, self._learner(stage)) for stage in costs.learning],
+            publish=self.rollout.publish,
+            prefetch=ScorePrefetcher(self.stream, collect, frozen) if self._runs_ahead else None,
+        )
+
+    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
+        consumed = [group.consumed() for group in groups]
+        self.journal.consume(step, index, consumed)
+        if index == 0:
+            self.steps.append([])
+        self.steps[-1] += consumed
+        return chunk_of(step, index, groups)
+
+    def _scorer(self, stage: StageCost) -> ModelScorer:
+        model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
+        return ModelScorer(self.leases, stage.role, model, _LOGPROBS, stage.stage, trains=stage.reads_own)
+
+    def _learner(self, stage: StageCost) -> StepLearner:
+        if stage.role == HEADS:
+            return HeadsLearner(
+                self.leases, self._timed(HEADS, stage.stage, self._models[HEADS], lambda: stage.cost.fixed_s)
+            )
+        model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
+        return ModelLearner(self.leases, stage.role, model, UpdatePlan(1, 1, seed=0), _no_objective, stage.role)
+
+    def _timed(self, role: str, stage: str, worker: Any, seconds: Callable[..., float]) -> TimedGroup:
+        return TimedGroup(worker, self._varied(stage, seconds), partial(self.sleep, role))
+
+    def _varied(self, stage: str, seconds: Callable[..., float]) -> Callable[..., float]:
+        numbers = count()
+        return lambda *args: seconds(*args) * self.costs.vary(stage, next(numbers))
+
+
+def _seconds(stage: StageCost, batch: RaggedBatch, *_: Any) -> float:
+    """Of a call; a batch has a prompt for every group."""
+    return stage.cost.seconds(batch.parents.count(-1))
+
+
+def _no_objective(is_first: bool) -> Any:
+    """Timed models compute no loss."""
+    return None
+
+
+async def assemble(chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> RaggedBatch:
+    """A step's chunks with their columns."""
+    return RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
+
+
+def _since(span: Span, started_s: float) -> Span:
+    return replace(span, start_s=span.start_s - started_s, end_s=span.end_s - started_s)

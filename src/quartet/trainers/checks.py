@@ -1,0 +1,331 @@
+"""Checks that only read text: the chat template, the tokenizer, the data. They take a second and run with every run.
+
+Tokens are looked at of some prompts; lengths are known of all that were checked, which are compared with each other.
+What a check found is a :class:`Finding`; what to do about it is one table for these and for those of other checks.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from quartet.config import UserError
+from quartet.config.recipe import RLRecipe
+from quartet.config.rewards import ExactMatchReward, MathReward, NumericReward, RegexReward
+from quartet.data.datasets import PromptData, PromptItem
+from quartet.data.fields import column_at
+from quartet.rewards.builtin import right_answers
+from quartet.text.examples import PromptText
+from quartet.text.tokenizer import TextCodec
+from quartet.trainers.roles import RLRoles
+
+_FIRST = ("completion", "chosen", "answer", "solution", "response", "output", "target", "ground_truth")
+USUAL = (*_FIRST, "final_answer", "expected_answer", "correct_answer", "gold")
+"""Names of columns with right answers."""
+Compared = ExactMatchReward | NumericReward | RegexReward | MathReward
+_SAMPLED = 64
+"""Prompts that are read, spread over the data."""
+_ANSWER = "7"
+_TOKENS = "use the tokenizer that the model was trained with, one that keeps all characters of the data"
+_REMEDIES = {
+    "template": "mend chat_template.jinja: it writes every message, and opens the assistant's turn where asked to",
+    "turn_end": "set eos_token_id in generation_config.json to all tokens that end an answer",
+    "begin_of_text": "write bos_token once, in the chat template or in the data, where the tokenizer adds it to text",
+    "round_trip": _TOKENS,
+    "unknown_tokens": _TOKENS,
+    "prompt_lengths": "raise data.max_tokens, lower rollout.sampling.max_new_tokens, or use a longer context",
+    "answer_lengths": "raise rollout.sampling.max_new_tokens: what is cut off cannot be right",
+    "answer_stops": "take it out of rollout.sampling.stop_strings, or use a longer one",
+    "duplicates": "leave repeated rows out: they are trained on more often than others",
+    "held_out": "take them out of either: the evaluation says nothing about new prompts",
+    "disk": "free some, lower checkpoint.keep, or choose another output_dir",
+    "memory": "lower token_budget, logprob_chunk or max_running; checkpoint activations; see docs/memory.md",
+    "stop_tokens": "the engine must get stop_token_ids with every request, and stop there",
+    "stop_strings": "the engine must get stop_strings with every request, and stop there",
+    "pad_by_mask": "attention is masked by where padding is, never by the pad token's id",
+    "versions": "the engine must note for every token which weights computed it",
+    "diversity": "raise rollout.sampling.temperature; at 1, see that the engine uses each request's seed",
+    "sampler_agreement": "both sides need the same weights, precision, positions and temperature (docs/numerics.md)",
+    "temperature": "divide the logits by rollout.sampling.temperature before the log-softmax, on both sides",
+    "packing": "see whether actor.train.share_prefixes=false mends it, and report the architecture",
+    "reward_answers": "see that the reward reads the column that it means (data.columns), whole, and the sign of its "
+    "weight; math reads LaTeX",
+    "reward_values": "mend the reward, or leave it out",
+    "reward_spread": "begin with a model that succeeds at times, easier prompts, or a reward with more grades",
+    "reward_time": "raise the reward's concurrency or batch_size, or give its server more room",
+    "reward_repeats": "scores must be in the order of the completions; a random judge wants several votes",
+    "end_of_text": "the engine must stop at every id of eos_token_id",
+    "end_is_learned": "no mask may know padding by its id: the end-of-text token may have the same",
+    "truncation": "raise rollout.sampling.max_new_tokens, or begin with a model that ends its answers",
+    "learning_signal": "see reward_spread: where all answers to a prompt score alike, it teaches nothing",
+    "first_ratio": "passes with and without gradients must agree: no dropout, one temperature, one precision",
+    "gradient": "check the model's weights and its precision; see learning_signal",
+    "reference_kl": "the reference is the actor as it starts, or of its family: same tokenizer, precision, temperature",
+    "critic_values": "train the critic first (critic.warmup_steps), or begin with a copy of the reward model",
+    "tied_head": "the engine kept an old output head: a tied one is sent once, its packed or rounded copy made anew",
+    "weight_update": "the engine kept old weights: look at weight_sync, and at what it computes from weights only once",
+    "after_sleep": "send weights again after level 2, and keep what level 1 moves",
+    "weights_restored": "the engine keeps something of older weights: look at its prefix cache and its copies",
+    "duration": "lower steps, prompts_per_step or max_new_tokens, or use more devices (docs/placements.md)",
+}
+"""What to do, by the names of the checks."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    Args:
+        name: of the check.
+        found: in words, with the figures.
+        remedy: what to do; empty where all is well.
+    """
+
+    name: str
+    status: Literal["ok", "warning", "failure"]
+    found: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """As the terminal shows it."""
+        return f"{self.status:<7}  {self.name:<17}  {self.found}{f'; do: {self.remedy}' if self.remedy else ''}"
+
+
+def judged(name: str, found: str, *, failure: bool = False, warning: bool = False) -> Finding:
+    """What the check ``name`` found; ``ok`` where neither is set."""
+    if not (failure or warning):
+        return Finding(name, "ok", found)
+    return Finding(name, "failure" if failure else "warning", found, _REMEDIES[name])
+
+
+class Findings:
+    """Findings in their order; each is told as it comes."""
+
+    def __init__(self, tell: Callable[[Finding], object]) -> None:
+        self.all: list[Finding] = []
+        self._tell = tell
+
+    def add(self, *findings: Finding) -> None:
+        for finding in findings:
+            self.all.append(finding)
+            self._tell(finding)
+
+    @contextmanager
+    def errors_of(self, name: str, status: Literal["warning", "failure"] = "failure") -> Iterator[None]:
+        """A ``UserError`` inside is what the check ``name`` found; what follows it is not done."""
+        try:
+            yield
+        except UserError as error:
+            self.add(Finding(name, status, f"{error.problem} ({error.found})", error.remedy))
+
+
+def quick_findings(roles: RLRoles, directory: Path) -> list[Finding]:
+    """All checks of this module.
+
+    Args:
+        directory: where the run will write; it need not be there yet.
+    """
+    items, codec, recipe = roles.prompts.items, roles.codec, roles.recipe
+    sampled = items[:: max(1, len(items) // _SAMPLED)][:_SAMPLED]
+    prompts = [item.prompt for item in sampled]
+    encoded = [codec.encode_prompt(prompt) for prompt in prompts]
+    return [
+        *(check(codec, prompts) for check in (check_template, check_turn_end, check_round_trip)),
+        *(check(codec, encoded) for check in (check_begin_of_text, check_unknown_tokens)),
+        check_prompt_lengths(roles),
+        *check_answers(recipe, codec, sampled),
+        check_duplicates(roles.prompts),
+        check_held_out(roles),
+        check_disk(roles, directory),
+    ]
+
+
+def quick_warnings(roles: RLRoles, directory: Path) -> list[str]:
+    """What of it a run should say as it begins."""
+    found = [finding for finding in quick_findings(roles, directory) if finding.status != "ok"]
+    return [f"{one.status}: {one.name}: {one.found}; do: {one.remedy}" for one in found]
+
+
+# Tokens --------------------------------------------------------------------------------------------------
+
+
+def check_template(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
+    """The template leaves the assistant the next word."""
+    name, silent, num = "template", 0, 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            continue
+        text, num = codec.render(prompt), num + 1
+        silent += text == codec.render(prompt, generation_prompt=False)
+    if not num:
+        return judged(name, "prompts are plain text")
+    return judged(name, f"{silent} of {num} prompts are rendered without a generation prompt", failure=silent > 0)
+
+
+def check_turn_end(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
+    """What the template writes behind an answer is what ends one."""
+    name, stops, tokenizer = "turn_end", codec.eos_ids, codec.tokenizer
+    if not stops:
+        return judged(name, "neither tokenizer nor model names an end-of-text token: no answer ends", failure=True)
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+    shown = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(stops))))
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            continue
+        try:
+            whole = codec.render([*prompt, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+        except UserError as error:  # a run never renders one
+            return judged(name, f"the template writes no answer behind a prompt: {error.found}", warning=True)
+        ends = [token for token in _plain(codec, whole.rpartition(_ANSWER)[2]) if token in special]
+        if ends and stops.isdisjoint(ends):
+            token = tokenizer.convert_ids_to_tokens(ends[0])
+            return judged(name, f"the template ends answers with {token!r}, the engine at {shown}", failure=True)
+    return judged(name, f"answers end with {shown}{codec.kept_special}")
+
+
+def check_begin_of_text(codec: TextCodec, prompts: Sequence[Sequence[int]]) -> Finding:
+    """At most one begin-of-text token, and one where the tokenizer adds it to plain text."""
+    name, bos, token = "begin_of_text", codec.tokenizer.bos_token_id, codec.tokenizer.bos_token
+    if bos is None:
+        return judged(name, "the tokenizer has no begin-of-text token")
+    heads = [list(ids[:2]) for ids in prompts]
+    doubled = sum(head == [bos, bos] for head in heads)
+    is_added = list(codec.tokenizer("a")["input_ids"])[:1] == [bos]
+    missing = sum(head[:1] != [bos] for head in heads) if is_added else 0
+    found = f"{doubled} of {len(heads)} prompts begin with {token!r} twice, {missing} lack it"
+    return judged(name, found, failure=doubled > 0, warning=missing > 0)
+
+
+def check_round_trip(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
+    """Text → ids → text comes back. Blanks that some decoders move are no more than a warning; the one that
+    SentencePiece puts before every text, also behind a special token, is none.
+    """
+    added = [*codec.tokenizer.all_special_tokens, *map(str, codec.tokenizer.get_added_vocab())]
+    special = re.compile("|".join(map(re.escape, sorted(filter(None, added), key=len, reverse=True))) or r"(?!)")
+    changed, lost, first = 0, 0, ""
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else codec.render(prompt)
+        again = codec.decode(_plain(codec, text), skip_special=False)
+        pieces = [special.split(one) for one in (text, again)]
+        is_same = len(pieces[0]) == len(pieces[1]) and all(b in (a, f" {a}") for a, b in zip(*pieces, strict=True))
+        if not is_same and again.strip() != text.strip():
+            changed += 1
+            lost += "".join(again.split()) != "".join(text.split())
+            same = next((n for n, (a, b) in enumerate(zip(text, again, strict=False)) if a != b), 0)
+            first = first or f": {text[same : same + 20]!r} became {again[same : same + 20]!r}"
+    found = f"{changed} of {len(prompts)} prompts are another text after their tokens{first}"
+    return judged("round_trip", found, failure=2 * lost > len(prompts), warning=changed > 0)
+
+
+def check_unknown_tokens(codec: TextCodec, prompts: Sequence[Sequence[int]]) -> Finding:
+    name, unknown = "unknown_tokens", codec.tokenizer.unk_token_id
+    if unknown is None:
+        return judged(name, "the tokenizer knows every character")
+    ids = [token for prompt in prompts for token in prompt]
+    num = ids.count(unknown)
+    found = f"{num} of {len(ids)} tokens of {len(prompts)} prompts are {codec.tokenizer.unk_token!r}"
+    return judged(name, found, failure=num > 0.01 * len(ids), warning=num > 0)
+
+
+def _plain(codec: TextCodec, text: str) -> list[int]:
+    return list(codec.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+# Lengths -------------------------------------------------------------------------------------------------
+
+
+def check_prompt_lengths(roles: RLRoles) -> Finding:
+    """Prompts that are too long, or leave an answer no room."""
+    recipe, lengths = roles.recipe, roles.prompts.lengths[:, 0]
+    counts = [re.match(r"([\d,]+) rows left out: prompt longer", text) for text in roles.prompts.warnings]
+    left_out = sum(int(count[1].replace(",", "")) for count in counts if count)
+    new = recipe.rollout.sampling.max_new_tokens
+    short = 0 if recipe.environment else int((lengths + new > roles.context).sum())
+    total, longest = left_out + len(lengths), int(lengths.max())
+    found = f"{left_out / total:.1%} of {total:,} prompts are over the limit, {short / total:.1%} leave fewer than "
+    found += f"max_new_tokens={new} of the context; the longest used has {longest} tokens"
+    wrong = 20 * (left_out + short) > total
+    return judged("prompt_lengths", found, failure=2 * left_out > total, warning=wrong)
+
+
+def check_answers(recipe: RLRecipe, codec: TextCodec, items: Sequence[PromptItem]) -> list[Finding]:
+    """Answers that the data know can be given: in the tokens allowed, and without a stop string in their middle."""
+    column, sampling = answer_column(recipe, items), recipe.rollout.sampling
+    texts = [text for item in items if (text := answer_text(item, column))] if column is not None else []
+    if not texts:
+        return [judged(name, "the data have no answers") for name in ("answer_lengths", "answer_stops")]
+    lengths = [len(codec.encode_continuation(text)) + 1 for text in texts]
+    long = sum(length > sampling.max_new_tokens for length in lengths) / len(texts)
+    found = f"{long:.1%} of {len(texts)} answers of the data exceed max_new_tokens={sampling.max_new_tokens}"
+    cut = [stop for text in texts for stop in sampling.stop_strings if text.partition(stop)[2].strip()]
+    inside = f"a stop string stands inside {len(cut)} of {len(texts)} answers of the data {cut[:1] or ''}"
+    return [
+        judged("answer_lengths", f"{found}, the longest has {max(lengths)}", failure=long > 0.5, warning=long > 0.05),
+        judged("answer_stops", inside, failure=bool(cut)),
+    ]
+
+
+# Data, disk ----------------------------------------------------------------------------------------------
+
+
+def check_duplicates(prompts: PromptData) -> Finding:
+    num = len(prompts.hashes)
+    more = num - len(np.unique(prompts.hashes))
+    found = f"{more} of {num:,} prompts stand in the data more than once"
+    return judged("duplicates", found, warning=10 * more > num)
+
+
+def check_held_out(roles: RLRoles) -> Finding:
+    """Prompts of the evaluation are not trained on."""
+    if roles.evaluation_prompts is None:
+        return judged("held_out", "no held-out prompts")
+    held_out = roles.evaluation_prompts.hashes
+    both = int(np.isin(held_out, roles.prompts.hashes).sum())
+    return judged("held_out", f"{both} of {len(held_out)} held-out prompts are trained on", warning=both > 0)
+
+
+def check_disk(roles: RLRoles, directory: Path) -> Finding:
+    """Room for the checkpoints that are kept, one that is being written, and the models at the end."""
+    trained = [p for engine in roles.engines().values() for p in engine.packed.model.parameters()]
+    state = sum(4 * p.numel() for p in trained if p.requires_grad)
+    needed = (roles.recipe.checkpoint.keep + 1) * 3 * state + sum(4 * p.numel() for p in trained)
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    found = f"checkpoints and models take {needed / 2**30:.2f} GiB, {there} has {free / 2**30:.2f} GiB free"
+    return judged("disk", found, failure=needed > free, warning=needed > 0.9 * free)
+
+
+# Answers that the data know ---------------------------------------------------------------------------
+
+
+def compared_reward(recipe: RLRecipe, items: Sequence[PromptItem]) -> Compared | None:
+    """The first rule that compares with a column of the data."""
+    for reward in recipe.rewards if items else ():
+        if isinstance(reward, Compared) and reward.column and answer_text(items[0], reward.column) is not None:
+            return reward
+    return None
+
+
+def answer_column(recipe: RLRecipe, items: Sequence[PromptItem]) -> str | None:
+    """The column with right answers: what a rule compares with, else one with a usual name; None: there is none."""
+    compared = compared_reward(recipe, items)
+    return compared.column if compared is not None else usual_column(items)
+
+
+def answer_text(item: PromptItem, column: str) -> str | None:
+    """The first of the row's right answers in ``column``; None where that holds anything else."""
+    try:
+        value = column_at(item.columns, column)
+        return None if isinstance(value, bool) else next(iter(right_answers(value)), None)
+    except (KeyError, UserError):
+        return None
+
+
+def usual_column(items: Sequence[PromptItem], but: str | None = None) -> str | None:
+    return next((name for name in USUAL if name != but and items and answer_text(items[0], name) is not None), None)

@@ -1,0 +1,194 @@
+"""Files of a run that are read while they are written: tails, the terminal's screen, replays."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_report_episodes import RECORDS
+
+from quartet.config.errors import UserError
+from quartet.extras.report import watch as watching
+from quartet.extras.report.replay import kept_trajectory, replay_lines
+from quartet.extras.report.watch import Watch, sparkline
+from quartet.observe.follow import Tail
+from quartet.observe.jsonl import truncate_after
+from quartet.observe.rollouts import write_step
+from quartet.observe.spans import SpanRecorder
+from quartet.observe.trackers import JsonlTracker, metrics_of_row
+
+MakeRun = Callable[..., Path]
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path, metrics_of_row)
+    assert tail.poll() == [] and tail.trouble is None, "there is no file yet"
+    append(path, '{"step":1,"time_s":1.0}\n{"step":2,"ti')
+    assert [row["step"] for row in tail.poll()] == [1]
+    append(path, 'me_s":2.0}')
+    assert tail.poll() == [], "its line feed is missing"
+    append(path, "\n")
+    assert [row["step"] for row in tail.poll()] == [2] and tail.poll() == []
+
+
+def test_tail_passes_over_damage_and_other_versions(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path, metrics_of_row)
+    for bad in ("nonsense", "[1]", '{"step":"x","time_s":1.0}', '{"time_s":1.0}', "\udcff", "[" * 100_000):
+        with path.open("ab") as file:
+            file.write(bad.encode("utf-8", "surrogateescape") + b'\n{"step":1,"time_s":1.0}\n')
+        assert [row["step"] for row in tail.poll()] == [1], bad
+        assert tail.trouble is not None and "metrics.jsonl, line " in tail.trouble
+
+
+def test_tail_of_what_a_resume_cuts_back_or_removes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tail = Tail(path, metrics_of_row)
+    for step in (1, 2, 3):
+        tracker.log(step, {"loss/policy": 0.0})
+    tracker.close()
+    assert len(tail.poll()) == 3 and not tail.restarted
+    truncate_after(path, 2)
+    assert [row["step"] for row in tail.poll()] == [1, 2] and tail.restarted
+    assert tail.poll() == [] and not tail.restarted
+    path.unlink()
+    assert tail.poll() == []
+    append(path, '{"step":9,"time_s":1.0}\n')
+    assert [row["step"] for row in tail.poll()] == [9]
+    path.unlink()
+    path.mkdir()
+    assert tail.poll() == [] and "could not be read: Is a directory" in str(tail.trouble)
+
+
+def test_tail_says_what_it_finds_instead_of_a_file_and_waits_for_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    tail = Tail(path, metrics_of_row)
+    followed = threading.Thread(target=tail.poll, daemon=True)
+    followed.start()
+    followed.join(10.0)
+    assert not followed.is_alive()
+    assert tail.trouble == f"{path} could not be read: it is a pipe or a device"
+
+
+def shown(watched: Watch, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(watched.screen())
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_screen_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run(tmp_path / "run", steps=6)
+    (run / "rl" / "recipe.yaml").write_text("steps: 8\n")
+    alarm = {"step": 4, "text": "scores part \x1b[31m", "examples": []}
+    (run / "rl" / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    recorder = SpanRecorder(run / "rl" / "spans.jsonl")
+    for step in range(3):
+        with recorder.span("generate", step=step, role="rollout") as span:
+            span.worker_s = {"rollout 0": 1.0, "rollout 1": 2.0}
+    recorder.close()
+    watched = Watch(run)
+    assert watched.poll() is False, "it has ended"
+    text = shown(watched)
+    for part in (
+        "quickstart 2026-03-01",
+        "done",
+        "step 6 of 8",
+        "sft: 100 steps",
+        "reward/score_mean",
+        "samples of step 6",
+    ):
+        assert part in text, part
+    assert "ALARM at step 4: scores part \\x1b[31m" in text and "\x1b" not in text
+    assert "rollout 1 is the slowest of generate in 3 of 3 steps" in text
+    assert max(map(len, shown(watched, 80).splitlines())) <= 80
+
+
+def test_watch_follows_a_run_that_is_written_and_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: MakeRun
+) -> None:
+    """Joined late; files vanish and come back, a rollout is damaged; it ends with the run."""
+    run = make_run(tmp_path / "run", steps=3)
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**info, "status": "running"}))
+    tracker = JsonlTracker(run / "rl" / "metrics.jsonl")
+    looks: list[str] = []
+
+    def step(seconds: float) -> None:
+        looks.append(shown(watched[0]))
+        match len(looks):
+            case 1:
+                tracker.log(4, {"reward/score_mean": 0.5, "time/step_s": 2.0})
+                (run / "rl" / "rollouts" / "step_000004.jsonl.gz").write_bytes(b"half")
+            case 2:
+                (run / "rl" / "rollouts" / "step_000004.jsonl.gz").unlink()
+                shutil.move(run, tmp_path / "moved")
+            case 3:
+                shutil.move(tmp_path / "moved", run)
+                tracker.log(5, {"reward/score_mean": 0.75, "time/step_s": 2.0})
+            case 4:
+                (run / "run.json").write_text(json.dumps({**info, "status": "failed"}))
+
+    made, watched = Watch, []
+    monkeypatch.setattr(watching, "Watch", lambda path: watched.append(made(path)) or watched[0])
+    monkeypatch.setattr(watching.time, "sleep", step)
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    watching.watch(run, console, once=False, every_s=1.0)
+    tracker.close()
+    assert ["step 3" in looks[0], "step 4" in looks[1], "step 4" in looks[2], "step 5" in looks[3]] == [True] * 4
+    assert (
+        "a rollout file is damaged" in looks[1]
+        and "note: the run cannot be read" in looks[2]
+        and "note" not in looks[3]
+    )
+    assert len(looks) == 4 and "failed" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("shows", [lambda run: Watch(run), lambda run: kept_trajectory(run, None, 0)])
+def test_what_is_no_run_is_refused(tmp_path: Path, shows: Callable[[Path], object]) -> None:
+    for path, what in ((tmp_path / "missing", "no such run"), (tmp_path, "holds no run")):
+        with pytest.raises(UserError, match=what):
+            shows(path)
+
+
+def test_sparkline() -> None:
+    assert sparkline([0.0, 1.0, float("nan"), 0.5]) == "▁█×▅" and sparkline([3.0, 3.0]) == "▁▁"
+    assert len(sparkline([float(i) for i in range(999)])) == 20
+
+
+def test_replay_of_an_episode_tells_observations_from_tokens(tmp_path: Path) -> None:
+    write_step(tmp_path / "rollouts", 7, RECORDS)
+    (tmp_path / "run.json").write_text("{}")
+    lines = list(replay_lines(kept_trajectory(tmp_path, 7, 0)))
+    assert [line.split(maxsplit=2) for line in lines if "read, " in line] == [["2", '"[higher]"', "read, not sampled"]]
+    assert sum("sequence" in line for line in lines) == 2 and any('"three"' in line for line in lines)
+    assert lines[-1].startswith("score 0 (environment 1)")
+    for step, sample, what in ((7, 2, "no sample 2(?s:.)*0 to 1"), (8, 0, "no rollouts of step 8")):
+        with pytest.raises(UserError, match=what):
+            kept_trajectory(tmp_path, step, sample)
+    with pytest.raises(UserError, match="no stage 'sft'"):
+        kept_trajectory(tmp_path, None, 0, "sft")
+
+
+def test_replay_reads_columns_out(tmp_path: Path, make_run: MakeRun) -> None:
+    (record,) = trajectory = kept_trajectory(make_run(tmp_path / "run", steps=2), None, 5)
+    lines = list(replay_lines(trajectory))
+    assert len(lines) == len(record.response_ids) + 4
+    assert [float(word) for word in lines[2].split()[2:6]] == pytest.approx(
+        [record.columns[name][0] for name in ("rollout_logprobs", "token_rewards", "advantages", "values")], rel=1e-3
+    )
+    assert float(lines[-1].rpartition(" ")[2]) == pytest.approx(sum(record.columns["token_rewards"]), rel=1e-3)

@@ -1,0 +1,318 @@
+"""The live page and the comparison: what they are given, over HTTP, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_report import Dom, load, needs_browser, render
+
+from quartet.config.errors import UserError
+from quartet.config.load import dump_recipe, load_recipe
+from quartet.extras.report import live
+from quartet.extras.report.collect import collect_run
+from quartet.extras.report.compare import build_comparison, collect_comparison
+from quartet.extras.report.live import LiveRun, LiveServer
+from quartet.extras.report.samples import ReportLimits
+from quartet.observe.jsonl import truncate_after
+from quartet.observe.rollouts import read_step, write_step
+from quartet.observe.spans import SpanRecorder
+from quartet.observe.trackers import JsonlTracker
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "POLL_S", -1.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path, make_run: MakeRun) -> Path:
+    path = make_run(tmp_path / "run", steps=4)
+    (path / "summary.json").unlink()
+    set_status(path, "running")
+    return path
+
+
+def set_status(path: Path, status: str) -> None:
+    info = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**info, "status": status}))
+
+
+def go_on(path: Path, step: int) -> None:
+    """The run's next step, as a run writes it: rollouts, metrics, spans."""
+    stage = path / "rl"
+    write_step(stage / "rollouts", step, read_step(stage / "rollouts", 1))
+    tracker, recorder = JsonlTracker(stage / "metrics.jsonl"), SpanRecorder(stage / "spans.jsonl")
+    tracker.log(step, {"reward/score_mean": float(step), "language/change": 0.5})
+    with recorder.span("generate", step=step, role="rollout") as span:
+        span.worker_s = {"rollout 0": 1.0, "rollout 1": 3.0}
+    tracker.close()
+    recorder.close()
+
+
+def test_news_are_what_is_new(run: Path) -> None:
+    served = LiveRun(run)
+    start = served.news(0)
+    assert start == {"next": 0, "news": []}
+    go_on(run, 5)
+    found = served.news(0)
+    kinds = {kind: piece for piece in found["news"] for kind in piece if kind not in ("stage", "explained")}
+    assert set(kinds) == {"metrics", "timing", "rollouts"} and {p["stage"] for p in found["news"]} == {"rl"}
+    assert kinds["metrics"]["metrics"] == {
+        "steps": [5],
+        "series": {"language/change": [0.5], "reward/score_mean": [5]},
+        "note": None,
+    }
+    assert kinds["metrics"]["explained"]["language/change"]["unit"] == "fraction"
+    assert kinds["rollouts"]["rollouts"]["steps"] == [5] and kinds["timing"]["timing"]["steps"][-1] == 5
+    assert [(row["worker"], row["slowest"]) for row in kinds["timing"]["timing"]["workers"]] == [
+        ("rollout 1", 1),
+        ("rollout 0", 0),
+    ]
+    assert served.news(found["next"])["news"] == [], "nothing twice"
+    whole = collect_run(run, ReportLimits())["stages"][-1]["timing"]
+    timing = kinds["timing"]["timing"]
+    for name, seconds in timing["seconds"].items():
+        assert seconds == [whole["seconds"][name][whole["steps"].index(step)] for step in timing["steps"]], name
+
+
+def test_news_of_status_alarms_and_another_stage(run: Path) -> None:
+    served = LiveRun(run)
+    (run / "rl" / "alarms.jsonl").write_text('{"step":3,"text":"beware","examples":[]}\n')
+    (run / "eval").mkdir()
+    JsonlTracker(run / "eval" / "metrics.jsonl").log(1, {"eval/score_mean": 1.0})
+    set_status(run, "done")
+    pieces = served.news(0)["news"]
+    assert next(p for p in pieces if "alarms" in p)["alarms"]["text"] == "beware"
+    assert next(p for p in pieces if "whole" in p)["whole"]["metrics"]["steps"] == [1]
+    assert pieces[-1]["run"]["status"] == "done" and "stage" not in pieces[-1]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("metrics.jsonl", "nonsense"),
+        ("metrics.jsonl", '{"step":"x","time_s":1.0}'),
+        ("spans.jsonl", '{"other":1}'),
+        ("alarms.jsonl", "{"),
+        ("rollouts/step_000009.jsonl.gz", "half"),
+    ],
+)
+def test_what_is_damaged_is_told_at_once_and_as_by_a_page_that_is_loaded_then(run: Path, file: str, line: str) -> None:
+    served = LiveRun(run)
+    with (run / "rl" / file).open("a") as opened:
+        opened.write(f"{line}\n")
+    found = served.news(0)
+    notes = found["news"][-1]["notes"]
+    assert len(notes) == 1 and notes == collect_run(run, ReportLimits())["notes"] and file in notes[0]
+    served.page()
+    set_status(run, "done")
+    assert served.news(found["next"])["news"][-1]["notes"] == notes, "they stay"
+
+
+def test_what_was_damaged_before_stays_told(run: Path) -> None:
+    (run / "sft" / "metrics.jsonl").write_text("nonsense\n")
+    (run / "rl" / "alarms.jsonl").write_text("{\n")
+    served = LiveRun(run)
+    served.page()
+    (run / "rl" / "alarms.jsonl").unlink()
+    served.page()
+    set_status(run, "done")
+    notes = collect_run(run, ReportLimits())["notes"]
+    assert served.news(0)["news"][-1]["notes"] == notes and len(notes) == 1, "a mended file no more"
+
+
+def test_what_was_cut_back_missed_or_came_back_is_loaded_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "KEPT", 4)
+    served = LiveRun(run)
+    truncate_after(run / "rl" / "metrics.jsonl", 2)
+    assert live.RELOAD in served.news(0)["news"]
+    for step in range(5, 9):
+        go_on(run, step)
+        assert served.news(served._count)["next"] > 0
+    assert served.news(1)["news"] == [live.RELOAD] == served.news(10_000)["news"]
+    now = served.news(served._count)["next"]
+    shutil.move(run, run.with_name("moved"))
+    assert served.news(now)["news"] == [], "the page keeps what it has"
+    with pytest.raises(UserError, match="no such run"):
+        served.page()
+    shutil.move(run.with_name("moved"), run)
+    assert served.news(now)["news"][-1] == live.RELOAD
+
+
+@pytest.fixture
+def server(run: Path) -> Iterator[LiveServer]:
+    with LiveServer(run) as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.05,))
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def get(server: LiveServer, path: str, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_server_answers_this_machine_alone(server: LiveServer, run: Path) -> None:
+    assert server.server_address[0] == "127.0.0.1" and server.url == f"http://127.0.0.1:{server.server_port}/"
+    status, page = get(server, "/")
+    assert status == 200 and "connect-src 'self'" in page and page.count("<script") == 2
+    go_on(run, 5)
+    assert len(json.loads(get(server, "/news?after=0")[1])["news"]) == 3
+    for after in ("", "x", "-5", "9" * 40, "%FF"):
+        assert json.loads(get(server, f"/news?after={after}")[1])["news"] == [{"reload": True}], after
+    assert get(server, "/", Host="elsewhere.example")[0] == 403 and get(server, "/../run.json")[0] == 404
+    shutil.rmtree(run)
+    assert get(server, "/")[0] == 503 and get(server, "/news?after=3")[0] == 200
+    with pytest.raises(UserError, match=f"port {server.server_port} cannot be used"):
+        run.mkdir()
+        (run / "run.json").write_text("{}")
+        LiveServer(run, server.server_port)
+
+
+@needs_browser
+def test_the_page_takes_in_what_comes(server: LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with every question of the page; later the run ends. Nothing is loaded a second time."""
+    asked, news = [0, 0], server.run.news
+
+    def next_step(after: int) -> dict[str, Any]:
+        asked[1] += 1
+        if asked[1] <= 4:
+            go_on(run, 4 + asked[1])
+        elif asked[1] == 5:
+            set_status(run, "done")
+        return news(after)
+
+    monkeypatch.setattr(server.run, "news", next_step)
+    page = render(server.url, run.parent / "profile", budget_ms=20_000)
+    dom = Dom(page)
+    assert "data-error" not in dom.root, dom.root["data-error"]
+    assert int(dom.root["data-polls"] or 0) >= 5
+    body = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert 'aria-label="reward/score_mean, 8 steps' in body, "all steps are in the curve"
+    assert '<span class="status done">done</span>' in body and "live · the run has ended" in body
+    assert '<option value="8">8</option>' in body and "policy version" in body
+    assert "rollout 1" in body and "4 of 4 steps" in body, "the straggler"
+
+
+def test_comparison_tells_recipes_apart(tmp_path: Path, make_run: MakeRun) -> None:
+    runs = [make_run(tmp_path / name / "run", steps=3) for name in "ab"]
+    (runs[1] / "recipe.yaml").write_text(
+        "job: rl\noutput_dir: b\nactor: {optim: {lr: 0.1}, lora: null, seed: 1}\nalgorithm: {type: ppo}\n"
+    )
+    data = collect_comparison(runs, ReportLimits())
+    assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"], "ends of the paths that tell them apart"
+    assert data["differences"] == [("actor.optim.lr", ["3e-05", "0.1"]), ("actor.seed", [None, "1"])], (
+        "no key is as null"
+    )
+    assert [[stage["id"] for stage in run["stages"]] for run in data["runs"]] == [["sft", "reward_model", "rl"]] * 2
+    (runs[0] / "recipe.yaml").write_text("]")
+    (runs[0] / "rl" / "metrics.jsonl").write_text("nonsense\n")
+    data = collect_comparison(runs, ReportLimits())
+    assert data["differences"] is None and data["notes"][0].startswith("a/run: ")
+    for wrong in ([runs[0]], [runs[0], runs[0]], [runs[0], tmp_path / "a" / ".." / "a" / "run"], runs * 6):
+        with pytest.raises(UserError, match="2 to 10 different runs"):
+            collect_comparison(wrong, ReportLimits())
+    with pytest.raises(UserError, match="no such run"):
+        collect_comparison([runs[0], tmp_path / "c"], ReportLimits())
+
+
+BASE = ("actor.model.path=m", "data.path=d", "rewards.0.type=exact_match", "rollout.sampling.max_new_tokens=24")
+
+
+def directories(path: Path, names: str) -> list[Path]:
+    runs = [path / name for name in names]
+    for run in runs:
+        run.mkdir()
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "differing"),
+    [
+        (["evaluation.data.path=e"], {"evaluation.data.path": [None, '"e"']}),
+        (["evaluation={}"], {"evaluation": [None, "its defaults"]}),
+        (
+            ["evaluation={data: {path: e}, sampling: {temperature: 0}}", "seed=3"],
+            {
+                "evaluation.data.path": [None, '"e"'],
+                "evaluation.sampling.temperature": [None, "0.0"],
+                "seed": ["0", "3"],
+            },
+        ),
+        (["algorithm.name=grpo"], {"algorithm.name": ['"ppo"', '"grpo"'], "responses_per_prompt": ["1", "8"]}),
+        (
+            ["rewards.1={type: numeric, weight: 2}"],
+            {"rewards.1.type": [None, '"numeric"'], "rewards.1.weight": [None, "2.0"]},
+        ),
+        (["actor.train.lora.rank=4"], {"actor.train.lora.rank": [None, "4"]}),
+        (["rollout.engine.type=vllm"], {"rollout.engine.type": ['"native"', '"vllm"']}),
+        (
+            ["environment={target: a.py:B, max_turns: 3}"],
+            {"environment.target": [None, '"a.py:B"'], "environment.max_turns": [None, "3"]},
+        ),
+    ],
+)
+def test_only_keys_that_were_set_differ(tmp_path: Path, overrides: list[str], differing: dict[str, Any]) -> None:
+    runs = directories(tmp_path, "ab")
+    for run, changes in zip(runs, ([], overrides), strict=True):
+        (run / "recipe.yaml").write_text(dump_recipe(load_recipe("rl", None, [*BASE, *changes])))
+    assert dict(collect_comparison(runs, ReportLimits())["differences"]) == differing
+
+
+def test_a_recipe_that_is_none_is_compared_key_by_key(tmp_path: Path) -> None:
+    runs = directories(tmp_path, "ab")
+    (runs[0] / "recipe.yaml").write_text("job: rl\nrollout: [1]\nevaluation: {sampling: 3}\nalgorithm: {name: [x]}\n")
+    (runs[1] / "recipe.yaml").write_text("job: rl\nrollout: {sampling: [{}]}\n")
+    assert ("rollout.0", ["1", None]) in collect_comparison(runs, ReportLimits())["differences"]
+
+
+def test_seeds_of_a_recipe_are_told_together(tmp_path: Path) -> None:
+    runs = directories(tmp_path, "abcde")
+    for run, lr, seed in zip(runs, ("1e-6", "1e-6", "3e-6", "3e-6", "1e-5"), (0, 1, 0, 1, 0), strict=True):
+        changes = [f"actor.train.optim.lr={lr}", f"seed={seed}", f"output_dir={run}"]
+        (run / "recipe.yaml").write_text(dump_recipe(load_recipe("rl", None, [*BASE, *changes])))
+    assert collect_comparison(runs, ReportLimits())["seeds"] == [
+        {"runs": [0, 1], "name": "actor.train.optim.lr=1e-06"},
+        {"runs": [2, 3], "name": "actor.train.optim.lr=3e-06"},
+    ]
+    assert collect_comparison(runs[:2], ReportLimits())["seeds"] == [{"runs": [0, 1], "name": ""}]
+    assert collect_comparison(runs[1:3], ReportLimits())["seeds"] == []
+
+
+def test_stages_of_runs_in_directories_of_other_names_are_the_same_stage(tmp_path: Path, make_run: MakeRun) -> None:
+    made = make_run(tmp_path / "made", steps=2)
+    for name in ("first", "second"):
+        shutil.copytree(made / "rl", tmp_path / name)
+        (tmp_path / name / "run.json").write_text('{"job": "rl"}')
+    data = collect_comparison([tmp_path / "first", tmp_path / "second"], ReportLimits())
+    assert [[stage["id"] for stage in run["stages"]] for run in data["runs"]] == [["rl"]] * 2
+
+
+@needs_browser
+def test_comparison_in_a_browser(tmp_path: Path, make_run: MakeRun) -> None:
+    runs = [make_run(tmp_path / "one", steps=3), make_run(tmp_path / "other", steps=5)]
+    (runs[1] / "recipe.yaml").write_text("job: rl\nseed: <b>\n")
+    written = build_comparison(runs, tmp_path / "page.html")
+    assert "connect-src" not in written.read_text() and len(load(written).data["runs"]) == 2
+    page = render(written, tmp_path / "profile")
+    dom = Dom(page)
+    assert dom.root.get("data-ready") == "1" and "data-error" not in dom.root, dom.root
+    assert {"run0", "run1", "chart", "columns", "legend", "compared"} <= set(dom.classes)
+    body = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert "&lt;b&gt;" in body and dom.tags.count("b") == body.count("<b>") and "step 3" in body

@@ -1,0 +1,656 @@
+"""The OpenAI-compatible server: what it answers, streams, refuses and cancels. Answers come from the native engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx2
+import pytest
+
+from quartet.config import UserError
+from quartet.config.rewards import JudgeReward, PairwiseJudge
+from quartet.data.formats import prompts as prompts_of
+from quartet.data.readers import Row
+from quartet.extras.serve.bodies import ModelLimits, check_size
+from quartet.rewards.judge import Comparer
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
+from quartet.rollout.stepped import SteppedEngine
+from quartet.text.templates import with_template
+from quartet.text.tokenizer import TextCodec
+
+targets: Any = importlib.import_module("engine_targets")
+servers: Any = importlib.import_module("http_engines")
+
+CODEC = servers.letter_codec(targets.VOCAB)
+EOS = targets.VOCAB - 1
+MESSAGES = [{"role": "user", "content": "HI"}]
+JSON = {"Content-Type": "application/json"}
+
+
+class Slow(SteppedEngine):
+    """Takes a moment for every step, so that there is time to go away."""
+
+    step_s = 0.0
+
+    def completed(self, timeout_s: float) -> list[Completion]:
+        time.sleep(self.step_s)
+        return super().completed(0.0)
+
+
+class Client:
+    def __init__(self, url: str, engine: Slow) -> None:
+        self.url, self.engine = url, engine
+        self.http = httpx2.Client(base_url=url, timeout=20.0, trust_env=False)
+
+    def post(self, path: str, **body: Any) -> httpx2.Response:
+        return self.http.post(path, json={"model": "policy", **body})
+
+    def complete(self, prompt: Any = "HELLO", **body: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", **{"prompt": prompt, "max_tokens": 12, "seed": 1, **body})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def events(self, path: str, **body: Any) -> list[Any]:
+        """What a stream says; ``None`` for its end."""
+        with self.http.stream("POST", path, json={"model": "policy", "stream": True, **body}) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        return [None if line == "[DONE]" else json.loads(line) for line in lines]
+
+    def metric(self, name: str) -> float:
+        lines = dict(line.rsplit(" ", 1) for line in self.http.get("/metrics").text.splitlines())
+        return float(lines[name])
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+@contextmanager
+def served(
+    engine: Any = None, *, context: int = targets.CONTEXT, codec: TextCodec = CODEC, **settings: Any
+) -> Iterator[Client]:
+    inside = (
+        Slow(NativeEngine(targets.native().packed, max_running=8, decode=CODEC.decode_completion))
+        if engine is None
+        else engine
+    )
+    with ExitStack() as opened:
+        sizes = {"context": context, "vocab_size": targets.VOCAB}
+        url = opened.enter_context(servers.openai_server(inside, codec, **sizes, **settings))
+        client = Client(url, inside)
+        opened.callback(client.http.close)
+        yield client
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Client]:
+    with served() as made:
+        yield made
+
+
+@pytest.fixture
+def client(shared: Client) -> Client:
+    shared.engine.step_s = 0.0
+    return shared
+
+
+def alone(prompt: tuple[int, ...], **sampling: Any) -> Completion:
+    """What the native engine makes of it."""
+    engine = NativeEngine(targets.native().packed, decode=CODEC.decode_completion)
+    params = SamplingParams(**{"max_new_tokens": 12, "seed": 1, "stop_token_ids": (EOS,), **sampling})
+    engine.submit([Request("r", "r", prompt, params)])
+    while True:
+        if done := engine.step():
+            return done[0]
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(CODEC.encode_prompt(text))
+
+
+# What it answers -------------------------------------------------------------------------------------------
+
+
+def test_token_ids_logprobs_and_versions_are_the_engines(client: Client) -> None:
+    answer = client.complete(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, logprobs=0, return_token_ids=True)
+    made = alone(ids_of("HELLO"), temperature=0.7, top_p=0.9, top_k=20, min_p=0.01)
+    (choice,) = answer["choices"]
+    assert tuple(choice["token_ids"]) == made.token_ids
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(made.logprobs, abs=1e-5)
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    assert choice["logprobs"]["text_offset"] == list(range(12))
+    assert choice["prompt_token_ids"] == list(ids_of("HELLO"))
+    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 12}]
+    assert choice["text"] == CODEC.decode_completion((), made.token_ids)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
+    assert (answer["object"], answer["model"]) == ("text_completion", "policy")
+
+
+def test_nothing_is_returned_that_was_not_asked_for(client: Client) -> None:
+    (choice,) = client.complete()["choices"]
+    assert choice["logprobs"] is None
+    assert not {"token_ids", "prompt_token_ids", "weight_versions"} & set(choice)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("AB", ["AB"]),
+        (["AB", "CDE"], ["AB", "CDE"]),
+        ([0, 1], ["AB"]),
+        ([[0, 1], [2, 3, 4]], ["AB", "CDE"]),
+    ],
+    ids=["text", "texts", "ids", "lists of ids"],
+)
+def test_prompts_of_every_form(client: Client, prompt: Any, prompts: list[str]) -> None:
+    answer = client.complete(prompt, n=2, return_token_ids=True)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(prompts)))
+    for index, choice in enumerate(answer["choices"]):
+        # Choice k of a prompt has seed + k.
+        assert tuple(choice["token_ids"]) == alone(ids_of(prompts[index // 2]), seed=1 + index % 2).token_ids
+    lengths = [len(choice["token_ids"]) for choice in answer["choices"]]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert answer["usage"]["completion_tokens"] == sum(lengths)
+
+
+def test_seeds_decide_and_without_one_answers_differ(client: Client) -> None:
+    ask = {"return_token_ids": True}
+    same = [client.complete(seed=7, **ask)["choices"][0]["token_ids"] for _ in range(2)]
+    assert same[0] == same[1]
+    other = [client.complete(seed=None, **ask)["choices"][0]["token_ids"] for _ in range(4)]
+    assert len({tuple(tokens) for tokens in other}) == 4
+    (choice,) = client.complete(temperature=0, **ask)["choices"]
+    assert tuple(choice["token_ids"]) == alone(ids_of("HELLO"), temperature=0.0).token_ids
+
+
+def test_what_ends_an_answer(client: Client) -> None:
+    free = alone(ids_of("HELLO"), max_new_tokens=30)
+    text = CODEC.decode_completion((), free.token_ids)
+    wanted = text[6:9]
+    (choice,) = client.complete(max_tokens=30, stop=[wanted, "!!"], return_token_ids=True)["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+        text[: text.index(wanted)],
+        "stop",
+        wanted,
+    )
+    assert tuple(choice["token_ids"]) == free.token_ids[: text.index(wanted) + 3]
+    assert client.complete(max_tokens=30, stop=wanted)["choices"][0]["text"] == choice["text"]
+    token = free.token_ids[5]
+    (choice,) = client.complete(max_tokens=30, stop_token_ids=[token], return_token_ids=True)["choices"]
+    assert tuple(choice["token_ids"]) == free.token_ids[: free.token_ids.index(token) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
+
+
+def test_end_of_text_ends_an_answer_unless_it_is_ignored(client: Client) -> None:
+    for seed in range(60):
+        free = alone(ids_of("HELLO"), max_new_tokens=60, seed=seed, stop_token_ids=())
+        if EOS in free.token_ids:
+            break
+    place = free.token_ids.index(EOS)
+    ask = {"max_tokens": 60, "seed": seed, "return_token_ids": True}
+    (choice,) = client.complete(**ask)["choices"]
+    assert tuple(choice["token_ids"]) == free.token_ids[: place + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    assert chr(ord("A") + EOS) not in choice["text"]
+    assert tuple(client.complete(ignore_eos=True, **ask)["choices"][0]["token_ids"]) == free.token_ids
+
+
+def test_an_answer_ends_with_the_context(client: Client) -> None:
+    (choice,) = client.complete([5] * 90, max_tokens=50, ignore_eos=True, return_token_ids=True)["choices"]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (targets.CONTEXT - 90, "length")
+
+
+def test_chat_goes_through_the_models_template(client: Client) -> None:
+    messages = [{"role": "system", "content": "BE"}, {"role": "user", "content": [{"type": "text", "text": "HI"}]}]
+    ask = {"messages": messages, "seed": 3, "max_completion_tokens": 9, "logprobs": True, "return_token_ids": True}
+    answer = client.post("/v1/chat/completions", **ask).json()
+    prompt = ids_of("<s>BE<u>HI<a>")
+    made = alone(prompt, seed=3, max_new_tokens=9)
+    (choice,) = answer["choices"]
+    assert tuple(choice["prompt_token_ids"]) == prompt
+    assert tuple(choice["token_ids"]) == made.token_ids
+    assert choice["message"] == {"role": "assistant", "content": CODEC.decode_completion((), made.token_ids)}
+    found = [each["logprob"] for each in choice["logprobs"]["content"]]
+    assert found == pytest.approx(made.logprobs, abs=1e-5)
+    assert (answer["object"], answer["id"][:9]) == ("chat.completion", "chatcmpl-")
+    # Without a length, up to the end of the context.
+    whole = client.post("/v1/chat/completions", messages=messages, ignore_eos=True).json()
+    assert whole["usage"]["total_tokens"] == targets.CONTEXT
+
+
+TOOL = {"type": "function", "function": {"name": "LOOK"}}
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% if thinking is defined and not thinking %}QUIET{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Any]]:
+    """A server whose template reads tools and ``thinking``, and what ``quartet rl`` makes of a row for the model."""
+    file = tmp_path_factory.mktemp("template") / "t.jinja"
+    file.write_text(TOOL_TEMPLATE)
+
+    def trained_on(row: dict[str, Any], variables: dict[str, Any]) -> list[int]:
+        codec = TextCodec(with_template(CODEC.tokenizer, str(file), variables))
+        (item,) = prompts_of([Row(row, "rows.jsonl", 1)]).items
+        return codec.encode_prompt(item.prompt)
+
+    with served(codec=TextCodec(with_template(CODEC.tokenizer, str(file), {}))) as client:
+        yield client, trained_on
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "LOOK", "arguments": {"A": 1}}}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "variables", "shown"),
+    [
+        ({"messages": MESSAGES}, {}, "[u]HI[a]"),
+        ({"messages": MESSAGES}, {"thinking": False}, "[u]HI[a]QUIET"),
+        ({"messages": MESSAGES, "tools": [TOOL]}, {"thinking": True}, "LOOK"),
+        ({"messages": MESSAGES, "tools": [{**TOOL, "function": {"name": "LOOK", "parameters": None}}]}, {}, "LOOK"),
+        ({"messages": [*MESSAGES, CALL, {"role": "tool", "tool_call_id": "c1", "content": "SEEN"}]}, {}, "[t]SEEN"),
+    ],
+    ids=["plain", "variable", "both", "null key", "call and result"],
+)
+def test_tools_and_variables_are_rendered_as_in_training(
+    with_tools: Any, row: dict[str, Any], variables: dict[str, Any], shown: str
+) -> None:
+    client, trained_on = with_tools
+    ask = {**row, "chat_template_kwargs": variables} if variables else row
+    (choice,) = client.post("/v1/chat/completions", max_tokens=3, return_token_ids=True, **ask).json()["choices"]
+    assert choice["prompt_token_ids"] == trained_on(row, variables)
+    assert shown in CODEC.decode(choice["prompt_token_ids"], skip_special=False)
+    assert set(choice["message"]) == {"role", "content"}, "the text as it is: no calls are looked for in it"
+
+
+def test_a_choice_of_no_tools_tells_the_template_of_none(with_tools: Any) -> None:
+    client, trained_on = with_tools
+    ask = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 1, "return_token_ids": True}
+
+    def asked(**more: Any) -> Any:
+        return client.post("/v1/chat/completions", **ask, **more).json()["choices"][0]["prompt_token_ids"]
+
+    assert asked(tool_choice="none") == trained_on({"messages": MESSAGES}, {})
+    assert asked(tool_choice="auto") == asked() == trained_on({"messages": MESSAGES, "tools": [TOOL]}, {})
+
+
+def test_the_request_decides_over_the_defaults_that_were_saved_with_the_template() -> None:
+    codec = TextCodec(with_template(CODEC.tokenizer, None, {"thinking": False, "unread": 1}))
+    codec.tokenizer.chat_template += "{{ 'QUIET' if not thinking }}"
+    with served(codec=codec) as client:
+        for variables, ending in (({}, "QUIET"), ({"thinking": True}, "<a>")):
+            ask = {"messages": MESSAGES, "chat_template_kwargs": variables, "max_tokens": 1, "return_token_ids": True}
+            (choice,) = client.post("/v1/chat/completions", **ask).json()["choices"]
+            assert choice["prompt_token_ids"][-len(ending) :] == list(ids_of(ending))
+        refused = client.post("/v1/chat/completions", messages=MESSAGES, chat_template_kwargs={"unread": 2})
+        assert refused.status_code == 400 and "`unread`" in refused.json()["error"]["message"]
+
+
+# Streams ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_says_what_the_whole_answer_says(client: Client, n: int) -> None:
+    ask = {"prompt": "HELLO", "max_tokens": 40, "seed": 1, "n": n, "logprobs": 0, "return_token_ids": True}
+    whole = client.post("/v1/completions", **ask).json()
+    client.engine.step_s = 0.01
+    *events, last, end = client.events("/v1/completions", stream_options={"include_usage": True}, **ask)
+    assert end is None
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    for choice in whole["choices"]:
+        parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert len(parts) > 3, "it came at once"
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        logprobs = [p for part in parts for p in part["logprobs"]["token_logprobs"]]
+        assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+        offsets = [offset for part in parts for offset in part["logprobs"]["text_offset"]]
+        assert offsets == choice["logprobs"]["text_offset"]
+        spans = [span for part in parts for span in part["weight_versions"]]
+        assert (spans[0]["start"], spans[-1]["end"]) == (0, len(choice["token_ids"]))
+        assert ["prompt_token_ids" in part for part in parts] == [True] + [False] * (len(parts) - 1)
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+
+
+def test_no_part_of_a_stop_string_is_streamed(client: Client) -> None:
+    client.engine.step_s = 0.005
+    text = CODEC.decode_completion((), alone(ids_of("HELLO"), max_new_tokens=30).token_ids)
+    wanted = text[16:22]
+    ask = {"prompt": "HELLO", "max_tokens": 30, "seed": 1, "stop": [wanted], "logprobs": 0}
+    events = client.events("/v1/completions", **ask)[:-1]
+    assert len(events) > 3
+    said = [event["choices"][0]["logprobs"] for event in events]
+    whole = client.post("/v1/completions", **ask).json()["choices"][0]["logprobs"]
+    assert [offset for part in said for offset in part["text_offset"]] == whole["text_offset"]
+    assert [token for part in said for token in part["tokens"]] == whole["tokens"]
+    assert "".join(whole["tokens"]) == text[: text.index(wanted)]
+    assert "".join(event["choices"][0]["text"] for event in events) == text[: text.index(wanted)]
+    assert events[-1]["choices"][0]["stop_reason"] == wanted
+
+
+def test_a_chat_is_streamed_as_deltas(client: Client) -> None:
+    client.engine.step_s = 0.005
+    ask = {"messages": [{"role": "user", "content": "HI"}], "seed": 3, "max_tokens": 30}
+    *events, end = client.events("/v1/chat/completions", **ask)
+    assert end is None and {event["object"] for event in events} == {"chat.completion.chunk"}
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    whole = client.post("/v1/chat/completions", **ask).json()["choices"][0]["message"]["content"]
+    assert "".join(delta["content"] for delta in deltas) == whole
+
+
+def test_as_many_token_ids_as_all_choices_may_have_are_read() -> None:
+    limits, codec = ModelLimits(2048, 100), cast(Any, SimpleNamespace(longest_token=1))
+    check_size({"prompt": [[1] * 2000] * 256}, codec, limits)
+    for body in ({"prompt": [[1] * 2000] * 263}, {f"k{i}": 0 for i in range(65_537)}):
+        with pytest.raises(UserError, match="too many parts"):
+            check_size(body, codec, limits)
+
+
+# Refusals --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("completions", {"prompt": "A", "tempreature": 1}, 400, "did you mean 'temperature'"),
+        ("completions", {"prompt": "A", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "A", "temperature": 1e-46}, 400, "temperature"),
+        ("completions", {"prompt": "A", "temperature": 1e-39}, 400, "temperature"),
+        ("completions", {"prompt": "A", "temperature": 9e-31}, 400, "temperature"),
+        ("completions", {"prompt": "A", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "A", "skip_special_tokens": True}, 400, "skip_special_tokens"),
+        ("completions", {"prompt": "A" * (targets.CONTEXT + 1)}, 400, "characters"),
+        ("completions", {"prompt": ["A", "A" * (targets.CONTEXT + 1)]}, 400, "characters"),
+        ("completions", {"prompt": "A", **{f"k{i}": 0 for i in range(3000)}}, 400, "at least 100 places"),
+        ("completions", {"prompt": [0] * ((1 << 16) + 1)}, 400, "too many parts"),
+        ("completions", {"prompt": [[0] * (1 << 15)] * 2}, 400, "too many parts"),
+        ("completions", {"prompt": ["A", *[0] * 60_000]}, 400, "prompt"),
+        ("chat/completions", {"messages": [{}] * 60_000}, 400, "messages.0"),
+        ("completions", {"prompt": "A", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "A", "n": 0}, 400, "n"),
+        ("completions", {"prompt": ["A"] * 200, "n": 2}, 400, "too much"),
+        ("completions", {"prompt": []}, 400, "nothing"),
+        ("completions", {"prompt": [[]]}, 400, "needs a prompt"),
+        ("completions", {"prompt": ""}, 400, "no tokens"),
+        ("completions", {"prompt": [1, targets.VOCAB]}, 400, "tokens the model does not have"),
+        ("completions", {"prompt": [-1]}, 400, "tokens the model does not have"),
+        ("completions", {"prompt": [5] * targets.CONTEXT}, 400, "no room"),
+        ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
+        ("completions", {"prompt": "A", "presence_penalty": 1.0}, 400, "presence_penalty"),
+        ("completions", {"prompt": "A", "logit_bias": {"1": 5}}, 400, "logit_bias"),
+        ("completions", {"prompt": "A", "logprobs": 5}, 400, "logprobs"),
+        ("completions", {"prompt": "A", "echo": True}, 400, "echo"),
+        ("completions", {"prompt": "A", "stop": [""]}, 400, "stop"),
+        ("completions", {"prompt": "A", "seed": "x"}, 400, "seed"),
+        ("completions", {}, 400, "prompt"),
+        ("completions", {"prompt": "A", "model": "gpt-4"}, 404, "'policy' is"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 5}, 400, "top_logprobs"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, '"name"'),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL]}, 400, "does not read `tools`"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": TOOL}, 400, "tool_choice"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, 400, "does not read `a`"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, 400, "cannot be set"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "needs its content"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "A" * 200}]}, 400, "no room"),
+        ("embeddings", {"input": "A"}, 404, "Not Found"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, dict | str) else None,
+)
+def test_refusals_have_openais_form(client: Client, path: str, body: dict[str, Any], status: int, said: str) -> None:
+    for stream in (False, True):
+        response = client.post(f"/v1/{path}", **({"stream": True} if stream else {}), **body)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and said in error["message"]
+        assert error["type"] == "invalid_request_error"
+    assert client.metric("quartet_requests_held") == 0
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_json_object_is_refused(client: Client, data: bytes) -> None:
+    response = client.http.post("/v1/completions", content=data, headers=JSON)
+    assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
+
+
+def test_huge_bodies_and_other_methods_are_refused(client: Client) -> None:
+    assert client.http.post("/v1/completions", content=b" " * (17 << 20), headers=JSON).status_code == 413
+    assert client.http.get("/v1/completions").status_code == 405
+    body = {"model": "policy", "prompt": "A", "self": 1}
+    assert client.http.post("/v1/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-20, 1e-4])
+def test_a_low_temperature_is_greedy(client: Client, temperature: float) -> None:
+    (choice,) = client.complete(temperature=temperature, top_p=1e-46, logprobs=0, return_token_ids=True)["choices"]
+    assert tuple(choice["token_ids"]) == alone(ids_of("HELLO"), temperature=0.0).token_ids
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx([0.0] * len(choice["token_ids"]), abs=1e-3)
+
+
+def test_only_programs_that_name_this_machine_and_send_json_are_answered(client: Client) -> None:
+    """A page of another site, whose name leads here or which sends a form, does not."""
+    body = json.dumps({"model": "policy", "prompt": "A"})
+    port = client.url.rpartition(":")[2]
+    for host in ("127.0.0.1", "localhost", "LOCALHOST", "[::1]", f"localhost:{port}"):
+        assert client.http.post("/v1/completions", content=body, headers={**JSON, "Host": host}).status_code == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil.example", "[", ""):
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/metrics"),
+            ("GET", "/health"),
+        ):
+            response = client.http.request(method, path, content=body, headers={**JSON, "Host": host})
+            assert response.status_code == 403 and "Host" in response.json()["error"]["message"], host
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "text/plain; a=application/json", ""):
+        response = client.http.post("/v1/completions", content=body, headers={"Content-Type": kind})
+        assert response.status_code == 415 and "application/json" in response.json()["error"]["message"]
+    kind = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert client.http.post("/v1/completions", content=body, headers=kind).status_code == 200
+    with served(hosts=()) as open_to_all:
+        assert open_to_all.http.get("/v1/models", headers={"Host": "gpu7.example"}).status_code == 200
+
+
+def test_one_model_is_named(client: Client) -> None:
+    (model,) = client.http.get("/v1/models").json()["data"]
+    assert client.http.get("/v1/models/policy").json() == model
+    for name in ("gpt-4", "policy/1", "policy%2F1", "a%20b"):
+        response = client.http.get(f"/v1/models/{name}")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_others_are_answered_while_a_long_prompt_is_tokenised() -> None:
+    going, go_on = threading.Event(), threading.Event()
+
+    class Waiting(TextCodec):
+        def encode_prompt(self, prompt: Any, variables: Any = None) -> list[int]:
+            if prompt == "LONG":
+                going.set()
+                assert go_on.wait(20)
+            return super().encode_prompt(prompt, variables)
+
+    with served(codec=Waiting(CODEC.tokenizer)) as client:
+        late = threading.Thread(target=lambda: httpx2.post(f"{client.url}/v1/completions", json=LONG, timeout=30))
+        late.start()
+        try:
+            assert going.wait(20)
+            assert client.http.get("/health").status_code == 200
+            client.complete()
+        finally:
+            go_on.set()
+            late.join()
+
+
+LONG = {"model": "policy", "prompt": "LONG", "max_tokens": 1}
+
+
+def test_a_client_that_leaves_while_it_sends_is_one_line() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    # Not standard error: another test may have set up where the package's log records go.
+    loggers = [logging.getLogger(name) for name in ("quartet.extras.serve.server", "uvicorn.error", "asyncio")]
+    with contextlib.ExitStack() as stack:
+        for logger in loggers:
+            logger.addHandler(handler)
+            stack.callback(logger.removeHandler, handler)
+        client = stack.enter_context(served())
+        host, _, port = client.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as gone:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            gone.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+            time.sleep(0.1)
+        client.until(lambda: 'quartet_requests_total{status="499"} 1' in client.http.get("/metrics").text)
+    assert said == ["a client left while it sent its request"]
+
+
+def test_a_key_is_asked_for_where_there_is_one() -> None:
+    with served(api_key="s3cret") as client:
+        odd = {b"Authorization": "Bearer s3crét".encode()}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}, odd):
+            response = client.http.post("/v1/completions", json={"model": "policy", "prompt": "A"}, headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert client.http.get("/v1/models", headers=headers).status_code == 401
+        assert client.http.get("/v1/models", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        assert client.http.get("/health").status_code == 200
+
+
+def test_more_requests_than_may_wait_are_turned_away() -> None:
+    with served(max_requests=4) as client:
+        client.engine.step_s = 0.02
+        with httpx2.Client(base_url=client.url, timeout=20.0) as other:
+            ask = {"model": "policy", "prompt": "HELLO", "max_tokens": 60, "ignore_eos": True, "n": 4}
+            first = threading.Thread(target=lambda: other.post("/v1/completions", json=ask))
+            first.start()
+            client.until(lambda: client.metric("quartet_requests_held") == 4)
+            response = client.post("/v1/completions", prompt="A")
+            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+            assert response.json()["error"]["type"] == "rate_limit_error"
+            client.engine.step_s = 0.0
+            first.join()
+        assert client.post("/v1/completions", prompt="A").status_code == 200
+
+
+# Clients that go, engines that fail ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_of_a_client_that_has_gone_are_cancelled(client: Client, stream: bool) -> None:
+    client.engine.step_s = 0.05
+    ask = {"prompt": "HELLO", "max_tokens": 80, "ignore_eos": True, "n": 3, "stream": stream}
+    body = {"model": "policy", **ask}
+    with ExitStack() as opened:
+        gone = opened.enter_context(httpx2.Client(base_url=client.url, timeout=0.4))
+        if stream:
+            next(opened.enter_context(gone.stream("POST", "/v1/completions", json=body)).iter_lines())
+        else:
+            with pytest.raises(httpx2.TimeoutException):
+                gone.post("/v1/completions", json=body)
+    client.until(lambda: client.metric("quartet_requests_held") == 0)
+    client.until(lambda: client.metric("quartet_engine_num_running") == 0)
+    client.until(lambda: client.metric('quartet_requests_total{status="499"}') >= 1)
+    assert client.engine.engine.stats().generated_tokens > 0
+    client.engine.step_s = 0.0
+    assert client.complete()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_failure_of_one_request_is_its_own() -> None:
+    class Failing(Slow):
+        def completed(self, timeout_s: float) -> list[Completion]:
+            done = super().completed(timeout_s)
+            bad = [made for made in done if len(made.token_ids) == 7]
+            if bad:
+                raise GenerationError("planted", [made.request_id for made in bad])
+            return done
+
+    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode_completion))) as client:
+        response = client.post("/v1/completions", prompt="A", max_tokens=7, ignore_eos=True)
+        assert response.status_code == 500 and "planted" in response.json()["error"]["message"]
+        events = client.events("/v1/completions", prompt="A", max_tokens=7, ignore_eos=True)
+        assert events[-1]["error"]["code"] == "generation_failed"
+        assert client.post("/v1/completions", prompt="A", max_tokens=8, ignore_eos=True).status_code == 200
+        assert client.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [EngineFailed("no engine is left", found="planted", remedy="none"), RuntimeError("planted")],
+    ids=["failed", "bug"],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_fails_for_good_answers_everybody(fault: Exception) -> None:
+    class Failing(Slow):
+        def completed(self, timeout_s: float) -> list[Completion]:
+            if self.engine.has_work:
+                time.sleep(0.1)
+                raise fault
+            return []
+
+    with served(Failing(NativeEngine(targets.native().packed, decode=CODEC.decode_completion))) as client:
+        for path in ("/v1/completions", "/v1/completions"):
+            response = client.post(path, prompt="A", n=2)
+            assert response.status_code == 503 and "planted" in response.json()["error"]["message"]
+        assert client.http.get("/health").status_code == 503
+        assert client.http.get("/metrics").status_code == 503
+        assert client.http.get("/v1/models").status_code == 200
+
+
+def test_what_is_counted(client: Client) -> None:
+    before = {kind: client.metric(f"quartet_{kind}_tokens_total") for kind in ("prompt", "generated")}
+    requests = client.metric('quartet_requests_total{status="200"}')
+    client.complete(n=2, ignore_eos=True)
+    assert client.metric("quartet_prompt_tokens_total") - before["prompt"] == 5
+    assert client.metric("quartet_generated_tokens_total") - before["generated"] == 24
+    assert client.metric('quartet_requests_total{status="200"}') - requests == 1
+    assert client.http.get("/v1/models").json()["data"][0]["max_model_len"] == targets.CONTEXT
+
+
+def test_many_clients_at_once_get_their_own_answers(client: Client) -> None:
+    import concurrent.futures
+
+    def work(number: int) -> bool:
+        with httpx2.Client(base_url=client.url, timeout=30.0) as http:
+            body = {"model": "policy", "prompt": [number], "max_tokens": 10, "seed": number, "return_token_ids": True}
+            (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+        return choice["prompt_token_ids"] == [number] and choice["token_ids"] == list(expected[number].token_ids)
+
+    expected = {n: alone((n,), seed=n, max_new_tokens=10) for n in range(24)}
+    assert {made.finish_reason for made in expected.values()} <= {FinishReason.LENGTH, FinishReason.STOP}
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        assert all(pool.map(work, range(24)))
+
+
+def test_a_judge_may_ask_it(client: Client) -> None:
+    method = PairwiseJudge(template="{a}{b}", pattern="([A-z])")
+    config = JudgeReward(url=f"{client.url}/v1", model="policy", method=method, max_tokens=8)
+    before = client.metric('quartet_requests_total{status="200"}')
+    comparer = Comparer(config)
+    try:
+        scores = asyncio.run(comparer.compare(["X", "X"], ["AB", "CD"], ["EF", "GH"]))
+    finally:
+        comparer.close()
+    assert all(score is not None and -1 <= score <= 1 for score in scores)
+    assert client.metric('quartet_requests_total{status="200"}') - before >= 4
