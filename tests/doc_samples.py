@@ -29,7 +29,7 @@ from typing import Any
 import typer
 from pydantic import BaseModel, ValidationError
 
-from quartet.cli.main import JOBS, app
+from quartet.cli.main import JOBS, add_plugins, app
 from quartet.config.load import _overridden, _with_defaults, load_engine, load_recipe
 from quartet.config.recipe import RECIPES
 from quartet.config.reference import sections
@@ -38,6 +38,7 @@ from quartet.config.starter import starter
 from quartet.config.validation import explain
 from quartet.config.yamls import parse_yaml
 
+add_plugins()
 ROOT = Path(__file__).parents[1]
 SHELL = {"sh", "bash", "console", ""}
 

@@ -173,7 +173,7 @@ from .observe.callbacks import (
     Control as Control,
 )
 from .observe.progress import Progress as Progress
-from .extras.report import build_report as build_report
+from .extras.report.build import build_report as build_report
 from .extras.doctor.examine import examine as examine
 from .trainers.checks import Finding as Finding
 from .trainers.evaluation_job import Evaluator as Evaluator

@@ -117,7 +117,7 @@ class GuardedReward:
     @classmethod
     def of(cls, source: RewardSource, config: Fallible) -> GuardedReward:
         """The source under the rules of its recipe's section; one completion per call where that has no batch size."""
-        rules = {name: getattr(config, name) for name in ("on_error", "deadline_s", "concurrency")}
+        rules = {name: getattr(config, name, None) for name in ("on_error", "deadline_s", "concurrency")}
         return cls(source, batch_size=getattr(config, "batch_size", 1), **rules)
 
     @property

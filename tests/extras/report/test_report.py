@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quartet.config.errors import UserError
-from quartet.extras.report import build_report
+from quartet.extras.report.build import build_report
 from quartet.extras.report.build import SCRIPTS
 from quartet.extras.report.collect import collect_run
 from quartet.extras.report.samples import ReportLimits, compact, evenly

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quartet.extras.report import build_report
+from quartet.extras.report.build import build_report
 from quartet.extras.report.collect import collect_run
 from quartet.extras.report.samples import ReportLimits
 from quartet.observe.jsonl import RowAppender, truncate_after

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.extras.report import build_report
+from quartet.extras.report.build import build_report
 from quartet.extras.report.samples import ReportLimits, collect_rollouts
 from quartet.observe.rollouts import RolloutRecord, write_step
 

@@ -41,7 +41,7 @@ def test_what_acts_is_written_out_and_the_rest_stays() -> None:
 
 
 def test_the_report_knows_the_same_characters() -> None:
-    script = Path(quartet.__file__).with_name("observe") / "report" / "assets" / "dom.js"
+    script = Path(quartet.__file__).with_name("extras") / "report" / "assets" / "dom.js"
     found = re.search(r"const UNSAFE = /(\[.*\])/gu;", script.read_text(encoding="utf-8"))
     assert found is not None
     pattern = re.compile(re.sub(r"\\u\{(\w+)\}", lambda match: f"\\U{int(match[1], 16):08x}", found[1]))

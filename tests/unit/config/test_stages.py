@@ -15,7 +15,7 @@ from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RECIPES, RLRecipe
 from quartet.config.schema import members, tags
 from quartet.config.stages import _TOKENS, made_by
-from quartet.extras.report import build_report
+from quartet.extras.report.build import build_report
 from quartet.models.loading import load_causal_lm, load_scalar_model
 from quartet.text.loading import load_tokenizer, local_directory
 from quartet.trainers.evaluation_files import read_answers

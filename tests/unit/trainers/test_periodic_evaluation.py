@@ -19,7 +19,7 @@ from quartet.config.evaluation import AlarmConfig, EvaluationConfig, GradingConf
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import FunctionReward
 from quartet.extras.quickstart import task
-from quartet.extras.report import build_report
+from quartet.extras.report.build import build_report
 from quartet.observe.hacking_alarm import HackingAlarm
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.evaluation_files import Answer, evaluation_path, read_answers

@@ -4,7 +4,3 @@
 script into the page. The page itself is ``assets/``: one template, one style sheet, and plain scripts joined
 in the order of :data:`quartet.extras.report.build.SCRIPTS`.
 """
-
-from quartet.extras.report.build import build_report
-
-__all__ = ["build_report"]

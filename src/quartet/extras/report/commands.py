@@ -32,7 +32,7 @@ def report(
 ) -> None:
     """One HTML file: curves, timing, every token."""
     from quartet.config.addresses import is_url
-    from quartet.extras.report import build_report
+    from quartet.extras.report.build import build_report
 
     if not live:
         typer.echo(_written_report(run, out) if is_url(run) else build_report(Path(run), out))
@@ -57,7 +57,7 @@ def report(
 
 def _written_report(url: str, out: Path | None) -> Path | str:
     """Where the report of a run in object storage was written: ``out``, or beside the run."""
-    from quartet.extras.report import build_report
+    from quartet.extras.report.build import build_report
     from quartet.remote.store import Store
     from quartet.trainers.remote_run import copied_run
 

@@ -1,0 +1,13 @@
+from typing import Literal
+
+from pydantic import Field
+
+from quartet.config.rewards import Fallible
+
+
+class KeywordsReward(Fallible):
+    """The share of the given words that a completion has."""
+
+    type: Literal["keywords"] = "keywords"
+    name: str = "keywords"
+    words: tuple[str, ...] = Field(min_length=1, description="What is looked for, in any case.")

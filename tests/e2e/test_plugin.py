@@ -1,0 +1,67 @@
+"""A package that adds a type of reward, installed with pip and used in a run; packages that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
+SETUP = {"data": {"path": "prompts.jsonl"}, "actor": {"model": {"path": "model"}}, "algorithm": {"name": "rloo"}}
+
+
+def quartet(folder: Path, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the command with the packages in ``folder`` beside those that are installed."""
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "quartet", *argv]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source") / "plugin"
+    shutil.copytree(EXAMPLE, source)  # where pip may write
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(folder), str(source)], check=True)
+    return folder
+
+
+def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: Path) -> None:
+    shown = quartet(installed, "config", "rl", "rewards.keywords", cwd=world.path)
+    assert "words" in shown.stdout and "The share of the given words" in shown.stdout, shown.stderr or shown.stdout
+    rewards = [{"type": "keywords", "words": ["1", "="], "weight": 2.0}]
+    small = {"steps": 2, "prompts_per_step": 2, "responses_per_prompt": 2, "output_dir": "runs/plugin"}
+    recipe = world.recipe("plugin", {**SETUP, **small, "rewards": rewards})
+    done = quartet(installed, "rl", str(recipe), cwd=world.path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (world.path / "runs/plugin/metrics.jsonl").read_text().splitlines()]
+    assert any("keywords" in name for name in rows[-1]), sorted(rows[-1])
+    wrong = quartet(installed, "rl", str(recipe), "rewards=[{type: keywords}]", cwd=world.path)
+    assert wrong.returncode == 2 and "words" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("PLUGIN = 3", "a int, no quartet.Plugin"),
+        ('from quartet import Plugin\nPLUGIN = Plugin(commands={"Train": {"rl": "os:getcwd"}})', "rl"),
+        ('from quartet import Plugin\nPLUGIN = Plugin(commands={"Train": {"doctor": "os:getcwd"}})', "doctor"),
+    ],
+    ids=["cannot be imported", "no plug-in", "a command of Quartet", "a command of another plug-in"],
+)
+def test_a_package_that_cannot_be_used_is_named(source: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(source, encoding="utf-8")
+    (tmp_path / "broken-1.dist-info").mkdir()
+    (tmp_path / "broken-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (tmp_path / "broken-1.dist-info" / "entry_points.txt").write_text("[quartet.plugins]\nbroken = broken:PLUGIN\n")
+    done = quartet(tmp_path, "--help", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "plug-in" in done.stderr and found in done.stderr and "uninstall" in done.stderr
