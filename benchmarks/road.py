@@ -127,7 +127,9 @@ def measure(folder: Path) -> dict[str, list[str]]:
             importlib.import_module(module.name)
         except ImportError as error:
             print(f"{module.name}: {error}", file=sys.stderr)  # an engine that is not installed
-    from quartet.cli.main import app
+    from quartet.cli.main import add_plugins, app
+
+    add_plugins()
     from quartet.trainers import rl
 
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.cli.main import app
+from quartet.cli.main import add_plugins, app
+
+add_plugins()
+
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 24

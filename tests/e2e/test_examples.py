@@ -20,9 +20,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
 
-from quartet.cli.main import app
+from quartet.cli.main import add_plugins, app
 from quartet.config.load import load_recipe
 from quartet.extras.quickstart.tokenizer import build_tokenizer
+
+add_plugins()
+
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -17,9 +17,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from quartet.cli.main import app
+from quartet.cli.main import add_plugins, app
 from quartet.config import UserError
 from quartet.text.tokenizer import TextCodec
+
+add_plugins()
+
 
 ROOT = Path(__file__).parents[2]
 

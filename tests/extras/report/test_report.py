@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from quartet.config.errors import UserError
-from quartet.extras.report.build import build_report
-from quartet.extras.report.build import SCRIPTS
+from quartet.extras.report.build import SCRIPTS, build_report
 from quartet.extras.report.collect import collect_run
 from quartet.extras.report.samples import ReportLimits, compact, evenly
 from quartet.observe.rollouts import read_step, rollouts_path
 from quartet.observe.spans import SpanRecorder
 
-ASSETS = Path(__file__).parents[3] / "src" / "quartet" / "observe" / "report" / "assets"
+ASSETS = Path(__file__).parents[3] / "src" / "quartet" / "extras" / "report" / "assets"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MakeRun = Callable[..., Path]
 

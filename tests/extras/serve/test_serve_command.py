@@ -12,13 +12,15 @@ from typer.testing import CliRunner
 
 import quartet.extras.serve.server
 import quartet.trainers.engines
-from quartet.cli.main import app
+from quartet.cli.main import add_plugins, app
 from quartet.config import UserError
 from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig
 from quartet.config.load import load_engine
 
 targets: Any = importlib.import_module("engine_targets")
 servers: Any = importlib.import_module("http_engines")
+
+add_plugins()
 
 
 @pytest.fixture(scope="module")

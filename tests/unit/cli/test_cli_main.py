@@ -25,6 +25,7 @@ from quartet.config.supervised import SupervisedRecipe
 from quartet.trainers.run import Interrupted
 from quartet.trainers.signals import STOP_SIGNALS, StopSignals
 
+cli.add_plugins()
 COMMANDS = [name for names in GROUPS.values() for name in names]
 Run = Callable[..., tuple[int, str, str]]
 
