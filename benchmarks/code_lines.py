@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+EXTRAS = "extras"
+"""Folder of what a run does not need."""
 _NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -66,14 +68,16 @@ def _lines(node: ast.AST) -> range:
 
 
 def by_folder(tree: Path) -> Iterator[tuple[str, list[Module]]]:
-    """Folders of ``src/quartet`` (``.`` for the files beside them), all of them as ``src``, and ``tests``."""
+    """Folders of the spine (``.`` for the files beside them) and of extras, the sums of both, and ``tests``."""
     package = tree / "src" / "quartet"
     found: dict[str, list[Module]] = defaultdict(list)
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).parts
-        found[parts[0] if len(parts) > 1 else "."].append(Module.of(path.read_text(encoding="utf-8")))
+        folder = "/".join(parts[:-1][: 2 if parts[0] == EXTRAS else 1]) or "."
+        found[folder].append(Module.of(path.read_text(encoding="utf-8")))
     yield from sorted(found.items())
-    yield "src", [module for of_folder in found.values() for module in of_folder]
+    for name, is_extra in (("spine", False), (EXTRAS, True)):
+        yield name, [m for folder, modules in found.items() if folder.startswith(EXTRAS) == is_extra for m in modules]
     yield "tests", [Module.of(path.read_text(encoding="utf-8")) for path in (tree / "tests").rglob("*.py")]
 
 
