@@ -54,14 +54,26 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
         ("PLUGIN = 3", "a int, no quartet.Plugin"),
         ('from quartet import Plugin\nPLUGIN = Plugin(commands={"Train": {"rl": "os:getcwd"}})', "rl"),
         ('from quartet import Plugin\nPLUGIN = Plugin(commands={"Train": {"doctor": "os:getcwd"}})', "doctor"),
+        ('from quartet import Plugin\nPLUGIN = Plugin(commands={"Train": {"new": "broken:new"}})', "broken:new"),
+        (
+            'from quartet import Plugin, RewardType as T\nPLUGIN = Plugin(rewards={"math": T("os:path", "os:path")})',
+            "math",
+        ),
     ],
-    ids=["cannot be imported", "no plug-in", "a command of Quartet", "a command of another plug-in"],
+    ids=[
+        "no import",
+        "no plug-in",
+        "a command of Quartet",
+        "a command of a plug-in",
+        "no function",
+        "a reward of Quartet",
+    ],
 )
 def test_a_package_that_cannot_be_used_is_named(source: str, found: str, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(source, encoding="utf-8")
     (tmp_path / "broken-1.dist-info").mkdir()
     (tmp_path / "broken-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (tmp_path / "broken-1.dist-info" / "entry_points.txt").write_text("[quartet.plugins]\nbroken = broken:PLUGIN\n")
-    done = quartet(tmp_path, "--help", cwd=tmp_path)
+    done = quartet(tmp_path, "config", "rl", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "plug-in" in done.stderr and found in done.stderr and "uninstall" in done.stderr

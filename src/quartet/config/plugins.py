@@ -95,9 +95,19 @@ def _loaded(point: EntryPoint) -> Plugin:
 
 
 def load(target: str) -> Any:
-    """What ``module:name`` stands for."""
+    """What ``module:name`` stands for.
+
+    Raises:
+        UserError: it is not there.
+    """
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"a plug-in names {target}", found=problem, remedy="mend the package, or uninstall it"
+        ) from error
 
 
 def report_writer() -> Callable[[Path], Path] | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Union
+from typing import TYPE_CHECKING, Annotated, Union, get_args
 
 from pydantic import Field
 
+from quartet.config.errors import UserError
 from quartet.config.plugins import RewardType, load, plugins
 from quartet.config.rewards import (
     ExactMatchReward,
@@ -41,4 +42,8 @@ if TYPE_CHECKING:
     RewardConfig = Annotated[OwnReward, Field(discriminator="type")]
 else:
     _ADDED = tuple(load(kind.section) for kind in PLUGIN_REWARDS.values())
+    if both := {each.model_fields["type"].default for each in get_args(OwnReward)} & PLUGIN_REWARDS.keys():
+        raise UserError(
+            "a plug-in adds a type of reward that is Quartet's own", found=", ".join(both), remedy="uninstall it"
+        )
     RewardConfig = Annotated[Union[(OwnReward, *_ADDED)], Field(discriminator="type")]
