@@ -117,8 +117,13 @@ class GuardedReward:
     @classmethod
     def of(cls, source: RewardSource, config: Fallible) -> GuardedReward:
         """The source under the rules of its recipe's section; one completion per call where that has no batch size."""
-        rules = {name: getattr(config, name, None) for name in ("on_error", "deadline_s", "concurrency")}
-        return cls(source, batch_size=getattr(config, "batch_size", 1), **rules)
+        return cls(
+            source,
+            on_error=config.on_error,
+            deadline_s=config.deadline_s,
+            batch_size=getattr(config, "batch_size", 1),
+            concurrency=getattr(config, "concurrency", None),
+        )
 
     @property
     def name(self) -> str:
