@@ -59,6 +59,10 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
             'from quartet import Plugin, RewardType as T\nPLUGIN = Plugin(rewards={"math": T("os:path", "os:path")})',
             "math",
         ),
+        (
+            'from quartet import Plugin, RewardType as T\nPLUGIN = Plugin(rewards={"new": T("os:path", "os:path")})',
+            "os:path",
+        ),
     ],
     ids=[
         "no import",
@@ -67,6 +71,7 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
         "a command of a plug-in",
         "no function",
         "a reward of Quartet",
+        "no section",
     ],
 )
 def test_a_package_that_cannot_be_used_is_named(source: str, found: str, tmp_path: Path) -> None:

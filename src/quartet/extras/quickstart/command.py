@@ -76,8 +76,8 @@ def _show(result: QuickstartResult) -> None:
     for example in changed:
         sides.add_row(*(Text(printable(cell)) for cell in example))
     console.print(sides)
-    report = shown_path(result.path / "report.html")
-    line(console, f"report: {report}   (open it in a browser: every token, every step)")
+    if (report := result.path / "report.html").exists():
+        line(console, f"report: {shown_path(report)}   (open it in a browser: every token, every step)")
     command = f'{command_name()} generate --model {shlex.quote(shown_path(model))} --prompt "57+68=" --temperature 0'
     line(console, f"next:   {command}")
 
