@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,7 +208,7 @@ def moved(backend: Any, group: WorkerGroup, batch: RaggedBatch) -> dict[str, Any
     assert back.ids == batch.ids and torch.equal(back.input_ids, batch.input_ids)
     future = group.same.submit(batch)
     future.wait()
-    returned = sum(context.serialize(ray.get(ref)).total_bytes for part in future.parts for ref in part.chunks)
+    returned = sum(context.serialize(ray.get(ref)).total_bytes for ref in future.parts)
     return {
         "batch_bytes": size,
         "sent_bytes": sum(sent),
@@ -217,32 +216,6 @@ def moved(backend: Any, group: WorkerGroup, batch: RaggedBatch) -> dict[str, Any
         "sent_ratio": sum(sent) / size,
         "returned_ratio": returned / size,
         "seconds": seconds,
-    }
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def passed_on(group: WorkerGroup, other: WorkerGroup, batch: RaggedBatch, rounds: int) -> dict[str, Any]:
-    """Growth of the driver's resident memory while results go from one group to another."""
-    first = group.same.submit(batch)
-    first.wait()
-    assert sum(other.count(first)) >= batch.num_tokens
-    before, largest = resident(), 0
-    begun = time.perf_counter()
-    for _ in range(rounds):
-        made = group.same.submit(first)
-        counted = other.count.submit(made)
-        while not counted.done():
-            largest = max(largest, resident() - before)
-            time.sleep(0.002)
-        largest = max(largest, resident() - before)
-    return {
-        "batch_bytes": batch_bytes(batch),
-        "rounds": rounds,
-        "grown_bytes": largest,
-        "seconds": (time.perf_counter() - begun) / rounds,
     }
 
 
@@ -255,31 +228,25 @@ def main() -> None:
     if args.smoke:
         args.megabytes, args.calls, args.repeats = 1, 4, 1
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with connect("ray", num_cpus=2 * args.workers + 1, log_to_driver=False) as backend:
+    with connect(num_cpus=2 * args.workers + 1, log_to_driver=False) as backend:
         import ray
 
-        pool = ResourcePool([args.workers], cpus=0.1, groups=2)
-        group, other = (WorkerGroup(pool, Echo, name=name) for name in ("group", "other"))
+        group = WorkerGroup(ResourcePool([args.workers], cpus=0.1), Echo, name="group")
         raw = [ray.remote(num_cpus=0)(Echo).remote() for _ in range(args.workers)]
         ray.get([actor.size.remote(1) for actor in raw])
         batch = ragged(args.megabytes * MIB)
         small = awaited(group, raw, args.calls)
         results = {"calls": [*calls(group, raw, args), small], "moved": moved(backend, group, batch)}
-        results["passed_on"] = passed_on(group, other, batch, args.repeats)
     write_results(args, results)
     rows = [
         [c["payload"], *(f"{1e3 * c[side]:.2f}" for side in ("ours", "raw")), f"{c['ratio']:.2f}"]
         for c in results["calls"]
     ]
     print(markdown(["payload", "group, ms", "raw Ray, ms", "ratio"], rows))
-    m, p = results["moved"], results["passed_on"]
+    m = results["moved"]
     print(
         f"\nsplit and collected: {m['batch_bytes'] / MIB:.0f} MiB in {m['seconds']:.2f} s; "
         f"sent {m['sent_ratio']:.3f} x, returned {m['returned_ratio']:.3f} x its bytes"
-    )
-    print(
-        f"from group to group: {p['batch_bytes'] / MIB:.0f} MiB in {p['seconds']:.2f} s; "
-        f"the driver grew by {p['grown_bytes'] / MIB:.1f} MiB"
     )
 
 

@@ -150,7 +150,7 @@ class Sleeper(Worker):
 @contextmanager
 def ray_workers(placement: ResolvedPlacement) -> Iterator[Sleep]:
     """One worker process per pool; roles of a pool with one slot take turns in it."""
-    with connect("ray", num_cpus=1):
+    with connect(num_cpus=1):
         groups = {pool.name: WorkerGroup(ResourcePool([1], cpus=0.1), Sleeper) for pool in placement.pools}
 
         async def sleep(role: str, seconds: float) -> None:

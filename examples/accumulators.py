@@ -1,6 +1,6 @@
 """Four workers, each of which holds its rank and adds what it is told to.
 
-python examples/accumulators.py [local | ray]
+python examples/accumulators.py [address of a Ray cluster]
 """
 
 import sys

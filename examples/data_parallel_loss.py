@@ -1,6 +1,6 @@
 """A loss over a batch that is split over workers, each of which works on its part.
 
-python examples/data_parallel_loss.py [local | ray]
+python examples/data_parallel_loss.py [address of a Ray cluster]
 """
 
 import sys

@@ -139,7 +139,7 @@ def ray_cluster(shared_ray: Any) -> Iterator[Any]:
     from quartet.cluster import connect
 
     shared_ray.start()
-    with connect("ray") as connected:
+    with connect() as connected:
         yield connected
 
 

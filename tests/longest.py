@@ -10,7 +10,7 @@ FILES = (
     "tests/e2e/test_ray_driver.py",
     "tests/e2e/test_ray_tokens.py",
     "tests/e2e/test_ray_engines.py",
-    "tests/contracts/test_cluster_backends.py",
+    "tests/distributed/test_worker_groups.py",
     "tests/contracts/test_left_batches.py",
     "tests/distributed/test_ray_faults.py",
     "tests/distributed/test_weight_sync_workers.py",

@@ -51,7 +51,7 @@ class SharedRay:
             return
         self._server = self._server or self._servers.enter_context(_fork_server())
         with self._workers_forked():
-            self._ray.enter_context(connect("ray", num_cpus=4, log_to_driver=False))
+            self._ray.enter_context(connect(num_cpus=4, log_to_driver=False))
 
     @contextlib.contextmanager
     def another_node(self, num_cpus: int, environment: dict[str, str]) -> Iterator[None]:

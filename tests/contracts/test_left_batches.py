@@ -1,13 +1,12 @@
-"""Batches whose token ids stay in the workers that made them: the same for workers here, ``local`` and on ``ray``."""
+"""Batches whose token ids stay in the workers that made them: the same for a worker here and on Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,11 +18,9 @@ from quartet.cluster import (
     RANK_ZERO,
     SPLIT,
     BatchFuture,
-    PerRank,
     ResourcePool,
     WorkerError,
     WorkerGroup,
-    connect,
     dispatch,
 )
 from quartet.cluster.backend import Backend, Ref, WorkerHandle
@@ -32,6 +29,7 @@ from quartet.observe.spans import SpanRecorder
 from quartet.observe.stragglers import straggler_metrics
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RolesWorker
 
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 TINY = {"cpus": 0.01}
 
 
@@ -55,6 +53,9 @@ class Rollout:
 class Model:
     """Reads token ids."""
 
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
     @dispatch(SPLIT, blocking=False)
     def forward(self, batch: RaggedBatch, factor: float = 2.0) -> ColumnSet:
         return ColumnSet(
@@ -71,28 +72,21 @@ class Model:
         time.sleep(delay_s)
         return batch.input_ids
 
-    def rest(self, seconds: float) -> int:
-        time.sleep(seconds)
+    def rest(self, *seconds: float) -> int:
+        """As long as is said last, or for this rank."""
+        time.sleep(seconds[min(self.rank, len(seconds) - 1)])
         return 0
 
 
 class Process(RolesWorker):
     def __init__(self) -> None:
-        self.roles = {"rollout": Rollout(), "model": Model()}
+        self.roles = {"rollout": Rollout(), "model": Model(self.rank)}
 
 
-@pytest.fixture(scope="module", params=["local", "ray"])
-def backend(request: pytest.FixtureRequest, shared_ray: Any) -> Iterator[Backend]:
-    if request.param == "local":
-        with connect("local") as made:
-            yield made
-        return
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'quartet-rl[ray]'")
-    import ray
-
+@pytest.fixture(scope="module")
+def backend(ray_cluster: Backend) -> Backend:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no module that a worker could import
-    yield request.getfixturevalue("ray_cluster")
+    return ray_cluster
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +153,7 @@ def test_what_is_left_is_split_over_ranks_selected_and_joined(
         return experience, await model.call(Model.forward, experience, 3.0)
 
     experience, columns = asyncio.run(run())
-    if type(backend).__name__ == "RayBackend":
-        assert made_here and not any(batch.has_ids for batch in made_here)
+    assert made_here and not any(batch.has_ids for batch in made_here)
     full = RaggedBatch.concat([batch_of(1).select([7, 3, 2, 11]), batch_of(2)])
     assert torch.equal(columns.token["values"], full.input_ids * 3.0)
     assert columns.sequence["part"].max() < len(full), "each worker had a part"
@@ -174,16 +167,15 @@ def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(
 
     async def run() -> None:
         with recorder.span("rest", step=0):
-            await model.call(Model.rest, PerRank([0.05, 2.0]))  # type: ignore[arg-type]
+            await model.call(Model.rest, 0.05, 2.0)
         with recorder.span("tokens", step=0):
             await RemoteGroup(model.group, "model", Model, rank=1).call(Model.rest, 0.0)
 
     asyncio.run(run())
     rest, tokens = (span.worker_s for span in recorder.spans())
     assert set(rest) == {"model 0", "model 1"} and set(tokens) == {"model 1"}
-    if type(backend).__name__ == "RayBackend":  # on ``local`` the ranks have taken turns before the call returns
-        assert rest["model 1"] >= 2.0 > rest["model 0"] >= 0.05
-        assert straggler_metrics(recorder.spans())["time/straggler_rest"] > 1.2
+    assert rest["model 1"] >= 2.0 > rest["model 0"] >= 0.05
+    assert straggler_metrics(recorder.spans())["time/straggler_rest"] > 1.2
 
 
 def test_seconds_of_a_worker_begin_before_anything_is_sent(
@@ -234,19 +226,13 @@ def test_an_outline_may_be_dropped_as_soon_as_the_call_is_made(
 
 
 def test_the_last_outline_frees_the_ids(backend: Backend, rollout: RemoteGroup[Rollout]) -> None:
-    if type(backend).__name__ != "RayBackend":
-        pytest.skip("objects of this process are freed as any others")
-    import ray
-
     def held() -> set[Any]:
         counts: dict[Any, Any] = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
         return set(counts)
 
     before = held()
     outline = asyncio.run(rollout.leave(Rollout.make, 1, num_groups=9, length=5000))
-    (chunk,) = outline.elsewhere[0].parts[0].chunks
-    name = chunk.hex().encode()
-    del chunk
+    name = outline.elsewhere[0].ref.hex().encode()
     part = outline.select([0])
     del outline
     gc.collect()

@@ -1,4 +1,4 @@
-"""The two examples are short, run on both back ends, and are the ones in the docs."""
+"""The two examples are short, run, and are the ones in the docs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import ast
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 ROOT = Path(__file__).parents[2]
 NAMES = ("accumulators", "data_parallel_loss")
 MOST_LINES = 25
@@ -18,20 +20,12 @@ def source(name: str) -> str:
     return (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs(
-    name: str,
-    backend: str,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    name: str, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if backend == "ray":
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
-        request.getfixturevalue("ray_cluster")
     program = str(ROOT / "examples" / f"{name}.py")
-    monkeypatch.setattr(sys, "argv", [program, backend])
+    monkeypatch.setattr(sys, "argv", [program])
     runpy.run_path(program, run_name="__main__")
     said = capfd.readouterr().out
     if name == "accumulators":
@@ -64,5 +58,5 @@ def test_an_example_is_short(name: str) -> None:
 def test_the_docs_show_the_example(name: str) -> None:
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     code = source(name)
-    shown = code[code.index("class ") :].replace("connect(*sys.argv[1:])", 'connect("ray")')
+    shown = code[code.index("class ") :].replace("connect(*sys.argv[1:])", "connect()")
     assert shown in page

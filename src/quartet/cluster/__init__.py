@@ -2,20 +2,19 @@
 
 - ``worker``: a process's place among others, from environment variables; process groups
 - ``resource_pool``: processes per node and what each needs, checked before anything starts
-- ``group``: worker groups, fused roles, detached groups
+- ``group``: worker groups
 - ``dispatch``: how a call becomes calls on workers, and results one; ``layout`` and ``balance`` say who gets what
 - ``futures``, ``manifests``: calls in flight, results that travel from worker to worker
 - ``processes``, ``errors``: starting, calling, watching, naming what went wrong
 - ``torchrun``, ``ray_node``: Ray inside an allocation that torchrun has started
-- ``backend``: the interface; ``local`` (this process) and ``ray_backend`` (with ``ray_address``)
+- ``backend``: the interface; ``ray_backend`` (with ``ray_address``) fills it
 """
 
 from quartet.cluster.backend import connect
-from quartet.cluster.dispatch import BROADCAST, ONE_COPY, PER_RANK, RANK_ZERO, SPLIT, Custom, OneRank, Split, dispatch
+from quartet.cluster.dispatch import BROADCAST, ONE_COPY, RANK_ZERO, SPLIT, Custom, OneRank, Split, dispatch
 from quartet.cluster.errors import ClusterError, Death, WorkerDied, WorkerError
 from quartet.cluster.futures import BatchFuture
-from quartet.cluster.group import WorkerGroup, colocate
-from quartet.cluster.items import PerRank, Whole
+from quartet.cluster.group import WorkerGroup
 from quartet.cluster.layout import Layout
 from quartet.cluster.resource_pool import ResourcePool
 from quartet.cluster.worker import Worker
@@ -24,7 +23,6 @@ from quartet.cluster.worker_process import ClassWithArgs
 __all__ = [
     "BROADCAST",
     "ONE_COPY",
-    "PER_RANK",
     "RANK_ZERO",
     "SPLIT",
     "BatchFuture",
@@ -34,15 +32,12 @@ __all__ = [
     "Death",
     "Layout",
     "OneRank",
-    "PerRank",
     "ResourcePool",
     "Split",
-    "Whole",
     "Worker",
     "WorkerDied",
     "WorkerError",
     "WorkerGroup",
-    "colocate",
     "connect",
     "dispatch",
 ]

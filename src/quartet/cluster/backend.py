@@ -1,9 +1,9 @@
-"""What runs workers: one small interface, with a back end for this process and one for Ray."""
+"""What runs workers: one small interface, which ``ray_backend`` fills. Only that needs Ray."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -32,11 +32,8 @@ class Backend(AbstractContextManager["Backend"], Protocol):
     for what happened in a worker.
     """
 
-    def grant(self, pool: ResourcePool, timeout_s: float, name: str | None = None) -> None:
-        """Reserves what the pool needs; a second call does nothing.
-
-        Args:
-            name: of the detached group that it is for; such a reservation outlives this driver.
+    def grant(self, pool: ResourcePool, timeout_s: float) -> None:
+        """Reserves what the pool needs, until this back end is closed; a second call does nothing.
 
         Raises:
             UserError: the pool can never be granted, or was not within the time.
@@ -45,12 +42,7 @@ class Backend(AbstractContextManager["Backend"], Protocol):
     def nodes(self) -> Sequence[Node]:
         """The living machines, with what they have."""
 
-    def release(self, pool: ResourcePool, name: str | None = None) -> None:
-        """Gives back what the pool holds."""
-
-    def start(
-        self, pool: ResourcePool, group: str, *, environment: Mapping[str, str], detached: bool
-    ) -> Sequence[WorkerHandle]:
+    def start(self, pool: ResourcePool, group: str) -> Sequence[WorkerHandle]:
         """Starts one process per rank, in a granted pool."""
 
     def stop(self, handles: Sequence[WorkerHandle]) -> None:
@@ -81,9 +73,6 @@ class Backend(AbstractContextManager["Backend"], Protocol):
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
         """The end of what a process wrote, also of one that is gone; nothing where it cannot be read."""
 
-    def find(self, group: str, rank: int) -> WorkerHandle | None:
-        """A process of a detached group, if it is there."""
-
     def close(self) -> None:
         """Ends what this back end has started."""
 
@@ -94,38 +83,30 @@ class Backend(AbstractContextManager["Backend"], Protocol):
 _connected: list[Backend] = []
 
 
-def connect(backend: str = "ray", **options: Any) -> Backend:
+def connect(address: str | None = None, **options: Any) -> Backend:
     """Makes the back end on which groups are started from now on, until it is closed.
 
     Args:
-        backend: ``local`` (workers are objects of this process and take turns) or ``ray``.
-        options: of ``RayBackend``: ``address``, ``num_cpus``, …
+        address: of a running Ray cluster; see ``RayBackend``.
+        options: of ``RayBackend``: ``num_cpus``, …
 
     Returns:
         The back end; as a context manager it closes itself.
 
     Raises:
-        UserError: there is no such back end, Ray is not installed, or its address does not answer.
+        UserError: Ray is not installed, or its address does not answer.
     """
-    made: Backend
-    if backend == "local":
-        from quartet.cluster.local import LocalBackend
-
-        made = LocalBackend(**options)
-    elif backend == "ray":
-        try:
-            from quartet.cluster.ray_backend import RayBackend
-        except ModuleNotFoundError as error:
-            if error.name != "ray":
-                raise
-            raise UserError(
-                "cluster.type: ray needs Ray",
-                found="it is not installed",
-                remedy="pip install 'quartet-rl[ray]', or set cluster.type=local (one process)",
-            ) from error
-        made = RayBackend(**options)
-    else:
-        raise UserError("there is no such back end", found=f"backend={backend!r}", remedy="write one of: local, ray")
+    try:
+        from quartet.cluster.ray_backend import RayBackend
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise UserError(
+            "cluster.type: ray needs Ray",
+            found="it is not installed",
+            remedy="pip install 'quartet-rl[ray]', or set cluster.type=local (one process)",
+        ) from error
+    made = RayBackend(address, **options)
     _connected.append(made)
     return made
 
@@ -139,7 +120,7 @@ def current_backend() -> Backend:
         raise UserError(
             "there is no cluster to start workers on",
             found="no call of connect before",
-            remedy='call connect("ray") or connect("local") first',
+            remedy="call connect() first",
         )
     return _connected[-1]
 

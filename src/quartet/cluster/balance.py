@@ -13,15 +13,12 @@ EVEN_ENOUGH = 1.05
 """Cost of the dearest part over the mean at which a plan is taken without cutting smaller."""
 
 
-def plan_parts(
-    num_items: int, parts: int, structure: Structure | None = None, chunks: Sequence[Sequence[int]] = ()
-) -> list[Sequence[int]]:
+def plan_parts(num_items: int, parts: int, structure: Structure | None = None) -> list[Sequence[int]]:
     """Item indices of each part, ascending; a function of the arguments alone.
 
     Items without a structure are dealt out in order, equally many each. Sequences of a batch are balanced by cost,
-    cut no smaller than balance needs: first whole ``chunks`` (how the data already lies), then whole groups (sequences
-    that share a root segment), then runs of a group's sequences, each of which stores what they share once more.
-    Parts are empty where there are fewer items than parts.
+    cut no smaller than balance needs: first whole groups (sequences that share a root segment), then runs of a group's
+    sequences, each of which stores what they share once more. Parts are empty where there are fewer items than parts.
     """
     if structure is None:
         return [range(a, b) for a, b in pairwise(num_items * p // parts for p in range(parts + 1))]
@@ -31,7 +28,7 @@ def plan_parts(
     cost = tree.block(range(len(structure))).cost
     best: list[Sequence[int]] = []
     least = float("inf")
-    for blocks in _cuts(tree, parts, chunks, cost):
+    for blocks in _cuts(tree, parts, cost):
         dealt = map(sorted, balanced([tree.block(block).cost for block in blocks], parts))
         in_order = sorted(dealt, key=lambda part: part[0] if part else len(blocks))
         plan = [sorted(s for b in part for s in blocks[b]) for part in in_order]
@@ -43,10 +40,8 @@ def plan_parts(
     return best
 
 
-def _cuts(tree: AtomTree, parts: int, chunks: Sequence[Sequence[int]], cost: int) -> Iterator[list[Sequence[int]]]:
+def _cuts(tree: AtomTree, parts: int, cost: int) -> Iterator[list[Sequence[int]]]:
     """Ways to cut the batch into blocks that travel whole, the coarsest first."""
-    if chunks:
-        yield [chunk for chunk in chunks if chunk]
     groups = tree.groups()
     yield [*groups]
     for fineness in (1, 2, 4, sum(map(len, groups))):

@@ -6,7 +6,6 @@
 | ``SPLIT`` | everyone | items split over data-parallel parts, the rest whole | items in order, else list of parts' |
 | ``RANK_ZERO``, ``OneRank(r)`` | one rank | as given | that rank's |
 | ``ONE_COPY`` | the ranks that hold the first copy of a role's model | the same for all | rank 0's |
-| ``PER_RANK`` | everyone | lists with one entry per rank | list with one entry per rank |
 | ``Custom(distribute, collect)`` | as ``distribute`` says | as ``distribute`` says | what ``collect`` makes |
 | ``Within(mode, layout)`` | as ``mode`` says for another layout | | |
 """
@@ -16,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
-from uuid import uuid4
+from typing import Any, Protocol, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.futures import BatchFuture
-from quartet.cluster.items import PerRank, Positions, Share, Whole, arrange, cut, is_items, num_items, placed
+from quartet.cluster.items import Positions, Share, arrange, cut, is_items, num_items, placed
 from quartet.cluster.layout import Layout
-from quartet.cluster.manifests import Gather, share_of
 from quartet.cluster.structure import Structure
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -58,13 +55,11 @@ class CallPlan:
     Attributes:
         collect: ``(results, shares)`` → the call's result; ``shares`` are the items that each was made of, None where
             the call was not split.
-        partition: a name for the way in which a split call's items are divided; None where it is not split.
     """
 
     calls: Sequence[Call | None]
     answers: Sequence[int]
     collect: Callable[[list[Any], Sequence[Share | None]], Any]
-    partition: str | None = None
 
     @property
     def shares(self) -> list[Share | None]:
@@ -88,30 +83,10 @@ def _of_every_rank(results: list[Any], shares: Sequence[Share | None]) -> Any:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Every rank gets the same arguments, but of a ``PerRank`` its own entry."""
+    """Every rank gets the same arguments."""
 
     def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        def call(rank: int) -> Call:
-            def mine(value: Any) -> Any:
-                if not isinstance(value, PerRank):
-                    return value
-                if len(value.values) != layout.world_size:
-                    raise ValueError(f"{len(value.values)} values for {layout.world_size} ranks")
-                return value.values[rank]
-
-            return Call.each(mine, args, kwargs)
-
-        ranks = range(layout.world_size)
-        return CallPlan([call(rank) for rank in ranks], ranks, _of_every_rank)
-
-
-@dataclass(frozen=True)
-class PerRankLists:
-    """Every argument is a list with one entry per rank."""
-
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        lists = Call.each(PerRank, args, kwargs)
-        return BROADCAST.plan(layout, lists.args, lists.kwargs)
+        return CallPlan([Call(args, kwargs)] * layout.world_size, range(layout.world_size), _of_every_rank)
 
 
 @dataclass(frozen=True)
@@ -174,76 +149,28 @@ class Split:
     """Items are split over the data-parallel parts; all ranks of a part get the same, and one of them answers.
 
     Ragged batches, column sets, tensors, arrays and lists hold an entry per item and must hold equally many; all other
-    arguments, and what is wrapped in ``Whole``, go to every rank. A ragged batch decides who gets what: parts have
-    about equal tokens, groups stay whole where that is possible. Without one, items are dealt out in order. Where
-    there are fewer items than parts, some parts are empty.
+    arguments go to every rank. A ragged batch decides who gets what: parts have about equal tokens, groups stay whole
+    where that is possible. Without one, items are dealt out in order. Where there are fewer items than parts, some
+    parts are empty.
 
-    Args:
-        results: ``items``: results that hold an entry per item of their part (or equally many for each) are put back
-            in the order of the arguments, tuples of them one by one; others form a list with an entry per part.
-            ``parts``: always a list with an entry per part.
+    Results that hold an entry per item of their part (or equally many for each) are put back in the order of the
+    arguments, tuples of them one by one; others form a list with an entry per part.
     """
 
-    results: Literal["items", "parts"] = "items"
-
     def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        futures = [value for value in (*args, *kwargs.values()) if isinstance(value, BatchFuture)]
-        if futures:
-            return self._plan_with(futures, layout, args, kwargs)
+        if any(isinstance(value, BatchFuture) for value in (*args, *kwargs.values())):
+            raise ValueError("a future cannot be split: wait for its result, or pass it to a call that is not split")
         structure, count = survey([*args, *kwargs.values()])
         calls = []
         for part in plan_parts(count, layout.parts, structure):
             share = Share(part, structure.select(part) if structure is not None else None)
             call = Call.each(partial(portion, part=part, structure=structure), args, kwargs)
             calls.append(replace(call, share=share))
-        return self._of_parts(layout, calls, structure, f"split-{uuid4().hex}")
-
-    def _of_parts(
-        self, layout: Layout, calls: Sequence[Call], target: Structure | None, partition: str | None
-    ) -> CallPlan:
-        def collect(results: list[Any], shares: Sequence[Share | None]) -> Any:
-            return results if self.results == "parts" else merge_results(results, shares, target)
-
-        return CallPlan([calls[part] for part in layout.part_of], layout.answering, collect, partition)
-
-    def _plan_with(
-        self, futures: Sequence[BatchFuture], layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CallPlan:
-        """Where both sides are split alike, each part goes one to one; otherwise the readers find their parts."""
-        for future in futures:
-            if future.partition is None and len(future.parts) > 1:
-                raise ValueError(f"{len(future.parts)} ranks returned a result each; a PER_RANK method takes these")
-        lead = futures[0]
-        alike = lead.partition is not None and all(f.partition == lead.partition for f in futures)
-        direct = alike and len(lead.parts) == layout.parts
-
-        def gather(future: BatchFuture, part: int) -> Gather:
-            return Gather((future.parts[part],) if direct else future.parts, part, layout.parts, direct)
-
-        own: list[Positions] = [()] * layout.parts
-        table = None
-        if literals := [value for value in (*args, *kwargs.values()) if is_items(value)]:
-            # What the driver itself passes is cut here, as readers will cut the future: it waits for the manifests.
-            _, count = survey(literals)
-            manifests = lead.wait()
-            if (found := sum(manifest.num_items for manifest in manifests)) != count:
-                raise ValueError(
-                    f"a split call needs arguments with equally many items, found {found} in a future and {count}"
-                )
-            of_part = [[manifest] for manifest in manifests] if direct else [manifests] * layout.parts
-            own = [share_of(seen, gather(lead, part)).positions for part, seen in enumerate(of_part)]
-            table = share_of(manifests, Gather(lead.parts, 0, 1)).table
-
-        def call(part: int) -> Call:
-            def mine(value: Any) -> Any:
-                return gather(value, part) if isinstance(value, BatchFuture) else portion(value, own[part], table)
-
-            return Call.each(mine, args, kwargs)
-
-        # Named after the future, not after its partition: of results that are divided alike, lengths and chunks may
-        # differ, and by these the readers' parts are chosen.
-        partition = lead.partition if direct else f"{lead.name}/{layout.parts}"
-        return self._of_parts(layout, list(map(call, range(layout.parts))), None, partition)
+        return CallPlan(
+            [calls[part] for part in layout.part_of],
+            layout.answering,
+            lambda results, shares: merge_results(results, shares, structure),
+        )
 
 
 @dataclass(frozen=True)
@@ -257,7 +184,7 @@ class Within:
         return self.mode.plan(self.layout, args, kwargs)
 
 
-BROADCAST, RANK_ZERO, PER_RANK, SPLIT = Broadcast(), OneRank(0), PerRankLists(), Split()
+BROADCAST, RANK_ZERO, SPLIT = Broadcast(), OneRank(0), Split()
 ONE_COPY = FirstRanks(1)
 """Of a model that several ranks hold between them all these ranks: who calls a role's workers knows how many."""
 
@@ -279,8 +206,6 @@ def survey(values: Sequence[Any]) -> tuple[Structure | None, int]:
 
 def portion(value: Any, part: Positions, structure: Structure | None) -> Any:
     """What a part gets of an argument."""
-    if isinstance(value, Whole):
-        return value.value
     return cut(value, part, structure) if is_items(value) else value
 
 
@@ -303,30 +228,22 @@ def merge_results(results: Sequence[Any], shares: Sequence[Share | None], target
 
 @dataclass(frozen=True)
 class Mark:
-    """How a method is called on its group.
-
-    ``chunks``: references into which each part of a result that travels to another group is divided.
-    """
+    """How a method is called on its group."""
 
     mode: DispatchMode
     blocking: bool = True
-    chunks: int = 1
 
 
-def dispatch(mode: DispatchMode = BROADCAST, *, blocking: bool = True, chunks: int = 1) -> Callable[[_F], _F]:
+def dispatch(mode: DispatchMode = BROADCAST, *, blocking: bool = True) -> Callable[[_F], _F]:
     """Marks a worker's method: its group gets a method of the same name.
 
     Args:
         mode: who is called with what, and what becomes of the results.
         blocking: otherwise the group's method returns a ``BatchFuture`` at once.
-        chunks: pieces into which each part of a non-blocking call's result is divided, so that a group with another
-            split fetches no more than it needs.
     """
-    if chunks < 1:
-        raise ValueError(f"a result has at least one chunk, found chunks={chunks}")
 
     def mark(method: _F) -> _F:
-        method.__quartet_dispatch__ = Mark(mode, blocking, chunks)  # type: ignore[attr-defined]
+        method.__quartet_dispatch__ = Mark(mode, blocking)  # type: ignore[attr-defined]
         return method
 
     return mark

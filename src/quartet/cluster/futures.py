@@ -8,12 +8,10 @@ import math
 import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from quartet.cluster.backend import Ref
 from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.items import Share, arrange
-from quartet.cluster.manifests import Gather, ObjectManifest, PartRefs
+from quartet.cluster.manifests import Reference
 
 if TYPE_CHECKING:
     from quartet.cluster.dispatch import CallPlan
@@ -123,13 +121,13 @@ class Pending:
 class BatchFuture(Pending):
     """A result that is being made and stays where it is made until it is asked for.
 
-    As an argument of another group's call it travels from worker to worker; the driver sees manifests only, which
-    ``wait`` and ``finished`` return. It must then be an argument by itself, not inside another value.
+    As an argument of another call one rank's result travels from worker to worker; the driver sees manifests only,
+    which ``wait`` and ``finished`` return. It must then be an argument by itself, not inside another value.
 
     Args:
-        refs: of each rank the manifest of its part.
+        refs: of each rank the manifest of its result.
         plan: how the call was distributed.
-        parts: references to the parts of the result, one per answering rank; none where ``refs`` are the results.
+        parts: references to the results, one per answering rank; none where ``refs`` are the results.
         during, began_s: as for ``Pending``.
     """
 
@@ -138,14 +136,12 @@ class BatchFuture(Pending):
         processes: ProcessManager,
         refs: Mapping[int, Ref],
         plan: CallPlan,
-        parts: Sequence[PartRefs],
+        parts: Sequence[Ref],
         during: str,
         began_s: float,
     ) -> None:
         super().__init__(processes, refs, plan.answers, during, began_s)
         self.parts = tuple(parts)
-        self.name = uuid4().hex
-        self.partition = plan.partition
         self._plan = plan
 
     def __reduce__(self) -> Any:
@@ -166,36 +162,18 @@ class BatchFuture(Pending):
         return await asyncio.to_thread(self._collected, found)
 
     def _collected(self, found: Sequence[Any]) -> Any:
-        """The call's result from ``found``, what its ranks returned: their results, or manifests of their parts."""
-        if not self.parts:
-            return self._plan.collect(list(found), self._plan.shares)
-        values = self._processes.backend.get([ref for part in self.parts for ref in part.chunks])
+        """The call's result from ``found``, what its ranks returned: their results, or the manifests of these."""
+        values = self._processes.backend.get(self.parts) if self.parts else list(found)
         if troubles := {i: value for i, value in enumerate(values) if isinstance(value, (Failure, Lost))}:
             self._processes.raise_for(troubles, self._during)
-        pieces = iter(values)
-        results = [
-            _of_one_rank(manifest, [next(pieces) for _ in part.chunks])
-            for manifest, part in zip(found, self.parts, strict=True)
-        ]
-        return self._plan.collect(results, [manifest.given for manifest in found])
+        return self._plan.collect(values, self._plan.shares)
 
-    def __len__(self) -> int:
-        """How many ranks answer."""
-        return len(self.parts)
+    def reference(self) -> Reference:
+        """The result of the one rank that answers, as an argument; also for ``RaggedBatch.outline``.
 
-    def __getitem__(self, rank: int) -> Gather:
-        """The result of one rank, as an argument."""
-        return Gather((self.parts[rank],))
-
-    def reference(self, rank: int = 0) -> Gather:
-        """The batch that an answering rank returned, for ``RaggedBatch.outline``; it does not keep the manifest."""
-        return Gather((PartRefs(None, self.parts[rank].chunks),))
-
-
-def _of_one_rank(manifest: ObjectManifest, pieces: Sequence[Any]) -> Any:
-    """One rank's result, whole: its chunks by their positions among that rank's items."""
-    if len(manifest.chunks) < 2:
-        return pieces[0]
-    places = {p: i for i, p in enumerate(sorted(p for chunk in manifest.chunks for p in chunk.positions))}
-    shares = [Share([places[p] for p in chunk.positions], chunk.table) for chunk in manifest.chunks]
-    return arrange(pieces, shares)
+        Raises:
+            ValueError: several ranks answer, or their results come to the driver.
+        """
+        if len(self.parts) != 1:
+            raise ValueError(f"{len(self.parts)} ranks leave a result of {self._during}: only one's can be passed on")
+        return Reference(self.parts[0])

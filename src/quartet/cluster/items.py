@@ -33,20 +33,6 @@ class Share:
         return len(self.positions)
 
 
-@dataclass(frozen=True)
-class Whole:
-    """An argument that every rank gets whole, although it looks like one entry per item: ``Whole([0.1, 0.9])``."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class PerRank:
-    """An argument of which rank r gets ``values[r]``; a batch future of another group serves as such values, too."""
-
-    values: Sequence[Any]
-
-
 def is_items(value: Any) -> bool:
     """Ragged batches, column sets, tensors, arrays and lists hold an entry per item; everything else is one value."""
     if isinstance(value, (Tensor, np.ndarray)):

@@ -10,16 +10,14 @@ from functools import cached_property
 from quartet.config.errors import UserError
 
 DATA = "data"
-LAST_ANSWERS = ("pipeline",)
-"""Axes whose last rank holds the result: the last pipeline stage. On every other axis it is the first."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """Ranks as a mesh of named axes, outermost first; the last axis varies fastest, as in a torch ``DeviceMesh``.
 
-    Along ``data`` every rank has a part of the batch of its own. Along all other axes (``tensor``, ``context``,
-    ``pipeline``, …) ranks work on the same part, and one of them answers. Eight ranks as ``data=2, tensor=4``::
+    Along ``data`` every rank has a part of the batch of its own. Along all other axes (``tensor``, ``context``, …)
+    ranks work on the same part, and the first of them answers. Eight ranks as ``data=2, tensor=4``::
 
         rank      0  1  2  3   4  5  6  7
         part      0  0  0  0   1  1  1  1
@@ -34,11 +32,6 @@ class Layout:
             raise ValueError(f"an axis stands twice: {names}")
         if any(size < 1 for _, size in self.axes):
             raise ValueError(f"every axis needs at least one rank, found {dict(self.axes)}")
-
-    @classmethod
-    def of(cls, **sizes: int) -> Layout:
-        """``Layout.of(data=2, tensor=4)``, outermost axis first."""
-        return cls(tuple(sizes.items()))
 
     @classmethod
     def fit(cls, world_size: int, sizes: Mapping[str, int] | None = None) -> Layout:
@@ -92,14 +85,6 @@ class Layout:
         for rank in range(self.world_size):
             at = self.coordinates(rank)
             part = at.pop(DATA, 0)
-            if all(i == (self.size(name) - 1 if name in LAST_ANSWERS else 0) for name, i in at.items()):
+            if not any(at.values()):
                 chosen[part] = rank
         return tuple(chosen[part] for part in range(self.parts))
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.axes)
-
-    @classmethod
-    def parse(cls, text: str) -> Layout:
-        """The inverse of ``str``: ``data=2,tensor=4``."""
-        return cls(tuple((name, int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))))

@@ -1,22 +1,19 @@
-"""The processes of one group, or of several fused ones: started, watched, called, ended and started again."""
+"""The processes of one group: started, watched, called, ended and started again."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, replace
+from typing import Any
 
 from quartet.cluster.backend import Backend, Ref, WorkerHandle
 from quartet.cluster.dispatch import CallPlan
 from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, WorkerError, last_error
 from quartet.cluster.futures import BatchFuture, Pending
 from quartet.cluster.items import is_large
-from quartet.cluster.layout import Layout
-from quartet.cluster.manifests import Gather, PartRefs
 from quartet.cluster.resource_pool import ResourcePool
 from quartet.cluster.worker import LOOPBACK, RankInfo
 from quartet.cluster.worker_process import CallHead, ClassWithArgs, ProcessInfo
@@ -25,34 +22,15 @@ from quartet.config.errors import UserError
 LAST_LINES = 30
 
 
-class StartOptions(TypedDict, total=False):
-    """How a group's processes are started, see ``WorkerGroup``."""
-
-    environment: Mapping[str, str]
-    detached: bool
-    max_restarts: int
-    start_timeout_s: float
-
-
 @dataclass(frozen=True)
 class GroupSpec:
-    """What it takes to start a group's processes: ``StartOptions`` and these.
-
-    Args:
-        name: of the group; a detached one is found by it.
-        pool: where.
-        roles: name → what to make in every process, in order.
-        layout: the mesh of its ranks.
-    """
+    """What it takes to start a group's processes, see ``WorkerGroup``; ``worker`` is made in each."""
 
     name: str
     pool: ResourcePool
-    roles: Mapping[str, ClassWithArgs]
-    layout: Layout
-    environment: Mapping[str, str] = field(default_factory=dict)
-    detached: bool = False
-    max_restarts: int = 3
-    start_timeout_s: float = 120.0
+    worker: ClassWithArgs
+    max_restarts: int
+    start_timeout_s: float
 
 
 _known_processes: dict[str, tuple[str, int, ProcessInfo | None]] = {}
@@ -64,7 +42,7 @@ _groups_of_pool: weakref.WeakKeyDictionary[ResourcePool, set[ProcessManager]] = 
 
 
 class ProcessManager:
-    """Started processes with the roles of a spec in each; or those of a detached group that was found."""
+    """Started processes with the worker of a spec in each."""
 
     def __init__(self, backend: Backend, spec: GroupSpec) -> None:
         self.backend = backend
@@ -74,34 +52,31 @@ class ProcessManager:
         self.infos: list[ProcessInfo] = []
         self._last_failures: dict[int, Failure] = {}
         self._last_death: Death | None = None
-        self._is_restarting = False
         self._gone: Death | None = None  # of those before, until a restart has succeeded
         self._pings: dict[int, Ref] = {}
 
     # Life ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the processes, tells each its place, and makes the roles.
+        """Starts the processes, tells each its place, and makes the workers.
 
         Raises:
-            UserError: the pool cannot be granted, or a role's class raised one.
-            WorkerError: a role's class raised.
+            UserError: the pool cannot be granted, or the worker's class raised one.
+            WorkerError: the worker's class raised.
             WorkerDied: a process ended while it started.
             TimeoutError: a process did not start within the time.
         """
         spec = self.spec
         self._check_room()
-        self.backend.grant(spec.pool, spec.start_timeout_s, spec.name if spec.detached else None)
-        self.handles = list(
-            self.backend.start(spec.pool, spec.name, environment=spec.environment, detached=spec.detached)
-        )
+        self.backend.grant(spec.pool, spec.start_timeout_s)
+        self.handles = list(self.backend.start(spec.pool, spec.name))
         try:
             self._introduce()
             for handle, place in zip(self.handles, self._places(), strict=True):
                 # A process runs its calls in order, so this one need not be waited for.
                 self.backend.call(handle, "set_environment", (place.environment(),))
             # Stored once: arguments may be large, a state dictionary say.
-            self._asked(self.handles, "build", self.backend.put(spec))
+            self._asked(self.handles, "build", self.backend.put(spec.worker))
         except BaseException:
             self.stop()
             raise
@@ -109,38 +84,13 @@ class ProcessManager:
     def _check_room(self) -> None:
         """Processes for which the pool has no share left would wait for ever."""
         there = _groups_of_pool.setdefault(self.spec.pool, set())
-        others = sorted(p.spec.name for p in there if p.handles and p.backend is self.backend)
-        if len(others) >= self.spec.pool.groups:
+        if others := [p.spec.name for p in there if p.handles and p.backend is self.backend]:
             raise UserError(
                 f"the pool {list(self.spec.pool.processes)} is taken",
-                found=f"groups={self.spec.pool.groups}; running there: {', '.join(map(repr, others))}",
-                remedy=f"set groups={len(others) + 1} on the pool, stop one, fuse them with colocate, "
-                "or use a pool for each",
+                found=f"running there: {', '.join(map(repr, others))}",
+                remedy="stop that group, or use a pool for each",
             )
         there.add(self)
-
-    @classmethod
-    def found(cls, backend: Backend, name: str, timeout_s: float) -> ProcessManager | None:
-        """Those of the detached group with that name.
-
-        Raises:
-            ClusterError: another of its workers is gone.
-            TimeoutError: its first worker is busy for longer than the time.
-        """
-        first = backend.find(name, 0)
-        if first is None:
-            return None
-        (spec,) = backend.get(backend.call(first, "recall", ()), timeout_s)
-        if not isinstance(spec, GroupSpec):  # it died meanwhile, or is only being started
-            return None
-        processes = cls(backend, spec)
-        for rank in range(spec.layout.world_size):
-            handle = backend.find(name, rank)
-            if handle is None:
-                raise ClusterError(f"worker {rank} of the detached group {name!r} is gone: start one of another name")
-            processes.handles.append(handle)
-        processes._introduce()
-        return processes
 
     def _introduce(self) -> None:
         for handle in self.handles:
@@ -163,7 +113,6 @@ class ProcessManager:
                 local_world_size=nodes.count(nodes[rank]),
                 master_addr=address,
                 master_port=port,
-                layout=self.spec.layout,
                 devices=self.infos[rank].devices,
             )
             for rank in range(len(nodes))
@@ -178,22 +127,17 @@ class ProcessManager:
         return Pending(self, refs, list(refs), "starting", began_s).wait(timeout_s)
 
     def stop(self) -> None:
-        """Ends the processes, whatever they are doing. The pool stays granted, but for a detached group's."""
-        self._end()
-        if self.spec.detached:
-            self.backend.release(self.spec.pool, self.spec.name)
-
-    def _end(self) -> None:
+        """Ends the processes, whatever they are doing. The pool stays granted."""
         self.backend.stop(self.handles)
         self.handles = []
         self._pings.clear()
         _groups_of_pool.get(self.spec.pool, set()).discard(self)
 
     def restart(self) -> None:
-        """Ends what is left of the processes and starts all anew, with a new rendezvous and new roles.
+        """Ends what is left of the processes and starts all anew, with a new rendezvous and new workers.
 
-        All of them, because the living ones wait in collectives for the dead one, and roles in one process fail
-        together. What a role had learnt is for its owner to load again.
+        All of them, because the living ones wait in collectives for the dead one. What a worker had learnt is for its
+        owner to load again.
 
         Raises:
             ClusterError: the processes were restarted ``max_restarts`` times already.
@@ -206,10 +150,9 @@ class ProcessManager:
                 + (f"; {last.brief()}, its last error: {last.last_error or last.reason}" if last is not None else "")
             )
         self.restarts += 1
-        self._is_restarting = True
         self._gone = Death(self.spec.name, 0, None, "unknown host", "a call", "the group is being started anew", None)
         try:
-            self._end()
+            self.stop()
             self._last_failures.clear()  # they say nothing of the new processes
             self.start()
             self._gone = None
@@ -221,8 +164,6 @@ class ProcessManager:
             reason = "it raised as it was started anew"
             self._gone = Death(failed.group, failed.rank, None, failed.host, "starting", reason, failed.summary)
             raise
-        finally:
-            self._is_restarting = False
 
     def dead(self, timeout_s: float = 1.0) -> list[Death]:
         """The workers that are dead. One that is busy for all of the time counts as living.
@@ -232,55 +173,27 @@ class ProcessManager:
         if self._gone is not None:
             return [self._gone]
         self._check_started()
-        self._ping(self.handles, self._pings)
-        lost = self._lost(self._pings, timeout_s)
+        # Who was asked and has not answered is busy: it answers when it is idle again, and its call fails when it dies.
+        for handle in self.handles:
+            if handle.rank not in self._pings:
+                (self._pings[handle.rank],) = self.backend.call(handle, "ping", ())
+        ranks = sorted(self._pings)
+        ready = self.backend.wait([self._pings[rank] for rank in ranks], timeout_s)
+        ended = [self._pings.pop(rank) for rank, is_there in zip(ranks, ready, strict=True) if is_there]
+        lost = [value for value in self.backend.get(ended) if isinstance(value, Lost)]
         return [self._death(each, "a look at whether it lives") for each in lost]
-
-    async def died(self, every_s: float) -> list[Death]:
-        """Waits until workers are dead, whether they were busy or not: who they are.
-
-        Raises:
-            ClusterError: the group was stopped.
-        """
-        watched: list[WorkerHandle] = []
-        pings: dict[int, Ref] = {}
-        while True:
-            if not self._is_restarting:
-                self._check_started()
-            if watched is not self.handles:  # those that a restart ended do not count
-                watched, pings = self.handles, {}
-            self._ping(watched, pings)
-            await asyncio.sleep(every_s)
-            lost = await asyncio.to_thread(self._lost, pings, 0.0) if pings else []
-            if lost and watched is self.handles:
-                return [await asyncio.to_thread(self._death, each, "a watch over whether it lives") for each in lost]
-
-    def _ping(self, handles: Sequence[WorkerHandle], pings: dict[int, Ref]) -> None:
-        """Asks each whether it lives, unless it was asked and has not answered; ``pings`` are those calls, by rank."""
-        for handle in handles:
-            if handle.rank not in pings:
-                (pings[handle.rank],) = self.backend.call(handle, "ping", ())
-
-    def _lost(self, pings: dict[int, Ref], timeout_s: float) -> list[Lost]:
-        """The pinged workers that are dead, by rank; takes the calls that have ended out of ``pings``.
-
-        A busy worker answers when it is idle again, and its call fails at once when it dies.
-        """
-        ranks = sorted(pings)
-        ready = self.backend.wait([pings[rank] for rank in ranks], timeout_s)
-        ended = [pings.pop(rank) for rank, is_there in zip(ranks, ready, strict=True) if is_there]
-        return [value for value in self.backend.get(ended) if isinstance(value, Lost)]
 
     # Calls -----------------------------------------------------------------------------------------------
 
-    def submit(self, role: str, method: str, plan: CallPlan, chunks: int | None = None) -> BatchFuture:
-        """Calls a method of the role in every process that the plan names, without waiting.
+    def submit(self, method: str, plan: CallPlan, *, stays: bool) -> BatchFuture:
+        """Calls a method in every process that the plan names, without waiting.
 
         Args:
-            chunks: of each part of the result so many stay where they are made; None: results come to the driver.
+            stays: results stay where they are made; otherwise they come to the driver.
 
         Raises:
             WorkerDied: the group is being started anew, or could not be.
+            ValueError: an argument is a future of several ranks' results.
         """
         handles = self.handles
         if self._gone is not None:  # another thread may start the group anew: calls meanwhile are of what died
@@ -290,10 +203,10 @@ class ProcessManager:
         stored: dict[int, Ref] = {}
 
         def sent(value: Any) -> Any:
-            """What stands for an argument: a future's references; of a large value of several ranks, the stored one."""
+            """What stands for an argument: a future's reference; of a large value of several ranks, the stored one."""
             if isinstance(value, BatchFuture):
-                return Gather(value.parts)
-            if readers[id(value)] < 2 or isinstance(value, Gather) or not is_large(value):
+                return value.reference()
+            if readers[id(value)] < 2 or not is_large(value):
                 return value
             if id(value) not in stored:
                 stored[id(value)] = self.backend.put(value)
@@ -301,16 +214,15 @@ class ProcessManager:
 
         began_s = time.monotonic()
         status: dict[int, Ref] = {}
-        parts: dict[int, PartRefs] = {}
+        parts: dict[int, Ref] = {}
         for rank, call in enumerate(plan.calls):
             if call is not None:
-                number = chunks if rank in plan.answers else 0
-                head = CallHead(role, method, tuple(call.kwargs), number, None if chunks is None else call.share)
-                values = map(sent, call.values())
-                status[rank], *pieces = self.backend.call(handles[rank], "call", (head, *values), 1 + (number or 0))
-                parts[rank] = PartRefs(status[rank], tuple(pieces))
-        answers = [] if chunks is None else [parts[rank] for rank in plan.answers]
-        return BatchFuture(self, status, plan, answers, f"{role}.{method}", began_s)
+                answers = rank in plan.answers
+                head = CallHead(method, tuple(call.kwargs), answers, answers and stays)
+                refs = self.backend.call(handles[rank], "call", (head, *map(sent, call.values())), 1 + head.stays)
+                status[rank], parts[rank] = refs[0], refs[-1]
+        results = [parts[rank] for rank in plan.answers] if stays else []
+        return BatchFuture(self, status, plan, results, f"{self.spec.name}.{method}", began_s)
 
     def _check_started(self) -> None:
         if not self.handles:

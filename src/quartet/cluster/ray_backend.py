@@ -1,4 +1,4 @@
-"""The back end ``ray``: one actor per worker, one placement group per pool, data in Ray's object store.
+"""The back end: one actor of Ray per worker, one placement group per pool, data in Ray's object store.
 
 Imported by ``connect`` alone: this module and ``ray_address`` need Ray, nothing else does.
 """
@@ -13,8 +13,8 @@ import os
 import signal
 import stat
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
-    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -38,7 +37,6 @@ from quartet.cluster.ray_address import NAMESPACE, check_same, join_cluster
 from quartet.cluster.ray_node import Keeper, descendants
 from quartet.cluster.resource_pool import Node, ResourcePool, check_pool, refused
 from quartet.cluster.worker_process import ProcessInfo, WorkerProcess
-from quartet.config.errors import UserError
 
 _open: list[RayBackend] = []
 """Back ends of this process that are not closed; Ray is one connection for all of them."""
@@ -109,15 +107,6 @@ def _lost(error: BaseException) -> Lost:
     return Lost(getattr(error, "actor_id", None), " ".join(lines[-_REASON_LINES:]))
 
 
-@dataclass(frozen=True)
-class _Grant:
-    """What a pool holds, if anything; ``name`` is that of the detached group that it is for."""
-
-    pool: ResourcePool
-    reserved: PlacementGroup | None
-    name: str | None
-
-
 @contextlib.contextmanager
 def _out_of_reach() -> Iterator[None]:
     """Processes that are started inside do not see SIGUSR1, by which schedulers ask all of a job's processes, and which
@@ -137,7 +126,6 @@ class RayBackend(Backend):
             ``RAY_ADDRESS`` (which a Ray job has), and without it starts Ray on this machine alone.
         num_cpus, num_gpus: what a started Ray has to grant; by default what the machine has.
         connect_timeout_s: how long the address may take to answer.
-        may_grow: the cluster adds nodes on demand, so pools that it cannot grant yet are waited for.
         log_to_driver: print what workers print.
 
     Raises:
@@ -151,11 +139,9 @@ class RayBackend(Backend):
         num_cpus: int | None = None,
         num_gpus: int | None = None,
         connect_timeout_s: float = 10.0,
-        may_grow: bool = False,
         log_to_driver: bool = True,
     ) -> None:
-        self._may_grow = may_grow
-        self._grants: dict[int, _Grant] = {}
+        self._grants: dict[ResourcePool, PlacementGroup | None] = {}
         self._handles: dict[str, WorkerHandle] = {}
         self._started_ray = not ray.is_initialized()
         self._is_private = False  # a cluster of this machine alone, which ends with us
@@ -199,39 +185,30 @@ class RayBackend(Backend):
             if node["Alive"] and (key := node["NodeID"])
         ]
 
-    def grant(self, pool: ResourcePool, timeout_s: float, name: str | None = None) -> None:
-        if id(pool) in self._grants:
-            if name is not None and self._grants[id(pool)].name != name:
-                raise UserError(
-                    "a detached group needs a pool of its own",
-                    found=f"group {name!r} on a pool that another group has already",
-                    remedy="make another ResourcePool for it",
-                )
+    def grant(self, pool: ResourcePool, timeout_s: float) -> None:
+        if pool in self._grants:
             return
-        reserved = _named(name) if name is not None else None
-        if reserved is None and not pool.nodes:
-            if not self._may_grow:
-                check_pool(pool, self.nodes())
-                check_pool(pool, self._left(), num_others=len(self._grants))
+        reserved = None
+        if not pool.nodes:
+            check_pool(pool, self.nodes())
+            check_pool(pool, self._left(), num_others=len(self._grants))
             reserved = placement_group(
                 pool.bundles() if pool.needs else [{"CPU": 0.001}] * len(pool.processes),
                 strategy="STRICT_SPREAD" if pool.strategy == "spread" else "PACK",
-                name=f"{NAMESPACE}/{name}" if name is not None else "",
-                lifetime="detached" if name is not None else None,
             )
             if not reserved.wait(timeout_s):
                 remove_placement_group(reserved)
                 raise refused(pool, self.nodes(), timeout_s)
-        self._grants[id(pool)] = _Grant(pool, reserved, name)
+        self._grants[pool] = reserved
 
     def _left(self) -> list[Node]:
         """The nodes as if they had only what this back end's pools leave, which they hold until it is closed."""
         held: dict[tuple[str, str], float] = defaultdict(float)
-        for grant in self._grants.values():
-            if grant.reserved is None:
+        for pool, reserved in self._grants.items():
+            if reserved is None:
                 continue
-            places = placement_group_table(grant.reserved)["bundles_to_node_id"]
-            for bundle, amounts in enumerate(grant.pool.bundles()):
+            places = placement_group_table(reserved)["bundles_to_node_id"]
+            for bundle, amounts in enumerate(pool.bundles()):
                 for name, amount in amounts.items():
                     held[places.get(bundle, ""), name] += amount
         return [
@@ -239,43 +216,25 @@ class RayBackend(Backend):
             for node in self.nodes()
         ]
 
-    def release(self, pool: ResourcePool, name: str | None = None) -> None:
-        held = self._grants.pop(id(pool), None)
-        if not self._is_open:
-            return
-        if held is not None:
-            if held.reserved is not None:
-                remove_placement_group(held.reserved)
-        elif name is not None and (reserved := _named(name)) is not None:
-            remove_placement_group(reserved)
-
     # Processes -------------------------------------------------------------------------------------------
 
-    def start(
-        self, pool: ResourcePool, group: str, *, environment: Mapping[str, str], detached: bool
-    ) -> Sequence[WorkerHandle]:
-        reserved = self._grants[id(pool)].reserved
-        share = {name: amount / pool.groups for name, amount in pool.needs.items()}
+    def start(self, pool: ResourcePool, group: str) -> Sequence[WorkerHandle]:
+        reserved, needs = self._grants[pool], pool.needs
         options: dict[str, Any] = {
-            "num_cpus": share.pop("CPU", 0),
-            "num_gpus": share.pop("GPU", 0),
-            "resources": share,
+            "num_cpus": needs.pop("CPU", 0),
+            "num_gpus": needs.pop("GPU", 0),
+            "resources": needs,
             "max_restarts": 0,
         }
-        if environment:
-            options["runtime_env"] = {"env_vars": dict(environment)}
         bundles = [bundle for bundle, count in enumerate(pool.processes) for _ in range(count)]
         handles = []
         for rank, bundle in enumerate(bundles):
-            if detached:
-                options |= {"name": f"{group}:{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
             strategy: Any = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
             if pool.nodes:
                 strategy = NodeAffinitySchedulingStrategy(pool.nodes[bundle], soft=False)
             actor = ray.remote(RayWorkerProcess).options(scheduling_strategy=strategy, **options).remote(group, rank)
-            handle = _handle(actor, rank)
-            if not detached:
-                self._handles[handle.key] = handle
+            handle = WorkerHandle(actor._actor_id.hex(), rank, actor)
+            self._handles[handle.key] = handle
             handles.append(handle)
         return handles
 
@@ -283,12 +242,6 @@ class RayBackend(Backend):
         for handle in handles if self._is_open else ():
             self._handles.pop(handle.key, None)
             ray.kill(handle.target)
-
-    def find(self, group: str, rank: int) -> WorkerHandle | None:
-        try:
-            return _handle(ray.get_actor(f"{group}:{rank}", namespace=NAMESPACE), rank)
-        except ValueError:
-            return None
 
     # Calls -----------------------------------------------------------------------------------------------
 
@@ -341,15 +294,16 @@ class RayBackend(Backend):
             return []
 
     def close(self) -> None:
-        """Ends the groups that this back end started, but for detached ones; and Ray itself, if it started that."""
+        """Ends the groups that this back end started; and Ray itself, if it started that."""
         try:
             # A private Ray ends as a whole. One that is gone already would be asked for a minute, which then ends this
             # process.
             if not (self._is_open and self._is_private):
                 self.stop(list(self._handles.values()))
-                for grant in list(self._grants.values()):
-                    if grant.name is None:
-                        self.release(grant.pool)
+                while self._grants:
+                    _, reserved = self._grants.popitem()
+                    if self._is_open and reserved is not None:
+                        remove_placement_group(reserved)
         finally:
             last_one = _open == [self]
             if self._is_open and self._started_ray:
@@ -366,18 +320,6 @@ class RayBackend(Backend):
 def _settle(coming: asyncio.Future[Any], value: Any) -> None:
     if not coming.done():  # the waiter may have been cancelled
         coming.set_result(value)
-
-
-def _handle(actor: Any, rank: int) -> WorkerHandle:
-    return WorkerHandle(actor._actor_id.hex(), rank, actor)
-
-
-def _named(name: str) -> PlacementGroup | None:
-    """What a detached group of that name holds."""
-    try:
-        return get_placement_group(f"{NAMESPACE}/{name}")
-    except ValueError:
-        return None
 
 
 def read_tails(paths: Sequence[str], count: int) -> list[str]:

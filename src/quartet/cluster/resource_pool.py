@@ -14,15 +14,13 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class ResourcePool:
-    """Processes per node, ``[4, 4]`` say: two nodes with four each. Groups on the same pool object share its resources.
+    """Processes per node, ``[4, 4]`` say: two nodes with four each. It holds one group at a time.
 
     Args:
         processes: one number per node; ranks count through them in order.
         cpus, gpus, resources: what each process needs; ``resources`` names what the cluster's nodes were started with.
         strategy: ``pack`` takes as few nodes as possible, so two entries may lie on one node; ``spread`` gives every
             entry a node of its own.
-        groups: how many groups with processes of their own the pool holds at a time; each worker takes that fraction
-            of its share. Roles fused by ``colocate`` are one group.
         nodes: the node of each entry by its key (``Node.key``), for workers that need none of its CPUs or GPUs: nothing
             is reserved there. Empty: the back end chooses, and reserves.
     """
@@ -32,7 +30,6 @@ class ResourcePool:
     gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
     strategy: Strategy = "pack"
-    groups: int = 1
     nodes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -44,11 +41,11 @@ class ResourcePool:
                 found=f"processes={list(self.processes)}",
                 remedy="write one positive number per node, such as [4, 4]",
             )
-        if self.groups < 1 or min(self.needs.values(), default=0.0) < 0:
+        if min(self.needs.values(), default=0.0) < 0:
             raise UserError(
                 "a pool cannot grant less than nothing",
-                found=f"groups={self.groups}, each process needs {describe_pool(self.needs)}",
-                remedy="set groups to at least 1 and resources to 0 or more",
+                found=f"each process needs {describe_pool(self.needs)}",
+                remedy="set resources to 0 or more",
             )
 
     @property

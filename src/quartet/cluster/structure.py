@@ -75,9 +75,3 @@ class Structure:
         leaves = [place[names[table.leaves[s]]] for s in order]
         lengths = [table.segment_lengths[k] for k in kept]
         return Structure(table.regrouped(kept, lengths, parents, leaves, order), tuple(first))
-
-
-def combine_structures(parts: Sequence[Structure], positions: Sequence[Sequence[int]]) -> Structure:
-    """That of all parts' sequences in the order of their positions, a segment that several parts hold once."""
-    flat = [position for at in positions for position in at]
-    return Structure.concat(parts).merged(sorted(range(len(flat)), key=flat.__getitem__))

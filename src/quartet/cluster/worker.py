@@ -10,25 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quartet.cluster.layout import Layout
 from quartet.config.errors import UserError
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_port": 0}
 """Numbers of a ``RankInfo``, named in the environment in capitals, with what holds where there is none."""
-_LAYOUT = "QUARTET_LAYOUT"
 T = TypeVar("T")
 PATHS = "QUARTET_PATHS"
 """Variable of one machine: where it has what the driver has elsewhere, ``/of/the/driver:/of/this/machine``."""
 LOOPBACK = "127.0.0.1"
-TAKES_TURNS = 0
-"""The port of workers that share a process and take turns: they can never meet."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,6 @@ class RankInfo:
     Attributes:
         master_addr, master_port: where rank 0 waits for the others to form a process group.
         devices: ``CUDA_VISIBLE_DEVICES``; None leaves it as it is.
-        layout: the mesh of all ranks.
     """
 
     rank: int
@@ -47,12 +41,10 @@ class RankInfo:
     local_world_size: int
     master_addr: str
     master_port: int
-    layout: Layout
     devices: str | None = None
 
     def environment(self) -> dict[str, str]:
         found = {name.upper(): str(getattr(self, name)) for name in (*_NUMBERS, "master_addr")}
-        found[_LAYOUT] = str(self.layout)
         return found if self.devices is None else {**found, "CUDA_VISIBLE_DEVICES": self.devices}
 
     @classmethod
@@ -60,11 +52,11 @@ class RankInfo:
         """The place that the variables of ``torchrun`` name; without any of them a world of one.
 
         Raises:
-            UserError: some of them are set and others are missing, or the layout has other ranks.
+            UserError: some of them are set and others are missing.
         """
         env = os.environ if environment is None else environment
         if not any(name in env for name in ("RANK", "WORLD_SIZE")):
-            return cls(0, 1, 0, 1, LOOPBACK, free_port(), Layout.fit(1), env.get("CUDA_VISIBLE_DEVICES"))
+            return cls(0, 1, 0, 1, LOOPBACK, free_port(), env.get("CUDA_VISIBLE_DEVICES"))
         if missing := [name for name in _REQUIRED if name not in env]:
             raise UserError(
                 "the environment names a worker's place only in part",
@@ -72,17 +64,8 @@ class RankInfo:
                 remedy="start the workers with torchrun or with a WorkerGroup, or set "
                 + ", ".join([*_REQUIRED, "LOCAL_RANK"]),
             )
-        world_size = int(env["WORLD_SIZE"])
-        layout = Layout.parse(env[_LAYOUT]) if _LAYOUT in env else Layout.fit(world_size)
-        if layout.world_size != world_size:
-            raise UserError(
-                f"{_LAYOUT} has other ranks than WORLD_SIZE",
-                found=f"{_LAYOUT}={layout} with {layout.world_size} ranks, WORLD_SIZE={world_size}",
-                remedy=f"set sizes whose product is {world_size}",
-            )
         numbers = {name: int(env.get(name.upper(), default)) for name, default in _NUMBERS.items()}
-        devices = env.get("CUDA_VISIBLE_DEVICES")
-        return cls(**numbers, master_addr=env["MASTER_ADDR"], layout=layout, devices=devices)
+        return cls(**numbers, master_addr=env["MASTER_ADDR"], devices=env.get("CUDA_VISIBLE_DEVICES"))
 
 
 class Worker:
@@ -92,8 +75,6 @@ class Worker:
     that no CUDA or process-group call can come too early. Methods marked with ``dispatch`` can be called on the group.
     """
 
-    layout_axes: ClassVar[Mapping[str, int]] = {}
-    """Sizes of the axes of the layout other than ``data``, ``{"tensor": 2}`` say; a group may give others."""
     place: RankInfo
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -115,10 +96,6 @@ class Worker:
         return self.place.local_rank
 
     @property
-    def layout(self) -> Layout:
-        return self.place.layout
-
-    @property
     def device(self) -> torch.device:
         """The GPU that this worker was given, or the CPU.
 
@@ -128,19 +105,9 @@ class Worker:
         return torch.device("cuda", self.local_rank % count) if count else torch.device("cpu")
 
     def init_process_group(self, backend: str | None = None, *, timeout_s: float = 600.0) -> None:
-        """Forms the process group of all workers (``nccl`` with a GPU, else ``gloo``); a second call does nothing.
-
-        Raises:
-            UserError: the workers share one process and take turns, so that they can never meet.
-        """
+        """Forms the process group of all workers (``nccl`` with a GPU, else ``gloo``); a second call does nothing."""
         if distributed.is_initialized():
             return
-        if self.place.master_port == TAKES_TURNS:
-            raise UserError(
-                "these workers cannot form a process group",
-                found=f"{self.world_size} workers of the local back end, which take turns in one process",
-                remedy='use connect("ray"), or a pool of one process',
-            )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         is_one_node = self.place.local_world_size == self.world_size
@@ -158,12 +125,6 @@ class Worker:
                 world_size=self.world_size,
                 timeout=timeout,
             )
-
-    def device_mesh(self) -> DeviceMesh:
-        """The layout as a torch mesh; forms the process group where there is none yet."""
-        self.init_process_group()
-        names, sizes = zip(*self.layout.axes, strict=True)
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
 
 def local_path(value: T) -> T:

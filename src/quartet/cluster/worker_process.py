@@ -1,4 +1,4 @@
-"""What runs in a worker's process, whatever started it: the roles, and the calls on their methods."""
+"""What runs in a worker's process: the worker, and the calls on its methods."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.items import Share
-from quartet.cluster.manifests import Gather, Upstream, divide, fetch_manifests, fetch_value, share_of, with_ids
+from quartet.cluster.items import is_large
+from quartet.cluster.manifests import Noted, ObjectManifest, Upstream, fetched
 from quartet.cluster.worker import reserved_port
-
-if TYPE_CHECKING:
-    from quartet.cluster.processes import GroupSpec
 
 USERS_OWN = (Exception, SystemExit)
 """What a worker's class may raise: it is the user's code, so anything, and all of it is reported to the caller.
 
-A library that gives up with ``sys.exit`` would else end the process (or, locally, the driver) without a word.
+A library that gives up with ``sys.exit`` would else end the process without a word.
 """
 
 
@@ -59,20 +56,18 @@ class CallHead(NamedTuple):
 
     Args:
         names: of the last arguments, which are passed by keyword.
-        chunks: into so many a result is divided, and comes as one tuple behind its manifest; 0: this rank does not
-            answer; None: the result comes as it is.
-        share: the items among the arguments; None where the call is not split, or fetches its items.
+        answers: this rank's result counts; otherwise it returns None.
+        stays: the result comes in a tuple behind its manifest, to be stored by itself.
     """
 
-    role: str
     method: str
     names: tuple[str, ...] = ()
-    chunks: int | None = None
-    share: Share | None = None
+    answers: bool = True
+    stays: bool = False
 
 
 class WorkerProcess:
-    """The roles of one worker process; a back end gives it a way to fetch references.
+    """The worker of one process; a back end gives it a way to fetch references.
 
     Args:
         group: its name, for messages.
@@ -84,13 +79,9 @@ class WorkerProcess:
         self._group = group
         self._rank = rank
         self._fetch = fetch
-        self._roles: dict[str, Any] = {}
-        self._spec: GroupSpec | None = None
+        self._worker: Any = None
         self._rendezvous: socket.socket | None = None
         self._host = socket.gethostname()
-
-    def process_info(self) -> ProcessInfo:
-        return ProcessInfo(os.getpid(), self._host, self._host, None, ())
 
     def rendezvous_port(self) -> int:
         """A free port of this node, for the group to meet at; kept from others until then."""
@@ -101,19 +92,13 @@ class WorkerProcess:
         """Comes before ``build``, whose arguments may import what looks at the environment."""
         os.environ.update(environment)
 
-    def build(self, spec: GroupSpec) -> Failure | None:
-        """Makes the roles' objects, in order."""
-        for name, deferred in spec.roles.items():
-            made = self._caught(f"{name}.__init__", deferred)
-            if isinstance(made, Failure):
-                return made
-            self._roles[name] = made
-        self._spec = spec if spec.detached else None  # arguments may be large: not kept for nothing
+    def build(self, deferred: ClassWithArgs) -> Failure | None:
+        """Makes the worker."""
+        made = self._caught("__init__", deferred)
+        if isinstance(made, Failure):
+            return made
+        self._worker = made
         return None
-
-    def recall(self) -> GroupSpec | None:
-        """What another driver needs that finds a detached group by its name; None while that is only being started."""
-        return self._spec
 
     def ping(self) -> int:
         return self._rank
@@ -121,27 +106,28 @@ class WorkerProcess:
     # Calls -----------------------------------------------------------------------------------------------
 
     def call(self, head: CallHead, *values: Any) -> Any:
-        """A method's result as ``head.chunks`` says; ``Failure`` or ``Lost`` in its place where there is none.
+        """A method's result as ``head`` says; ``Failure`` or ``Lost`` in its place where there is none.
 
         Args:
             values: arguments; each by itself, so that a back end can put a stored value in the place of its reference.
         """
-        names, num = head.names, head.chunks or 0
 
         def called() -> Any:
-            given, own = self._resolved(list(values), head.share)
-            last = len(given) - len(names)
-            method = getattr(self._roles[head.role], head.method)
-            result = method(*given[:last], **dict(zip(names, given[last:], strict=True)))
-            if not num:
-                return result if head.chunks is None else None
-            manifest, pieces = divide(result, own, num)
-            return (manifest, *pieces)
+            given = fetched(self._fetch, values)
+            last = len(given) - len(head.names)
+            method = getattr(self._worker, head.method)
+            result = method(*given[:last], **dict(zip(head.names, given[last:], strict=True)))
+            if not head.answers:
+                return None
+            if not head.stays:
+                return result
+            value, note = (result.value, result.note) if isinstance(result, Noted) else (result, None)
+            return ObjectManifest(not is_large(value), note), value
 
-        outcome = self._caught(f"{head.role}.{head.method}", called)
-        return (outcome,) * (num + 1) if num and isinstance(outcome, Failure | Lost) else outcome
+        outcome = self._caught(head.method, called)
+        return (outcome, outcome) if head.stays and isinstance(outcome, Failure | Lost) else outcome
 
-    def _caught(self, where: str, work: Callable[[], Any]) -> Any:
+    def _caught(self, method: str, work: Callable[[], Any]) -> Any:
         """What ``work`` returns, ``Failure`` or ``Lost`` where it raised."""
         try:
             return work()
@@ -150,18 +136,5 @@ class WorkerProcess:
         except USERS_OWN as error:
             sys.stdout.flush()
             sys.stderr.flush()
-            return Failure.of(error, group=self._group, rank=self._rank, pid=os.getpid(), host=self._host, where=where)
-
-    def _resolved(self, values: list[Any], share: Share | None) -> tuple[list[Any], Share | None]:
-        """Arguments with what they refer to, and this part's share of the items."""
-        gathers = {i: value for i, value in enumerate(values) if isinstance(value, Gather)}
-        manifests = fetch_manifests(self._fetch, list(gathers.values())) if gathers else []
-        pairs = list(zip(gathers.items(), manifests, strict=True))
-        # The first that is split decides who gets what, the others follow.
-        for (_, gather), of_gather in pairs:
-            if gather.part is not None:
-                share = share_of(of_gather, gather)
-                break
-        for (i, gather), of_gather in pairs:
-            values[i] = fetch_value(self._fetch, gather, of_gather, None if gather.part is None else share)
-        return with_ids(self._fetch, values), share
+            where, pid = f"{self._group}.{method}", os.getpid()
+            return Failure.of(error, group=self._group, rank=self._rank, pid=pid, host=self._host, where=where)

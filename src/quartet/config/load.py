@@ -54,7 +54,6 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
         )
         raise UserError(f"{label} is for another job", found=f"job: {other}, asked for {job}", remedy=remedy)
     model = RECIPES[job]
-    _check_sharding(data.get("placement"), label)
     try:
         # Through JSON: strict there still takes a list for a tuple, but no "3" for 3 and no true for 1.
         return model.model_validate_json(json.dumps(_with_defaults(model, data)), strict=True)
@@ -118,16 +117,6 @@ def asks_for_ray(job: str, path: str | Path, overrides: Sequence[str]) -> bool:
     """
     cluster = _overridden(job, path, overrides).get("cluster")
     return isinstance(cluster, dict) and cluster.get("type") == "ray"
-
-
-def _check_sharding(placement: Any, label: str) -> None:
-    """A placement had ``sharding`` in earlier versions, which saved it empty with every recipe."""
-    if isinstance(placement, dict) and (found := placement.pop("sharding", None)):
-        raise UserError(
-            f"{label} is not valid",
-            found=f"placement.sharding: {shortened(found)}, which is a key of each role now",
-            remedy="set actor.sharding.shard=2, say, and leave placement.sharding out",
-        )
 
 
 def _how_to_begin(job: str, path: Path) -> str:

@@ -147,7 +147,7 @@ class HackingAlarm:
         self._num_seen = int(state["num_seen"])
         self._best_step = int(state["best_step"])
         self._best = {str(prompt): float(score) for prompt, score in state["best"].items()}
-        last = state.get("last")  # not there in checkpoints of earlier versions
+        last = state["last"]
         self._last = self._best if last is None else {str(prompt): float(score) for prompt, score in last.items()}
         self._training = [(int(step), float(reward)) for step, reward in state["training"]]
         self.raised_at = tuple(int(step) for step in state["raised_at"])

@@ -14,9 +14,8 @@ from quartet.cluster.dispatch import Custom, dispatch
 from quartet.cluster.layout import Layout
 from quartet.config import UserError
 from quartet.observe.digests import FileDigest
-from quartet.train.checkpoint_old_format import load_part
 from quartet.train.checkpoint_shares import Share, ShareWriter
-from quartet.train.state import REST, Shape, fill, shapes_of, tensors_of
+from quartet.train.state import Shape
 
 
 def _with_rank(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -77,21 +76,15 @@ class Checkpointed(ABC):
         return self._writer.finish(directory) if self._writer is not None else {}
 
     def load_checkpoint(self, directory: Path) -> None:
-        """Takes up a share, in every replica; ``directory`` and ``.pt`` is the file that earlier versions wrote.
+        """Takes up a share, in every replica.
 
         Raises:
             UserError: it is not there, cannot be read or belongs to another model.
         """
         self.check_sees(directory.parent)
-        if directory.is_dir():
-            share = Share(directory)
-            with self.loading(share.shapes, share.rest()) as live:
-                share.read_into(live)
-            return
-        state = self.state_of_old(load_part(directory.with_name(f"{directory.name}.pt"), mmap=True))
-        tensors = tensors_of(state)
-        with self.loading(shapes_of(tensors), state[REST]) as live:
-            fill(live, tensors)
+        share = Share(directory)
+        with self.loading(share.shapes, share.rest()) as live:
+            share.read_into(live)
 
     @abstractmethod
     def checkpoint_state(self) -> dict[str, Any]:
@@ -102,7 +95,3 @@ class Checkpointed(ABC):
         self, saved: Mapping[str, Shape], rest: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
         """As ``TrainEngine.loading``."""
-
-    @abstractmethod
-    def state_of_old(self, part: Any) -> dict[str, Any]:
-        """The part of a checkpoint of earlier versions as a state."""

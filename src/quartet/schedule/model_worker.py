@@ -29,7 +29,6 @@ from quartet.schedule.leases import LeaseMode
 from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.weight_sync import WeightSenderMixin
 from quartet.train.bit_flips import ModelPart
-from quartet.train.checkpoint_old_format import model_state, training_state
 from quartet.train.companion import Companion
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.forward import Needs, forward_only
@@ -187,9 +186,6 @@ class ScoreWorker(ModelWorker):
             check_fit(shapes_of(live), saved, "give the model that the run began with, or choose another output_dir")
             yield live
 
-    def state_of_old(self, part: Any) -> dict[str, Any]:
-        return model_state(part)
-
     def _offload(self, store: Store) -> Offload:
         return Offload(self.packed, store)
 
@@ -278,12 +274,6 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
                 theirs = both.enter_context(self.companion.loading(of_heads, rest.get(_COMPANION, {})))
             yield {**both.enter_context(self.engine.loading(saved, rest)), **theirs}
 
-    def state_of_old(self, part: Any) -> dict[str, Any]:
-        engine = self.engine
-        names = {id(parameter): name for name, parameter in engine.trained.items()}
-        order = [names[id(p)] for group in engine.optimizer.param_groups for p in group["params"]]
-        return training_state(part, order)
-
     @dispatch(ONE_COPY)
     def export(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Collection[int], eos_ids: Collection[int]
@@ -329,11 +319,6 @@ class CriticWorker(TrainWorker):
     def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
         self._seen[experience.input_ids] = True
         return super().update(experience, updates)
-
-    def note_seen(self, seen: Tensor) -> None:
-        """Takes up ``seen`` ``[V]`` bool from a checkpoint of an earlier version, where the driver had it."""
-        num = min(len(seen), len(self._seen))
-        self._seen[:num] |= seen[:num]
 
     def checkpoint_state(self) -> dict[str, Any]:
         state = super().checkpoint_state()

@@ -305,6 +305,3 @@ class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
         tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved.items()}
         yield tensors
         self._speculator.load({**rest, "drafter": {**tensors, **rest["drafter"]}})
-
-    def state_of_old(self, part: Any) -> dict[str, Any]:
-        raise AssertionError("earlier versions drafted nothing")

@@ -22,7 +22,7 @@ from quartet.config import UserError
 from quartet.config.file_errors import write_error
 from quartet.observe.rollouts import RolloutRecord, rollouts_path, write_step
 from quartet.schedule.checkpointed import Checkpointed
-from quartet.schedule.groups import DIAGNOSED, TEXT_END
+from quartet.schedule.groups import TEXT_END
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.train.state import REST, Shape
@@ -130,8 +130,6 @@ class Writer(Checkpointed):
         """
         (indices, _), state = self.loaded_buffered(), self._buffered
         self._buffered = {}
-        if (held := state[REST]["batch"]) is not None:  # of a version that diagnosed nothing
-            held["objects"].setdefault(DIAGNOSED, [None] * len(held["ids"]))
         for index, prompt, name, ids in zip(indices, prompts, names, state[REST]["prompt_ids"], strict=True):
             if self._codec.encode_prompt(prompt) != ids:
                 raise UserError(
@@ -154,15 +152,6 @@ class Writer(Checkpointed):
         tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved.items()}
         yield tensors
         self._buffered = {**tensors, REST: rest}
-
-    def state_of_old(self, part: Any) -> dict[str, Any]:
-        if not part["groups"]:
-            return {REST: {"rejected": list(part["rejected"]), "prompt_ids": [], "batch": None}}
-        raise UserError(
-            "an earlier version of Quartet saved this checkpoint with groups that were generated ahead",
-            found=f"group {part['groups'][0]['index']} of the run, in the earlier format",
-            remedy="finish the run with that version, or resume from a checkpoint without such groups",
-        )
 
 
 def _plain(values: Any) -> Any:

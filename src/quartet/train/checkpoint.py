@@ -30,8 +30,8 @@ from quartet.config.file_errors import read_error, write_error
 from quartet.observe.digests import DigestingFile, FileDigest, digested_file, sync_directory
 from quartet.train import manifest as manifests
 from quartet.train.checkpoint_metadata import join_metadata
-from quartet.train.checkpoint_old_format import load_part
 from quartet.train.manifest import CheckpointManifest, Damage
+from quartet.train.state import reading
 
 _NAME = re.compile(r"step_([0-9]{8,})")
 _DAMAGED = "damaged_"
@@ -198,14 +198,11 @@ def list_checkpoints(root: Path) -> list[int]:
 def newest_checkpoint(
     root: Path,
     accept: Callable[[Collection[str], Mapping[str, Any]], str | None] = lambda names, info: None,
-    *,
-    shares: Collection[str] = (),
 ) -> Checkpoint | None:
     """The newest good checkpoint, with a warning for everything newer that is not; None where none was ever written.
 
     Args:
         accept: given the names of parts and shares and the info, what is wrong with them for the run, or None.
-        shares: what is left to workers to read, also where an earlier version kept it among the parts.
 
     Raises:
         UserError: there are checkpoints, but no good one, or they cannot be read.
@@ -214,7 +211,7 @@ def newest_checkpoint(
         damaged = [f"{name} is not the name of a checkpoint" for name in _misnamed(root)]
         for step in reversed(claimed_steps(root)):
             try:
-                found = _load(root, step, accept, shares)
+                found = _load(root, step, accept)
             except PermissionError:
                 raise  # is no damage: who may read it gets on without losing a step
             except (Damage, OSError) as error:
@@ -244,7 +241,7 @@ def find_checkpoint(root: Path, step: int | None) -> Checkpoint:
         found, damage = newest_checkpoint(root), "there is none"
     else:
         try:
-            found, damage = _load(root, step, lambda names, info: None, ()), ""
+            found, damage = _load(root, step, lambda names, info: None), ""
         except (Damage, OSError) as error:
             found, damage = None, _said(error)
     if found is None:
@@ -263,12 +260,7 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _load(
-    root: Path,
-    step: int,
-    accept: Callable[[Collection[str], Mapping[str, Any]], str | None],
-    shares: Collection[str],
-) -> Checkpoint:
+def _load(root: Path, step: int, accept: Callable[[Collection[str], Mapping[str, Any]], str | None]) -> Checkpoint:
     """Raises ``Damage`` and OSError; nothing is unpickled before everything is checked."""
     path = checkpoint_path(root, step)
     manifest = _check_names(root, step)
@@ -277,7 +269,10 @@ def _load(
     info.pop("manifest", None)
     if reason := accept([*manifest.parts, *manifest.shares], info):
         raise Damage(reason)
-    parts = {name: load_part(path / f"{name}.pt") for name in manifest.parts if name not in shares}
+    parts = {}
+    for name in manifest.parts:
+        with reading(path / f"{name}.pt"):
+            parts[name] = torch.load(path / f"{name}.pt", map_location="cpu", weights_only=True)
     return Checkpoint(path, step, parts, info)
 
 

@@ -30,7 +30,6 @@ from quartet.observe.digests import FileDigest, digest_file, digested_file, seal
 NAME, METADATA = "manifest.json", ".metadata"
 """Names of the manifest, and of what every share has."""
 FORMAT: Literal["quartet-checkpoint-2"] = "quartet-checkpoint-2"
-"""The one before had no shares: what workers write now were parts."""
 
 
 class Damage(Exception):
@@ -42,10 +41,10 @@ class CheckpointManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    format: Literal["quartet-checkpoint-1", "quartet-checkpoint-2"] = FORMAT
+    format: Literal["quartet-checkpoint-2"] = FORMAT
     step: Annotated[int, Field(ge=0)]
     parts: list[str]
-    shares: list[str] = []
+    shares: list[str]
     files: dict[str, FileDigest]
 
     def write(self, path: Path) -> None:

@@ -207,9 +207,9 @@ async def restored_buffered(
         item: the data set's item of a stream index.
 
     Raises:
-        UserError: an item has other tokens now, or an earlier version saved the groups.
+        UserError: an item has other tokens now.
     """
-    if BUFFERED not in checkpoint.parts and not (checkpoint.path / BUFFERED).is_dir():
+    if not (checkpoint.path / BUFFERED).is_dir():
         return None
     await load({BUFFERED: writer}, checkpoint)
     indices, rejected = await writer.call(Writer.loaded_buffered)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.iteration import run_iteration
-from quartet.schedule.model_worker import HEADS, CriticWorker, TrainWorker
+from quartet.schedule.model_worker import HEADS, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.text.loading import brings_code
@@ -370,9 +370,6 @@ class RLTrainer:
             return _ResumePoint(0, drafts=await self._mark_drafts())
         await checkpoints.load(self._models, found)
         await checkpoints.load_drafts(self.workers.drafting(), found)
-        if self.roles.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
-            critic = cast(RoleGroup[CriticWorker], self.roles.groups["critic"])
-            await critic.call(CriticWorker.note_seen, found.parts["emitted"])
         buffered = await restored_buffered(self.workers.writer, found, self.roles.item)
         return _ResumePoint(found.step, found.info["stream"], buffered, await self._mark_drafts())
 

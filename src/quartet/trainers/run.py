@@ -370,7 +370,7 @@ class RunDirectory:
             changed = changed_keys(saved, self.recipe.model_dump(mode="json")) if "recipe" in info else []
             return None if is_other_length(self.recipe, changed) else f"it belongs to another recipe ({changed[0]})"
 
-        found = newest_checkpoint(self.checkpoints, misfit, shares=shares)
+        found = newest_checkpoint(self.checkpoints, misfit)
         if found is None:
             if (self.path / "metrics.jsonl").is_file() and (self.path / "metrics.jsonl").stat().st_size:
                 self.warning("there is no checkpoint: the run begins anew, and what it had recorded is written again")

@@ -101,7 +101,7 @@ class SupervisedTrainer(Generic[R, W]):
         self._joined: Ranks | None = None
         if recipe.cluster.type == "ray":
             self._check_cuts()
-            self._backend = connect("ray", address=recipe.cluster.address)
+            self._backend = connect(recipe.cluster.address)
             take_back_signals()
         elif recipe.cluster.type == "local":
             self._worker = cast(W, self.worker_class(recipe, self._given, device))

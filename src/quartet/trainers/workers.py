@@ -331,7 +331,7 @@ class RayRunWorkers(RunWorkers):
         self._groups: dict[str, WorkerGroup] = {}
         self._num_deaths = 0
         self._changing = {*TRAINED_ROLES, "reference"} if refresh_steps(recipe) is not None else {*TRAINED_ROLES}
-        self._backend = connect("ray", address=self.cluster.address)
+        self._backend = connect(self.cluster.address)
         try:
             self._check_room()
             self._pools = {pool.name: self._granted(pool) for pool in placement.pools}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from quartet.cluster import Layout, ResourcePool
+from quartet.cluster import ResourcePool
 from quartet.cluster.errors import Death, Failure, WorkerDied, WorkerError, last_error
-from quartet.cluster.local import LocalBackend
 from quartet.cluster.processes import GroupSpec, ProcessManager
 from quartet.cluster.worker_process import ClassWithArgs
 from quartet.config.errors import UserError
@@ -64,10 +65,29 @@ def test_a_death_says_who_what_and_its_last_words() -> None:
     assert text.index("also failed") < text.index("its last output") and text.endswith("    a\n    b")
 
 
+def manager() -> ProcessManager:
+    """Of four processes that are not started."""
+    no_backend: Any = None
+    return ProcessManager(no_backend, GroupSpec("critic", ResourcePool([4]), ClassWithArgs(object), 3, 120.0))
+
+
+class RankLeft(Exception):
+    is_echo = True
+
+
+@pytest.mark.parametrize("cause", [0, 1])
+def test_of_several_ranks_that_fail_the_cause_is_told_before_its_echoes(cause: int) -> None:
+    raised: list[Exception] = [RankLeft("a rank has failed"), RankLeft("a rank has failed")]
+    raised[cause] = ValueError("no such token")
+    failures = {rank: replace(failure(error), group="critic", rank=rank) for rank, error in enumerate(raised)}
+    with pytest.raises(WorkerError, match=rf"rank {cause} of group .*no such token") as caught:
+        manager().raise_for(failures, "critic.update")
+    assert any("RankLeft" in line for line in caught.value.also)
+
+
 def test_a_sender_that_is_not_known_is_filled_in() -> None:
     unknown = Failure("", -1, 5, "host", "call", "TypeError: no", "…")
-    roles = {"critic": ClassWithArgs(object)}
-    group = ProcessManager(LocalBackend(), GroupSpec("critic", ResourcePool([4]), roles, Layout.fit(4)))
+    group = manager()
     with pytest.raises(WorkerError, match="raised in rank 3 of group 'critic'"):
         group.raise_for({3: unknown}, "critic.update")
     with pytest.raises(WorkerError, match="raised in rank 2 of group 'actor'"):

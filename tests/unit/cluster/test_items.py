@@ -13,9 +13,8 @@ from hypothesis import given
 from quartet.batch import ColumnSet, RaggedBatch, join
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.dispatch import merge_results, portion, survey
-from quartet.cluster.items import Positions, Share, Whole, arrange, cut, placed
-from quartet.cluster.manifests import Gather, ObjectManifest, PartRefs, fetch_value
-from quartet.cluster.structure import Structure, combine_structures
+from quartet.cluster.items import Positions, Share, arrange, cut, placed
+from quartet.cluster.structure import Structure
 
 
 def batch_of(groups: list[list[int]], prompt: int = 3) -> RaggedBatch:
@@ -95,12 +94,6 @@ def test_a_group_is_cut_only_where_balance_needs_it() -> None:
     assert [len(part) for part in plan] == [2, 2, 2, 2]
 
 
-def test_whole_chunks_stay_together_where_they_balance() -> None:
-    batch = batch_of([[5], [5], [5], [5]])
-    plan = plan_parts(4, 2, Structure.of(batch), chunks=[[0, 3], [1, 2]])
-    assert plan == [[0, 3], [1, 2]]
-
-
 def test_items_without_tokens_are_dealt_out_in_order() -> None:
     assert plan_parts(7, 3) == [range(0, 2), range(2, 4), range(4, 7)]
     assert [len(part) for part in plan_parts(1, 3)] == [0, 0, 1]
@@ -139,7 +132,7 @@ def test_arguments_with_other_numbers_of_items_are_refused() -> None:
     with pytest.raises(ValueError, match="list of 2, Tensor of 3"):
         survey([[1, 2], torch.ones(3)])
     with pytest.raises(ValueError, match="found none"):
-        survey([1, Whole([2])])
+        survey([1, (2,)])
 
 
 def test_token_columns_need_their_batch() -> None:
@@ -170,22 +163,9 @@ def test_a_result_with_sequences_of_its_own_has_its_own_table() -> None:
 def test_segments_of_other_origins_are_not_merged() -> None:
     ones = batch_of([[1, 2]])
     a, b = Structure.of(ones.select([0])), Structure.of(ones.select([1]))
-    assert len(combine_structures([a, b], [[0], [1]]).names) == 4
+    assert len(Structure.concat([a, b]).merged([0, 1]).names) == 4
     whole = Structure.of(ones)
-    assert len(combine_structures([whole.select([1]), whole.select([0])], [[0], [1]]).names) == 3
-
-
-def test_chunks_that_are_not_needed_are_not_fetched() -> None:
-    manifest = ObjectManifest((Share((0, 1)), Share((2, 3))), None)
-    fetched: list[object] = []
-
-    def fetch(refs: object) -> list[object]:
-        fetched.extend(refs)  # type: ignore[call-overload]
-        return [[20, 30] for _ in refs]  # type: ignore[attr-defined]
-
-    gather = Gather((PartRefs("manifest", ("first", "second")),), 1, 2)
-    assert fetch_value(fetch, gather, [manifest], Share([2, 3])) == [20, 30]
-    assert fetched == ["second"]
+    assert len(Structure.concat([whole.select([1]), whole.select([0])]).merged([0, 1]).names) == 3
 
 
 def test_arrange_refuses_missing_items() -> None:

@@ -58,7 +58,7 @@ def test_what_others_hold_is_named() -> None:
     assert "use ResourcePool([3])" in error.remedy
 
 
-@pytest.mark.parametrize("bad", [{"processes": []}, {"processes": [2, 0]}, {"groups": 0}, {"gpus": -1.0}])
+@pytest.mark.parametrize("bad", [{"processes": []}, {"processes": [2, 0]}, {"gpus": -1.0}])
 def test_senseless_pools_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(UserError):
         ResourcePool(**{"processes": [1], **bad})  # type: ignore[arg-type]

@@ -1,9 +1,8 @@
-"""Whatever the batch, the number of parts and the way: every item is worked on once and comes back in its place."""
+"""Whatever the batch and the number of parts: every item is worked on once and comes back in its place."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,50 +10,29 @@ import torch
 from torch import Tensor
 
 from quartet.batch import ColumnSet, RaggedBatch, join
-from quartet.cluster import SPLIT, ResourcePool, Worker, WorkerGroup, connect, dispatch
+from quartet.cluster import SPLIT, Layout
 
 BATCHES = 60
 
 
-class Splitter(Worker):
-    @dispatch(SPLIT)
-    def work(self, batch: RaggedBatch, weights: Tensor, names: list[str]) -> Any:
-        assert list(batch.ids) == names
-        sums = [batch.input_ids[slice(*batch.leaf_span(s))].sum() for s in range(len(batch))]
-        scores = torch.stack(sums).double() * weights if sums else weights
-        return ColumnSet(batch.ids, {"twice": 2 * batch.input_ids}, {"score": scores}), [n + "!" for n in names], batch
-
-    @dispatch(SPLIT, blocking=False, chunks=3)
-    def respond(self, prompts: list[list[int]], number: int) -> RaggedBatch:
-        lengths = [[random.Random(p[0] * 7 + i).randint(1, 5) for i in range(number)] for p in prompts]
-        responses = [[[p[0], i] * n for i, n in enumerate(of)] for p, of in zip(prompts, lengths, strict=True)]
-        return RaggedBatch.from_groups(prompts, responses, [f"{p[0]}.{i}" for p in prompts for i in range(number)])
-
-    @dispatch(SPLIT, blocking=False)
-    def copied(self, batch: RaggedBatch) -> RaggedBatch:
-        return batch
-
-    @dispatch(SPLIT)
-    def both(self, first: RaggedBatch, second: RaggedBatch) -> list[str]:
-        assert first.ids == second.ids
-        return list(first.ids)
+def work(batch: RaggedBatch, weights: Tensor, names: list[str]) -> Any:
+    assert list(batch.ids) == names
+    sums = [batch.input_ids[slice(*batch.leaf_span(s))].sum() for s in range(len(batch))]
+    scores = torch.stack(sums).double() * weights if sums else weights
+    return ColumnSet(batch.ids, {"twice": 2 * batch.input_ids}, {"score": scores}), [n + "!" for n in names], batch
 
 
-@pytest.fixture(scope="module", autouse=True)
-def backend() -> Iterator[None]:
-    with connect("local"):
-        yield
+@pytest.fixture(params=[(1, 1), (2, 1), (3, 1), (4, 2), (6, 2)])
+def layout(request: pytest.FixtureRequest) -> Layout:
+    size, tensor = request.param
+    return Layout.fit(size, {"tensor": tensor})
 
 
-@pytest.fixture(scope="module", params=[(1, {}), (2, {}), (3, {}), (4, {"tensor": 2}), (6, {"pipeline": 2})])
-def group(request: pytest.FixtureRequest) -> WorkerGroup:
-    size, layout = request.param
-    return WorkerGroup(ResourcePool([size]), Splitter, layout=layout)
-
-
-@pytest.fixture(scope="module")
-def three() -> WorkerGroup:
-    return WorkerGroup(ResourcePool([3]), Splitter)
+def called(layout: Layout, *args: Any) -> Any:
+    """What a group of such ranks returns."""
+    plan = SPLIT.plan(layout, args, {})
+    results = [work(*call.args) if call is not None else None for call in plan.calls]
+    return plan.collect([results[rank] for rank in plan.answers], plan.shares)
 
 
 def any_batch(draw: random.Random) -> RaggedBatch:
@@ -101,30 +79,8 @@ def check(batch: RaggedBatch, weights: Tensor, result: Any) -> None:
         assert joined.sequence["score"][s] == batch.input_ids[span].sum().double() * weights[s]
 
 
-def test_a_split_batch_comes_back_in_order(group: WorkerGroup) -> None:
+def test_a_split_batch_comes_back_in_order(layout: Layout) -> None:
     for seed in range(BATCHES):
         batch = any_batch(random.Random(seed))
         weights = torch.rand(len(batch), dtype=torch.float64)
-        check(batch, weights, group.work(batch, weights, list(batch.ids)))
-        check(batch, weights, group.work.submit(batch, weights, list(batch.ids)).result())
-
-
-def test_a_result_that_another_group_splits_anew_comes_back_in_order(group: WorkerGroup, three: WorkerGroup) -> None:
-    for seed in range(BATCHES):
-        draw = random.Random(seed)
-        prompts = [[10 * i + 1] * draw.randint(1, 5) for i in range(draw.randint(1, 9))]
-        made = group.respond(prompts, draw.randint(1, 4))
-        batch = made.result()
-        weights = torch.rand(len(batch), dtype=torch.float64)
-        for reader in (group, three):
-            check(batch, weights, reader.work(made, weights, list(batch.ids)))
-
-
-def test_results_that_lay_in_other_chunks_are_split_together(group: WorkerGroup, three: WorkerGroup) -> None:
-    """Where the readers of each were given other parts, a third group finds its own."""
-    for seed in range(BATCHES):
-        draw = random.Random(seed)
-        prompts = [[i] * draw.randint(1, 9) for i in range(1, draw.randint(3, 9))]
-        made = group.respond(prompts, draw.randint(1, 4))
-        first, second = three.copied(made), three.copied(group.copied(made))
-        assert three.both(first, second) == list(made.result().ids)
+        check(batch, weights, called(layout, batch, weights, list(batch.ids)))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
-from quartet.cluster import Layout, Worker
+from quartet.cluster import Worker
 from quartet.cluster.worker import RankInfo, free_port, reserved_port
 from quartet.config.errors import UserError
 
@@ -21,17 +21,15 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "1
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "LOCAL_WORLD_SIZE", "QUARTET_LAYOUT", "CUDA_VISIBLE_DEVICES"):
+    for name in (*TORCHRUN, "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_the_variables_of_torchrun_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("QUARTET_LAYOUT", "data=2,tensor=2")
     worker = Worker()
     assert (worker.rank, worker.world_size, worker.local_rank) == (3, 4, 1)
-    assert worker.layout == Layout.of(data=2, tensor=2)
 
 
 def test_without_variables_a_worker_is_alone() -> None:
@@ -53,13 +51,8 @@ def test_what_is_missing_is_named() -> None:
     assert caught.value.found == "MASTER_ADDR, MASTER_PORT not set"
 
 
-def test_a_layout_of_other_ranks_is_refused() -> None:
-    with pytest.raises(UserError, match="other ranks than WORLD_SIZE"):
-        RankInfo.from_environment({**TORCHRUN, "QUARTET_LAYOUT": "data=3"})
-
-
 def test_a_place_survives_the_environment() -> None:
-    place = RankInfo(1, 4, 1, 2, "10.0.0.1", 29500, Layout.of(data=2, tensor=2), "2,3")
+    place = RankInfo(1, 4, 1, 2, "10.0.0.1", 29500, "2,3")
     assert RankInfo.from_environment(place.environment()) == place
 
 
@@ -78,7 +71,6 @@ def test_a_worker_alone_forms_a_group_and_leaves_the_interface_alone() -> None:
         value = torch.ones(1)
         distributed.all_reduce(value)
         assert value.item() == 1.0
-        assert worker.device_mesh().shape == (1,)
         assert "GLOO_SOCKET_IFNAME" not in os.environ
     finally:
         distributed.destroy_process_group()

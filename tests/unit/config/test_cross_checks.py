@@ -199,14 +199,6 @@ def test_what_does_not_fit_is_refused_with_its_reason(overrides: list[str], reas
     assert reason in refused(*overrides)
 
 
-def test_sharding_is_a_key_of_each_role() -> None:
-    with pytest.raises(UserError) as caught:
-        rl("placement={type: full_offload, pool: {}, sharding: {actor: {tensor: 2}}}")
-    assert "actor.sharding.shard=2" in caught.value.remedy
-    # As recipes have it that earlier versions saved.
-    assert rl("placement={type: full_offload, pool: {}, sharding: {}}").placement is not None
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

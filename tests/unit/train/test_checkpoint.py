@@ -54,7 +54,7 @@ def _save(root: Path, step: int, keep: int = 5) -> Path:
 def _intact(root: Path, step: int) -> bool:
     """Once newer ones are out of the way."""
     aside = [path.rename(path.with_name(f".{path.name}")) for path in root.glob("step_*") if int(path.name[5:]) > step]
-    found = newest_checkpoint(root, shares=["actor"])
+    found = newest_checkpoint(root)
     for path in aside:
         path.rename(path.with_name(path.name[1:]))
     state = Share(found.path / "actor").state()
@@ -90,7 +90,7 @@ def test_only_the_newest_are_kept(tmp_path):
 def test_the_same_step_again_replaces(tmp_path):
     _save(tmp_path, 3)
     save(tmp_path, 3, parts={"emitted": torch.ones(1)}, info={"cursor": 0})
-    found = newest_checkpoint(tmp_path, shares=["actor"])
+    found = newest_checkpoint(tmp_path)
     assert found.info == {"step": 3, "cursor": 0} and found.parts == {"emitted": torch.ones(1)}
     assert Share(found.path / "actor").state() == {"rest": {}}
     assert _names(tmp_path) == ["step_00000003"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from quartet.config.common import TrainConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.digests import digest_files
 from quartet.schedule.model_worker import TrainWorker
-from quartet.train.checkpoint import newest_checkpoint
 from quartet.train.checkpoint_shares import Share, ShareWriter, write_share
 from quartet.train.engine import TrainEngine
 
-FORMAT_1 = Path(__file__).parent / "checkpoint_of_format_1"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 
 
@@ -175,19 +172,3 @@ def test_a_worker_that_does_not_see_the_directory_says_so(tmp_path: Path) -> Non
         worker.save_checkpoint(tmp_path / "elsewhere" / "actor", background=True)
     assert "storage that all machines share" in caught.value.remedy
     assert not (tmp_path / "elsewhere").exists(), "nothing is written where nobody would look for it"
-
-
-def test_a_checkpoint_of_the_format_before_is_taken_up(tmp_path: Path) -> None:
-    """One file per role, the optimizer's tensors by numbers; written by the commit before shares."""
-    shutil.copytree(FORMAT_1, tmp_path / "step_00000002")
-    found = newest_checkpoint(tmp_path, shares=["actor"])
-    assert found is not None and found.parts["emitted"].all() and "actor" not in found.parts
-    engine = tied_engine(seed=1)
-    TrainWorker(engine).load_checkpoint(found.path / "actor")
-    old = torch.load(FORMAT_1 / "actor.pt", weights_only=True)
-    assert engine.num_updates == old["num_updates"] == 2
-    model, state = engine.packed.model, engine.optimizer.state_dict()
-    assert all(same_bits(tensor, old["model"][name]) for name, tensor in model.state_dict().items())
-    assert state["param_groups"] == old["optimizer"]["param_groups"]
-    for number, values in old["optimizer"]["state"].items():
-        assert all(same_bits(state["state"][number][key], value) for key, value in values.items())

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from breaking import fails_at
@@ -20,7 +19,6 @@ from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.rollouts import list_steps, read_step
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.train.engine import TrainEngine
-from quartet.trainers import checkpoints
 from quartet.trainers.rl import RLTrainer
 
 VALUES: dict[str, Any] = {
@@ -84,36 +82,3 @@ def test_the_pad_token_stays_where_neither_data_nor_policy_have_it(
         other.load_checkpoint(tmp_path / name)
         other.export(tmp_path / f"{name}_again", tokenizer, frozenset(), ())
         assert pad_of(tmp_path / f"{name}_again") == expected
-
-
-@pytest.mark.parametrize("num_ids", [3, 500])
-def test_what_the_driver_had_noted_in_earlier_versions_counts(
-    tmp_path: Path, worker: Callable[[], CriticWorker], tokenizer: Any, num_ids: int
-) -> None:
-    """``[V]`` of the actor's vocabulary, which may be smaller or larger than the critic's."""
-    used, seen = worker(), torch.zeros(num_ids, dtype=torch.bool)
-    seen[min(tokenizer.pad_token_id, num_ids - 1)] = True
-    used.note_seen(seen)
-    used.export(tmp_path / "critic", tokenizer, frozenset(), ())
-    is_noted = tokenizer.pad_token_id < num_ids
-    assert pad_of(tmp_path / "critic") == (len(tokenizer) if is_noted else tokenizer.pad_token_id)
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_what_its_driver_had_noted(
-    tmp_path: Path, tiny_rl: Callable[..., RLTrainer], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its checkpoints have a part ``emitted``, and nothing of it in the critic's share."""
-    plain = checkpoints.save
-
-    async def save(run: Any, workers: Any, step: int, parts: Any, info: Any) -> None:
-        emitted = torch.ones(len(tokenizer), dtype=torch.bool)
-        await plain(run, workers, step, {**parts, "emitted": emitted}, info)
-
-    with monkeypatch.context() as earlier:
-        earlier.setattr(checkpoints, "save", save)
-        earlier.setattr(CriticWorker, "checkpoint_state", TrainWorker.checkpoint_state)
-        with pytest.raises(UserError, match="server is gone"):
-            tiny_rl(tmp_path / "run", fails_at(2, half), **VALUES).train()
-    monkeypatch.setattr(CriticWorker, "update", TrainWorker.update)
-    tiny_rl(tmp_path / "run", half, resume=True, **VALUES).train()
-    assert pad_of(tmp_path / "run" / "critic") == len(tokenizer)

@@ -169,17 +169,6 @@ def test_answers_to_other_prompts_are_not_taken_back(tokenizer: Any, tmp_path: P
     assert "prompt 7 of the run, 'p8'" in caught.value.found
 
 
-def test_groups_of_an_earlier_version_are_refused_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:
-    former = {"groups": [{"index": 7, "prompt_ids": [7, 4], "completions": []}], "rejected": [8]}
-    codec = TextCodec(tokenizer)
-    complete_checkpoint(begin_checkpoint(tmp_path, 3), {"ahead": former}, {}, {}, keep=1)
-    with pytest.raises(UserError, match="earlier version") as caught:
-        restored(newest(tmp_path), codec)
-    assert "group 7" in caught.value.found and "resume from a checkpoint without" in caught.value.remedy
-    complete_checkpoint(begin_checkpoint(tmp_path, 4), {"ahead": {**former, "groups": []}}, {}, {}, keep=1)
-    assert restored(newest(tmp_path), codec) == BufferedGroups({}, (8,))
-
-
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_chunk_holds_each_sequence_once_with_what_is_known_of_its_tokens(make: Callable[[int], Made]) -> None:
     made = [make(7), make(9)]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from quartet.cluster import ResourcePool, WorkerDied, WorkerGroup, connect
+from quartet.cluster import OneRank, WorkerDied
+from quartet.cluster.errors import Death
 from quartet.cluster.worker import PATHS, local_path
 from quartet.config import UserError
 from quartet.observe.digests import FileDigest, digest_files
@@ -39,15 +41,54 @@ class Elsewhere(Storage):
         return bytes([data[0] ^ 1]) + data[1:] if self.spoils and data else data
 
 
+class Sent:
+    """A call's result, which is there as soon as it is called."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def wait(self) -> None:
+        if isinstance(self.value, Exception):
+            raise self.value
+
+
+class Machines:
+    """The group of four workers, as objects that take turns."""
+
+    def __init__(self) -> None:
+        self.workers = [Elsewhere() for _ in NODES]
+        self.dead: set[int] = set()
+        self.dies_in: tuple[int, str] | None = None
+        for rank, worker in enumerate(self.workers):
+            worker.place = replace(worker.place, rank=rank)
+
+    def call(self, method: Callable[..., Any], *args: Any, mode: Any = None, blocking: bool = True) -> Any:
+        if not isinstance(mode, OneRank):
+            return [getattr(worker, method.__name__)(*args) for worker in self.workers]
+        sent = Sent(self._called(mode.rank, method.__name__, *args))
+        if not blocking:
+            return sent
+        sent.wait()
+        return sent.value
+
+    def _called(self, rank: int, method: str, *args: Any) -> Any:
+        if self.dies_in == (rank, method):
+            self.dead.add(rank)
+        if rank in self.dead:
+            return WorkerDied(Death("storage", rank, None, "far", method, "it was stopped", None))
+        values = [value.value if isinstance(value, Sent) else value for value in args]
+        lost = [value for value in values if isinstance(value, WorkerDied)]
+        return lost[0] if lost else getattr(self.workers[rank], method)(*values)
+
+
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Mirror]]:
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Mirror]:
     monkeypatch.setattr(mirrors, "CHUNK", 100)
     monkeypatch.setattr(Elsewhere, "root", tmp_path, raising=False)
     run = tmp_path / "driver" / "run"
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"created": "today"}')
-    with connect("local") as backend:
-        yield lambda: Mirror(run, WorkerGroup(ResourcePool([1] * 4), Elsewhere, backend=backend), NODES)
+    return lambda: Mirror(run, cast(Any, Machines()), NODES)
 
 
 def save(mirror: Mirror, root: Path, step: int, *, keep: int = 2) -> Path | None:
@@ -121,21 +162,11 @@ def test_a_share_that_no_machine_has_is_named(made: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dies_in", ["read", "write", "commit"])
-def test_a_machine_that_dies_leaves_the_former_checkpoint(
-    dies_in: str, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_dies_leaves_the_former_checkpoint(dies_in: str, made: Any, tmp_path: Path) -> None:
     mirror, root = made(), tmp_path / "driver/run/checkpoints"
     save(mirror, root, 1)
     kept, at = digest_files(root), 2 if dies_in == "commit" else 1
-    backend, handle = mirror._group.backend, mirror._group._processes.handles[at]
-    called = backend.call
-
-    def call(to: Any, method: str, args: tuple[Any, ...], returns: int = 1) -> Any:
-        if to is handle and args[0].method == dies_in:
-            backend.stop([handle])
-        return called(to, method, args, returns)
-
-    monkeypatch.setattr(backend, "call", call)
+    mirror._group.dies_in = (at, dies_in)
     with pytest.raises(WorkerDied, match=f"rank {at} of group") if dies_in == "read" else nullcontext():
         assert save(mirror, root, 2) is None, "the driver had all of it, but not every machine"
     prune(root, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gzip
 import os
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster import ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
@@ -22,9 +20,7 @@ from quartet.observe import rollouts
 from quartet.observe.rollouts import list_steps, read_step, rollouts_path
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch, without_texts
-from quartet.schedule.model_worker import ScoreWorker
 from quartet.schedule.placement import LOCAL_POOL, local_placement
-from quartet.schedule.role_group import RemoteGroup
 from quartet.schedule.rollout_writer import Writer
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs
@@ -147,11 +143,9 @@ def test_a_reward_model_may_be_called_writer(tmp_path: Path, causal_lm: Any, sca
         data={"path": "unused.jsonl"},
         rewards=[{"type": "model", "name": "writer", "path": str(tmp_path / "judge")}],
     )
-    with connect("local") as backend:
-        made = (recipe, UserObjects(), local_placement(("actor", "writer")), LOCAL_POOL, str(Path.cwd()))
-        group = WorkerGroup(ResourcePool([1]), PoolWorker, *made, backend=backend)
-        batch = RaggedBatch.from_groups([[3, 4]], [[[5], [6, 7]]], ["a", "b"])
-        model = RemoteGroup(group, "writer", ScoreWorker)
-        scores = asyncio.run(model.call(ScoreWorker.forward, batch, Needs(scores=True)))
-        assert scores.ids == batch.ids and len(scores.sequence["scores"]) == 2
-        assert asyncio.run(RemoteGroup(group, WRITER_ROLE, Writer, 0).call(Writer.finish_rollouts, 1)) is False
+    placement = local_placement(("actor", "writer"))
+    process = PoolWorker(recipe, UserObjects(), placement, LOCAL_POOL, str(Path.cwd()))
+    batch = RaggedBatch.from_groups([[3, 4]], [[[5], [6, 7]]], ["a", "b"])
+    scores = process.run_role("writer", "forward", batch, Needs(scores=True))
+    assert scores.ids == batch.ids and len(scores.sequence["scores"]) == 2
+    assert process.run_role(WRITER_ROLE, "finish_rollouts", 1) is False
