@@ -108,6 +108,10 @@ def run(command: dict[str, Any]) -> int:
     if command["kill"]:
         kill_before(*command["kill"])
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    except KeyboardInterrupt:  # It came before this was a command.
+        return 128 + signal.SIGINT
+    try:
         main()
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -126,8 +130,11 @@ for line in sys.stdin:
     if "wait" in request:
         answer = {"status": os.waitpid(request["wait"], 0)[1]}
     else:
+        # Callbacks of a fork drop a Ctrl-C, and may leave their locks held.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         pid = os.fork()
         if pid == 0:
             os._exit(run(request))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         answer = {"pid": pid}
     print(json.dumps(answer), flush=True)

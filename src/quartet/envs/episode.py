@@ -18,7 +18,7 @@ from quartet.config.errors import UserError
 from quartet.config.foreign import as_score, described, excerpt, raised_at
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
-from quartet.observe.global_state import GlobalStateGuard
+from quartet.observe.global_state import RandomStateGuard
 from quartet.text.examples import PromptText
 
 _T = TypeVar("_T")
@@ -128,7 +128,7 @@ _TICKS = 20
 class _EpisodeRun:
     """One episode's calls of its environment, each with a time limit and an error that says where it was."""
 
-    def __init__(self, item: Item, act: Act, limits: EpisodeLimits, guard: GlobalStateGuard) -> None:
+    def __init__(self, item: Item, act: Act, limits: EpisodeLimits, guard: RandomStateGuard) -> None:
         self._item = item
         self._act = act
         self._limits = limits
@@ -173,9 +173,7 @@ class _EpisodeRun:
             await self.call("close", close)
 
     async def call(self, method: str, work: Callable[[], Awaitable[_T]]) -> _T:
-        """What the environment's ``method`` returns, within the time limit. What it changes about this process is put
-        back.
-        """
+        """What the environment's ``method`` returns, within the time limit."""
         seconds = self._limits.timeout_s
         own = _OwnTime(seconds)
         try:
@@ -192,7 +190,7 @@ class _EpisodeRun:
             # Something inside was cancelled, and not this episode: the error would be lost.
             raise self._error(method, "raised CancelledError") from error
         except (KeyboardInterrupt, GeneratorExit, UserError):
-            raise  # Ctrl-C, the end of the event loop, or a change that cannot be put back.
+            raise  # Ctrl-C, the end of the event loop, or a run that was started inside.
         except BaseException as error:  # User code may raise anything; it is passed on with its cause.
             if isinstance(error, TimeoutError) and own.limit.expired():
                 raise self._error(method, f"took longer than environment.timeout_s, {seconds:g} s") from error

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from quartet.config.errors import UserError
 from quartet.config.recipe import EnvironmentConfig
 from quartet.config.targets import load_target
-from quartet.observe.global_state import GlobalStateGuard
+from quartet.observe.global_state import RandomStateGuard
 from quartet.text.examples import PromptText
 
 
@@ -108,14 +108,14 @@ class EnvironmentFactory:
     """Makes the fresh object of an episode. Its code runs in this process, under ``guard``."""
 
     make: Callable[[], Environment]
-    guard: GlobalStateGuard = field(default_factory=lambda: GlobalStateGuard("the environment"))
+    guard: RandomStateGuard = field(default_factory=lambda: RandomStateGuard("the environment"))
     failures: EpisodeFailures = field(default_factory=EpisodeFailures)
 
     def __call__(self) -> Environment:
         return self.make()
 
     def warnings(self) -> list[str]:
-        """What it changed about this process, and which of its episodes failed."""
+        """Which random numbers it draws, and which of its episodes failed."""
         rows, first = self.failures.rows, self.failures.first
         if first is None:
             return self.guard.warnings()
@@ -139,7 +139,7 @@ def environment_factory(
     Raises:
         UserError: there is no such class, it lacks an async method, or it does not take ``config.options``.
     """
-    guard = GlobalStateGuard("the environment")
+    guard = RandomStateGuard("the environment")
     if environment is None:
         if config.target is None:
             raise UserError(

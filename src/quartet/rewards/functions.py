@@ -18,7 +18,7 @@ from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.foreign import excerpt
-from quartet.observe.global_state import GlobalStateGuard
+from quartet.observe.global_state import RandomStateGuard
 from quartet.rewards.called import BadReturn, Parameters, scores_of
 from quartet.rewards.source import Columns, RewardError, RewardSource, Scores
 from quartet.text.examples import PromptText
@@ -72,7 +72,7 @@ class FunctionSource(RewardSource):
 class PassedFunction(FunctionSource):
     """A function passed from Python. It runs in the event loop, so a plain one while generation waits.
 
-    What it changes about the process is put back after every call, and told in ``warnings``.
+    It has random generators of its own; what else it changes about the process stays changed.
 
     Args:
         function: see this module's head.
@@ -83,7 +83,7 @@ class PassedFunction(FunctionSource):
         # A lambda is called "<lambda>", which no metric may be.
         self.name = str(getattr(function, "__name__", type(function).__name__)).strip("<>")
         self._parameters = Parameters.of(function)
-        self._guard = GlobalStateGuard(f"the reward {self.name!r}")
+        self._guard = RandomStateGuard(f"the reward {self.name!r}")
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         """One score per completion; None where the function says that it does not apply.
@@ -116,10 +116,10 @@ class PassedFunction(FunctionSource):
             # Something inside was cancelled, and not this call: the error would be lost.
             raise self._failure(BadReturn("raised CancelledError"), prompts, completions) from error
         except (KeyboardInterrupt, GeneratorExit, UserError):
-            raise  # Ctrl-C, the end of the event loop, or a change that cannot be put back.
+            raise  # Ctrl-C, the end of the event loop, or a run that was started inside.
         except BaseException as error:  # User code may raise anything; it is passed on with its cause.
             raise self._failure(BadReturn.of(error), prompts, completions) from error
 
     def warnings(self) -> list[str]:
-        """What it changed about this process."""
+        """Which random numbers it draws."""
         return self._guard.warnings()

@@ -2,7 +2,7 @@
 
 All roles of a process share it. Calls run one at a time, in the order in which they were handed over: that in which
 the arbiter granted their leases. User code that runs in the event loop, a reward function or an environment passed from
-Python, has the process to itself meanwhile (``EXCLUSIVE``): what it changes about it is put back before the next call.
+Python, has the process to itself meanwhile (``EXCLUSIVE``): random generators are its own then, and training's after.
 """
 
 from __future__ import annotations

@@ -3,15 +3,13 @@
 Inside ``graceful`` the first of them, whichever it is, asks the run to save and end after the step in flight. A SIGINT
 after it stops at once; SIGTERM and SIGUSR1 never do, since schedulers repeat them. Elsewhere (imports, loading,
 evaluation) there is nothing to wait for, and the first stops at once. ``Stopped`` is raised for that wherever the main
-thread is; like every exception out of a signal handler it can get lost, or two signals can arrive as one. Against that:
+thread is; like every exception out of a signal handler it can get lost. Against that:
 
-- Signals that come while the interpreter is inside a long operation are counted by the bytes that each leaves in a pipe
-  (``signal.set_wakeup_fd``), not by calls of the handler, of which there is only one for all of them.
 - ``Stopped`` out of a ``__del__`` or the callback of a weak reference is dropped by the interpreter
   (``sys.unraisablehook``): it is raised again a moment later.
 - Whatever else swallows it meets it again with the next ``check``.
 
-Two signals that the operating system has merged, because the first was still pending, are one.
+The same signal twice within one long operation of the interpreter, which calls the handler afterwards, is one.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import _thread
 import atexit
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
@@ -33,7 +30,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 2.0
 """For so long after ``Stopped`` was raised further signals are ignored: what cleans up is not interrupted by keys that
 were pressed in a row."""
-_BYTE_WAIT_S = 0.05
 _AGAIN_S = 0.01
 
 
@@ -59,8 +55,7 @@ class StopSignals:
         self._raise_now = False
         self._raised_s = float("-inf")
         self._graceful = 0
-        self._pipe: tuple[int, int] | None = None
-        self._ahead: set[int] = set()
+        self._is_installed = False
 
     @property
     def requested(self) -> bool:
@@ -89,10 +84,7 @@ class StopSignals:
     def installed(self, *, ends_process: bool) -> Iterator[None]:
         """Handles the signals of this process, in its main thread."""
         former, hook = _handlers(), sys.unraisablehook
-        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        former_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        if former_fd != -1:
-            signal.set_wakeup_fd(former_fd)  # an event loop around us needs it; signals are counted by calls then
+        self._is_installed = True
 
         def unraisable(lost: Any) -> None:
             if issubclass(lost.exc_type, Stopped):
@@ -111,15 +103,11 @@ class StopSignals:
             else:
                 _restore(former)
             sys.unraisablehook = hook
-            if former_fd == -1:
-                signal.set_wakeup_fd(-1)
-            for end in self._pipe:
-                os.close(end)
-            self._pipe = None
+            self._is_installed = False
 
     def listen(self) -> None:
         """Makes this the handler of the signals."""
-        if self._pipe is not None and threading.current_thread() is threading.main_thread():
+        if self._is_installed and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
 
@@ -142,12 +130,6 @@ class StopSignals:
         return 128 + (self.first or signal.SIGINT)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        for arrived in self._arrived(number):
-            self._count(arrived)
-        if self._raise_now:
-            raise self._stopped()
-
-    def _count(self, number: int) -> None:
         if self.first is None:
             self.first = signal.Signals(number)
             stops = not self._graceful
@@ -155,33 +137,12 @@ class StopSignals:
             stops = number == signal.SIGINT and time.monotonic() - self._raised_s > GRACE_S
         if stops:
             self.at_once = self._raise_now = True
+        if self._raise_now:
+            raise self._stopped()
 
     def _stopped(self) -> Stopped:
         self._raise_now, self._raised_s = False, time.monotonic()
         return Stopped(self.first or signal.SIGINT)
-
-    def _arrived(self, number: int) -> list[int]:
-        """The signals since the last call, each as often as it came."""
-        if number in self._ahead:
-            self._ahead.discard(number)  # counted together with another one
-            return [n for n in self._bytes() if n in STOP_SIGNALS]
-        found = self._bytes()
-        if number not in found and self._pipe is not None:
-            # Another thread received it and has not written its byte yet, or the pipe was replaced.
-            select.select([self._pipe[0]], [], [], _BYTE_WAIT_S)
-            found += self._bytes()
-        if number not in found:
-            found.append(number)
-        self._ahead.update({n for n in found if n != number and n in STOP_SIGNALS})
-        return [n for n in found if n in STOP_SIGNALS]
-
-    def _bytes(self) -> list[int]:
-        if self._pipe is None:
-            return []
-        try:
-            return list(os.read(self._pipe[0], 4096))
-        except BlockingIOError:
-            return []
 
 
 _current: StopSignals | None = None
@@ -238,7 +199,6 @@ def _forget() -> None:
     global _current
     if _current is not None:
         _current = None
-        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in STOP_SIGNALS[1:]:
             signal.signal(number, signal.SIG_DFL)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import sys
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -208,18 +207,17 @@ def test_a_failing_step_is_reported_with_its_episode(plain: TextCodec, result: A
     assert environment.closed == 1
 
 
-class Rude(Counting):
-    """Changes this process wherever it is called."""
+class Drawing(Counting):
+    """Draws and seeds wherever it is called."""
 
     def __init__(self) -> None:
-        torch.set_default_dtype(torch.float64)
+        torch.rand(1)
         super().__init__()
 
     async def reset(self, item: Item) -> str:
-        torch.set_grad_enabled(False)
+        np.random.seed(3)
         await asyncio.sleep(0)
-        assert torch.is_grad_enabled(), "between its steps others compute"
-        os.chdir("/")
+        random.random()
         return await super().reset(item)
 
     async def step(self, action: str) -> StepResult:
@@ -227,28 +225,28 @@ class Rude(Counting):
         return await super().step(action)
 
     async def close(self) -> None:
-        sys.setrecursionlimit(5000)
+        random.seed(3)
 
 
-def test_what_it_changes_about_this_process_is_put_back_and_told(plain: TextCodec) -> None:
-    make = EnvironmentFactory(Rude)
-    before = (torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd(), sys.getrecursionlimit())
-    state = torch.get_rng_state()
+def _random_state() -> tuple[Any, ...]:
+    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+
+def test_its_random_numbers_are_not_those_of_training(plain: TextCodec) -> None:
+    make, before = EnvironmentFactory(Drawing), _random_state()
     limits = EpisodeLimits(max_turns=5, max_sequence_tokens=100)
     asyncio.run(played(make, Scripted(plain, ["a"] * 5), plain, limits))
-    assert before == (torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd(), sys.getrecursionlimit())
-    assert torch.equal(state, torch.get_rng_state())
-    changed, drawn = make.guard.warnings()
-    for name in ("default dtype", "gradient mode", "working directory", "recursion limit"):
-        assert name in changed
-    assert "the environment draws from torch's global generator" in drawn
+    assert _random_state() == before
+    (drawn,) = make.guard.warnings()
+    for name in ("`random`", "numpy's global generator", "torch's global generator"):
+        assert name in drawn
 
 
-def test_what_its_module_changes_while_it_is_imported_is_put_back(tmp_path: Path) -> None:
-    (tmp_path / "worlds.py").write_text(f"import torch\ntorch.set_default_dtype(torch.float64)\n{SOURCE}")
+def test_random_numbers_that_its_module_draws_while_it_is_imported_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / "worlds.py").write_text(f"import torch\ntorch.manual_seed(3)\n{SOURCE}")
+    before = _random_state()
     make = environment_factory(EnvironmentConfig(target=f"{tmp_path}/worlds.py:Good", options={"size": 3}))
-    assert torch.get_default_dtype() == torch.float32
-    assert make.guard.warnings() == ["the environment changed the default dtype; that was put back after each call"]
+    assert _random_state() == before and "torch's global generator" in make.guard.warnings()[0]
 
 
 def test_a_failing_reset(plain: TextCodec) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 
-from quartet.observe.global_state import GlobalStateGuard
+from quartet.observe.global_state import RandomStateGuard
 from quartet.schedule.compute_thread import ComputeThread, interrupt_computing
 from quartet.schedule.role_group import LocalGroup
 
@@ -168,26 +168,30 @@ def test_modes_of_the_thread_that_waits_are_not_those_of_what_computes(compute: 
 
 
 def test_user_code_and_what_computes_never_meet(compute: ComputeThread) -> None:
-    """The default dtype belongs to the process: what computes meanwhile would make its tensors of it."""
-    guard = GlobalStateGuard("the reward 'x'")
+    """Global generators belong to the process: what computes meanwhile would draw from those of user code."""
+    guard = RandomStateGuard("the reward 'x'")
 
-    def dtypes() -> set[torch.dtype]:
-        end_s, found = time.monotonic() + 0.2, set()
-        while time.monotonic() < end_s:
-            found.add(torch.zeros(1).dtype)
+    def draws() -> list[float]:
+        found = []
+        for _ in range(100):
+            found.append(torch.rand(()).item())
             time.sleep(0.001)
         return found
 
     async def reward() -> None:
-        await asyncio.sleep(0.05)
-        torch.set_default_dtype(torch.float64)
-        time.sleep(0.1)
+        for _ in range(5):
+            await asyncio.sleep(0.02)
+            torch.manual_seed(5)
+            time.sleep(0.02)
 
-    async def run() -> set[torch.dtype]:
-        found, _, after = await asyncio.gather(compute.run(dtypes), guard.driven(reward()), compute.run(dtypes))
-        return found | after
+    async def run() -> list[float]:
+        found, _, after = await asyncio.gather(compute.run(draws), guard.driven(reward()), compute.run(draws))
+        return found + after
 
-    assert asyncio.run(run()) == {torch.float32}
+    torch.manual_seed(1)
+    wanted = [torch.rand(()).item() for _ in range(200)]
+    torch.manual_seed(1)
+    assert asyncio.run(run()) == wanted
     assert guard.warnings()
 
 

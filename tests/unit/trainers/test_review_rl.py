@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,17 +119,6 @@ def test_a_run_within_a_reward_is_refused_and_does_not_wait_for_ever(
     with pytest.raises(UserError, match=f"the reward '{reward.__name__}' starts a run inside of another one"):
         trainer(tmp_path, causal_lm, tokenizer, functions=[reward]).train()
     assert guarded_code() is None
-
-
-def test_a_reward_that_turns_warnings_into_errors_harms_no_training(
-    tmp_path: Path, causal_lm: Any, tokenizer: Any
-) -> None:
-    def strict(completions: list[str]) -> list[float]:
-        warnings.simplefilter("error")
-        return [float(len(text)) for text in completions]
-
-    found = trainer(tmp_path, causal_lm, tokenizer, functions=[strict]).train()
-    assert any("which warnings are errors" in note for note in found.summary["notes"])
 
 
 @pytest.mark.parametrize(

