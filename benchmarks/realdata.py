@@ -3,7 +3,7 @@
     QUARTET_REALDATA=DIR python benchmarks/realdata.py reward-model | story-ppo | story-grpo | story-rloo | gsm8k | all
 
 DIR holds ``stories260K/`` (a TinyStories model as a Hugging Face directory), ``pandalm_human_pairs.jsonl``,
-``gsm8k_train.jsonl`` and ``gsm8k_test.jsonl``. What is measured: docs/realdata.md. Every command
+``gsm8k_train.jsonl`` and ``gsm8k_test.jsonl``. What is measured: docs/benchmarks.md. Every command
 prints a Markdown table and appends it to ``--out``/figures.md.
 """
 

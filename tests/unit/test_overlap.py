@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from quartet.config.placement import PlacementConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "placements-measured.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 GUIDE = ROOT / "docs" / "placements.md"
 
 
@@ -71,7 +71,7 @@ def test_the_page_shows_what_the_benchmark_finds(overlap: Any) -> None:
     table = overlap.placements_table({name: overlap.side_by_side(name) for name in overlap.PLACEMENTS})
     added = {name: [overlap.added_by_heads(name, critic=of) for of in overlap.CRITICS] for name in overlap.PLACEMENTS}
     for one in (table, overlap.heads_table(added)):
-        assert one in page, "run `python benchmarks/overlap.py` and put its tables into docs/placements-measured.md"
+        assert one in page, "run `python benchmarks/overlap.py` and put its tables into docs/benchmarks.md"
     for case in overlap.CASES:
         assert f"| {case.name} |" in page and f"| {overlap.study(case, real_runs=0)['virtual_s']:.1f} |" in page
 
