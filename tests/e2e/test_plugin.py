@@ -63,6 +63,10 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
             'from quartet import Plugin, RewardType as T\nPLUGIN = Plugin(rewards={"new": T("os:path", "os:path")})',
             "os:path",
         ),
+        (
+            'from quartet import DrafterType as T, Plugin\nPLUGIN = Plugin(drafters={"history": T("os:path", "")})',
+            "history",
+        ),
     ],
     ids=[
         "no import",
@@ -72,6 +76,7 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
         "no function",
         "a reward of Quartet",
         "no section",
+        "a drafter of a plug-in",
     ],
 )
 def test_a_package_that_cannot_be_used_is_named(source: str, found: str, tmp_path: Path) -> None:

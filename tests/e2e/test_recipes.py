@@ -32,8 +32,8 @@ from quartet.config.recipe import RECIPES, LogConfig, SFTRecipe
 from quartet.config.schema import members, tags
 from quartet.config.yamls import parse_yaml
 from quartet.extras.quickstart import task
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import load_causal_lm, save_step_separator
-from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.sft import SFTTrainer

@@ -8,7 +8,9 @@ into ``minibatches`` (one optimizer update each), and the whole is gone through 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
@@ -33,9 +35,10 @@ from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfit
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
 from quartet.config.medusa import MedusaRecipe
 from quartet.config.placement import PlacementConfig
+from quartet.config.plugins import sections
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.reward_types import RewardConfig
-from quartet.config.speculation import SpeculationConfig
+from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples
 
@@ -65,6 +68,15 @@ class ProcessRewardRecipe(SupervisedRecipe):
     job: Literal["process-reward"] = "process-reward"
     separator: str = Field("\n\n", min_length=1, description="Ends every step but the last, which may have none.")
     answers_per_step: Rows = Field(32, ge=1, description="Answers in each update.")
+
+
+if TYPE_CHECKING:
+    SpeculationConfig = Speculation
+else:
+    _ADDED = sections("drafter", Speculation, DRAFTERS) or (Speculation,)
+    SpeculationConfig = reduce(or_, _ADDED)
+    if len(_ADDED) > 1:
+        SpeculationConfig = Annotated[SpeculationConfig, Field(discriminator="type")]
 
 
 class RolloutConfig(Strict):

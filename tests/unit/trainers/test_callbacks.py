@@ -16,10 +16,10 @@ from quartet.config.logs import CallbackConfig, LogConfig
 from quartet.config.medusa import MedusaRecipe
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import IteratedRecipe, ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
+from quartet.extras.speculation.job import MedusaTrainer
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.iterated import IteratedTrainer
-from quartet.trainers.medusa import MedusaTrainer
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer

@@ -25,13 +25,14 @@ from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.medusa import MedusaRecipe
 from quartet.data.datasets import PromptData, SFTData, SFTItem
-from quartet.models.medusa import MedusaHeads, trunk_digest
+from quartet.extras.speculation.config import FOLDER
+from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
+from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
 from quartet.models.memory import drop_derived
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.role_group import RoleGroup
-from quartet.train.medusa import HIDDEN, HeadTrainer, future_labels
 from quartet.train.state import REST, Shape
 from quartet.trainers.evaluation import run_to_end, sampling_params
 from quartet.trainers.evaluation_files import EvaluationCache
@@ -178,7 +179,7 @@ class MedusaWorker(CausalWorker[MedusaRecipe, Any]):
     @dispatch(ONE_COPY)
     def write_model(self, path: Path) -> str | None:
         """Writes the heads, as ``medusa`` beside where the model would be."""
-        target = path.with_name("medusa")
+        target = path.with_name(FOLDER)
         with writing(target):
             self.trainer.heads.save(target, with_trunk_head=self.recipe.for_vllm)
         return None

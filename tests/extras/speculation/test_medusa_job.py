@@ -15,13 +15,13 @@ from breaking import untimed_rows as untimed
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.medusa import HeadsConfig, MedusaRecipe
-from quartet.models.medusa import MedusaHeads
+from quartet.extras.speculation.heads import MedusaHeads
+from quartet.extras.speculation.job import MedusaTrainer
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.seeds import sample_seed
 from quartet.trainers import medusa
 from quartet.trainers.evaluation import run_to_end
-from quartet.trainers.medusa import MedusaTrainer
 
 
 def trainer(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool = False, **changes: Any) -> Any:
