@@ -20,7 +20,6 @@ from quartet.config.common import (
     HubConfig,
     ModelConfig,
     OptimConfig,
-    Recipe,
     SamplingConfig,
     ShardingConfig,
     Strict,
@@ -28,12 +27,12 @@ from quartet.config.common import (
     TrainingRecipe,
 )
 from quartet.config.common import LogConfig as LogConfig
+from quartet.config.common import Recipe as Recipe
 from quartet.config.cross_checks import misfits
 from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
-from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
-from quartet.config.medusa import MedusaRecipe
+from quartet.config.evaluation import EvaluationConfig, untrained
 from quartet.config.placement import PlacementConfig
-from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
+from quartet.config.preference import DoubtfulPairs
 from quartet.config.reward_types import RewardConfig
 from quartet.config.speculation import SpeculationConfig
 from quartet.config.supervised import SupervisedRecipe
@@ -242,15 +241,3 @@ class IteratedRecipe(TrainingRecipe):
                 f"collect.engine {self.collect.engine.type} answers with its own weights, and each round has another "
                 "policy: use native or vllm"
             )
-
-
-RECIPES: dict[str, type[Recipe]] = {
-    "sft": SFTRecipe,
-    "reward-model": RewardModelRecipe,
-    "process-reward": ProcessRewardRecipe,
-    "preference": PreferenceRecipe,
-    "medusa": MedusaRecipe,
-    "rl": RLRecipe,
-    "eval": EvalRecipe,
-    "iterated-reward-model": IteratedRecipe,
-}
