@@ -139,7 +139,7 @@ from .config.recipe import (
     RolloutConfig as RolloutConfig,
     SFTRecipe as SFTRecipe,
 )
-from .config.plugins import DrafterType as DrafterType, Plugin as Plugin, RewardType as RewardType
+from .config.plugins import DrafterType as DrafterType, Job as Job, Plugin as Plugin, RewardType as RewardType
 from .config.remote import (
     BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,

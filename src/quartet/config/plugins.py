@@ -61,18 +61,46 @@ class DrafterType:
 
 
 @dataclass(frozen=True)
+class Job:
+    """A command with a recipe: ``quartet NAME recipe.yaml``.
+
+    Args:
+        recipe: ``module:class`` of its recipe, a ``Recipe`` whose ``job`` is the name. Importable without torch.
+        trainer: ``module:class`` of what runs it: made with the recipe, ``resume`` and ``progress``, its ``train()``
+            returns a ``quartet.trainers.results.TrainResult``.
+        help: its line in ``quartet --help``.
+        is_supervised: it is a ``SupervisedTrainer``, of which torchrun may start several processes.
+        reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.
+        starter: ``module:name`` of the ``quartet.config.starter.Starter`` that ``quartet init`` writes.
+        methods: address of the choice in the recipe that ``quartet init --method`` makes.
+        words: parts of the name of a run's directory from which it is guessed that this job writes it.
+    """
+
+    recipe: str
+    trainer: str
+    help: str
+    is_supervised: bool = False
+    reader: str | None = None
+    starter: str | None = None
+    methods: str | None = None
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds, as ``module:name``, each imported when it is used.
 
     Args:
         commands: functions that typer makes sub-commands of ``quartet`` of, by the heading of the help they stand below
             and their names. All are imported for each call of ``quartet``, so their modules import late what is heavy.
+        jobs: commands with recipes, by their names.
         rewards: sources of reward by ``type``. Their sections are imported with every recipe, and without torch.
         drafters: what drafts tokens for an engine, by ``type``. As for rewards.
         report: writes a report of the run in a directory, and returns where it is.
     """
 
     commands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    jobs: Mapping[str, Job] = field(default_factory=dict)
     rewards: Mapping[str, RewardType] = field(default_factory=dict)
     drafters: Mapping[str, DrafterType] = field(default_factory=dict)
     report: str | None = None
@@ -95,6 +123,7 @@ def plugins() -> tuple[Plugin, ...]:
 
 def _additions(plugin: Plugin) -> Iterator[str]:
     yield from (f"the command {name}" for commands in plugin.commands.values() for name in commands)
+    yield from (f"the command {name}" for name in plugin.jobs)
     yield from (f"the reward type {name}" for name in plugin.rewards)
     yield from (f"the drafter {name}" for name in plugin.drafters)
 
@@ -126,12 +155,14 @@ def load(target: str) -> Any:
     """What ``module:name`` stands for.
 
     Raises:
-        UserError: it is not there.
+        UserError: it is not there, of a plug-in of another package.
     """
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
+        if module.partition(".")[0] == "quartet":
+            raise
         problem = f"{type(error).__name__}: {error}"
         raise UserError(
             f"a plug-in names {target}", found=problem, remedy="mend the package, or uninstall it"

@@ -22,7 +22,6 @@ from quartet.config.common import (
     HubConfig,
     ModelConfig,
     OptimConfig,
-    Recipe,
     SamplingConfig,
     ShardingConfig,
     Strict,
@@ -30,13 +29,13 @@ from quartet.config.common import (
     TrainingRecipe,
 )
 from quartet.config.common import LogConfig as LogConfig
+from quartet.config.common import Recipe as Recipe
 from quartet.config.cross_checks import misfits
 from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
-from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
-from quartet.config.medusa import MedusaRecipe
+from quartet.config.evaluation import EvaluationConfig, untrained
 from quartet.config.placement import PlacementConfig
 from quartet.config.plugins import sections
-from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
+from quartet.config.preference import DoubtfulPairs
 from quartet.config.reward_types import RewardConfig
 from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.config.supervised import SupervisedRecipe
@@ -254,15 +253,3 @@ class IteratedRecipe(TrainingRecipe):
                 f"collect.engine {self.collect.engine.type} answers with its own weights, and each round has another "
                 "policy: use native or vllm"
             )
-
-
-RECIPES: dict[str, type[Recipe]] = {
-    "sft": SFTRecipe,
-    "reward-model": RewardModelRecipe,
-    "process-reward": ProcessRewardRecipe,
-    "preference": PreferenceRecipe,
-    "medusa": MedusaRecipe,
-    "rl": RLRecipe,
-    "eval": EvalRecipe,
-    "iterated-reward-model": IteratedRecipe,
-}
