@@ -95,7 +95,7 @@ from .config.logs import (
     TrackioConfig as TrackioConfig,
     WandbConfig as WandbConfig,
 )
-from .config.medusa import (
+from .extras.speculation.recipe import (
     HeadsConfig as HeadsConfig,
     MedusaRecipe as MedusaRecipe,
 )

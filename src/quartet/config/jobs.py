@@ -39,9 +39,6 @@ OWN: Mapping[str, Job] = {
         is_supervised=True,
         methods="loss",
     ),
-    "medusa": Job(
-        "quartet.config.medusa:MedusaRecipe", "quartet:MedusaTrainer", "Medusa heads from a model's own answers."
-    ),
     "rl": Job(
         "quartet.config.recipe:RLRecipe",
         "quartet:RLTrainer",

@@ -74,6 +74,8 @@ class Job:
         starter: ``module:name`` of the ``quartet.config.starter.Starter`` that ``quartet init`` writes.
         methods: address of the choice in the recipe that ``quartet init --method`` makes.
         words: parts of the name of a run's directory from which it is guessed that this job writes it.
+        folder: what it makes, in the run's directory.
+        metrics: those that are shown at the end, as the names in its last row of metrics.
     """
 
     recipe: str
@@ -84,6 +86,8 @@ class Job:
     starter: str | None = None
     methods: str | None = None
     words: tuple[str, ...] = ()
+    folder: str = "model"
+    metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ _WORDS = {
     **dict.fromkeys(("reward", "rm"), "reward-model"),
     **dict.fromkeys(("preference", "dpo", "ipo", "hinge", "simpo", "orpo", "kto"), "preference"),
     **dict.fromkeys(("exo", "nca", "sppo", "apo", "discopop", "bco", "aot"), "preference"),
-    "medusa": "medusa",
     "sft": "sft",
     **dict.fromkeys(("eval", "evaluation"), "eval"),
 }
-_PARTS = ("model", "critic", "adapter", "medusa", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
+_PARTS = ("model", "critic", "adapter", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
 """What a run leaves in its directory for later ones."""
 
 OLDER_MODEL = "older_model"
@@ -45,7 +44,7 @@ def made_by(path: Path) -> str | None:
     for folder in path.parents:
         if (command := _unfinished(folder)) is not None:
             return f"let its run end first: {command}"
-    run = path.parent if path.name in _PARTS else path
+    run = path.parent if path.name in (*_PARTS, *(job.folder for job in jobs().values())) else path
     for recipe, job in _recipes_with(run):
         return f"make it first: quartet {job} {shlex.quote(str(recipe))}"
     words = re.split(r"[^a-z]+", run.name.lower())

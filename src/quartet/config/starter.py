@@ -221,7 +221,6 @@ def _iterated(asked: Asked) -> Iterator[Line]:
 
 
 _PAIRS = ("prompt", "chosen", "rejected")
-_HEADS = (Line("heads.depth", 3), Line("sampling.max_new_tokens", 256))
 _STARTERS: Mapping[str, Starter] = {
     "sft": Starter(
         "demonstrations.jsonl", lambda asked: supervised(asked, ("prompt", "completion"), model="Qwen/Qwen2.5-0.5B")
@@ -231,7 +230,6 @@ _STARTERS: Mapping[str, Starter] = {
         "steps.jsonl", lambda asked: supervised(asked, ("prompt", "steps", "labels"), Line("separator", "\n\n"))
     ),
     "preference": Starter("pairs.jsonl", _preference),
-    "medusa": Starter("prompts.jsonl", lambda asked: supervised(asked, ("prompt",), *_HEADS, lr=1e-3, is_tuned=False)),
     "rl": Starter("prompts.jsonl", rl_lines, is_rewarded=True),
     "eval": Starter("held_out.jsonl", _eval, is_rewarded=True),
     "iterated-reward-model": Starter("prompts.jsonl", _iterated, is_rewarded=True),

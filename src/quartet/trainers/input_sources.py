@@ -18,7 +18,6 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, Recipe, SourceConfig
 from quartet.config.jobs import jobs
-from quartet.config.medusa import MedusaRecipe
 from quartet.config.plugins import load
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
@@ -512,8 +511,6 @@ def reader_of(recipe: Recipe) -> Reader[Any]:
             return pair_or_judgement_reader(recipe.doubtful_pairs)
         case ProcessRewardRecipe():
             return step_reader(recipe.separator)
-        case MedusaRecipe() if recipe.answers == "data":
-            return demonstration_reader
         case _:
             reader = jobs()[job_of(recipe)].reader
             return prompt_reader if reader is None else load(reader)(recipe)

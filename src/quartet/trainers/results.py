@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.config.common import ModelConfig, TrainConfig
 from quartet.config.jobs import jobs, recipes
-from quartet.config.medusa import MedusaRecipe
 from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, RLRecipe
 from quartet.config.stages import has_older_model
 from quartet.config.supervised import SupervisedRecipe
@@ -198,7 +197,7 @@ def _write_checkpoint(checkpoint: Checkpoint, target: Path, base: str | None, tr
     recipe = recipes()[saved["job"]](**saved) if isinstance(saved, dict) and saved.get("job") in jobs() else None
     if isinstance(recipe, RLRecipe):
         section, train, key, share = recipe.actor.model, recipe.actor.train, "actor.model", "actor"
-    elif isinstance(recipe, SupervisedRecipe) and not isinstance(recipe, MedusaRecipe):
+    elif isinstance(recipe, SupervisedRecipe) and jobs()[recipe.job].is_supervised:
         section, train, key, share = recipe.model, recipe.train, "model", "engine"
     else:
         raise UserError(

@@ -14,9 +14,9 @@ from breaking import fails_at
 from breaking import untimed_rows as untimed
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.medusa import HeadsConfig, MedusaRecipe
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.extras.speculation.job import MedusaTrainer
+from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.seeds import sample_seed

@@ -13,10 +13,10 @@ import torch
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, SamplingConfig
 from quartet.config.logs import CallbackConfig, LogConfig
-from quartet.config.medusa import MedusaRecipe
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import IteratedRecipe, ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
 from quartet.extras.speculation.job import MedusaTrainer
+from quartet.extras.speculation.recipe import MedusaRecipe
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.iterated import IteratedTrainer

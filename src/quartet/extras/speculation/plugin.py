@@ -1,6 +1,6 @@
-"""Drafts of tokens by what followed them elsewhere, and by Medusa heads."""
+"""Drafts of tokens by what followed them elsewhere, and by Medusa heads; the job that makes heads."""
 
-from quartet.config.plugins import DrafterType, Plugin
+from quartet.config.plugins import DrafterType, Job, Plugin
 
 _HERE = "quartet.extras.speculation."
 PLUGIN = Plugin(
@@ -16,5 +16,17 @@ PLUGIN = Plugin(
             worker=_HERE + "companion:companion_worker",
             folder="medusa",
         ),
-    }
+    },
+    jobs={
+        "medusa": Job(
+            _HERE + "recipe:MedusaRecipe",
+            _HERE + "job:MedusaTrainer",
+            "Medusa heads from a model's own answers.",
+            reader=_HERE + "job:reader",
+            starter=_HERE + "recipe:STARTER",
+            words=("medusa",),
+            folder="medusa",
+            metrics=("loss/medusa", "eval/loss", "medusa/tokens_per_forward"),
+        )
+    },
 )
