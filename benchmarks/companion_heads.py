@@ -27,13 +27,13 @@ import torch
 
 from quartet.config.common import CheckpointConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.load import load_recipe
-from quartet.config.medusa import HeadsConfig, MedusaRecipe
 from quartet.config.recipe import RLRecipe
-from quartet.config.speculation import HeadTraining, MedusaSpeculation, StepCosts
 from quartet.extras.quickstart.recipes import FULL, rl_recipe
+from quartet.extras.speculation.companion import Companion
+from quartet.extras.speculation.config import HeadTraining, MedusaSpeculation, StepCosts
+from quartet.extras.speculation.job import MedusaTrainer
+from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.observe.trackers import read_metrics
-from quartet.train.companion import Companion
-from quartet.trainers.medusa import MedusaTrainer
 from quartet.trainers.rl import RLTrainer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -116,8 +116,8 @@ def prepare(folder: Path) -> None:
 
     from quartet.extras.quickstart import task
     from quartet.extras.quickstart.tokenizer import build_tokenizer
+    from quartet.extras.speculation.heads import MedusaHeads
     from quartet.models.loading import load_causal_lm, scalar_model_from
-    from quartet.models.medusa import MedusaHeads
     from quartet.models.packed_model import PackedCausalLM
 
     tokenizer = build_tokenizer()

@@ -29,14 +29,15 @@ from trained_model import rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.config.common import DataConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.medusa import HeadsConfig, MedusaRecipe
-from quartet.config.speculation import HistorySpeculation, MedusaSpeculation, SpeculationConfig, StepCosts
+from quartet.config.speculation import Speculation
+from quartet.extras.speculation.config import HistorySpeculation, MedusaSpeculation, StepCosts
+from quartet.extras.speculation.job import MedusaTrainer
+from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.cpu import processor
-from quartet.rollout.drafters import build_speculator
+from quartet.rollout.drafter import make_drafter
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.trainers.medusa import MedusaTrainer
 
 DEPTH = 4
 ALWAYS = StepCosts(plain=(1.0, 1.0), drafted=(1e-3, 1e-3))
@@ -98,7 +99,7 @@ def sides_of(model: Path, heads: Path, sampling: SamplingConfig, rows: int, *, f
     packed = PackedCausalLM(trunk, "fp32")
     choose = "gumbel" if sampling.draw == "gumbel" else "top"
     medusa = {"path": str(heads), "choose": choose}
-    configs: dict[str, SpeculationConfig | None] = {
+    configs: dict[str, Speculation | None] = {
         "plain": None,
         "history": HistorySpeculation(),
         "chain": MedusaSpeculation(**medusa),
@@ -112,8 +113,7 @@ def sides_of(model: Path, heads: Path, sampling: SamplingConfig, rows: int, *, f
         configs[name] = MedusaSpeculation(**medusa, tree=nodes, costs=ALWAYS)
     found = {}
     for name, config in configs.items():
-        speculator = None if config is None else build_speculator(config, packed)
-        found[name] = Side(NativeEngine(packed, max_running=rows, speculator=speculator))
+        found[name] = Side(NativeEngine(packed, max_running=rows, drafter=make_drafter(config, packed)))
     return found
 
 

@@ -29,9 +29,9 @@ from typing import Any
 import typer
 from pydantic import BaseModel, ValidationError
 
-from quartet.cli.main import JOBS, add_plugins, app
+from quartet.cli.main import add_plugins, app
+from quartet.config.jobs import jobs, recipes
 from quartet.config.load import _overridden, _with_defaults, load_engine, load_recipe
-from quartet.config.recipe import RECIPES
 from quartet.config.reference import sections
 from quartet.config.schema import item_annotation, members
 from quartet.config.starter import starter
@@ -141,7 +141,7 @@ def check_part(value: dict[str, Any], models: Sequence[type[BaseModel]] | None =
 @cache
 def _sections() -> tuple[type[BaseModel], ...]:
     """The recipes, then all that is in them."""
-    found: dict[type[BaseModel], None] = dict.fromkeys(RECIPES.values())
+    found: dict[type[BaseModel], None] = dict.fromkeys(recipes().values())
     for model in (waiting := list(found)):
         for field in model.model_fields.values():
             below = members(field.annotation) or members(item_annotation(field.annotation))
@@ -172,7 +172,7 @@ def check_command(words: list[str], recipes: dict[str, str], *, inline: bool = F
         list(sections(given["job"], given["part"] or ""))
     elif name == "serve" and given["model"]:
         load_engine(given["engine"] or ())
-    elif (name in JOBS or name == "doctor") and given["recipe"]:
+    elif (name in jobs() or name == "doctor") and given["recipe"]:
         job = "rl" if name == "doctor" else name
         _check_job(job, given["recipe"], given["overrides"] or (), recipes)
 
@@ -187,7 +187,7 @@ def _check_job(job: str, recipe: Path, overrides: Sequence[str], recipes: dict[s
     elif recipe.parts[0] == "recipes":
         load_recipe(job, ROOT / recipe, _from_root(known))
     else:
-        check_part(_overridden(job, None, _from_root(known)), [RECIPES[job]])
+        check_part(_overridden(job, None, _from_root(known)), [recipes()[job]])
 
 
 def _check_overrides(job: str, text: str, overrides: Sequence[str]) -> None:

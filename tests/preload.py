@@ -14,7 +14,7 @@ MODULES = (
     "quartet.extras.report",
     "quartet.trainers.evaluation_job",
     "quartet.trainers.evaluation",
-    "quartet.trainers.medusa",
+    "quartet.extras.speculation.job",
     "quartet.trainers.preference",
     "quartet.trainers.process_reward",
     "quartet.trainers.reward_model",

@@ -17,12 +17,12 @@ from quartet.config.algorithms import GRPO, PPO, KLConfig, OffPolicyConfig
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.policy_losses import KLCovLoss
 from quartet.config.preference import DPOLoss, KTOLoss
-from quartet.config.speculation import HeadTraining
+from quartet.extras.speculation.companion import Companion, CompanionWorker
+from quartet.extras.speculation.config import HeadTraining
+from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
 from quartet.models.loading import scalar_model_from
-from quartet.models.medusa import MedusaHeads, trunk_digest
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.schedule.model_worker import TrainWorker, Update
-from quartet.train.companion import Companion
+from quartet.schedule.model_worker import Update
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective, StepObjective, ValueObjective
 from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
@@ -245,13 +245,13 @@ def heads_beside(case: Case, shared: bool, mesh: Mesh | None = None) -> dict[str
         with torch.no_grad():
             parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n))
     learning = HeadTraining(tokens_per_step=23, optim=OptimConfig(lr=1e-2))
-    worker = TrainWorker(engine, companion=Companion(engine, heads, learning, seed=3))
+    worker = CompanionWorker(engine, None, Companion(engine, heads, learning, seed=3))
     digest, (_, objective, _) = trunk_digest(engine.packed), objectives()[case.objective]
     updates = [
         [Update((0, 1, 2, 3, 4, 5), objective, 2 * step), Update((6, 7, 8, 9), objective, 2 * step + 1)]
         for step in range(2)
     ]
-    figures = [worker.update(batch, of_step)[-1] | worker.train_heads() for of_step in updates]
+    figures = [worker.update(batch, of_step)[-1] | worker.train_drafter() for of_step in updates]
     return {
         "weights": dict(heads.weights()),
         "metrics": figures,

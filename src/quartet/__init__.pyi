@@ -56,7 +56,7 @@ from .config.common import (
     SourceConfig as SourceConfig,
     TrainConfig as TrainConfig,
 )
-from .config.speculation import (
+from .extras.speculation.config import (
     HeadTraining as HeadTraining,
     HistorySpeculation as HistorySpeculation,
     MedusaSpeculation as MedusaSpeculation,
@@ -95,7 +95,7 @@ from .config.logs import (
     TrackioConfig as TrackioConfig,
     WandbConfig as WandbConfig,
 )
-from .config.medusa import (
+from .extras.speculation.recipe import (
     HeadsConfig as HeadsConfig,
     MedusaRecipe as MedusaRecipe,
 )
@@ -139,7 +139,7 @@ from .config.recipe import (
     RolloutConfig as RolloutConfig,
     SFTRecipe as SFTRecipe,
 )
-from .config.plugins import Plugin as Plugin, RewardType as RewardType
+from .config.plugins import DrafterType as DrafterType, Job as Job, Plugin as Plugin, RewardType as RewardType
 from .config.remote import (
     BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
@@ -178,7 +178,7 @@ from .extras.doctor.examine import examine as examine
 from .extras.doctor.checks import Finding as Finding
 from .trainers.evaluation_job import Evaluator as Evaluator
 from .trainers.iterated import IteratedTrainer as IteratedTrainer
-from .trainers.medusa import MedusaTrainer as MedusaTrainer
+from .extras.speculation.job import MedusaTrainer as MedusaTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
 from .trainers.process_reward import ProcessRewardTrainer as ProcessRewardTrainer
 from .trainers.reward_model import RewardModelTrainer as RewardModelTrainer

@@ -20,8 +20,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 from quartet.cli import main as cli_module
 from quartet.extras.quickstart import task
 from quartet.extras.quickstart.tokenizer import build_tokenizer
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import load_causal_lm
-from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.rollouts import list_steps, rollouts_path
 from quartet.observe.trackers import read_metrics

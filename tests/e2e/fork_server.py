@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import preload
 from quartet.cli.main import main
+from quartet.extras.speculation.companion import Companion
+from quartet.extras.speculation.head_trainer import HeadTrainer
 from quartet.observe.trackers import JsonlTracker
 from quartet.remote.store import Store
 from quartet.rollout.engine import NativeEngine
 from quartet.train import checkpoint_shares
-from quartet.train.companion import Companion
 from quartet.train.engine import TrainEngine
-from quartet.train.medusa import HeadTrainer
 from quartet.trainers import run as run_module
 
 EVENTS: dict[str, tuple[Any, str]] = {

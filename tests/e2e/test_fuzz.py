@@ -26,8 +26,8 @@ import pytest
 import yaml
 
 from quartet.config.errors import UserError
+from quartet.config.jobs import recipes
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.config.recipe import RECIPES
 from quartet.config.schema import dotted_fields
 
 SECONDS = float(os.environ.get("QUARTET_FUZZ_S", "0"))
@@ -187,7 +187,7 @@ def test_recipes(tmp_path: Path, recipes: Any) -> None:
 
 
 def test_overrides() -> None:
-    names = {job: sorted(dict(dotted_fields(model))) for job, model in RECIPES.items()}
+    names = {job: sorted(dict(dotted_fields(model))) for job, model in recipes().items()}
     for draw in cases("overrides", 600):
         job = draw.choice(sorted(names))
         overrides = [f"{draw.choice(names[job])}={shown(draw.choice(JUNK))}" for _ in range(draw.choice([1, 1, 3]))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config.starter import METHODS, REWARDS
+from quartet.config.starter import REWARDS, methods
 
 STAGES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("sft", (), ("model.path=model", "examples_per_step=4", "steps=1")),
@@ -35,7 +35,7 @@ def test_the_recipes_run_one_after_the_other(
     assert (tmp_path / "runs/rl/model/config.json").is_file() and (tmp_path / "runs/eval/answers.jsonl").is_file()
 
 
-@pytest.mark.parametrize(("number", "method"), list(enumerate(METHODS["rl"])))
+@pytest.mark.parametrize(("number", "method"), list(enumerate(methods()["rl"])))
 def test_every_method_runs(world: Any, quartet: Callable[..., Any], tmp_path: Path, number: int, method: str) -> None:
     """Each with another reward of those that need neither a server nor a sandbox."""
     kinds = [kind for kind in REWARDS if kind not in ("process_model", "code", "http", "judge")]

@@ -24,6 +24,14 @@ def quartet(folder: Path, *argv: str, cwd: Path) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
+def package(folder: Path, source: str) -> None:
+    """Installs a module ``broken`` whose ``PLUGIN`` is a plug-in."""
+    (folder / "broken.py").write_text(source, encoding="utf-8")
+    (folder / "broken-1.dist-info").mkdir()
+    (folder / "broken-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (folder / "broken-1.dist-info" / "entry_points.txt").write_text("[quartet.plugins]\nbroken = broken:PLUGIN\n")
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source") / "plugin"
@@ -47,6 +55,59 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
     assert wrong.returncode == 2 and "words" in wrong.stderr and "Traceback" not in wrong.stderr
 
 
+JOB = """
+from quartet import Job, Plugin
+
+SHORT = Job("broken_recipe:ShortRecipe", "broken_job:ShortTrainer", "Short SFT.", is_supervised=True,
+    reader="broken_job:reader", starter="broken_recipe:STARTER", words=("brief",))
+PLUGIN = Plugin(jobs={"short": SHORT})
+"""
+RECIPE = """
+from typing import Literal
+from quartet.config.recipe import SFTRecipe
+from quartet.config.starter import Starter, supervised
+
+class ShortRecipe(SFTRecipe):
+    \"\"\"SFT that is short.\"\"\"
+    job: Literal["short"] = "short"
+
+STARTER = Starter("rows.jsonl", lambda asked: supervised(asked, ("prompt", "completion")))
+"""
+TRAINER = """
+from broken_recipe import ShortRecipe
+from quartet.trainers.input_sources import demonstration_reader
+from quartet.trainers.sft import SFTTrainer
+
+class ShortTrainer(SFTTrainer):
+    recipe_class = ShortRecipe
+
+def reader(recipe):
+    return demonstration_reader
+"""
+
+
+def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Path) -> None:
+    package(tmp_path, JOB)
+    (tmp_path / "broken_recipe.py").write_text(RECIPE, encoding="utf-8")
+    (tmp_path / "broken_job.py").write_text(TRAINER, encoding="utf-8")
+    assert "Short SFT." in quartet(tmp_path, "--help", cwd=tmp_path).stdout
+    assert "SFT that is short" in quartet(tmp_path, "config", cwd=tmp_path).stdout
+    begun = quartet(tmp_path, "init", "short", cwd=tmp_path).stdout
+    assert "job: short" in begun and "examples_per_step: 32" in begun
+    small = {"examples_per_step": 2, "steps": 1, "output_dir": "runs/short"}
+    setup = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}}
+    recipe = world.recipe("short", {**setup, **small})
+    rows = "".join(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n" for _ in range(4))
+    (world.path / "rows.jsonl").write_text(rows, encoding="utf-8")
+    done = quartet(tmp_path, "short", str(recipe), cwd=world.path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((world.path / "runs/short/run.json").read_text())["job"] == "short"
+    missing = quartet(
+        tmp_path, "sft", str(recipe), "model.path=runs/brief/model", "output_dir=runs/other", cwd=world.path
+    )
+    assert "with quartet short" in missing.stderr, missing.stderr
+
+
 @pytest.mark.parametrize(
     ("source", "found"),
     [
@@ -55,6 +116,9 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
         ('from quartet import Plugin\nPLUGIN = Plugin(commands={"Train": {"rl": "os:getcwd"}})', "rl"),
         ('from quartet import Plugin\nPLUGIN = Plugin(commands={"Train": {"doctor": "os:getcwd"}})', "doctor"),
         ('from quartet import Plugin\nPLUGIN = Plugin(commands={"Train": {"new": "broken:new"}})', "broken:new"),
+        ('from quartet import Job, Plugin\nPLUGIN = Plugin(jobs={"sft": Job("os:path", "os:path", "")})', "sft"),
+        ('from quartet import Job, Plugin\nPLUGIN = Plugin(jobs={"doctor": Job("os:path", "os:path", "")})', "doctor"),
+        ('from quartet import Job, Plugin\nPLUGIN = Plugin(jobs={"new": Job("os:path", "os:path", "")})', "os:path"),
         (
             'from quartet import Plugin, RewardType as T\nPLUGIN = Plugin(rewards={"math": T("os:path", "os:path")})',
             "math",
@@ -63,6 +127,10 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
             'from quartet import Plugin, RewardType as T\nPLUGIN = Plugin(rewards={"new": T("os:path", "os:path")})',
             "os:path",
         ),
+        (
+            'from quartet import DrafterType as T, Plugin\nPLUGIN = Plugin(drafters={"history": T("os:path", "")})',
+            "history",
+        ),
     ],
     ids=[
         "no import",
@@ -70,15 +138,16 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
         "a command of Quartet",
         "a command of a plug-in",
         "no function",
+        "a job of Quartet",
+        "a job that a plug-in has as a command",
+        "no recipe",
         "a reward of Quartet",
         "no section",
+        "a drafter of a plug-in",
     ],
 )
 def test_a_package_that_cannot_be_used_is_named(source: str, found: str, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(source, encoding="utf-8")
-    (tmp_path / "broken-1.dist-info").mkdir()
-    (tmp_path / "broken-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
-    (tmp_path / "broken-1.dist-info" / "entry_points.txt").write_text("[quartet.plugins]\nbroken = broken:PLUGIN\n")
+    package(tmp_path, source)
     done = quartet(tmp_path, "config", "rl", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "plug-in" in done.stderr and found in done.stderr and "uninstall" in done.stderr

@@ -26,14 +26,15 @@ from transformers import (
 
 from quartet.config.algorithms import AlgorithmConfig
 from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
 from quartet.config.preference import PreferenceLossConfig
-from quartet.config.recipe import RECIPES, LogConfig, SFTRecipe
+from quartet.config.recipe import LogConfig, SFTRecipe
 from quartet.config.schema import members, tags
 from quartet.config.yamls import parse_yaml
 from quartet.extras.quickstart import task
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import load_causal_lm, save_step_separator
-from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.sft import SFTTrainer
@@ -247,7 +248,7 @@ def _named(key: str) -> set[str]:
 
 
 def test_every_job_and_every_family_has_a_recipe() -> None:
-    assert {content["job"] for content in CONTENTS.values()} == RECIPES.keys()
+    assert {content["job"] for content in CONTENTS.values()} == recipes().keys()
     # Named in the recipe of their parent, which they differ from by defaults.
     variants = {"dr_grpo", "gpg", "reinforce_pp_baseline"}
     assert _named("algorithm") == set(tags(members(AlgorithmConfig))[1]) - variants

@@ -9,13 +9,13 @@ import pytest
 from pydantic import BaseModel
 
 import quartet as q
-from quartet.config.recipe import RECIPES
+from quartet.config.jobs import recipes
 from quartet.config.schema import item_annotation, members
 
 
 def _reachable() -> set[type[BaseModel]]:
     found: set[type[BaseModel]] = set()
-    waiting: list[type[BaseModel]] = list(RECIPES.values())
+    waiting: list[type[BaseModel]] = list(recipes().values())
     while waiting:
         model = waiting.pop()
         if model not in found:

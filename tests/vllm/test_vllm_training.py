@@ -25,9 +25,9 @@ from quartet.config.common import (
 from quartet.config.common import TrainConfig as Train
 from quartet.config.engines import VLLMEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
-from quartet.config.speculation import HeadTraining, MedusaSpeculation
+from quartet.extras.speculation.config import HeadTraining, MedusaSpeculation
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import load_causal_lm
-from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.process import EngineProcess

@@ -32,7 +32,8 @@ from quartet.cli.options import (
 from quartet.cli.push import export, push
 from quartet.cli.recipe_commands import config, init
 from quartet.config import Interrupted, UserError
-from quartet.config.plugins import load, plugins
+from quartet.config.jobs import OWN
+from quartet.config.plugins import Job, load, plugins
 from quartet.config.printable import printable
 from quartet.observe.openmp import share_cores
 from quartet.trainers.signals import stop_signals
@@ -47,18 +48,6 @@ app = typer.Typer(
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. steps=10, or @fragment.yaml")]
-JOBS = {
-    "sft": ("SFTTrainer", "Supervised fine-tuning on demonstrations."),
-    "reward-model": ("RewardModelTrainer", "Reward model from preference pairs."),
-    "process-reward": ("ProcessRewardTrainer", "Process reward model from step-labelled answers."),
-    "preference": ("PreferenceTrainer", "DPO, SimPO, KTO and others on preference data."),
-    "medusa": ("MedusaTrainer", "Medusa heads from a model's own answers."),
-    "rl": ("RLTrainer", "Reinforcement learning: PPO, GRPO and others."),
-    "iterated-reward-model": ("IteratedTrainer", "Rounds of fresh pairs, reward model and RL."),
-    "eval": ("Evaluator", "Held-out prompts answered and scored; win rates."),
-}
-"""Jobs with a recipe: the public class that runs each, and its help."""
-SUPERVISED = ("sft", "reward-model", "process-reward", "preference")
 ON_THE_CLUSTER = ("cluster.type=ray", "cluster.address=null")
 """Overrides inside an allocation: roles go to the Ray that was started there."""
 
@@ -154,39 +143,44 @@ for _command in (config, init, export, push, data):
 
 @cache
 def add_plugins() -> None:
-    """Adds the commands of plug-ins, and their lines to the help.
+    """Adds the jobs and the commands of plug-ins, and their lines to the help.
 
     Raises:
         UserError: a plug-in that cannot be used, or a command that is there already.
     """
     for plugin in plugins():
+        for name, job in plugin.jobs.items():
+            _add_to_help("Train", name)
+            _add_job(name, job)
         for group, commands in plugin.commands.items():
             for name, target in commands.items():
-                if any(command.name == name for command in app.registered_commands):
-                    raise UserError(
-                        "a plug-in adds a command that is Quartet's own", found=name, remedy="uninstall the plug-in"
-                    )
+                _add_to_help(group, name)
                 app.command(name)(load(target))
-                GROUPS[group] = (*GROUPS.get(group, ()), name)
 
 
-def _add_job(job: str, kind: str, meaning: str) -> None:
-    """The sub-command of a job with a recipe, which the public class ``kind`` runs."""
+def _add_to_help(group: str, name: str) -> None:
+    if any(name in names for names in GROUPS.values()):
+        raise UserError("a plug-in adds a command that is Quartet's own", found=name, remedy="uninstall the plug-in")
+    GROUPS[group] = (*GROUPS.get(group, ()), name)
+
+
+def _add_job(name: str, job: Job) -> None:
+    """The sub-command of a job."""
 
     def command(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
         changes = overrides or []
         if _is_in_allocation():
-            changes = [*changes, *_in_allocation(job, recipe, changes)]
-        _run(job, kind, recipe, changes, resume)
+            changes = [*changes, *_in_allocation(name, job.is_supervised, recipe, changes)]
+        _run(name, job, recipe, changes, resume)
 
-    app.command(name=job, help=meaning)(command)
-
-
-for _job, (_kind, _meaning) in JOBS.items():
-    _add_job(_job, _kind, _meaning)
+    app.command(name=name, help=job.help)(command)
 
 
-def _in_allocation(job: str, recipe: Path, overrides: list[str]) -> list[str]:
+for _name, _job in OWN.items():
+    _add_job(_name, _job)
+
+
+def _in_allocation(job: str, is_supervised: bool, recipe: Path, overrides: list[str]) -> list[str]:
     """Overrides that make the processes of torchrun those of the run. With Ray the process ends here, with the run.
 
     Raises:
@@ -196,11 +190,11 @@ def _in_allocation(job: str, recipe: Path, overrides: list[str]) -> list[str]:
     from quartet.config.load import asks_for_ray
 
     launcher = LauncherRank.found(os.environ)
-    if job == "rl" or (job in SUPERVISED and asks_for_ray(job, recipe, overrides)):
+    if job == "rl" or (is_supervised and asks_for_ray(job, recipe, overrides)):
         # The same command once more, in a process of its own with a Ray cluster of all nodes.
         words = [sys.executable, "-m", "quartet", *sys.argv[1:], *ON_THE_CLUSTER]
         sys.exit(run_under_torchrun(words, launcher))
-    if job in SUPERVISED:
+    if is_supervised:
         return ["cluster={type: torchrun}", f"processes={launcher.local_world_size}", f"nodes={launcher.num_nodes}"]
     if launcher.world_size > 1:
         raise UserError(
@@ -211,14 +205,13 @@ def _in_allocation(job: str, recipe: Path, overrides: list[str]) -> list[str]:
     return []
 
 
-def _run(job: str, kind: str, recipe_path: Path, overrides: list[str], resume: ResumeChoice | None) -> None:
-    import quartet
+def _run(name: str, job: Job, recipe_path: Path, overrides: list[str], resume: ResumeChoice | None) -> None:
     from quartet.cli.show import show_evaluation, show_finished, show_run
     from quartet.config.load import load_recipe
     from quartet.observe.progress import Progress
     from quartet.trainers.run_files import completed_run
 
-    recipe = load_recipe(job, recipe_path, overrides)
+    recipe = load_recipe(name, recipe_path, overrides)
     # Of several processes of torchrun the first one alone speaks.
     is_silent = _is_in_allocation() and os.environ["RANK"] != "0"
     if done := completed_run(recipe, as_argument(resume)):
@@ -227,15 +220,15 @@ def _run(job: str, kind: str, recipe_path: Path, overrides: list[str], resume: R
         return
     gc.disable()  # nothing of what is imported is garbage
     try:
-        job_class = getattr(quartet, kind)
+        trainer = load(job.trainer)
     finally:
         gc.enable()
     with Progress() as progress:
-        made = job_class(recipe, resume=as_argument(resume), progress=progress)
-        result = made.run() if job == "eval" else made.train()
+        made = trainer(recipe, resume=as_argument(resume), progress=progress)
+        result = made.run() if name == "eval" else made.train()
     if is_silent:
         return
-    if job == "eval":
+    if name == "eval":
         show_evaluation(result)
     else:
         show_run(result.path, result.summary)

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from quartet.config.jobs import jobs
+
 RESUME = "--resume"
 GROUPS = {
     "Begin": ("init", "config"),
-    "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl", "iterated-reward-model"),
+    "Train": ("sft", "reward-model", "process-reward", "preference", "rl", "iterated-reward-model"),
     "Look at data, a model or a run": (
         *("data", "eval", "generate"),
         *("export", "push", "upload"),
@@ -31,16 +33,16 @@ class GroupedHelp(TyperGroup):
     def get_command(self, ctx: Any, name: str) -> Any:
         """The command; one that takes a recipe says in its help where the keys are."""
         command = super().get_command(ctx, name)
-        if command is not None and name in (*GROUPS["Train"], "eval"):
+        if command is not None and name in jobs():
             command.epilog = f"Every key: quartet config {name}. A recipe to begin with: quartet init {name}."
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command; the name of a method leads to the command that it is a method of."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            from quartet.config.reference import METHODS, no_such_job
+            from quartet.config.reference import methods, no_such_job
 
-            if any(args[0] in names for names in METHODS.values()):
+            if any(args[0] in names for names in methods().values()):
                 ctx.fail(f"No such command {args[0]!r}: {no_such_job(args[0]).remedy}")
         return super().resolve_command(ctx, args)
 

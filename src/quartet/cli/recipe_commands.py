@@ -14,7 +14,7 @@ import typer
 
 def complete_job(incomplete: str) -> list[str]:
     """Jobs that begin so, for shell completion."""
-    from quartet.config.reference import jobs
+    from quartet.config.jobs import jobs
 
     return [job for job in jobs() if job.startswith(incomplete)]
 
@@ -63,10 +63,10 @@ def config(
 
 def complete_method(ctx: typer.Context, incomplete: str) -> list[str]:
     """Methods of the job that begin so, for shell completion; of any job while it is not known."""
-    from quartet.config.reference import METHODS
+    from quartet.config.reference import methods
 
     job = ctx.params.get("job")
-    known = METHODS.get(job, ()) if job else dict.fromkeys(name for names in METHODS.values() for name in names)
+    known = methods().get(job, ()) if job else dict.fromkeys(name for names in methods().values() for name in names)
     return [name for name in known if name.startswith(incomplete)]
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quartet.config.reference import Key, Section, jobs, sections
+from quartet.config.reference import Key, Section, purposes, sections
 
 _LEFT = 32
 """Width of the column with keys and defaults; longer ones are folded."""
@@ -18,7 +18,7 @@ _LEFT = 32
 def show_jobs() -> None:
     """The jobs that have recipes."""
     console = Console(highlight=False)
-    console.print(_lines([(Text(job, "bold"), Text(words)) for job, words in jobs().items()], left=24))
+    console.print(_lines([(Text(job, "bold"), Text(words)) for job, words in purposes().items()], left=24))
     _hint(console, "quartet config rl lists the keys of a job, quartet init rl writes a recipe to begin with")
 
 
@@ -81,18 +81,18 @@ def _hint(console: Console, text: str) -> None:
 
 def pages() -> dict[str, str]:
     """The text of each page by its file name: one a job, and README.md, which lists them."""
-    rows = "\n".join(f"| [`{job}`]({job}.md) | {_cell(words)} |" for job, words in jobs().items())
+    rows = "\n".join(f"| [`{job}`]({job}.md) | {_cell(words)} |" for job, words in purposes().items())
     index = (
         "# Keys of every recipe\n\nWritten by `make reference` from the recipes' own classes; `quartet config` prints "
         f"the same.\n\n| job | what it does |\n|---|---|\n{rows}\n"
     )
-    return {"README.md": index, **{f"{job}.md": _page(job) for job in jobs()}}
+    return {"README.md": index, **{f"{job}.md": _page(job) for job in purposes()}}
 
 
 def _page(job: str) -> str:
     parts = [
         f"# `quartet {job}`: every key",
-        f"{jobs()[job]} On the command line: `quartet config {job}`. A section that is given in part keeps the "
+        f"{purposes()[job]} On the command line: `quartet config {job}`. A section that is given in part keeps the "
         "defaults of its place, which are shown where they differ from those of the keys it points to.",
     ]
     siblings: dict[str, list[Section]] = {}

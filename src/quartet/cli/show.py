@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quartet.config.jobs import jobs
 from quartet.config.printable import printable
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ _SHOWN = {
         "eval/loss",
         "eval/accuracy",
     ),
-    "medusa": ("loss/medusa", "eval/loss", "medusa/tokens_per_forward"),
     "collect": ("iterated/pairs", "iterated/label_mean", "iterated/stale_accuracy"),
     "rl": ("reward/score_mean", "eval/score_mean", "kl/ref", "policy/entropy", "agreement/logprob_diff_max"),
 }
@@ -71,7 +71,8 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     console = Console()
     for stage in summary["stages"]:
         table = metric_table(f"{stage['name']}: {stage['seconds']:.1f} s", "metric", "last value")
-        for name in _SHOWN.get(re.sub(r"^round_\d+_", "", stage["name"]), ()):
+        kind = re.sub(r"^round_\d+_", "", stage["name"])
+        for name in _SHOWN.get(kind) or (jobs()[kind].metrics if kind in jobs() else ()):
             if name in stage["metrics"]:
                 table.add_row(name, _with_interval(name, stage["metrics"]))
         console.print(table)
@@ -80,7 +81,7 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     alarm = summary.get("reward_hacking", {})
     if alarm.get("raised"):
         line(console, alarm["text"], "bold red")
-    made = "medusa" if summary.get("job") == "medusa" else "model"
+    made = jobs()[summary["job"]].folder if summary.get("job") in jobs() else "model"
     line(console, f"{made}: {path / made}")
     line(console, f"next:  {command_name()} report {shlex.quote(str(path))}")
 

@@ -38,7 +38,7 @@ from quartet.config.policy_losses import (
     SequenceClippedLoss,
 )
 from quartet.config.rewards import ModelReward, ProcessModelReward
-from quartet.config.speculation import MedusaSpeculation, SpeculationConfig, head_training
+from quartet.config.speculation import DRAFTERS
 
 if TYPE_CHECKING:
     from quartet.config.recipe import RLRecipe
@@ -149,52 +149,13 @@ def _speculation(recipe: RLRecipe) -> Iterator[str]:
         yield from draw_misfits(key, sampling, rollout.engine)
     if speculation is None:
         return
-    placement, is_native = recipe.placement, isinstance(rollout.engine, NativeEngineConfig)
-    if isinstance(rollout.engine, VLLMEngineConfig):
-        yield from _vllm_speculation(recipe, speculation)
-    elif not is_native:
+    drafting = NativeEngineConfig if DRAFTERS[speculation.type].vllm is None else NativeEngineConfig | VLLMEngineConfig
+    if not isinstance(rollout.engine, drafting):
         yield (
             f"rollout.speculation needs an engine that verifies drafts by this project's sampler, which native and "
             f"vllm do; found rollout.engine {rollout.engine.type}: leave it out, or use one of these"
         )
-    follows = isinstance(placement, AsynchronousPlacement) and placement.follow is not None
-    if follows and is_native and speculation.costs is None:
-        yield (
-            "placement.follow repeats a run step by step, but without rollout.speculation.costs each run measures what "
-            "steps cost, and drafts by that: set the same costs for both"
-        )
-    if isinstance(speculation, MedusaSpeculation):
-        fitting, draw = {"uniform": "inverse", "gumbel": "gumbel"}.get(speculation.choose), rollout.sampling.draw
-        if fitting not in (None, draw):
-            yield (
-                f"rollout.speculation.choose {speculation.choose} guesses what a request draws by draw {fitting}, but "
-                f"rollout.sampling.draw is {draw}, which hardly ever gives the same token: set either to fit"
-            )
-        sharding = recipe.actor.sharding
-        if speculation.train is not None and max(sharding.context, sharding.tensor) > 1:
-            yield (
-                "rollout.speculation.train learns from hidden states that one process has as a whole, but "
-                f"actor.sharding cuts them (context {sharding.context}, tensor {sharding.tensor}): leave train out, or "
-                "shard by processes alone"
-            )
-
-
-_VLLM_READS = {"type", "min_match", "max_draft", "path", "depth", "train"}
-
-
-def _vllm_speculation(recipe: RLRecipe, speculation: SpeculationConfig) -> Iterator[str]:
-    for name, key in type(speculation).model_fields.items():
-        if name not in _VLLM_READS and (found := getattr(speculation, name)) != key.default:
-            yield (
-                f"rollout.speculation.{name} is the native engine's; vLLM drafts in every step, from each answer's own "
-                f"text or by the likeliest token of each head; found {name} {found!r}: leave it out, or use the native "
-                "engine"
-            )
-    if head_training(speculation) is not None and recipe.actor.train.lora is not None:
-        yield (
-            "rollout.speculation.train sends heads beside the weights, but vLLM is sent adapters alone "
-            "(actor.train.lora): leave train out, or use the native engine"
-        )
+    yield from speculation.misfits_with(recipe)
 
 
 def _losses(recipe: RLRecipe) -> Iterator[str]:

@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from quartet.config.common import Strict
+from quartet.config.common import Recipe, Strict
 from quartet.config.engines import EngineConfig, NativeEngineConfig
 from quartet.config.errors import UserError
+from quartet.config.jobs import jobs, recipes
 from quartet.config.nearest import missing_file
-from quartet.config.recipe import RECIPES, Recipe
 from quartet.config.reference import no_such_job
 from quartet.config.schema import chosen_member, item_annotation, members
 from quartet.config.validation import explain, shortened
@@ -36,7 +36,7 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     0.1}}`` keeps GRPO's own estimator. (``evaluation.sampling`` is completed by ``RLRecipe``.)
 
     Args:
-        job: a key of ``RECIPES``.
+        job: its command.
         path: the YAML file; None starts from an empty recipe.
         overrides: ``actor.train.optim.lr=1e-6``, values in YAML, lists by index (``rewards.0.weight=2``; the
             index after the last appends); ``@fragment.yaml`` sets all keys of that file.
@@ -48,12 +48,12 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     label = "the recipe" if path is None else f"recipe {path}"
     if data.get("job", job) != job:
         other = data["job"]
-        known = isinstance(other, str) and other in RECIPES and path is not None
+        known = isinstance(other, str) and other in jobs() and path is not None
         remedy = (
             f"run `quartet {other} {shlex.quote(str(path))}`, or change its `job:`" if known else f"write `job: {job}`"
         )
         raise UserError(f"{label} is for another job", found=f"job: {other}, asked for {job}", remedy=remedy)
-    model = RECIPES[job]
+    model = recipes()[job]
     try:
         # Through JSON: strict there still takes a list for a tuple, but no "3" for 3 and no true for 1.
         return model.model_validate_json(json.dumps(_with_defaults(model, data)), strict=True)
@@ -68,11 +68,11 @@ def job_named(path: str | Path, overrides: Sequence[str] = ()) -> str:
         UserError: it says none, or cannot be read.
     """
     job = _overridden("sft", path, overrides).get("job")
-    if not isinstance(job, str) or job not in RECIPES:
+    if not isinstance(job, str) or job not in jobs():
         raise UserError(
             "the recipe does not say which job it is for",
             found=f"{path}: job: {job}" if job is not None else f"{path} has no `job:`",
-            remedy=f"write `job: sft` into it, or add job=sft; one of {', '.join(RECIPES)}",
+            remedy=f"write `job: sft` into it, or add job=sft; one of {', '.join(jobs())}",
         )
     return job
 
@@ -98,7 +98,7 @@ def load_engine(overrides: Sequence[str]) -> EngineConfig:
 
 def _overridden(job: str, path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """The keys of a recipe with overrides, not checked yet."""
-    if job not in RECIPES:
+    if job not in jobs():
         raise no_such_job(job)
     data = {} if path is None else _read(Path(path), _how_to_begin(job, Path(path)))
     for override in [overrides] if isinstance(overrides, str) else overrides:

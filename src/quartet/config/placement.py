@@ -37,7 +37,7 @@ InFlight = Literal["pick_up", "finish_old", "start_over"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 HEADS: Role = "heads"
-"""Draft heads that learn along with the actor, in its processes: what they learn from is there."""
+"""A drafter's model that learns along with the actor, in its processes: what it learns from is there."""
 ROLE_OF: dict[Stage, Role] = {
     "generate": "rollout",
     "reward": "reward",

@@ -36,21 +36,80 @@ class RewardType:
 
 
 @dataclass(frozen=True)
+class DrafterType:
+    """What drafts tokens that a recipe's ``rollout.speculation`` names by ``type``.
+
+    Args:
+        section: ``module:class`` of it, a ``quartet.config.speculation.Speculation`` whose ``type`` is the name.
+        drafter: function ``(section, policy, model)`` that makes a ``quartet.rollout.drafter.Drafter`` of the native
+            engine; ``model`` is the trainer's where the engine shares the policy with it, else None.
+        vllm: function ``(section, folder)`` that makes the ``quartet.rollout.vllm.start.Drafts`` of vLLM, which may
+            read files in ``folder``. None: it drafts for the native engine alone.
+        model: function ``(section, policy)`` that loads its ``quartet.rollout.drafter.DrafterModel``, or refuses
+            one that is another policy's.
+        worker: function ``(engine, also, section, model, seed)`` that makes the
+            ``quartet.schedule.model_worker.TrainWorker`` of an actor with which ``model`` learns.
+        folder: where a run writes such a model, beside the policy's.
+    """
+
+    section: str
+    drafter: str
+    vllm: str | None = None
+    model: str | None = None
+    worker: str | None = None
+    folder: str = "drafter"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command with a recipe: ``quartet NAME recipe.yaml``.
+
+    Args:
+        recipe: ``module:class`` of its recipe, a ``Recipe`` whose ``job`` is the name. Importable without torch.
+        trainer: ``module:class`` of what runs it: made with the recipe, ``resume`` and ``progress``, its ``train()``
+            returns a ``quartet.trainers.results.TrainResult``.
+        help: its line in ``quartet --help``.
+        is_supervised: it is a ``SupervisedTrainer``, of which torchrun may start several processes.
+        reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.
+        starter: ``module:name`` of the ``quartet.config.starter.Starter`` that ``quartet init`` writes.
+        methods: address of the choice in the recipe that ``quartet init --method`` makes.
+        words: parts of the name of a run's directory from which it is guessed that this job writes it.
+        folder: what it makes, in the run's directory.
+        metrics: those that are shown at the end, as the names in its last row of metrics.
+    """
+
+    recipe: str
+    trainer: str
+    help: str
+    is_supervised: bool = False
+    reader: str | None = None
+    starter: str | None = None
+    methods: str | None = None
+    words: tuple[str, ...] = ()
+    folder: str = "model"
+    metrics: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds, as ``module:name``, each imported when it is used.
 
     Args:
         commands: functions that typer makes sub-commands of ``quartet`` of, by the heading of the help they stand below
             and their names. All are imported for each call of ``quartet``, so their modules import late what is heavy.
+        jobs: commands with recipes, by their names.
         rewards: sources of reward by ``type``. Their sections are imported with every recipe, and without torch.
         checks: look at an RL run that is about to begin: functions of its ``RLRoles`` and directory, which return what
             is to be said, as texts.
+        drafters: what drafts tokens for an engine, by ``type``. As for rewards.
         report: writes a report of the run in a directory, and returns where it is.
     """
 
     commands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    jobs: Mapping[str, Job] = field(default_factory=dict)
     rewards: Mapping[str, RewardType] = field(default_factory=dict)
     checks: tuple[str, ...] = ()
+    drafters: Mapping[str, DrafterType] = field(default_factory=dict)
     report: str | None = None
 
 
@@ -71,7 +130,9 @@ def plugins() -> tuple[Plugin, ...]:
 
 def _additions(plugin: Plugin) -> Iterator[str]:
     yield from (f"the command {name}" for commands in plugin.commands.values() for name in commands)
+    yield from (f"the command {name}" for name in plugin.jobs)
     yield from (f"the reward type {name}" for name in plugin.rewards)
+    yield from (f"the drafter {name}" for name in plugin.drafters)
 
 
 def _extras() -> list[str]:
@@ -101,16 +162,37 @@ def load(target: str) -> Any:
     """What ``module:name`` stands for.
 
     Raises:
-        UserError: it is not there.
+        UserError: it is not there, of a plug-in of another package.
     """
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
+        if module.partition(".")[0] == "quartet":
+            raise
         problem = f"{type(error).__name__}: {error}"
         raise UserError(
             f"a plug-in names {target}", found=problem, remedy="mend the package, or uninstall it"
         ) from error
+
+
+def sections(what: str, base: type, kinds: Mapping[str, RewardType | DrafterType]) -> tuple[type, ...]:
+    """The recipe's sections of ``kinds``.
+
+    Raises:
+        UserError: one is none.
+    """
+    found = {name: load(kind.section) for name, kind in kinds.items()}
+    for name, section in found.items():
+        fields: Any = getattr(section, "model_fields", {}) if isinstance(section, type) else {}
+        if not fields or not issubclass(section, base) or "type" not in fields or fields["type"].default != name:
+            raise UserError(
+                f"the section of the {what} {name}, which a plug-in adds, is none",
+                found=kinds[name].section,
+                remedy=f"mend it: a subclass of {base.__name__} with "
+                f'type: Literal["{name}"] = "{name}"; or uninstall it',
+            )
+    return tuple(found.values())
 
 
 def report_writer() -> Callable[[Path], Path] | None:

@@ -8,7 +8,9 @@ into ``minibatches`` (one optimizer update each), and the whole is gone through 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
@@ -20,7 +22,6 @@ from quartet.config.common import (
     HubConfig,
     ModelConfig,
     OptimConfig,
-    Recipe,
     SamplingConfig,
     ShardingConfig,
     Strict,
@@ -28,14 +29,15 @@ from quartet.config.common import (
     TrainingRecipe,
 )
 from quartet.config.common import LogConfig as LogConfig
+from quartet.config.common import Recipe as Recipe
 from quartet.config.cross_checks import misfits
 from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
-from quartet.config.evaluation import EvalRecipe, EvaluationConfig, untrained
-from quartet.config.medusa import MedusaRecipe
+from quartet.config.evaluation import EvaluationConfig, untrained
 from quartet.config.placement import PlacementConfig
-from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
+from quartet.config.plugins import sections
+from quartet.config.preference import DoubtfulPairs
 from quartet.config.reward_types import RewardConfig
-from quartet.config.speculation import SpeculationConfig
+from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples
 
@@ -65,6 +67,15 @@ class ProcessRewardRecipe(SupervisedRecipe):
     job: Literal["process-reward"] = "process-reward"
     separator: str = Field("\n\n", min_length=1, description="Ends every step but the last, which may have none.")
     answers_per_step: Rows = Field(32, ge=1, description="Answers in each update.")
+
+
+if TYPE_CHECKING:
+    SpeculationConfig = Speculation
+else:
+    _ADDED = sections("drafter", Speculation, DRAFTERS) or (Speculation,)
+    SpeculationConfig = reduce(or_, _ADDED)
+    if len(_ADDED) > 1:
+        SpeculationConfig = Annotated[SpeculationConfig, Field(discriminator="type")]
 
 
 class RolloutConfig(Strict):
@@ -242,15 +253,3 @@ class IteratedRecipe(TrainingRecipe):
                 f"collect.engine {self.collect.engine.type} answers with its own weights, and each round has another "
                 "policy: use native or vllm"
             )
-
-
-RECIPES: dict[str, type[Recipe]] = {
-    "sft": SFTRecipe,
-    "reward-model": RewardModelRecipe,
-    "process-reward": ProcessRewardRecipe,
-    "preference": PreferenceRecipe,
-    "medusa": MedusaRecipe,
-    "rl": RLRecipe,
-    "eval": EvalRecipe,
-    "iterated-reward-model": IteratedRecipe,
-}

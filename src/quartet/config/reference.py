@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -14,18 +15,20 @@ from pydantic.fields import FieldInfo
 
 from quartet.config.describe import choices, held_models, inline, meaning, purpose, type_words, unit, value_annotation
 from quartet.config.errors import UserError
+from quartet.config.jobs import jobs, recipes
 from quartet.config.nearest import nearest
-from quartet.config.preference import PreferenceRecipe
-from quartet.config.recipe import RECIPES, RLRecipe
 from quartet.config.schema import dotted_fields, item_annotation, tags
 from quartet.config.synonyms import synonyms
 
-METHODS: Mapping[str, Mapping[str, Any]] = {
-    "rl": choices(RLRecipe.model_fields["algorithm"].annotation),
-    "iterated-reward-model": choices(RLRecipe.model_fields["algorithm"].annotation),
-    "preference": choices(PreferenceRecipe.model_fields["loss"].annotation),
-}
-"""Jobs that have a choice of methods, and the choices."""
+
+@cache
+def methods() -> Mapping[str, Mapping[str, Any]]:
+    """Jobs that have a choice of methods, and the choices."""
+    return {
+        name: choices(dict(dotted_fields(recipes()[name]))[job.methods].annotation)
+        for name, job in jobs().items()
+        if job.methods is not None
+    }
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,9 @@ def sections(job: str, address: str = "", *, variants: bool = False) -> list[Sec
     return list(_walk(name, place, variants, {}))
 
 
-def jobs() -> dict[str, str]:
+def purposes() -> dict[str, str]:
     """What each job is for, by its name."""
-    return {job: purpose(recipe) for job, recipe in RECIPES.items()}
+    return {job: purpose(recipe) for job, recipe in recipes().items()}
 
 
 def meaning_at(job: str, address: str) -> str:
@@ -172,7 +175,7 @@ def _walk(address: str, place: _Place, variants: bool, seen: Seen) -> Iterator[S
 
 def _with_section(key: Key, address: str, place: _Place, seen: Seen) -> tuple[Key, bool]:
     """The key with the address of its keys, and whether they are still to be listed there."""
-    job = next((job for job, recipe in RECIPES.items() if not place.is_choice and recipe is place.model), None)
+    job = next((job for job, recipe in recipes().items() if not place.is_choice and recipe is place.model), None)
     if job is not None:
         return replace(key, section=f"job {job}", default=None if key.default is None else "{}"), False
     models = tuple(place.models.values())
@@ -261,9 +264,9 @@ def _find(job: str, address: str) -> tuple[str, _Place, Key | None]:
 
     List indices may be given or left out. A key of a choice is looked for in its default first, then in the others.
     """
-    if job not in RECIPES:
+    if job not in jobs():
         raise no_such_job(job)
-    place, name = _Place({job: RECIPES[job]}, None, purpose(RECIPES[job])), ""
+    place, name = _Place({job: recipes()[job]}, None, purpose(recipes()[job])), ""
     parts = [part for part in address.split(".") if part]
     while parts:
         part = parts.pop(0)
@@ -300,17 +303,17 @@ def _find(job: str, address: str) -> tuple[str, _Place, Key | None]:
 
 def no_such_job(name: str) -> UserError:
     """The error for a job that there is not; ``name`` may be a method of one."""
-    method = next((job for job, names in METHODS.items() if name in names), None)
+    method = next((job for job, names in methods().items() if name in names), None)
     if method is not None:
         remedy = f"it is a method of {method}: quartet init {method} --method {name} > recipe.yaml"
     else:
-        remedy = nearest(name, RECIPES) or f"use one of {', '.join(RECIPES)}"
+        remedy = nearest(name, jobs()) or f"use one of {', '.join(jobs())}"
     return UserError("there is no such job", found=repr(name), remedy=remedy)
 
 
 def _unknown(job: str, address: str, part: str, name: str, place: _Place) -> UserError:
     known = list(place.models) if place.is_choice else [key for key, _ in _keys_of(place.model)]
-    names = list(dict(dotted_fields(RECIPES[job])))
+    names = list(dict(dotted_fields(recipes()[job])))
     elsewhere = synonyms(_join(name, part), names) or [full for full in names if full.rpartition(".")[2] == part]
     meant = nearest(part, known) or (f"did you mean {', '.join(elsewhere[:3])}?" if elsewhere else None)
     return UserError(

@@ -9,23 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from quartet.config.jobs import jobs
 from quartet.config.yamls import override_word
 
-_TOKENS = {
-    "iterated": "iterated-reward-model",
-    "prm": "process-reward",
-    **dict.fromkeys(("rl", "ppo", "grpo", "dapo", "gspo", "cispo", "gpg", "rloo", "opo", "reinforce", "remax"), "rl"),
-    **dict.fromkeys(("distillation", "best", "online", "sapo", "gmpo", "gdpo", "pass", "optimal"), "rl"),
-    "process": "process-reward",
+_RL_WORDS = (
+    *("rl", "ppo", "grpo", "dapo", "gspo", "cispo", "gpg", "rloo", "opo", "reinforce", "remax"),
+    *("distillation", "best", "online", "sapo", "gmpo", "gdpo", "pass", "optimal"),
+)
+_WORDS = {
     **dict.fromkeys(("reward", "rm"), "reward-model"),
     **dict.fromkeys(("preference", "dpo", "ipo", "hinge", "simpo", "orpo", "kto"), "preference"),
     **dict.fromkeys(("exo", "nca", "sppo", "apo", "discopop", "bco", "aot"), "preference"),
-    "medusa": "medusa",
     "sft": "sft",
     **dict.fromkeys(("eval", "evaluation"), "eval"),
 }
-"""By a word in a run directory's name, the job that is probably meant; the first one wins."""
-_PARTS = ("model", "critic", "adapter", "medusa", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
+_PARTS = ("model", "critic", "adapter", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
 """What a run leaves in its directory for later ones."""
 
 OLDER_MODEL = "older_model"
@@ -46,15 +44,21 @@ def made_by(path: Path) -> str | None:
     for folder in path.parents:
         if (command := _unfinished(folder)) is not None:
             return f"let its run end first: {command}"
-    run = path.parent if path.name in _PARTS else path
+    run = path.parent if path.name in (*_PARTS, *(job.folder for job in jobs().values())) else path
     for recipe, job in _recipes_with(run):
         return f"make it first: quartet {job} {shlex.quote(str(recipe))}"
     words = re.split(r"[^a-z]+", run.name.lower())
-    guess = next((job for token, job in _TOKENS.items() if token in words), None)
+    guess = next((job for word, job in _words().items() if word in words), None)
     # Without a part of a run at its end, a path with such a name may be anything.
     if guess is None or (run == path and ("runs" not in path.parts or path.suffix)):
         return None
     return f"make it first with quartet {guess} (output_dir: {run}; quartet init {guess} writes a recipe)"
+
+
+def _words() -> dict[str, str]:
+    """By a word in a run directory's name, the job that is probably meant; the first one wins."""
+    others = {word: name for name, job in jobs().items() for word in job.words}
+    return dict.fromkeys(_RL_WORDS, "rl") | others | _WORDS
 
 
 def _info(run: Path) -> dict[str, Any]:
@@ -74,7 +78,7 @@ def _unfinished(run: Path) -> str | None:
     if job == "quickstart":
         return f"quartet quickstart --out {shlex.quote(str(run))} --resume"
     words = f"{shlex.quote(str(run / 'recipe.yaml'))} {override_word('output_dir', str(run))}"
-    return f"quartet {job} {words} --resume" if job in _TOKENS.values() else None
+    return f"quartet {job} {words} --resume" if job in jobs() else None
 
 
 def _recipes_with(run: Path) -> Iterator[tuple[Path, str]]:
@@ -86,5 +90,5 @@ def _recipes_with(run: Path) -> Iterator[tuple[Path, str]]:
             continue
         found = {key: re.search(rf"^{key}: *(['\"]?)([^\s'\"#]+)\1", text, re.M) for key in ("job", "output_dir")}
         job, where = (match[2] if match else "" for match in found.values())
-        if job in _TOKENS.values() and where and Path(where).absolute() == run.absolute():
+        if job in jobs() and where and Path(where).absolute() == run.absolute():
             yield path, job

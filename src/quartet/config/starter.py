@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgorithm
 from quartet.config.describe import inline
 from quartet.config.errors import UserError
+from quartet.config.jobs import jobs, recipes
 from quartet.config.nearest import nearest
+from quartet.config.plugins import load
 from quartet.config.preference import KTOLoss
-from quartet.config.recipe import RECIPES
-from quartet.config.reference import METHODS, meaning_at, no_such_job
+from quartet.config.reference import meaning_at, methods, no_such_job
 from quartet.config.synonyms import usual_columns
 
 REWARDS: Mapping[str, Mapping[str, Any]] = {
@@ -32,26 +33,6 @@ REWARDS: Mapping[str, Mapping[str, Any]] = {
     "judge": {"url": "http://localhost:8000/v1", "model": "name-at-the-server"},
 }
 """By its type, what a reward must be told or is told first."""
-REWARDED = ("rl", "eval", "iterated-reward-model")
-"""Jobs that score answers."""
-_MODELS = {"sft": "Qwen/Qwen2.5-0.5B", "eval": "runs/rl/model"}
-_DATA = {
-    "sft": "demonstrations.jsonl",
-    "reward-model": "pairs.jsonl",
-    "preference": "pairs.jsonl",
-    "process-reward": "steps.jsonl",
-    "medusa": "prompts.jsonl",
-    "rl": "prompts.jsonl",
-    "iterated-reward-model": "prompts.jsonl",
-    "eval": "held_out.jsonl",
-}
-_COLUMNS = {
-    "sft": ("prompt", "completion"),
-    "reward-model": ("prompt", "chosen", "rejected"),
-    "preference": ("prompt", "chosen", "rejected"),
-    "process-reward": ("prompt", "steps", "labels"),
-    "medusa": ("prompt",),
-}
 _WIDTH, _COLUMN = 100, 40
 """Longest line, and where comments begin."""
 Row = Mapping[str, Any]
@@ -72,6 +53,32 @@ class Line:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What `quartet init` was asked for: the job, its method and kind of reward, its data and their first row."""
+
+    job: str
+    method: str | None
+    reward: str | None
+    data: str
+    row: Row | None
+
+
+@dataclass(frozen=True)
+class Starter:
+    """How a job's recipe begins.
+
+    Args:
+        data: a name for its data, where none is given.
+        lines: what is written below ``job`` and ``output_dir``.
+        is_rewarded: the job scores answers, so that ``--reward`` can be given.
+    """
+
+    data: str
+    lines: Callable[[Asked], Iterator[Line]]
+    is_rewarded: bool = False
+
+
 def starter(
     job: str, *, method: str | None = None, reward: str | None = None, data: str | None = None, row: Row | None = None
 ) -> str:
@@ -84,12 +91,12 @@ def starter(
     Raises:
         UserError: no such job, method or reward, or the job has none to choose.
     """
-    _check(job, "method", method, METHODS.get(job, ()))
-    _check(job, "reward", reward, REWARDS if job in REWARDED else ())
-    chosen = method or next(iter(METHODS.get(job, ())), None)
-    source = data or _DATA[job]
-    body = {"rl": _rl, "eval": _eval, "iterated-reward-model": _iterated}.get(job, _supervised)
-    lines = [Line("job", job), Line("output_dir", f"runs/{job}"), *body(job, chosen, reward, source, row)]
+    _check(job, "method", method, methods().get(job, ()))
+    _check(job, "reward", reward, REWARDS if job in jobs() and starter_of(job).is_rewarded else ())
+    chosen = method or next(iter(methods().get(job, ())), None)
+    begun = starter_of(job)
+    asked = Asked(job, chosen, reward, data or begun.data, row)
+    lines = [Line("job", job), Line("output_dir", f"runs/{job}"), *begun.lines(asked)]
     called = "".join(f" --{name} {value}" for name, value in (("method", method), ("reward", reward)) if value)
     head = [
         f"quartet {job} recipe.yaml",
@@ -102,7 +109,7 @@ def starter(
 
 
 def _check(job: str, what: str, name: str | None, known: Any) -> None:
-    if job not in RECIPES:
+    if job not in jobs():
         raise no_such_job(job)
     if name is None or name in known:
         return
@@ -118,59 +125,69 @@ def _check(job: str, what: str, name: str | None, known: Any) -> None:
 # Jobs ----------------------------------------------------------------------------------------------------
 
 
-def _supervised(job: str, method: str | None, reward: str | None, data: str, row: Row | None) -> Iterator[Line]:
-    yield Line("model.path", _MODELS.get(job, "runs/sft/model"))
-    needs = ("prompt", "completion", "label") if method == "kto" else _COLUMNS[job]
-    yield from _data("data.", data, needs, row)
+def supervised(
+    asked: Asked,
+    columns: tuple[str, ...],
+    *own: Line,
+    model: str = "runs/sft/model",
+    lr: float = 1e-5,
+    is_tuned: bool = True,
+) -> Iterator[Line]:
+    """The recipe of a supervised job.
+
+    Args:
+        columns: of its data.
+        own: keys that only this job has.
+        is_tuned: the model itself is trained, with a precision or adapters.
+    """
+    yield Line("model.path", model)
+    yield from data_lines("data.", asked.data, columns, asked.row)
     yield Line("evaluation_data", {"path": "held_out.jsonl"}, is_example=True)
-    if method is not None:
-        loss = METHODS[job][method]()
-        yield Line("loss.name", method)
+    if asked.method is not None:
+        loss = methods()[asked.job][asked.method]()
+        yield Line("loss.name", asked.method)
         yield from (Line(f"loss.{key}", getattr(loss, key)) for key in ("beta", "odds_coef") if hasattr(loss, key))
         if isinstance(loss, KTOLoss):
             yield Line("loss.undesirable_weight", loss.undesirable_weight)
     yield Line("epochs", 1)
-    size = next(name for name in RECIPES[job].model_fields if name.endswith("_per_step"))
+    size = next(name for name in recipes()[asked.job].model_fields if name.endswith("_per_step"))
     yield Line(size, 32)
-    if job == "reward-model":
-        yield Line("centring", 0.01)
-    if job == "process-reward":
-        yield Line("separator", "\n\n")
-    if job == "medusa":
-        yield Line("heads.depth", 3)
-        yield Line("sampling.max_new_tokens", 256)
-        yield Line("train.optim.lr", 1e-3)
-    else:
-        yield from _training("train.", 1e-6 if job == "preference" else 1e-5)
+    yield from own
+    yield from train_lines("train.", lr) if is_tuned else [Line("train.optim.lr", lr)]
     yield Line("train.optim.warmup_steps", 10)
     yield Line("train.optim.schedule", "cosine")
 
 
-def _rl(
-    job: str, method: str | None, reward: str | None, data: str, row: Row | None, above: str = ""
-) -> Iterator[Line]:
-    algorithm = METHODS["rl"][method or "ppo"]()
-    kind = reward or ("model" if isinstance(algorithm, PPO) else "function")
+def _preference(asked: Asked) -> Iterator[Line]:
+    is_judged = asked.method == "kto"
+    columns = ("prompt", "completion", "label") if is_judged else ("prompt", "chosen", "rejected")
+    yield from supervised(asked, columns, lr=1e-6)
+
+
+def rl_lines(asked: Asked, above: str = "") -> Iterator[Line]:
+    """The recipe of RL, at the top or as a section ``above`` of another job's, which then has the rewards."""
+    algorithm = methods()["rl"][asked.method or "ppo"]()
+    kind = asked.reward or ("model" if isinstance(algorithm, PPO) else "function")
     yield Line(f"{above}actor.model.path", "runs/sft/model")
-    yield from _training(f"{above}actor.train.", 1e-6)
+    yield from train_lines(f"{above}actor.train.", 1e-6)
     if isinstance(algorithm, PPO):
         yield Line(f"{above}critic.train.optim.lr", 1e-5)
         yield Line(f"{above}critic.warmup_steps", 4)
     if isinstance(algorithm, Distillation):
         yield Line(f"{above}reference.path", "runs/teacher/model")
     needs = ["prompt"]
-    if job == "rl" and (reward or not isinstance(algorithm, Distillation)):
-        yield from _reward("rewards.0.", kind)
+    if not above and (asked.reward or not isinstance(algorithm, Distillation)):
+        yield from reward_lines("rewards.0.", kind)
         needs += _reward_columns(kind)
     yield Line(f"{above}algorithm.name", algorithm.name)
     if isinstance(algorithm, RewardedAlgorithm):
         yield Line(f"{above}algorithm.kl.coef", algorithm.kl.coef)
     if isinstance(algorithm, BestOfN):
         yield Line(f"{above}algorithm.keep", algorithm.keep)
-    yield from _data(f"{above}data.", data, tuple(needs), row)
+    yield from data_lines(f"{above}data.", asked.data, tuple(needs), asked.row)
     yield Line(f"{above}rollout.sampling.temperature", 1.0)
     yield Line(f"{above}rollout.sampling.max_new_tokens", 256)
-    if job == "rl":
+    if not above:
         yield Line("evaluation", {"data": {"path": "held_out.jsonl"}}, is_example=True)
     yield Line(f"{above}steps", 100)
     responses = getattr(algorithm, "default_responses", 1)
@@ -179,39 +196,71 @@ def _rl(
     yield Line(f"{above}minibatches", 2)
 
 
-def _eval(job: str, method: str | None, reward: str | None, data: str, row: Row | None) -> Iterator[Line]:
-    yield Line("model.path", _MODELS[job])
-    yield from _data("data.", data, ("prompt", *_reward_columns(reward or "function")), row)
-    yield from _reward("rewards.0.", reward or "function")
+def _eval(asked: Asked) -> Iterator[Line]:
+    kind = asked.reward or "function"
+    yield Line("model.path", "runs/rl/model")
+    yield from data_lines("data.", asked.data, ("prompt", *_reward_columns(kind)), asked.row)
+    yield from reward_lines("rewards.0.", kind)
     yield Line("sampling.temperature", 0.0)
     yield Line("sampling.max_new_tokens", 256)
     yield Line("samples_per_prompt", 1)
     yield Line("compare", {"model": "runs/sft/model"}, is_example=True)
 
 
-def _iterated(job: str, method: str | None, reward: str | None, data: str, row: Row | None) -> Iterator[Line]:
+def _iterated(asked: Asked) -> Iterator[Line]:
     yield Line("rounds", 2)
-    yield from _reward("collect.labeller.", reward or "function")
+    yield from reward_lines("collect.labeller.", asked.reward or "function")
     yield Line("collect.prompts_per_round", 256)
     yield Line("collect.samples_per_prompt", 4)
     yield Line("collect.sampling.max_new_tokens", 256)
     yield Line("reward_model.model.path", "runs/sft/model")
     yield Line("reward_model.data", {"path": "pairs.jsonl"}, is_example=True)
     yield Line("reward_model.centring", 0.01)
-    yield from _training("reward_model.train.", 1e-5)
-    yield from _rl(job, method, reward, data, row, "rl.")
+    yield from train_lines("reward_model.train.", 1e-5)
+    yield from rl_lines(asked, "rl.")
+
+
+_PAIRS = ("prompt", "chosen", "rejected")
+_STARTERS: Mapping[str, Starter] = {
+    "sft": Starter(
+        "demonstrations.jsonl", lambda asked: supervised(asked, ("prompt", "completion"), model="Qwen/Qwen2.5-0.5B")
+    ),
+    "reward-model": Starter("pairs.jsonl", lambda asked: supervised(asked, _PAIRS, Line("centring", 0.01))),
+    "process-reward": Starter(
+        "steps.jsonl", lambda asked: supervised(asked, ("prompt", "steps", "labels"), Line("separator", "\n\n"))
+    ),
+    "preference": Starter("pairs.jsonl", _preference),
+    "rl": Starter("prompts.jsonl", rl_lines, is_rewarded=True),
+    "eval": Starter("held_out.jsonl", _eval, is_rewarded=True),
+    "iterated-reward-model": Starter("prompts.jsonl", _iterated, is_rewarded=True),
+}
+
+
+def starter_of(job: str) -> Starter:
+    """How the recipe of a job begins.
+
+    Raises:
+        UserError: the job is of a plug-in that does not say so.
+    """
+    found = jobs()[job].starter
+    if job not in _STARTERS and found is None:
+        remedy = f"write one: quartet config {job} lists its keys"
+        raise UserError("there is no recipe to begin with for this job", found=job, remedy=remedy)
+    return _STARTERS[job] if found is None else load(found)
 
 
 # Sections ------------------------------------------------------------------------------------------------
 
 
-def _training(above: str, lr: float) -> Iterator[Line]:
+def train_lines(above: str, lr: float) -> Iterator[Line]:
+    """How a model is trained."""
     yield Line(f"{above}precision", "bf16", is_example=True)
     yield Line(f"{above}lora", {"rank": 16}, is_example=True)
     yield Line(f"{above}optim.lr", lr)
 
 
-def _data(above: str, path: str, needs: tuple[str, ...], row: Row | None) -> Iterator[Line]:
+def data_lines(above: str, path: str, needs: tuple[str, ...], row: Row | None) -> Iterator[Line]:
+    """Where data are, with the columns that they need, as far as ``row`` has them under other names."""
     yield Line(f"{above}path", path, note=f"Columns: {', '.join(needs)}; docs/data.md.")
     if row is None:
         yield Line(f"{above}columns", {needs[0]: "question"}, is_example=True)
@@ -222,7 +271,8 @@ def _data(above: str, path: str, needs: tuple[str, ...], row: Row | None) -> Ite
     yield Line(f"{above}overlong", "skip")
 
 
-def _reward(above: str, kind: str) -> Iterator[Line]:
+def reward_lines(above: str, kind: str) -> Iterator[Line]:
+    """One source of reward."""
     yield Line(f"{above}type", kind)
     for key, value in REWARDS[kind].items():
         yield Line(f"{above}{key}", value)

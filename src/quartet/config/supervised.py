@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from quartet.config.cluster import LocalCluster, SupervisedClusterConfig, device_misfits
-from quartet.config.common import DataConfig, ModelConfig, ShardingConfig, TrainConfig, TrainingRecipe
+from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, ShardingConfig, TrainConfig, TrainingRecipe
 from quartet.config.units import Processes
 
 
@@ -30,6 +30,11 @@ class SupervisedRecipe(TrainingRecipe):
     )
     nodes: int = Field(1, ge=1, description="Machines.")
     sharding: ShardingConfig = ShardingConfig()
+
+    @property
+    def answered_by(self) -> SamplingConfig | None:
+        """How the model answers the rows; None where they have their answers."""
+        return None
 
     def _misfits(self) -> Iterator[str]:
         if self.cluster.type == "local" and self.processes * self.nodes > 1:

@@ -192,7 +192,7 @@ def local_copy(url: str) -> Path:
     if not found:
         raise UserError(f"there is nothing at {url}", found="no object of that name or below it", remedy="correct it")
     if "run.json" in found and "config.json" not in found:
-        remedy = f"name {url}/model (heads for speculation: {url}/medusa)"
+        remedy = f"name {url}/model, or another folder that the run has written"
         raise UserError(f"{url} is a run, no model or data", found="run.json", remedy=remedy)
     fetch(store, target, found)
     return target / next(iter(found)) if store.is_object else target

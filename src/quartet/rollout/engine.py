@@ -24,16 +24,14 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.models.packing_probe import check_decoding, model_context_length
 from quartet.rollout.admission import Admission
 from quartet.rollout.compute_dtype_weights import ComputeWeights
-from quartet.rollout.draft_tree import NO_DRAFT
+from quartet.rollout.drafter import Drafter
 from quartet.rollout.kv_cache import KVCache, slot_shape
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Generated, GenerationError, Request
 from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
-from quartet.rollout.speculation import Acceptance, Speculator
 from quartet.rollout.step_attention import Contexts
-from quartet.rollout.step_costs import measure
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.weights.in_process import write_into
 from quartet.weights.sink import TensorSink
@@ -73,7 +71,7 @@ class NativeEngine:
         version: policy version of the weights as they are. None: 0 for a shared model; an engine with its own
             weights then has none to compute with until they were sent.
         contexts: how it attends. None: by the model's device and numerics.
-        speculator: has running requests' next tokens drafted, where ``step`` is given none. Completions are those
+        drafter: proposes running requests' next tokens, where ``step`` is given none. Completions are those
             without, to rounding, and to the bit under exact numerics.
 
     Raises:
@@ -91,12 +89,13 @@ class NativeEngine:
         decode: Decode | None = None,
         version: int | None = None,
         contexts: Contexts | None = None,
-        speculator: Speculator | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if not packed.shares_prefixes:
             check_decoding(packed)
         self.packed = packed
         self.owns_weights = owns_weights
+        self.max_running = max_running
         self._decode = decode
         contexts = contexts or choose_contexts(packed)
         self._scheduler = Scheduler(max_running)
@@ -115,17 +114,17 @@ class NativeEngine:
         self._stats = EngineStats(policy_version=version or 0)
         self._finished: list[Completion] = []
         self._failed: list[Response] = []
-        self.speculator = speculator
-        self._keeps_hidden = speculator is not None and speculator.drafter.reads_hidden
+        self.drafter = drafter
+        self._keeps_hidden = drafter is not None and drafter.reads_hidden
         self._sink = self._make_sink(version) if owns_weights else None
-        self._context = model_context_length(packed.model)
+        self.context = model_context_length(packed.model)
         self._vocab_size = packed.vocab_size
 
     # ---- requests ----
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            check_request(request, context=self._context, vocab_size=self._vocab_size, decodes=self._decode is not None)
+            check_request(request, context=self.context, vocab_size=self._vocab_size, decodes=self._decode is not None)
             self._admission.check(request, self._limit(request))
         self._scheduler.check(requests)
         for request in requests:
@@ -137,7 +136,7 @@ class NativeEngine:
     def _limit(self, request: Request) -> int:
         """Tokens it may get, where the model's context ends included."""
         limit = request.sampling.max_new_tokens
-        return limit if self._context is None else min(limit, self._context - len(request.prompt_ids))
+        return limit if self.context is None else min(limit, self.context - len(request.prompt_ids))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         held = self._scheduler.held
@@ -150,6 +149,11 @@ class NativeEngine:
         return {i: held[i].generated() for i in request_ids if i in held}
 
     @property
+    def held(self) -> Mapping[str, Response]:
+        """By request id, waiting ones too."""
+        return self._scheduler.held
+
+    @property
     def running(self) -> list[Response]:
         return self._scheduler.running
 
@@ -157,8 +161,8 @@ class NativeEngine:
         self._scheduler.retire(responses)
         for response in responses:
             self._admission.release(response)
-            if self.speculator is not None:
-                self.speculator.drafter.forget(response)
+            if self.drafter is not None:
+                self.drafter.forget(response)
         if responses:
             self._rows_current = False
 
@@ -187,8 +191,8 @@ class NativeEngine:
         if self._sink is not None:
             self._sink.require()
         if self._scheduler.held:
-            if self.speculator is not None and not proposed:
-                self._speculate(self.speculator)
+            if self.drafter is not None and not proposed:
+                self.drafter.propose(self, self._weights.active if self._keeps_hidden else nullcontext)
             self._advance()
         if self._failed:
             failed, self._failed = self._failed, []
@@ -203,15 +207,11 @@ class NativeEngine:
             room = response.max_tokens - len(response.token_ids) - 1
             response.propose(tuple(proposed.get(response.request.request_id, ()))[:room])
 
-    def _speculate(self, speculator: Speculator) -> None:
-        computing = self._weights.active if self._keeps_hidden else nullcontext
-        if speculator.costs is None:
-            limit, like = self._scheduler.max_running, next(iter(self._scheduler.held.values())).request
-            scratch = NativeEngine(self.packed, max_running=limit, contexts=self._runner.contexts)
-            scratch._weights, scratch._keeps_hidden = self._weights, self._keeps_hidden
-            speculator.costs = measure(scratch, limit, speculator.drafter, computing, like, self._context)
-        if self._scheduler.num_running:
-            speculator.propose(self._scheduler.running, computing)
+    def empty(self) -> NativeEngine:
+        """An engine with these weights and no requests."""
+        made = NativeEngine(self.packed, max_running=self.max_running, contexts=self._runner.contexts)
+        made._weights, made._keeps_hidden = self._weights, self._keeps_hidden
+        return made
 
     # ---- one step ----
 
@@ -365,15 +365,15 @@ class NativeEngine:
             elif self._keeps_hidden:
                 response.hidden = hidden[first + newest]
             if response.draft:
-                if self.speculator is not None:
-                    self.speculator.acceptance.note(response.tree, kept, ended=num_new == len(kept))
+                if self.drafter is not None:
+                    self.drafter.verified(response, kept, ended=num_new == len(kept))
                 response.propose(())
                 self._cache.keep(response.row, [behind + i for i in kept], behind, behind + size - 1)
             first += size
         self._drop(failed)
-        if self.speculator is not None:
+        if self.drafter is not None:
             for response, _ in done:
-                self.speculator.drafter.finished(response)
+                self.drafter.finished(response)
         self._retire([response for response, _ in done])
         self._finished += [response.completion(reason) for response, reason in done]
 
@@ -409,7 +409,7 @@ class NativeEngine:
         self._weights.prepare()
         adapters, model = self.packed.adapters, self.packed.model
         named = model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
-        drafting = self.speculator.drafter.weights() if self.speculator is not None else ()
+        drafting = self.drafter.weights() if self.drafter is not None else ()
         return TensorSink([*named, *drafting], on_commit=self._take_version, version=version)
 
     def _take_version(self, version: int) -> None:
@@ -454,11 +454,11 @@ class NativeEngine:
         return self._cache.num_tokens + self._admission.prefixes.num_tokens
 
     def stats(self) -> EngineStats:
-        acceptance = self.speculator.acceptance if self.speculator is not None else Acceptance(NO_DRAFT)
+        drafted, kept = self.drafter.by_depth() if self.drafter is not None else ((), ())
         return replace(
             self._stats,
-            drafted_by_depth=tuple(acceptance.drafted),
-            kept_by_depth=tuple(acceptance.kept),
+            drafted_by_depth=tuple(drafted),
+            kept_by_depth=tuple(kept),
             num_running=self._scheduler.num_running,
             num_waiting=len(self._scheduler.waiting),
             cached_tokens=self._cached_tokens(),

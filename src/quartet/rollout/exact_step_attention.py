@@ -27,7 +27,7 @@ from quartet.models.exact import (
 )
 from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.decode_attention import DecodeAttention
-from quartet.rollout.draft_tree import DraftTree
+from quartet.rollout.drafter import DraftTree
 from quartet.rollout.kv_cache import KVCache
 from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.step_attention import Contexts, PrefillAttention

@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from pydantic import TypeAdapter
 
 from quartet.config.common import LoRAConfig
-from quartet.config.speculation import SpeculationConfig
+from quartet.config.plugins import load
+from quartet.config.speculation import DRAFTERS
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
-from quartet.rollout.drafters import build_speculator
+from quartet.rollout.drafter import make_drafter
 from quartet.rollout.engine import NativeEngine
 from quartet.text.tokenizer import TextCodec
-
-_SPECULATION: TypeAdapter[SpeculationConfig] = TypeAdapter(SpeculationConfig)
 
 
 class NativeProcessEngine(NativeEngine):
@@ -63,7 +61,8 @@ def make(
     adapters = None if lora is None else LoRAConfig(**lora)
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
-    speculator = None if speculation is None else build_speculator(_SPECULATION.validate_python(speculation), packed)
+    section = None if speculation is None else load(DRAFTERS[speculation["type"]].section)(**speculation)
+    drafter = make_drafter(section, packed)
     decode = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code).decode_completion
-    options |= {"decode": decode, "version": version, "speculator": speculator}
+    options |= {"decode": decode, "version": version, "drafter": drafter}
     return NativeProcessEngine(packed, owns_weights=True, **options)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quartet.models.memory import to_device
-from quartet.rollout.draft_tree import NO_DRAFT, DraftTree
+from quartet.rollout.drafter import NO_DRAFT, DraftTree
 from quartet.rollout.kv_cache import KVCache, round_up
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.sampler import SamplingRows

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from quartet.config import UserError
-from quartet.rollout.draft_tree import NO_DRAFT, DraftTree, chain
+from quartet.rollout.drafter import NO_DRAFT, DraftTree, chain
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.protocol import FinishReason, PromptKey, Request, Unfinished
 from quartet.rollout.stop_strings import StopStringMatcher

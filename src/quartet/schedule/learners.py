@@ -1,6 +1,6 @@
 """Learners: all updates of one step on the step's experience, in one lease.
 
-Heads that learn along have a learner of their own, which follows the actor's while the critic may still train.
+A drafter that learns along has a learner of their own, which follows the actor's while the critic may still train.
 
 Mini-batches are unions of whole groups. The first epoch takes the groups in prompt order, later ones in an order drawn
 from (seed, step, epoch).
@@ -110,10 +110,10 @@ class ModelLearner:
 
 
 @dataclass(frozen=True)
-class HeadsLearner:
-    """Trains the heads that learn along with the actor, from what the actor's updates of the step left behind.
+class DrafterLearner:
+    """Trains the drafter's model that learns along with the actor, from what updates of the step left behind.
 
-    They work in the actor's processes, beside its LM head, and therefore under its leases, in mode ``forward``.
+    It works in the actor's processes, beside its LM head, and therefore under its leases, in mode ``forward``.
     """
 
     leases: LeaseContext
@@ -126,4 +126,4 @@ class HeadsLearner:
             "actor", "forward", "train_heads", step=step, reads={"actor": None}, writes=HEADS, works_for=HEADS
         )
         async with turn:
-            return await self.model.call(TrainWorker.train_heads)
+            return await self.model.call(TrainWorker.train_drafter)

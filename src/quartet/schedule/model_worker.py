@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,23 +23,20 @@ from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.work import Work
+from quartet.rollout.drafter import DrafterModel
 from quartet.schedule.checkpointed import Checkpointed, same_for_all
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.weight_sync import WeightSenderMixin
 from quartet.train.bit_flips import ModelPart
-from quartet.train.companion import Companion
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.offload import Offload, Store
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget
-from quartet.weights.manifest import HEADS_PREFIX
 
-HEADS = "medusa"
-"""Where heads that learned along are written, beside the model."""
-_SEEN, _COMPANION = "seen_token_ids", "companion"
+_SEEN = "seen_token_ids"
 
 
 @dataclass(frozen=True)
@@ -195,46 +191,36 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
 
     Args:
         also: losses that this worker adds to its updates.
-        companion: heads that learn along. They stay on the device, are sent with the model's weights, and are written
-            beside it.
+
+    Attributes:
+        drafter_model: what learns along with the model, and is sent with its weights.
     """
 
-    def __init__(
-        self, engine: TrainEngine[Any], also: AddedLosses | None = None, companion: Companion | None = None
-    ) -> None:
+    drafter_model: DrafterModel | None = None
+
+    def __init__(self, engine: TrainEngine[Any], also: AddedLosses | None = None) -> None:
         self.engine = engine
         self.packed = engine.packed
         self._also = also
-        self.companion = companion
 
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         return self.engine.forward(batch, needs)
 
     def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
         """The updates in their order; of each what ``TrainEngine.train_step`` returns."""
-        results, companion = [], self.companion
-        for update in updates:
-            batch, objective = experience.select(update.sequences), update.objective
-            also = self._also.terms(update.number) if self._also is not None else ()
-            if companion is None or update.rehearsal:
-                results.append(self.engine.train_step(batch, objective, also, rehearsal=update.rehearsal))
-            else:
-                watched = companion.watch(batch, objective, len(updates))
-                results.append(self.engine.train_step(batch, watched, also))
-                companion.keep(watched)
-        return results
+        return [self._update_once(update, experience.select(update.sequences), len(updates)) for update in updates]
 
-    def train_heads(self) -> dict[str, float]:
-        """Updates of the heads that learn along, from what ``update`` left behind; as ``Companion.learn``."""
-        return self.companion.learn() if self.companion is not None else {}
+    def _update_once(self, update: Update, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
+        """One of ``num_updates``, from ``batch``."""
+        also = self._also.terms(update.number) if self._also is not None else ()
+        return self.engine.train_step(batch, update.objective, also, rehearsal=update.rehearsal)
+
+    def train_drafter(self) -> dict[str, float]:
+        """Updates of ``drafter_model``, from what the calls of ``update`` left for it; their metrics."""
+        return {}
 
     def note_drafts(self, drafted: int, kept: int) -> None:
-        """What became of the engines' drafted tokens in a step, by which the companion's next budget is set."""
-        if self.companion is not None:
-            self.companion.note_drafts(drafted, kept)
-
-    def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
-        return chain(super().sent_weights(), self.companion.heads.weights() if self.companion is not None else ())
+        """What became of the engines' drafted tokens in a step."""
 
     def flip_bits(self, part: ModelPart) -> int:
         """As ``TrainEngine.flip_bits``; new weights, which the engines are to be given."""
@@ -254,25 +240,16 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         return Described(self.engine.warnings, self.packed.shares_prefixes)
 
     def sizes(self) -> dict[LeaseMode, int]:
-        size = model_bytes(self.packed) + (self.companion.num_bytes if self.companion is not None else 0)
+        size = model_bytes(self.packed)
         return {"forward": size, "train": size + train_bytes(self.packed)}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        state = self.engine.state()
-        if self.companion is None:
-            return state
-        own = self.companion.state()
-        return {**state, **own, REST: {**state[REST], _COMPANION: own[REST]}}
+        return self.engine.state()
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        with ExitStack() as both:
-            theirs = dict[str, Tensor]()
-            if self.companion is not None:
-                of_heads = {name: shape for name, shape in saved.items() if name.startswith(HEADS_PREFIX)}
-                saved = {name: shape for name, shape in saved.items() if name not in of_heads}
-                theirs = both.enter_context(self.companion.loading(of_heads, rest.get(_COMPANION, {})))
-            yield {**both.enter_context(self.engine.loading(saved, rest)), **theirs}
+        with self.engine.loading(saved, rest) as live:
+            yield live
 
     @dispatch(ONE_COPY)
     def export(
@@ -300,8 +277,6 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
     def _write(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Collection[int], eos_ids: Collection[int]
     ) -> str | None:
-        if self.companion is not None:
-            self.companion.heads.save(path.with_name(HEADS))
         return save_causal_lm(self.engine.packed, tokenizer, path, eos_ids=eos_ids)
 
     def _offload(self, store: Store) -> Offload:

@@ -17,6 +17,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.envs.episode import FinishedEpisode
 from quartet.observe.memory import held_bytes
+from quartet.rollout.drafter import Drafter
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.progress import Progress
 from quartet.rollout.protocol import (
@@ -28,7 +29,6 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
-from quartet.rollout.speculation import Speculator
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.leases import LeaseMode
@@ -281,27 +281,23 @@ class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
     # Checkpoints -----------------------------------------------------------------------------------------
 
     @property
-    def _speculator(self) -> Speculator:
-        assert self.engine.speculator is not None, "an engine that drafts"
-        return self.engine.speculator
+    def _drafter(self) -> Drafter:
+        assert self.engine.drafter is not None, "an engine that drafts"
+        return self.engine.drafter
 
     def mark(self) -> dict[str, Any]:
         """What is saved from now on is the state of this moment, which is returned."""
-        return self._speculator.mark()
+        return self._drafter.mark()
 
     def rewind(self, marked: Mapping[str, Any]) -> None:
         """Drafts are made from the state of a ``mark`` again, which may be of an engine before this one."""
-        self._speculator.load(marked)
+        self._drafter.load(marked)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        state = self._speculator.state()
-        of_drafter = state["drafter"]
-        tensors = {name: value for name, value in of_drafter.items() if isinstance(value, Tensor)}
-        plain = {name: value for name, value in of_drafter.items() if name not in tensors}
-        return {**tensors, REST: {**state, "drafter": plain}}
+        return self._drafter.state()
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[Mapping[str, Tensor]]:
         tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved.items()}
         yield tensors
-        self._speculator.load({**rest, "drafter": {**tensors, **rest["drafter"]}})
+        self._drafter.load({**tensors, REST: rest})

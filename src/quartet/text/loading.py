@@ -19,20 +19,21 @@ from quartet.remote.hub import fetch, split_name
 from quartet.remote.store import local_copy
 
 
-def local_or_hub(name: str | Path, what: str) -> str:
+def local_or_hub(name: str | Path, what: str, part: str = "model") -> str:
     """The directory that ``name`` stands for: a local one, or the cache's with a model of the hub, which is fetched.
 
     Args:
         name: a path, or ``owner/name`` or ``owner/name@revision`` of the hub.
-        what: ``model``, ``heads`` (Medusa's), or ``tokenizer``, of which weights are not fetched.
+        what: ``model``, ``tokenizer``, of which weights are not fetched, or another word for messages.
+        part: where it is in a run's directory.
 
     Raises:
         UserError: a local path that does not exist, or a file; what the hub does not have or give.
     """
-    return local_directory(name, what) or str(fetch(str(name), weights=what != "tokenizer"))
+    return local_directory(name, what, part) or str(fetch(str(name), weights=what != "tokenizer"))
 
 
-def local_directory(name: str | Path, what: str) -> str | None:
+def local_directory(name: str | Path, what: str, part: str = "model") -> str | None:
     """``name`` with ``~`` expanded where it is a path, of a run the model that it has exported, of a URL the copy on
     this machine; None of names of the hub.
 
@@ -42,19 +43,19 @@ def local_directory(name: str | Path, what: str) -> str | None:
     text = str(local_copy(str(name)) if is_url(name) else name)
     path = Path(text).expanduser()
     if path.is_dir():
-        part = path / ("medusa" if what == "heads" else "model")
+        exported = path / part
         if (path / "config.json").is_file():
             return str(path)
         if has_older_model(path):
             raise UserError(
-                f"this run has gone on since it exported its {part.name}",
+                f"this run has gone on since it exported its {part}",
                 found=text,
-                remedy=f"{made_by(part)}, or name {part}, which is the older one",
+                remedy=f"{made_by(exported)}, or name {exported}, which is the older one",
             )
-        if part.is_dir():  # of a run, or of one that was exported while it trained
-            return str(part)
+        if exported.is_dir():  # of a run, or of one that was exported while it trained
+            return str(exported)
         if (path / "run.json").is_file():
-            remedy = made_by(part) or f"name a directory with {part.name}/ in it"
+            remedy = made_by(exported) or f"name a directory with {part}/ in it"
             raise UserError(f"this is a run without a {what}", found=text, remedy=remedy)
         if what == "model" and (path / "manifest.json").is_file():
             raise UserError(

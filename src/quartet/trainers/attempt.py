@@ -30,7 +30,7 @@ from quartet.schedule.groups import DIAGNOSED, Group, chunk_of, staleness_metric
 from quartet.schedule.iteration import Chunk, IterationStages, Scorer
 from quartet.schedule.iteration import StepLearner as AnyLearner
 from quartet.schedule.journal import Journal
-from quartet.schedule.learners import HeadsLearner, ModelLearner, UpdatePlan
+from quartet.schedule.learners import DrafterLearner, ModelLearner, UpdatePlan
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.placement import placed_arbiter
@@ -85,7 +85,7 @@ class RunAttempt:
         self._run, self._recorder, self._kl = context.run, context.run.recorder, context.kl
         placement = self._workers.placement
         self._runs_ahead = placement.max_staleness is not None
-        self._trains_heads = HEADS in placement.pool_of
+        self._trains_drafter = HEADS in placement.pool_of
         self._offloader = RoleOffloader(self._workers, self._recorder)
         self.leases = LeaseContext(
             placed_arbiter(placement, sizes, version=step, offloader=self._offloader), self._recorder
@@ -142,7 +142,7 @@ class RunAttempt:
         done, minibatches = step + 1, self.recipe.minibatches * self.recipe.epochs
         seconds, spans = watch.seconds, self._recorder.of_step(step)
         trained, of_role = done - self.roles.warmup_steps, await self.roles.stats()
-        if self._trains_heads:
+        if self._trains_drafter:
             drafted, kept = map(sum, _drafts(before, after))
             await self.roles.train_group("actor").call(TrainWorker.note_drafts, drafted, kept)
         stats = of_role.values()
@@ -194,7 +194,7 @@ class RunAttempt:
             trainer=roles.train_group("actor"),
             update_engine_weights=workers.update_engine_weights,
             shares_actor=workers.shares_actor,
-            sends=("actor", HEADS) if self._trains_heads else ("actor",),
+            sends=("actor", HEADS) if self._trains_drafter else ("actor",),
             in_flight=workers.placement.in_flight,
             max_running=config.engine.capacity if self._runs_ahead else None,
             balances=is_served(config.engine),
@@ -289,7 +289,7 @@ class RunAttempt:
 
         critic = [("critic", learner("critic", self._value, "critic", 0))] if roles.critic is not None else []
         actor = ("actor", learner("actor", self.policy_objective, "policy", roles.warmup_steps))
-        heads = [(HEADS, HeadsLearner(self.leases, roles.train_group("actor")))] if self._trains_heads else []
+        heads = [(HEADS, DrafterLearner(self.leases, roles.train_group("actor")))] if self._trains_drafter else []
         return [*critic, actor, *heads]
 
     def learned(self, experience: Experience) -> RaggedBatch:

@@ -14,7 +14,6 @@ from typing import Any
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, Recipe, SamplingConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.config.medusa import MedusaRecipe
 from quartet.config.recipe import IteratedRecipe, RewardModelRecipe, RLRecipe
 from quartet.config.supervised import SupervisedRecipe
 from quartet.data.datasets import Ordered, PromptItem
@@ -63,7 +62,7 @@ def sections_of(recipe: Recipe) -> dict[str, Section]:
     found: dict[str, Section] = {}
     match recipe:
         case SupervisedRecipe():
-            asked = recipe.sampling if isinstance(recipe, MedusaRecipe) and recipe.answers == "sample" else None
+            asked = recipe.answered_by
             how = (recipe.model, reader_of(recipe), asked is not None, asked, isinstance(recipe, RewardModelRecipe))
             found = {key: Section(getattr(recipe, key), *how) for key in ("data", "evaluation_data")}
         case RLRecipe():

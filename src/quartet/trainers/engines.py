@@ -23,12 +23,11 @@ from quartet.config.engines import (
     has_own_weights,
     is_served,
 )
-from quartet.config.speculation import SpeculationConfig
-from quartet.models.medusa import MedusaHeads
+from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.observe.logs import logging_variables, own_rank
 from quartet.rollout import process_native
-from quartet.rollout.drafters import build_speculator
+from quartet.rollout.drafter import DrafterModel, make_drafter
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.http.openai import OpenAIEngine
 from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
@@ -56,23 +55,23 @@ def native_engine(
     decode: Decode,
     *,
     owns_weights: bool = False,
-    speculation: SpeculationConfig | None = None,
-    heads: MedusaHeads | None = None,
+    speculation: Speculation | None = None,
+    model: DrafterModel | None = None,
 ) -> NativeEngine:
     """The native engine in this process, which computes with ``packed``; where it owns the weights they are yet to
     come.
 
     Args:
-        heads: those of the trainer, for drafts of an engine that shares its model.
+        model: the trainer's own of the drafter, where the engine shares the policy with it.
 
     Raises:
         UserError: what speculation reads is not there, or does not belong to the model.
     """
     assert isinstance(config, NativeEngineConfig)
-    # Before the engine turns the weights around: heads are compared with the trunk's.
-    speculator = None if speculation is None else build_speculator(speculation, packed, heads)
+    # Before the engine turns the weights around: a drafter's model is compared with the policy.
+    drafter = make_drafter(speculation, packed, model)
     options = _native_options(config)
-    return NativeEngine(packed, owns_weights=owns_weights, decode=decode, speculator=speculator, **options)
+    return NativeEngine(packed, owns_weights=owns_weights, decode=decode, drafter=drafter, **options)
 
 
 def _native_options(config: NativeEngineConfig) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Policy:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     staging: StagedWeights | None = None
     sleeps: bool = False
-    speculation: SpeculationConfig | None = None
+    speculation: Speculation | None = None
     trust_remote_code: bool = False
 
     @property
@@ -167,14 +166,10 @@ def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, A
         "lora": None if policy.lora is None else policy.lora.model_dump(),
         "seed": policy.seed,
         "version": policy.version,
-        "speculation": _speculation(policy),
+        "speculation": None if policy.speculation is None else policy.speculation.model_dump(),
         "trust_remote_code": policy.trust_remote_code,
         **_native_options(config),
     }
-
-
-def _speculation(policy: Policy) -> dict[str, Any] | None:
-    return None if policy.speculation is None else policy.speculation.model_dump()
 
 
 def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec]:
@@ -188,8 +183,9 @@ def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec
         "lora": None if policy.lora is None else policy.lora.model_dump(),
         "sleep": policy.sleeps,
         "seed": policy.seed,
-        "speculation": _speculation(policy),
     }
+    if policy.speculation is not None:
+        arguments["drafter"] = DRAFTERS[policy.speculation.type].vllm, policy.speculation.model_dump()
     visible = visible_devices()
     for number in range(config.engines):
         yield EngineSpec(

@@ -16,10 +16,11 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, ModelConfig, SourceConfig
-from quartet.config.medusa import MedusaRecipe
+from quartet.config.common import DataConfig, ModelConfig, Recipe, SourceConfig
+from quartet.config.jobs import jobs
+from quartet.config.plugins import load
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
-from quartet.config.recipe import ProcessRewardRecipe, Recipe, RewardModelRecipe, SFTRecipe
+from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
 from quartet.config.validation import shortened
 from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading
@@ -35,6 +36,7 @@ from quartet.models.packing_probe import model_context_length
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
 from quartet.text.templates import template_warnings, with_template
 from quartet.text.tokenizer import TextCodec
+from quartet.trainers.run_files import job_of
 
 ModelLike: TypeAlias = PreTrainedModel | str | Path
 TokenizerLike: TypeAlias = PreTrainedTokenizerBase | str | Path
@@ -509,10 +511,9 @@ def reader_of(recipe: Recipe) -> Reader[Any]:
             return pair_or_judgement_reader(recipe.doubtful_pairs)
         case ProcessRewardRecipe():
             return step_reader(recipe.separator)
-        case MedusaRecipe() if recipe.answers == "data":
-            return demonstration_reader
         case _:
-            return prompt_reader
+            reader = jobs()[job_of(recipe)].reader
+            return prompt_reader if reader is None else load(reader)(recipe)
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:

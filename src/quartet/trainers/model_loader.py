@@ -15,10 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.common import TrainConfig
+from quartet.config.plugins import load
 from quartet.config.recipe import RLRecipe
 from quartet.config.reward_types import RewardConfig
 from quartet.config.rewards import ModelReward, ProcessModelReward
-from quartet.config.speculation import MedusaSpeculation, head_training
+from quartet.config.speculation import DRAFTERS
 from quartet.envs.protocol import Environment
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
@@ -28,11 +29,10 @@ from quartet.models.loading import (
     packed_scalar_model,
     scalar_model_from,
 )
-from quartet.models.medusa import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.rollout.drafter import DrafterModel, load_drafter_model
 from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ScoreWorker, TrainWorker
 from quartet.text.tokenizer import TextCodec
-from quartet.train.companion import Companion
 from quartet.train.engine import TrainEngine
 from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
@@ -150,19 +150,11 @@ class ModelLoader:
         return self._engine(self.actor, "actor", max(1, recipe.steps - resting))
 
     @cached_property
-    def heads(self) -> MedusaHeads | None:
-        """Those that learn along with the actor."""
+    def drafter_model(self) -> DrafterModel | None:
+        """The one that learns along with the actor."""
         speculation = self.recipe.rollout.speculation
-        if not isinstance(speculation, MedusaSpeculation) or speculation.train is None:
-            return None
-        return MedusaHeads.load(speculation.path, self.actor, speculation.num_heads)
-
-    @cached_property
-    def companion(self) -> Companion | None:
-        config, heads = head_training(self.recipe.rollout.speculation), self.heads
-        if config is None or heads is None:
-            return None
-        return Companion(self.actor_engine, heads, config, seed=self.recipe.seed)
+        learns = speculation is not None and speculation.learns
+        return load_drafter_model(speculation, self.actor) if learns else None
 
     @cached_property
     def reference(self) -> PackedCausalLM | None:
@@ -280,7 +272,13 @@ class ModelLoader:
     def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
         """What computes with the model of a role, in this process; ``ptx`` adds to the actor's losses."""
         if role == "actor":
-            return TrainWorker(self.actor_engine, ptx, self.companion)
+            speculation, model = self.recipe.rollout.speculation, self.drafter_model
+            if speculation is None or model is None:
+                return TrainWorker(self.actor_engine, ptx)
+            target = DRAFTERS[speculation.type].worker
+            assert target is not None, "its model learns"
+            made: TrainWorker = load(target)(self.actor_engine, ptx, speculation, model, self.recipe.seed)
+            return made
         if role == "critic" and self.critic_engine is not None:
             return CriticWorker(self.critic_engine)
         if role == "reference" and self.reference is not None:

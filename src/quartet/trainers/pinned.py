@@ -10,7 +10,7 @@ from quartet.config import UserError
 from quartet.config.common import HubConfig, Strict
 from quartet.config.evaluation import ComparisonConfig
 from quartet.config.recipe import Recipe
-from quartet.config.speculation import MedusaSpeculation
+from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.remote.hub import current_commit, pin, split_name
 from quartet.text.loading import local_directory
 
@@ -52,17 +52,19 @@ class _Pins:
             changes |= {"revision": None, named: self._name(f"{dot}{named}", getattr(value, named), value.revision)}
             if getattr(value, "tokenizer", None) is not None:
                 changes["tokenizer"] = self._name(f"{dot}tokenizer", changes["tokenizer"], None, "tokenizer")
-        if isinstance(value, MedusaSpeculation):
-            changes["path"] = self._name(f"{dot}path", value.path, None, "heads")
+        if isinstance(value, Speculation) and hasattr(value, "path"):
+            changes["path"] = self._name(f"{dot}path", value.path, None, "drafter", DRAFTERS[value.type].folder)
         changes = {name: new for name, new in changes.items() if new != getattr(value, name)}
         return value.model_copy(update=changes) if changes else value
 
-    def _name(self, key: str, name: str | None, revision: str | None, what: str = "model") -> str | None:
+    def _name(
+        self, key: str, name: str | None, revision: str | None, what: str = "model", part: str = "model"
+    ) -> str | None:
         if name is None:
             return None
         full = name if revision is None else f"{name}@{revision}"
         try:
-            if local_directory(full, what) is not None:
+            if local_directory(full, what, part) is not None:
                 return name
         except UserError:
             if revision is not None:

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.config.common import ModelConfig, TrainConfig
-from quartet.config.medusa import MedusaRecipe
-from quartet.config.recipe import RECIPES, ProcessRewardRecipe, RewardModelRecipe, RLRecipe
+from quartet.config.jobs import jobs, recipes
+from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, RLRecipe
 from quartet.config.stages import has_older_model
 from quartet.config.supervised import SupervisedRecipe
 from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model, save_step_separator
@@ -194,10 +194,10 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _write_checkpoint(checkpoint: Checkpoint, target: Path, base: str | None, trust_remote_code: bool) -> str | None:
     saved, commits = checkpoint.info.get("recipe"), _commits(checkpoint.path.parent.parent)
-    recipe = RECIPES[saved["job"]](**saved) if isinstance(saved, dict) and saved.get("job") in RECIPES else None
+    recipe = recipes()[saved["job"]](**saved) if isinstance(saved, dict) and saved.get("job") in jobs() else None
     if isinstance(recipe, RLRecipe):
         section, train, key, share = recipe.actor.model, recipe.actor.train, "actor.model", "actor"
-    elif isinstance(recipe, SupervisedRecipe) and not isinstance(recipe, MedusaRecipe):
+    elif isinstance(recipe, SupervisedRecipe) and jobs()[recipe.job].is_supervised:
         section, train, key, share = recipe.model, recipe.train, "model", "engine"
     else:
         raise UserError(

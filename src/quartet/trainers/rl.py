@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.plugins import load, plugins
 from quartet.config.recipe import RLRecipe
-from quartet.config.speculation import head_training
+from quartet.config.speculation import DRAFTERS
 from quartet.envs.protocol import Environment
 from quartet.models.loading import (
     adapter_path,
@@ -35,7 +35,7 @@ from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.iteration import run_iteration
-from quartet.schedule.model_worker import HEADS, TrainWorker
+from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.text.loading import brings_code
@@ -334,8 +334,9 @@ class RLTrainer:
             path = path.absolute()
         tokenizer, eos_ids = roles.codec.tokenizer, roles.codec.eos_ids
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
-        learned = role == "actor" and head_training(self.recipe.rollout.speculation) is not None
-        written = [path, adapter_path(path), *([path.with_name(HEADS)] if learned else [])]
+        written, speculation = [path, adapter_path(path)], self.recipe.rollout.speculation
+        if role == "actor" and speculation is not None and speculation.learns:
+            written.append(path.with_name(DRAFTERS[speculation.type].folder))
         await checkpoints.bring(self.run, roles.train_group(role), *written)
         return [f"{path.name}: {warning}"] if warning else []
 

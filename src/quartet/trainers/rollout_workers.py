@@ -11,9 +11,8 @@ from quartet.config import UserError
 from quartet.config.engines import SGLangEngineConfig, VLLMEngineConfig, is_served
 from quartet.config.placement import AsynchronousPlacement, ResolvedPlacement
 from quartet.config.recipe import RLRecipe
-from quartet.config.speculation import MedusaSpeculation
-from quartet.models.medusa import MedusaHeads, SavedHeads
 from quartet.models.packed_model import PackedCausalLM
+from quartet.rollout.drafter import DrafterModel, load_drafter_model
 from quartet.rollout.engine import own_copy
 from quartet.rollout.staging import StagedWeights
 from quartet.schedule.rollout_worker import NativeRolloutWorker
@@ -40,19 +39,23 @@ def native_rollout_worker(
     *,
     shares_actor: bool,
     is_own: bool,
-    heads: MedusaHeads | None,
+    drafter_model: DrafterModel | None,
 ) -> NativeRolloutWorker:
     """Around an engine in this process.
 
     Args:
         actor: the actor's model, or (``is_own``) one that is the engine's alone.
         shares_actor: the engine computes with ``actor`` as it is; otherwise with a copy where it is not its own.
-        heads: that learn along with ``actor``, of an engine that shares it.
+        drafter_model: that learns along with ``actor``, of an engine that shares it.
     """
     packed = actor if shares_actor or is_own else own_copy(actor)
-    config, speculation = recipe.rollout.engine, recipe.rollout.speculation
     engine = native_engine(
-        packed, config, codec.decode_completion, owns_weights=not shares_actor, speculation=speculation, heads=heads
+        packed,
+        recipe.rollout.engine,
+        codec.decode_completion,
+        owns_weights=not shares_actor,
+        speculation=recipe.rollout.speculation,
+        model=drafter_model,
     )
     return NativeRolloutWorker(engine, codec)
 
@@ -64,13 +67,13 @@ def served_rollout_worker(
     codec: TextCodec,
     device: torch.device,
     *,
-    heads: MedusaHeads | None,
+    drafter_model: DrafterModel | None,
 ) -> ServedRolloutWorker:
     """Around engines in processes or on servers of their own, which are started now and wait for weights.
 
     Args:
         actor: its names and shapes count; contents only where the recipe names no directory with it.
-        heads: that learn along with it; their names and shapes count.
+        drafter_model: that learns along with it; names and shapes count.
         device: of this process.
 
     Raises:
@@ -78,8 +81,8 @@ def served_rollout_worker(
     """
     config, pool = recipe.rollout.engine, placement.pool(placement.pool_of["rollout"])
     speculation = recipe.rollout.speculation
-    if isinstance(config, VLLMEngineConfig) and isinstance(speculation, MedusaSpeculation):
-        SavedHeads.checked(speculation.path, actor, speculation.depth)
+    if drafter_model is None and isinstance(config, VLLMEngineConfig):
+        load_drafter_model(speculation, actor)  # which refuses another policy's
     precision = precision_on(device, recipe.actor.train.precision)
     dtype = getattr(torch, vllm_dtype(config, precision)) if isinstance(config, VLLMEngineConfig) else None
     adapters, num_engines = actor.adapters, config.engines if isinstance(config, VLLMEngineConfig) else 1
@@ -92,7 +95,7 @@ def served_rollout_worker(
     named = actor.model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
     with ExitStack() as made:
         folder = made.enter_context(model_folder(recipe.actor.model, actor, codec))
-        staging = StagedWeights(chain(named, heads.weights() if heads is not None else ()), dtype)
+        staging = StagedWeights(chain(named, drafter_model.weights() if drafter_model is not None else ()), dtype)
         made.callback(staging.close)
         policy = Policy(
             folder,

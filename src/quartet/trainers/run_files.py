@@ -39,6 +39,7 @@ from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe, RLRecipe
 from quartet.config.schema import flatten
+from quartet.config.speculation import DRAFTERS
 from quartet.config.supervised import SupervisedRecipe
 from quartet.config.yamls import parse_yaml, yaml_complaint
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
@@ -213,14 +214,14 @@ def completed(path: Path, tell: Callable[[str], object]) -> dict[str, Any] | Non
 
 
 def write_models(path: Path) -> None:
-    """``models.json``: the digests of the files in ``model/``, ``critic/`` and ``medusa/``, sealed.
+    """``models.json``: the digests of the files in ``model/``, ``critic/`` and a drafter's folder, sealed.
 
     Raises:
         OSError: a file cannot be read, or this one not written.
     """
     digests = {
         f"{name}/{file}": asdict(digest)
-        for name in ("model", "critic", "medusa")
+        for name in ("model", "critic", *sorted({kind.folder for kind in DRAFTERS.values()}))
         for file, digest in digest_files(path / name).items()
     }
     if digests:

@@ -3,8 +3,7 @@
 ::
 
     SupervisedWorker ─┬─ CausalWorker ─┬─ SFTWorker
-                      │                ├─ PreferenceWorker
-                      │                └─ MedusaWorker
+                      │                └─ PreferenceWorker
                       └─ ScalarWorker ─┬─ RewardModelWorker
                                        └─ ProcessRewardWorker
 """

@@ -29,7 +29,6 @@ from quartet.config.placement import (
 )
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
-from quartet.config.speculation import head_training
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import LeaseMode
@@ -75,7 +74,7 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
         kinds["critic"] = "critic"
     if reads_reference(recipe.algorithm):
         kinds["reference"] = "reference"
-    if head_training(recipe.rollout.speculation) is not None:
+    if recipe.rollout.speculation is not None and recipe.rollout.speculation.learns:
         kinds[HEADS] = HEADS
     only = recipe.held_out.rewards
     for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
@@ -147,19 +146,19 @@ class PoolWorker(RolesWorker):
         # Each leaves before the next one comes; those that others start from come last: a critic may start as a copy
         # of a reward model, everything else as one of the actor.
         order = {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}  # reward models are in the middle
-        own = (name for name in names if name != HEADS)  # heads are the actor's worker's
+        own = (name for name in names if name != HEADS)  # they are the actor's worker's
         for role in sorted(own, key=lambda name: order.get(name, 2)):
             worker: ModelWorker | AnyRolloutWorker
             if role == "rollout" and is_served(recipe.rollout.engine):
                 names_only = self._names_only(recipe, objects, device)
-                actor, heads = names_only.actor, names_only.heads
-                worker = served_rollout_worker(recipe, placement, actor, loader.codec, device, heads=heads)
+                actor, model = names_only.actor, names_only.drafter_model
+                worker = served_rollout_worker(recipe, placement, actor, loader.codec, device, drafter_model=model)
             elif role == "rollout":
                 is_own = "actor" not in names or "actor" in cut_roles
                 shared = shares_actor(recipe, placement) and not is_own
-                heads = loader.heads if shared else None
+                model = loader.drafter_model if shared else None
                 worker = native_rollout_worker(
-                    recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own, heads=heads
+                    recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own, drafter_model=model
                 )
             else:
                 worker = (cut if role in cut_roles else loader).worker(role, ptx)
@@ -283,21 +282,20 @@ class LocalRunWorkers(RunWorkers):
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, roles: RLRoles) -> None:
         super().__init__(recipe, placement)
         actor, engine_thread = roles.actor.packed, self.compute
-        companion = cast(TrainWorker, roles.workers["actor"]).companion
-        heads = companion.heads if companion is not None else None
+        model = cast(TrainWorker, roles.workers["actor"]).drafter_model
         engine: AnyRolloutWorker
         with ExitStack() as made:
             if is_served(recipe.rollout.engine):
-                engine = served_rollout_worker(recipe, placement, actor, roles.codec, actor.device, heads=heads)
+                engine = served_rollout_worker(recipe, placement, actor, roles.codec, actor.device, drafter_model=model)
                 made.callback(engine.close)
                 # It waits for engines while others compute.
                 engine_thread = ComputeThread(1, is_exclusive=False)
                 made.callback(engine_thread.close)
             else:
                 shares = self.shares_actor
-                heads = heads if shares else None
+                model = model if shares else None
                 engine = native_rollout_worker(
-                    recipe, actor, roles.codec, shares_actor=shares, is_own=False, heads=heads
+                    recipe, actor, roles.codec, shares_actor=shares, is_own=False, drafter_model=model
                 )
             workers: dict[str, Offloadable] = {**roles.workers, "rollout": engine}
             for role in self.offloaded_roles():

@@ -22,8 +22,6 @@ from quartet.weights.errors import WeightSyncError
 
 WIRE_FORMAT = 1
 """Counts changes of the manifest or of the digest's definition."""
-HEADS_PREFIX = "medusa."
-"""First part of the names of Medusa heads' tensors, which travel beside their trunk's."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

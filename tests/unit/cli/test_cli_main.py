@@ -216,7 +216,7 @@ def test_under_torchrun_other_jobs_without_sampling_take_its_processes(
     seen: list[Any] = []
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("processes: 1")
-    monkeypatch.setattr(cli, "_run", lambda job, kind, path, overrides, resume: seen.append(overrides))
+    monkeypatch.setattr(cli, "_run", lambda name, job, path, overrides, resume: seen.append(overrides))
     run(job, str(recipe), "seed=3")
     assert seen == [["seed=3", "cluster={type: torchrun}", "processes=2", "nodes=3"]]
     made = load_recipe(job, recipe, [*seen[0], "sharding.shard=6"])

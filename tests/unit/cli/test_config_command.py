@@ -13,8 +13,8 @@ import pytest
 
 from quartet.cli import main as cli
 from quartet.cli.reference import pages
+from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
-from quartet.config.recipe import RECIPES
 from quartet.config.reference import sections
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +60,7 @@ def test_no_page_is_left_of_a_job_that_is_gone() -> None:
     assert {path.name for path in (ROOT / "docs" / "reference").iterdir()} == set(pages())
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_every_key_is_printed_within_the_width(run: Run, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = run("config", job)
@@ -80,7 +80,7 @@ def test_a_part_a_key_and_a_choice(run: Run) -> None:
 
 def test_jobs_are_listed(run: Run) -> None:
     status, out, _ = run("config")
-    assert status == 0 and all(job in out for job in RECIPES)
+    assert status == 0 and all(job in out for job in recipes())
 
 
 def test_an_unknown_part_is_a_users_error(run: Run) -> None:
@@ -131,7 +131,7 @@ def test_help_names_config_and_init_in_groups(run: Run) -> None:
     assert "Other:" not in out and "..." not in out[begin:]
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_help_of_a_job_says_where_its_keys_are(run: Run, job: str) -> None:
     _, out, _ = run(job, "--help")
     assert f"quartet config {job}" in " ".join(out.split()) and f"quartet init {job}" in " ".join(out.split())

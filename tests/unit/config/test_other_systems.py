@@ -9,8 +9,8 @@ import pytest
 
 from quartet.config import synonyms
 from quartet.config.errors import UserError
+from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
-from quartet.config.recipe import RECIPES
 from quartet.config.schema import dotted_fields
 from quartet.config.validation import _fields
 
@@ -181,7 +181,7 @@ def refused(job: str, *overrides: str) -> UserError:
 
 def names(text: str, job: str) -> set[str]:
     """Keys of the job's recipe that are in a text."""
-    return set(re.findall(r"[\w.]+\w", text)) & set(_fields(RECIPES[job]))
+    return set(re.findall(r"[\w.]+\w", text)) & set(_fields(recipes()[job]))
 
 
 @pytest.mark.parametrize(("job", "table"), TABLES)
@@ -228,7 +228,7 @@ def test_a_block_is_taken_apart_but_a_misspelt_section_is_one_mistake(tmp_path: 
 
 
 def test_every_key_that_is_offered_is_in_a_recipe() -> None:
-    known = {name for recipe in RECIPES.values() for name, _ in dotted_fields(recipe)}
+    known = {name for recipe in recipes().values() for name, _ in dotted_fields(recipe)}
     offered = {*synonyms._THEIRS, *(key for text in synonyms._ANSWERS for key in re.findall(r"\{([\w.]+)\}", text))}
     assert len(offered) > 100
     assert [key for key in offered if not any(f".{name}".endswith(f".{key}") for name in known)] == []

@@ -10,9 +10,9 @@ from pydantic import Field
 from quartet.config.common import Strict
 from quartet.config.describe import inline, meaning, type_words, unit
 from quartet.config.errors import UserError
+from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
-from quartet.config.recipe import RECIPES
-from quartet.config.reference import children, jobs, meaning_at, sections
+from quartet.config.reference import children, meaning_at, purposes, sections
 from quartet.config.schema import dotted_fields
 from quartet.config.units import Tokens
 from quartet.config.yamls import parse_yaml
@@ -26,7 +26,7 @@ WITHOUT_UNIT = {
 """Integers that count nothing, or what their own name says."""
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_every_key_of_every_job_is_described(job: str) -> None:
     for section in sections(job, variants=True):
         words = {key.name: key.meaning for key in section.keys} | dict(section.variants)
@@ -41,7 +41,7 @@ def test_a_key_without_a_description_is_found() -> None:
     assert meaning(Silent, "said") == "Said." and meaning(Silent, "unsaid") == ""
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_descriptions_are_one_line_of_prose(job: str) -> None:
     for section in sections(job, variants=True):
         for key in section.keys:
@@ -49,7 +49,7 @@ def test_descriptions_are_one_line_of_prose(job: str) -> None:
             assert key.meaning[-1] in ".:" or "py:name" in key.meaning, f"{section.address}.{key.name}: {key.meaning}"
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_every_integer_says_what_it_counts(job: str) -> None:
     bare = {
         f"{section.address}.{key.name}"
@@ -60,9 +60,11 @@ def test_every_integer_says_what_it_counts(job: str) -> None:
     assert not bare, "give it a type of config/units.py, or name it in WITHOUT_UNIT"
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_every_key_that_an_override_may_name_is_found(job: str) -> None:
-    names = [name for name, _ in dotted_fields(RECIPES[job]) if name.rpartition(".")[2] not in ("job", "name", "type")]
+    names = [
+        name for name, _ in dotted_fields(recipes()[job]) if name.rpartition(".")[2] not in ("job", "name", "type")
+    ]
     assert len(names) > 20
     for name in dict.fromkeys(names):
         assert sections(job, name), name
@@ -77,7 +79,7 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_the_defaults_shown_are_those_of_a_loaded_recipe(job: str) -> None:
     recipe = load_recipe(job, None, MADE.get(job, ())).model_dump(mode="json")
     checked = 0
@@ -151,7 +153,7 @@ def test_children_are_what_may_follow_a_dot() -> None:
     assert children("rl", "rollout.sampling")[:2] == ["temperature", "top_p"]
     assert children("rl", "algorithm")[:2] == ["ppo", "grpo"]
     assert children("rl", "steps") == []
-    assert set(jobs()) == set(RECIPES)
+    assert set(purposes()) == set(recipes())
 
 
 def test_types_units_and_values_in_words() -> None:

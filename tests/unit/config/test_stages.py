@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from quartet.config.errors import UserError
+from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
 from quartet.config.preference import PreferenceRecipe
-from quartet.config.recipe import RECIPES, RLRecipe
+from quartet.config.recipe import RLRecipe
 from quartet.config.schema import members, tags
-from quartet.config.stages import _TOKENS, made_by
+from quartet.config.stages import _words, made_by
 from quartet.extras.report.build import build_report
 from quartet.models.loading import load_causal_lm, load_scalar_model
 from quartet.text.loading import load_tokenizer, local_directory
@@ -59,7 +60,7 @@ def test_every_method_has_a_word_that_leads_to_its_job() -> None:
     ):
         for method in tags(members(field.annotation))[1]:
             assert f"with quartet {job} (" in str(made_by(Path(f"runs/{method.replace('_', '-')}/model"))), method
-    assert set(_TOKENS.values()) == set(RECIPES)
+    assert set(_words().values()) == set(recipes())
 
 
 @pytest.mark.parametrize("folder", ["", "recipes/"])

@@ -9,24 +9,26 @@ from pathlib import Path
 import pytest
 
 from quartet.config.errors import UserError
+from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
-from quartet.config.recipe import RECIPES
-from quartet.config.reference import METHODS, meaning_at, sections
+from quartet.config.reference import meaning_at, methods, sections
 from quartet.config.reward_types import RewardConfig
 from quartet.config.schema import members, tags
-from quartet.config.starter import REWARDED, REWARDS, starter
+from quartet.config.starter import REWARDS, starter, starter_of
 
 COMBINATIONS = [
     (job, method, reward)
-    for job in RECIPES
-    for method, reward in product([None, *METHODS.get(job, ())], [None, *(REWARDS if job in REWARDED else ())])
+    for job in recipes()
+    for method, reward in product(
+        [None, *methods().get(job, ())], [None, *(REWARDS if starter_of(job).is_rewarded else ())]
+    )
     if job != "iterated-reward-model" or None in (method, reward)  # whose rewards do not meet its methods
 ]
 IMPOSSIBLE = {("rl", "remax", "process_model"): "pays steps one by one"}
 """What config/cross_checks.py refuses."""
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_every_combination_loads(job: str, tmp_path: Path) -> None:
     path, refused = tmp_path / "recipe.yaml", set()
     for combination in (found for found in COMBINATIONS if found[0] == job):
@@ -51,7 +53,7 @@ def test_every_reward_and_method_has_a_beginning() -> None:
     assert len(COMBINATIONS) > 200
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_the_examples_in_comments_load_when_they_are_uncommented(job: str, tmp_path: Path) -> None:
     text = starter(job)
     examples = re.sub(r"^( *)# (\w+: )", r"\1\2", text, flags=re.M)
@@ -76,7 +78,7 @@ def test_comments_are_the_keys_own_descriptions() -> None:
         assert meaning_at("rl", address) in text, address
 
 
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", recipes())
 def test_a_beginning_is_short_and_names_where_the_rest_is(job: str) -> None:
     lines = starter(job).splitlines()
     assert f"quartet config {job}" in "\n".join(lines[:3])

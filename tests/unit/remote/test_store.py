@@ -148,7 +148,7 @@ def test_bad_urls(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Store(url).write("run.json", b"{}")
     with pytest.raises(UserError) as caught:
         local_or_hub(url, "model")
-    assert caught.value.remedy == f"name {url}/model (heads for speculation: {url}/medusa)"
+    assert caught.value.remedy == f"name {url}/model, or another folder that the run has written"
     monkeypatch.setattr(type(Store(url)._fs), "find", lambda *_, **__: {"/bucket/some/name/../../../etc": {}})
     with pytest.raises(UserError, match="no path"):
         copied_files(url, lambda name: True)

@@ -22,7 +22,6 @@ from quartet.config.load import load_recipe
 from quartet.trainers.data_rows import DataRows, ShownRow, sections_of
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
-from quartet.trainers.medusa import MedusaWorker
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceWorker
 from quartet.trainers.process_reward import ProcessRewardWorker
@@ -161,9 +160,6 @@ def test_prompts_as_they_are_sampled(viewed: Any, model: Path) -> None:
     recipe, _, shown = viewed("eval", rows, f"model.chat_template_kwargs={quiet}")
     judged = EvaluationModel(recipe.model, recipe.data, (), frozen=FrozenModels(CPU, "fp32"))
     assert [ids for ids, _ in batches(shown)] == [judged.codec.encode_prompt(item.prompt) for item in judged.prompts]
-    recipe, _, shown = viewed("medusa", rows, f"model.chat_template_kwargs={quiet}")
-    data = MedusaWorker(recipe, Given(), CPU).data
-    assert [len(ids) for ids, _ in batches(shown)] == [item.num_tokens for item in data.items]
 
 
 def test_what_is_left_out_and_what_stops(viewed: Any) -> None:

@@ -20,8 +20,8 @@ import quartet
 from quartet.config import UserError
 from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
+from quartet.config.jobs import recipes
 from quartet.config.recipe import (
-    RECIPES,
     ActorConfig,
     CheckpointConfig,
     ProcessRewardRecipe,
@@ -308,7 +308,7 @@ def test_a_finished_run_goes_on_for_more_steps_as_if_it_had_been_to_have_them(
     for job in ("sft", "rl"):
         whole = trained(job, "whole", 4)
         trained(job, "longer", 2)
-        recipe = RECIPES[job](**yaml.safe_load((tmp_path / job / "longer" / "recipe.yaml").read_text()))
+        recipe = recipes()[job](**yaml.safe_load((tmp_path / job / "longer" / "recipe.yaml").read_text()))
         assert completed_run(recipe, "auto") is not None
         assert completed_run(recipe.model_copy(update={"steps": 4}), "auto") is None
         longer = trained(job, "longer", 4, resume=True)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from quartet.config.errors import UserError
-from quartet.config.recipe import RECIPES
+from quartet.config.jobs import recipes
 from quartet.config.schema import chosen_member, flatten, item_annotation
 from quartet.config.yamls import parse_yaml
 from quartet.extras.report.build import write_page
@@ -109,7 +109,7 @@ def _differences(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[s
 
 def _defaults(recipe: Mapping[str, Any]) -> set[str]:
     """The dotted keys of a recipe whose values are the defaults of their places; none where its job is unknown."""
-    model = RECIPES.get(str(recipe.get("job")))
+    model = recipes().get(str(recipe.get("job")))
     found = set(_default_keys(model, recipe, None, "")) if model is not None else set()
     # What evaluation leaves out is as in training.
     flat, own = flatten(recipe), "evaluation.sampling."

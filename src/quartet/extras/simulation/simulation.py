@@ -30,7 +30,7 @@ from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk, IterationStages, StepLearner, run_iteration
 from quartet.schedule.journal import Consumed, Event, Journal
-from quartet.schedule.learners import HeadsLearner, ModelLearner, UpdatePlan
+from quartet.schedule.learners import DrafterLearner, ModelLearner, UpdatePlan
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.leases import Offloader
 from quartet.schedule.placement import placed_arbiter
@@ -210,7 +210,7 @@ class Simulation:
 
     def _learner(self, stage: StageCost) -> StepLearner:
         if stage.role == HEADS:
-            return HeadsLearner(
+            return DrafterLearner(
                 self.leases, self._timed(HEADS, stage.stage, self._models[HEADS], lambda: stage.cost.fixed_s)
             )
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))

@@ -42,7 +42,7 @@ class TimedModel:
         self.num_updates += 1
         return [{} for _ in updates]
 
-    def train_heads(self) -> dict[str, float]:
+    def train_drafter(self) -> dict[str, float]:
         """Heads change no log-probability."""
         return {}
 

@@ -23,7 +23,6 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from quartet.config import UserError
-from quartet.rollout.draft_tree import chain
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -35,11 +34,10 @@ from quartet.rollout.protocol import (
     Unfinished,
 )
 from quartet.rollout.scheduler import check_request
-from quartet.rollout.speculation import Acceptance
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
-from quartet.rollout.vllm.drafts import Drafts
 from quartet.rollout.vllm.head_padding import HeadPadding
 from quartet.rollout.vllm.sampling import SAMPLING
+from quartet.rollout.vllm.start import Drafts
 from quartet.rollout.vllm.weights import save_adapter
 from quartet.weights.disk import checkpoint_shapes
 from quartet.weights.errors import WeightsUnusable
@@ -80,7 +78,8 @@ class VLLMEngine:
         self._num_blocks = config.cache_config.num_gpu_blocks or 0
         self._decode = decode
         self._lora, self._padding, self._drafts = lora, padding, drafts
-        self._acceptance = Acceptance(chain(0 if drafts is None else drafts.config["num_speculative_tokens"]))
+        depth = 0 if drafts is None else drafts.config["num_speculative_tokens"]
+        self._drafted_by_depth, self._kept_by_depth = [0] * depth, [0] * depth
         self._drafted: dict[str, tuple[int, int]] = {}
         # The scheduler tells it, of each request whose drafts were verified, before it gives out the tokens.
         self._core.scheduler.make_spec_decoding_stats = self._note_drafted
@@ -216,8 +215,11 @@ class VLLMEngine:
         """Of a row that was given so many tokens."""
         self._stats.num_row_steps += number > 0
         drafted, kept = self._drafted.get(request_id, (0, 0))
+        kept = min(kept, number)
         # Behind a kept token that ends the response nothing was tried.
-        self._acceptance.note(chain(drafted), range(min(kept, number)), ended=number <= kept)
+        for depth in range(min(drafted, kept + (number > kept))):
+            self._drafted_by_depth[depth] += 1
+            self._kept_by_depth[depth] += depth < kept
 
     def _end(self, response: _Response, output: EngineCoreOutput) -> None:
         del self._held[output.request_id]
@@ -275,8 +277,8 @@ class VLLMEngine:
         running, waiting = self._core.scheduler.get_request_counts()
         return replace(
             self._stats,
-            drafted_by_depth=tuple(self._acceptance.drafted),
-            kept_by_depth=tuple(self._acceptance.kept),
+            drafted_by_depth=tuple(self._drafted_by_depth),
+            kept_by_depth=tuple(self._kept_by_depth),
             num_running=running,
             num_waiting=waiting,
         )

@@ -9,15 +9,16 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
 from quartet.config import UserError
+from quartet.config.plugins import load
 from quartet.observe.memory import available_bytes
 from quartet.rollout.stop_strings import Decode
-from quartet.rollout.vllm.drafts import Drafts
 from quartet.rollout.vllm.head_padding import HeadPadding, head_padding
 from quartet.text.tokenizer import TextCodec
 
@@ -28,6 +29,22 @@ _VERSIONS = ("0.31", "0.32")
 _CPU_CACHE_BYTES = 4 << 30
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM reserves room for."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What vLLM drafts with.
+
+    Attributes:
+        config: vLLM's ``speculative_config``.
+        shapes: of the drafter's tensors that new weights bring along, whose names have a first part of their own; none
+            where they bring none.
+        stay: there are some, and nobody sends them again.
+    """
+
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    stay: bool = False
 
 
 def make(
@@ -45,7 +62,7 @@ def make(
     sleep: bool = False,
     seed: int = 0,
     engine_args: Mapping[str, Any] | None = None,
-    speculation: Mapping[str, Any] | None = None,
+    drafter: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Any:
     """An engine over the model in ``path``.
 
@@ -58,7 +75,7 @@ def make(
             or an eighth of the free memory, whichever is less.
         sleep: it will be asked to sleep.
         engine_args: further ones of vLLM's ``EngineArgs``.
-        speculation: the section of a recipe.
+        drafter: ``DrafterType.vllm``, and the section of a recipe.
 
     Raises:
         UserError: vLLM is missing, or has not the version; it cannot serve the model, or not so.
@@ -88,15 +105,16 @@ def make(
     given |= _further(engine_args or {})
     try:
         with tempfile.TemporaryDirectory(prefix="quartet-vllm-") as made:
-            padded, heads = Path(made, "model"), Path(made, "heads")
+            padded, own = Path(made, "model"), Path(made, "drafter")
             if padding is not None:
                 padded.mkdir()
                 padding.save(folder, padded)
                 given["model"] = str(padded)
             drafts = None
-            if speculation is not None:
-                heads.mkdir()
-                drafts = Drafts.of(speculation, heads)
+            if drafter is not None:
+                own.mkdir()
+                target, section = drafter
+                drafts = load(target)(section, own)
                 given["speculative_config"] = drafts.config
             options: dict[str, Any] = {"lora": lora, "padding": padding, "drafts": drafts}
             decode = _decode(folder, bool(given.get("trust_remote_code")))

@@ -16,7 +16,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from quartet.rollout.vllm.head_padding import HeadPadding
 from quartet.rollout.vllm.sampling import SeededSampler, SeededVerifier
 from quartet.weights.errors import WeightsRefused
-from quartet.weights.manifest import HEADS_PREFIX
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -46,17 +45,18 @@ class WorkerMethods:
 
         Args:
             source: under the checkpoint's names; maybe with ``ties``, pairs of another name and the one that it has.
-            shapes, heads: of the checkpoint, and of the heads that are sent beside it.
+            shapes, heads: of the checkpoint, and of the heads that are sent beside it, as ``Drafts.shapes``.
 
         Raises:
             WeightsRefused: names, shapes or dtypes are not the checkpoint's; nothing has changed.
         """
         tensors = dict(source if padding is None else padding(source))
-        of_heads = {n.removeprefix(HEADS_PREFIX): tensors.pop(n) for n in list(tensors) if n.startswith(HEADS_PREFIX)}
+        of_heads = {n: tensors.pop(n) for n in heads if n in tensors}
         named = _checked(tensors, dict(getattr(source, "ties", ())), shapes, self.model_config.dtype)
         of_heads = _checked(of_heads, {}, heads, self.model_config.dtype)
         load(self.model_runner.get_model(), named, self.model_config)
         if of_heads:
+            of_heads = {name.partition(".")[2]: tensor for name, tensor in of_heads.items()}
             load(self.model_runner.drafter.model, of_heads, self.model_runner.drafter.spec_config.draft_model_config)
 
 

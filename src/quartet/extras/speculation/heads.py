@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from quartet.config import UserError
 from quartet.config.file_errors import read_file
 from quartet.config.nearest import missing_file
+from quartet.extras.speculation.config import FOLDER, PREFIX
 from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
 from quartet.models.saving import WHOLE, save_tensors
 from quartet.text.loading import local_or_hub
 from quartet.weights.gather import gather
-from quartet.weights.manifest import HEADS_PREFIX
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _SIZES = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
@@ -130,7 +130,7 @@ class MedusaHeads(nn.Module):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Named as they travel beside the trunk's."""
-        return ((HEADS_PREFIX + name, parameter.detach()) for name, parameter in self.named_parameters())
+        return ((PREFIX + name, parameter.detach()) for name, parameter in self.named_parameters())
 
     def _head(self, k: int) -> tuple[Tensor, Tensor | None]:
         """Weight ``[V, D]`` and bias of head ``k``."""
@@ -220,7 +220,7 @@ class SavedHeads:
         Raises:
             UserError: there are none, or none that ``MedusaHeads.save`` has written; they cannot be brought.
         """
-        path = Path(local_or_hub(path, "heads"))
+        path = Path(local_or_hub(path, "heads", FOLDER))
         file = path / _CONFIG
         if not file.is_file():
             raise missing_file("there are no Medusa heads", file)

@@ -21,21 +21,23 @@ from quartet.config.common import CheckpointConfig, LoRAConfig, SamplingConfig, 
 from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, VLLMEngineConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.placement import AsynchronousPlacement
+from quartet.config.plugins import load
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
-from quartet.config.speculation import (
+from quartet.config.speculation import Speculation
+from quartet.extras.speculation import vllm
+from quartet.extras.speculation.config import (
     HeadTraining,
     HistorySpeculation,
     MedusaSpeculation,
-    SpeculationConfig,
     StepCosts,
 )
-from quartet.models.medusa import MedusaHeads
+from quartet.extras.speculation.drafting import medusa
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout import process_native
-from quartet.rollout.drafters import build_speculator
 from quartet.rollout.protocol import Completion, Request, SamplingParams
-from quartet.rollout.vllm.drafts import Drafts
+from quartet.rollout.vllm.start import Drafts
 from quartet.train.checkpoint_shares import Share
 from quartet.train.state import REST
 from quartet.trainers.engines import Policy, _native_arguments, _vllm_specs, open_engine
@@ -47,7 +49,7 @@ GUMBEL = SamplingConfig(max_new_tokens=8, temperature=0.3, draw="gumbel")
 DRAFTS = ("rollout/accepted_by_depth", "rollout/draft_acceptance", "rollout/tokens_per_forward")
 
 
-def rollout(speculation: SpeculationConfig | None, **engine: Any) -> RolloutConfig:
+def rollout(speculation: Speculation | None, **engine: Any) -> RolloutConfig:
     config = NativeEngineConfig(**{"max_running": 4, "steps_per_lease": 2, **engine})
     return RolloutConfig(engine=config, sampling=GUMBEL, speculation=speculation)
 
@@ -63,7 +65,7 @@ def heads(causal_lm: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def train(tiny_rl: Any, digits: Any, tmp_path: Path) -> Callable[..., Any]:
-    def run(name: str, speculation: SpeculationConfig | None, reward: Any = digits, **changes: Any) -> Any:
+    def run(name: str, speculation: Speculation | None, reward: Any = digits, **changes: Any) -> Any:
         values: dict[str, Any] = {
             "rollout": rollout(speculation),
             "steps": 3,
@@ -169,9 +171,9 @@ def test_an_engine_in_a_process_of_its_own_drafts_too(
     for speculation in (HISTORY, MedusaSpeculation(path=str(heads), depth=1)):
         policy = Policy(str(path), 16, str, speculation=speculation)
         engine = process_native.make(**pickle.loads(pickle.dumps(_native_arguments(NativeEngineConfig(), policy))))
-        assert engine.speculator is not None
-        assert engine.speculator.drafter.tree.depth == (3 if speculation is HISTORY else 1)
-        assert engine.speculator.costs == speculation.costs
+        assert engine.drafter is not None
+        assert engine.drafter.proposer.tree.depth == (3 if speculation is HISTORY else 1)
+        assert engine.drafter.costs == speculation.costs
     router = open_engine(NativeEngineConfig(), replace(policy, speculation=HISTORY))
     router.submit([Request(f"{i}", "g", (3, 4, 5), SamplingParams(max_new_tokens=20, seed=i)) for i in range(6)])
     done = list[Completion]()
@@ -260,7 +262,8 @@ def test_vllm_drafts_from_history_and_by_heads() -> None:
 def test_what_vllm_is_told_of_history(tmp_path: Path) -> None:
     policy = Policy("model", 16, str, speculation=HistorySpeculation(min_match=2, max_draft=4))
     (spec,) = _vllm_specs(VLLMEngineConfig(), policy)
-    drafts = Drafts.of(spec.kwargs["speculation"], tmp_path)
+    target, section = spec.kwargs["drafter"]
+    drafts = load(target)(section, tmp_path)
     lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}
     assert drafts == Drafts({"method": "ngram", "num_speculative_tokens": 4, **lookup})
 
@@ -276,11 +279,12 @@ def test_heads_are_written_for_vllm(shared: bool, train: Any, causal_lm: Any, tm
     heads.save(tmp_path / "heads")
     section = MedusaSpeculation(path=str(tmp_path / "heads"), depth=2, train=train).model_dump()
     (folder := tmp_path / "vllm").mkdir()
-    drafts = Drafts.of(section, folder)
+    drafts = vllm.medusa(section, folder)
     assert drafts.config == {"method": "medusa", "model": str(folder), "num_speculative_tokens": 2}
     sent = MedusaHeads.load(tmp_path / "heads", packed, 2).weights()
     shapes = {name.removeprefix("medusa."): tuple(tensor.shape) for name, tensor in sent}
-    assert drafts.shapes == (shapes if train else {}) and drafts.stay is (train is None)
+    assert drafts.shapes == ({f"medusa.{name}": shape for name, shape in shapes.items()} if train else {})
+    assert drafts.stay is (train is None)
     written = load_file(folder / "model.safetensors")
     assert json.loads((folder / "config.json").read_text())["num_heads"] == 2
     assert written.keys() - {"lm_head.weight"} == shapes.keys() and ("lm_head.weight" in written) is shared
@@ -341,17 +345,17 @@ def test_trees_that_are_none_are_refused(values: dict[str, Any], reason: str) ->
 def test_a_tree_is_drafted_from_as_many_heads_as_it_is_deep(heads: Path, causal_lm: Any) -> None:
     tree = MedusaSpeculation(path=str(heads), tree=((0, 1), (1,), (0,), (0, 0)))
     assert (tree.num_heads, tree.tree) == (2, ((0,), (1,), (0, 0), (0, 1)))
-    drafter = build_speculator(tree, PackedCausalLM(causal_lm())).drafter
+    drafter = medusa(tree, PackedCausalLM(causal_lm()), None).proposer
     assert (drafter.tree.parents, drafter.tree.depth) == ((-1, -1, 0, 0), 2)
     deeper = MedusaSpeculation(path=str(heads), tree=((0,), (0, 0), (0, 0, 0)))
     with pytest.raises(UserError, match=r"more Medusa heads are asked for than there are[\s\S]*depth 3; 2 heads"):
-        build_speculator(deeper, PackedCausalLM(causal_lm()))
+        medusa(deeper, PackedCausalLM(causal_lm()), None)
 
 
 def test_the_heads_stay_those_of_the_trunk_that_moves(train: Any, heads: Path) -> None:
     """Engine and actor share one model: the heads read the newest LM head, and take no gradient."""
     made = train("moving", MedusaSpeculation(path=str(heads), costs=COSTS), steps=2)
-    drafter = made.workers.engines[0].worker.engine.speculator.drafter
+    drafter = made.workers.engines[0].worker.engine.drafter.proposer
     before = [p.clone() for p in drafter._heads.parameters()]
     made.train()
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, drafter._heads.parameters(), strict=True))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.rollout.draft_tree import chain
+from quartet.rollout.drafter import chain
 from quartet.rollout.protocol import PromptKey
 from quartet.rollout.scheduler import Response
 

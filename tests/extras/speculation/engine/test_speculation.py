@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.config.speculation import StepCosts
+from quartet.extras.speculation.config import StepCosts
+from quartet.extras.speculation.drafting import Choice, HeadDrafter, branching
+from quartet.extras.speculation.history import HistoryDrafter
+from quartet.extras.speculation.speculator import Acceptance, Proposer, Speculator
+from quartet.extras.speculation.step_costs import cost, drafted_cost
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import admission
-from quartet.rollout.draft_tree import branching, chain
-from quartet.rollout.drafters import Choice, HeadDrafter
+from quartet.rollout.drafter import chain
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.history import HistoryDrafter
 from quartet.rollout.protocol import Completion, Draw, FinishReason, Request
-from quartet.rollout.speculation import Acceptance, Drafter, Speculator
-from quartet.rollout.step_costs import cost, drafted_cost
 
 Make = Callable[..., Request]
 CHEAP = StepCosts(plain=(1.0, 1.0), drafted=(1.0, 1.0))
@@ -88,7 +88,7 @@ def run(
     return done
 
 
-def drafters(packed: PackedCausalLM) -> dict[str, Drafter]:
+def drafters(packed: PackedCausalLM) -> dict[str, Proposer]:
     heads = heads_of(packed, 3, 0.5)
     return {
         "history": history(),
@@ -138,7 +138,7 @@ def test_completions_are_those_of_plain_decoding(
     expected = run(NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids)), asked)
     assert {c.finish_reason for c in expected.values()} == {*FinishReason} - {FinishReason.CANCELLED}
     speculator = Speculator(drafters(packed)[kind], CHEAP)
-    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), speculator=speculator)
+    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), drafter=speculator)
     times = 2 if kind == "history" else 1
     for _ in range(times):
         found = run(engine, asked)
@@ -162,7 +162,7 @@ def test_cancellations_and_new_weights_under_way(
     cancelled = [request.request_id for request in asked[::7]]
     expected = run(NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids)), asked)
     speculator = Speculator(drafters(packed)[kind], CHEAP)
-    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), speculator=speculator)
+    engine = NativeEngine(packed, max_running=24, decode=lambda _, ids: decode(ids), drafter=speculator)
     found = run(engine, asked, cancel=cancelled, update_at=4)
     assert found.keys() == expected.keys()
     gone = 0
@@ -182,7 +182,7 @@ def test_a_tree_may_have_more_ranks_than_there_are_tokens(choose: Choice, tiny: 
     """One that has all tokens in its first place keeps one in every step."""
     paths = [(rank,) for rank in range(tiny.packed.vocab_size + 3)]
     engine = NativeEngine(
-        tiny.packed, speculator=Speculator(HeadDrafter(heads_of(tiny.packed, 1, 0.1), paths, choose), CHEAP)
+        tiny.packed, drafter=Speculator(HeadDrafter(heads_of(tiny.packed, 1, 0.1), paths, choose), CHEAP)
     )
     run(engine, [make_request("r", length=4, max_new_tokens=9)])
     assert (engine.stats().drafted_by_depth, engine.stats().kept_by_depth) == ((4,), (4,))
@@ -223,7 +223,7 @@ def test_more_drafts_are_kept_by_the_requests_own_noise(tiny: Any, make_request:
         heads = Knowing(tiny)
         asked = [make_request(f"r{i}", length=5, seed=i, max_new_tokens=24, draw=draw) for i in range(40)]
         heads.engine = NativeEngine(
-            tiny.packed, max_running=80, speculator=Speculator(HeadDrafter(heads, CHAIN[:1], choose), CHEAP)
+            tiny.packed, max_running=80, drafter=Speculator(HeadDrafter(heads, CHAIN[:1], choose), CHEAP)
         )
         run(heads.engine, asked)
         stats = heads.engine.stats()
@@ -306,13 +306,13 @@ def test_behind_a_kept_token_that_ends_a_response_nothing_was_tried(tiny: Any, m
         asked, sampling=dataclasses.replace(asked.sampling, stop_token_ids=(plain.token_ids[3],))
     )
     assert plain.token_ids[3] not in plain.token_ids[:3]
-    engine = NativeEngine(tiny.packed, speculator=Speculator(history(), CHEAP))
-    assert engine.speculator is not None
+    engine = NativeEngine(tiny.packed, drafter=Speculator(history(), CHEAP))
+    assert engine.drafter is not None
     engine.submit([stops])
     engine.step()
     done = engine.step({"r": [*plain.token_ids[1:4], 1, 1]})
     assert done[0].token_ids == plain.token_ids[:4]
-    assert (engine.speculator.acceptance.drafted, engine.speculator.acceptance.kept) == ([1, 1, 1, 0], [1, 1, 1, 0])
+    assert (engine.drafter.acceptance.drafted, engine.drafter.acceptance.kept) == ([1, 1, 1, 0], [1, 1, 1, 0])
 
 
 def test_acceptance_counts_what_was_reached_and_forgets() -> None:
@@ -346,10 +346,10 @@ def test_acceptance_of_a_tree_is_by_node_and_its_metrics_by_depth() -> None:
 def test_where_drafts_do_not_pay_one_row_is_tried_now_and_then(
     tiny: Any, make_request: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quartet.rollout.speculation.PROBE_EVERY", 64)
+    monkeypatch.setattr("quartet.extras.speculation.speculator.PROBE_EVERY", 64)
     dear = StepCosts(plain=(1.0, 1.0), drafted=(9.0, 90.0))
     speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 3, 0.1), CHAIN), dear)
-    engine = NativeEngine(tiny.packed, speculator=speculator)
+    engine = NativeEngine(tiny.packed, drafter=speculator)
     engine.submit([make_request(f"r{i}", length=4, seed=i, max_new_tokens=140) for i in range(6)])
     drafted = []
     while engine.has_work:
@@ -382,7 +382,7 @@ def test_measured_costs_do_not_count_what_other_processes_take(
 
     monkeypatch.setattr(NativeEngine, "step", waits_for_the_core)
     speculator = Speculator(history())
-    run(NativeEngine(tiny.packed, max_running=2, speculator=speculator), [make_request("a", length=4)])
+    run(NativeEngine(tiny.packed, max_running=2, drafter=speculator), [make_request("a", length=4)])
     costs = speculator.costs
     assert costs is not None and 0 < max(*costs.plain, *costs.drafted) < 0.02
 
@@ -393,7 +393,7 @@ def test_costs_are_measured_once_and_leave_the_engine_as_it_was(tiny: Any, make_
     expected = run(plain, asked)
     for drafter in (history(), HeadDrafter(heads_of(tiny.packed, 2, 0.1), CHAIN[:2])):
         speculator = Speculator(drafter)
-        engine = NativeEngine(tiny.packed, max_running=8, speculator=speculator)
+        engine = NativeEngine(tiny.packed, max_running=8, drafter=speculator)
         found = run(engine, asked)
         assert {i: c.token_ids for i, c in found.items()} == {i: c.token_ids for i, c in expected.items()}
         assert engine.stats().generated_tokens == plain.stats().generated_tokens
@@ -413,19 +413,19 @@ def test_an_engine_goes_on_from_the_state_of_another(tiny: Any, make_request: Ma
     """The same drafts, by history, acceptance and costs: the answers are known when they are asked for once more."""
     asked = [make_request(f"r{i}", length=5, group=f"g{i % 4}", seed=i, max_new_tokens=30) for i in range(12)]
     costs = StepCosts(plain=(1.0, 1.1, 1.2), drafted=(1.0, 1.0, 1.05, 1.1, 1.15, 1.4))
-    first = NativeEngine(tiny.packed, speculator=Speculator(history(), costs))
-    assert first.speculator is not None
+    first = NativeEngine(tiny.packed, drafter=Speculator(history(), costs))
+    assert first.drafter is not None
     run(first, asked)
-    first.speculator.mark()
-    state = first.speculator.state()
-    other = NativeEngine(tiny.packed, speculator=Speculator(history()))
-    assert other.speculator is not None
+    first.drafter.mark()
+    state = first.drafter.state()
+    other = NativeEngine(tiny.packed, drafter=Speculator(history()))
+    assert other.drafter is not None
     traces = []
     for engine in (first, other):
         before = engine.stats()
         if engine is other:
-            other.speculator.load(state)
-            assert other.speculator.costs == costs
+            other.drafter.load(state)
+            assert other.drafter.costs == costs
         run(engine, asked)
         after = engine.stats()
         columns = zip(
@@ -434,12 +434,12 @@ def test_an_engine_goes_on_from_the_state_of_another(tiny: Any, make_request: Ma
         traces.append([b - a for a, b in columns] + [after.num_row_steps - before.num_row_steps])
     assert traces[0] == traces[1]
     assert traces[0][0] > 10
-    assert first.speculator.state() is state, "the state of the mark, whatever came since"
+    assert first.drafter.state() is state, "the state of the mark, whatever came since"
 
 
 def test_responses_end_without_a_trace_in_the_drafter(tiny: Any, make_request: Make) -> None:
     drafter = history()
-    engine = NativeEngine(tiny.packed, speculator=Speculator(drafter, CHEAP))
+    engine = NativeEngine(tiny.packed, drafter=Speculator(drafter, CHEAP))
     run(engine, [make_request(f"r{i}", seed=i, max_new_tokens=9) for i in range(4)], cancel=["r1"])
     assert not drafter._places
     assert not drafter._automata

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig
 from quartet.config.evaluation import untrained
+from quartet.config.starter import Line, Starter, supervised
 from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Rows, Samples, Tokens
 
@@ -47,6 +48,10 @@ class MedusaRecipe(SupervisedRecipe):
         False, description="Write the model's LM head beside heads that share it, without which vLLM cannot load them."
     )
 
+    @property
+    def answered_by(self) -> SamplingConfig | None:
+        return self.sampling if self.answers == "sample" else None
+
     def _misfits(self) -> Iterator[str]:
         yield from super()._misfits()
         found = untrained(self.sampling)
@@ -61,3 +66,7 @@ class MedusaRecipe(SupervisedRecipe):
             )
         if found:
             yield "; ".join(found)
+
+
+_OWN_LINES = Line("heads.depth", 3), Line("sampling.max_new_tokens", 256)
+STARTER = Starter("prompts.jsonl", lambda asked: supervised(asked, ("prompt",), *_OWN_LINES, lr=1e-3, is_tuned=False))

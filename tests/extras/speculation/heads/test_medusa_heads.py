@@ -13,11 +13,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from architectures import build
 from quartet.config import UserError
-from quartet.models.medusa import MedusaHeads
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 
 Make = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture
+def make_model() -> Make:
+    """Of other families than the trainers' tests have."""
+    return build
 
 
 @pytest.mark.parametrize("shared", [True, False])

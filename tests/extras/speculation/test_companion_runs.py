@@ -18,10 +18,10 @@ from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, ShardingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
-from quartet.config.speculation import HeadTraining, MedusaSpeculation, StepCosts
 from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost, StageCost
 from quartet.extras.simulation.simulation import Simulation, SimulationResult
-from quartet.models.medusa import MedusaHeads
+from quartet.extras.speculation.config import HeadTraining, MedusaSpeculation, StepCosts
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import Span, read_spans
 from quartet.observe.trackers import read_metrics
@@ -103,7 +103,7 @@ def test_the_policy_learns_on_the_same_bits(run: Any, exact_processor: None) -> 
         assert same_weights(plain.model, beside.model)
         after = of_trainer(made)
         assert not any(torch.equal(before[name], after[name]) for name in before)
-        drafter = made.workers.engines[0].worker.engine.speculator.drafter
+        drafter = made.workers.engines[0].worker.engine.drafter.proposer
         assert same(dict(drafter._heads.weights()), after)
         assert len(tuple(drafter.weights())) == (0 if placement is None else len(after)), (
             "sent where they are not shared"

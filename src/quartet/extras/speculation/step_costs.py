@@ -10,13 +10,13 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from quartet.config.speculation import StepCosts
-from quartet.rollout.draft_tree import DraftTree
+from quartet.extras.speculation.config import StepCosts
+from quartet.rollout.drafter import DraftTree
+from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
 
 if TYPE_CHECKING:
-    from quartet.rollout.engine import NativeEngine
-    from quartet.rollout.speculation import Drafter
+    from quartet.extras.speculation.speculator import Proposer
 
 _DRAFT = 3
 """Tokens drafted per row where the cost of drafted steps is measured; of ``StepCosts.drafted`` in a recipe, too."""
@@ -48,7 +48,7 @@ def drafted_cost(costs: StepCosts, num_rows: int, num_tokens: int) -> float:
 def measure(
     engine: NativeEngine,
     max_running: int,
-    drafter: Drafter,
+    proposer: Proposer,
     computing: Callable[[], AbstractContextManager[object]],
     like: Request,
     context: int | None,
@@ -60,13 +60,13 @@ def measure(
 
     Args:
         max_running: rows up to which plain steps are measured.
-        drafter: its drafts cost next to nothing, unless they are made from hidden states.
+        proposer: its drafts cost next to nothing, unless they are made from hidden states.
         computing: in which it is asked for drafts.
         like: of whose kind requests run. Each has a prompt of its own, as in the tail of a rollout.
         context: most tokens of a request, its prompt's included; None: no end.
     """
     plain, drafted, drafting = [], [], []
-    tree, most_new = drafter.tree, _most_tokens(drafter.tree, max_running)
+    tree, most_new = proposer.tree, _most_tokens(proposer.tree, max_running)
     longest, room = len(tree), _PROMPT if context is None else max(1, min(context - most_new, _PROMPT))
     like = replace(like, prompt_ids=like.prompt_ids[:room], content_digests=())
     begin = partial(_begin, engine, like, most_new)
@@ -74,12 +74,12 @@ def measure(
 
     def draft(nodes: Sequence[int]) -> None:
         with computing():
-            drafter.draft(engine.running, nodes)
+            proposer.draft(engine.running, nodes)
 
     for power in range(max_running.bit_length()):
         begin(1 << power)
         plain.append(seconds(engine.step))
-    for power in range((max_running * tree.depth).bit_length() if drafter.reads_hidden else 0):
+    for power in range((max_running * tree.depth).bit_length() if proposer.reads_hidden else 0):
         num_rows = -(-(1 << power) // tree.depth)
         depth = -(-(1 << power) // num_rows)
         begin(num_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,23 @@ from breaking import fails_at
 from breaking import untimed_rows as untimed
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.medusa import HeadsConfig, MedusaRecipe
-from quartet.models.medusa import MedusaHeads
+from quartet.config.load import load_recipe
+from quartet.extras.speculation import job
+from quartet.extras.speculation.heads import MedusaHeads
+from quartet.extras.speculation.job import MedusaTrainer, MedusaWorker
+from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.models.packed_model import PackedCausalLM
+from quartet.observe.callbacks import Callback
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.seeds import sample_seed
-from quartet.trainers import medusa
+from quartet.trainers.data_rows import DataRows, sections_of
 from quartet.trainers.evaluation import run_to_end
-from quartet.trainers.medusa import MedusaTrainer
+from quartet.trainers.supervised_worker import Given
 
 
-def trainer(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool = False, **changes: Any) -> Any:
+def trainer(
+    path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool = False, hooks: Any = (), **changes: Any
+) -> Any:
     values: dict[str, Any] = {
         "threads": 1,
         "train": TrainConfig(optim=OptimConfig(lr=1e-2, warmup_steps=2, schedule="cosine")),
@@ -37,7 +44,8 @@ def trainer(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool =
         "output_dir": str(path),
     }
     recipe = MedusaRecipe(**{**values, **changes})
-    return MedusaTrainer(recipe, model=model, tokenizer=tokenizer, rows=rows, evaluation_rows=rows[:4], resume=resume)
+    given = {"model": model, "tokenizer": tokenizer, "rows": rows, "evaluation_rows": rows[:4]}
+    return MedusaTrainer(recipe, **given, resume=resume, callbacks=hooks)
 
 
 def same(one: Path, other: Path) -> bool:
@@ -72,6 +80,25 @@ def test_heads_learn_the_models_own_answers_and_the_model_stays(
     assert digests.keys() == {"medusa/config.json", "medusa/model.safetensors"}
 
 
+def test_a_callback_ends_it(causal_lm: Any, tokenizer: Any, prompts: Any, tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+            self.control.should_stop = step == 2
+
+    result = trainer(tmp_path / "run", causal_lm(), tokenizer, prompts, hooks=[Stop()]).train()
+    assert "Stop ended the run after step 2 of 5" in result.summary["notes"]
+
+
+def test_prompts_are_shown_as_they_are_answered(causal_lm: Any, tokenizer: Any, prompts: Any, tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[:3]))
+    recipe = load_recipe("medusa", None, [f"model.path={tmp_path}/model", f"data.path={tmp_path}/rows.jsonl"])
+    shown = DataRows(sections_of(recipe)["data"], "data").rows(1, 99)
+    data = MedusaWorker(recipe, Given(), torch.device("cpu")).data
+    assert [sum(len(span.ids) for span in row.spans) for row in shown] == [item.num_tokens for item in data.items]
+
+
 def test_answers_are_those_of_plain_decoding(causal_lm: Any, tokenizer: Any, prompts: Any, tmp_path: Path) -> None:
     made = trainer(tmp_path / "run", causal_lm(), tokenizer, prompts, samples_per_prompt=2, steps=1, seed=5)
     made.train()
@@ -91,14 +118,14 @@ def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
     causal_lm: Any, tokenizer: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it samples, and between two checkpoints; with another model it does not go on."""
-    monkeypatch.setattr(medusa, "_ANSWERS_PER_PASS", 5)
+    monkeypatch.setattr(job, "_ANSWERS_PER_PASS", 5)
     arguments = tokenizer, prompts
     heads = HeadsConfig(tokens_per_step=12)
     trainer(tmp_path / "whole", causal_lm(), *arguments, heads=heads).train()
     for stage in ("answers", "training"):
         path, broken = tmp_path / stage, trainer(tmp_path / stage, causal_lm(), *arguments, heads=heads)
         with monkeypatch.context() as patched:
-            owner, name = (medusa, "run_to_end") if stage == "answers" else (broken.worker.trainer, "step")
+            owner, name = (job, "run_to_end") if stage == "answers" else (broken.worker.trainer, "step")
             patched.setattr(owner, name, fails_at(4, getattr(owner, name)))
             with pytest.raises(ConnectionError):
                 broken.train()

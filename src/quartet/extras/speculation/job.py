@@ -23,19 +23,20 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
-from quartet.config.medusa import MedusaRecipe
 from quartet.data.datasets import PromptData, SFTData, SFTItem
-from quartet.models.medusa import MedusaHeads, trunk_digest
+from quartet.extras.speculation.config import FOLDER
+from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
+from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
+from quartet.extras.speculation.recipe import MedusaRecipe
 from quartet.models.memory import drop_derived
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.role_group import RoleGroup
-from quartet.train.medusa import HIDDEN, HeadTrainer, future_labels
 from quartet.train.state import REST, Shape
 from quartet.trainers.evaluation import run_to_end, sampling_params
 from quartet.trainers.evaluation_files import EvaluationCache
-from quartet.trainers.input_sources import check_budget, prompt_data
+from quartet.trainers.input_sources import Reader, check_budget, demonstration_reader, prompt_data, prompt_reader
 from quartet.trainers.run_files import writing
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker, Given
@@ -43,6 +44,10 @@ from quartet.trainers.supervised_worker import CausalWorker, Given
 _ANSWERS_PER_PASS = 256
 """Answered by the engine together. What they are does not depend on the others, so that a killed run's are the same."""
 _DRAWS = {"data": 0, "evaluation_data": -1}
+
+
+def reader(recipe: MedusaRecipe) -> Reader[Any]:
+    return demonstration_reader if recipe.answers == "data" else prompt_reader
 
 
 class MedusaWorker(CausalWorker[MedusaRecipe, Any]):
@@ -178,7 +183,7 @@ class MedusaWorker(CausalWorker[MedusaRecipe, Any]):
     @dispatch(ONE_COPY)
     def write_model(self, path: Path) -> str | None:
         """Writes the heads, as ``medusa`` beside where the model would be."""
-        target = path.with_name("medusa")
+        target = path.with_name(FOLDER)
         with writing(target):
             self.trainer.heads.save(target, with_trunk_head=self.recipe.for_vllm)
         return None

@@ -1,6 +1,6 @@
-"""Drafted tokens in the native engine: what proposes them, and when it pays to have them verified.
+"""When it pays to have drafted tokens verified, and how many.
 
-A drafter proposes tokens to follow each running request's newest one; the engine verifies all of them in one forward
+A proposer offers tokens to follow each running request's newest one; the engine verifies all of them in one forward
 (``NativeEngine.step``) and keeps those that it would have drawn anyway. How many are drafted is decided by counts
 alone: running rows, tokens on offer, the share of drafted tokens kept so far by their place in the tree, and what steps
 cost, which was measured once. No clock runs, so a run that goes on from a checkpoint decides as it would have.
@@ -16,10 +16,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quartet.config.speculation import StepCosts
-from quartet.rollout.draft_tree import DraftTree
+from quartet.extras.speculation.config import StepCosts
+from quartet.extras.speculation.step_costs import cost, drafted_cost, measure
+from quartet.rollout.drafter import DraftTree
+from quartet.rollout.engine import NativeEngine
 from quartet.rollout.scheduler import Response
-from quartet.rollout.step_costs import cost, drafted_cost
+from quartet.train.state import REST, tensors_of
 
 PROBE_EVERY = 256
 """Steps in which fewer tokens are drafted than could be, until one row gets all of its draft: acceptance may have
@@ -30,8 +32,9 @@ _WINDOW = 4096
 """Tokens drafted at a node from which on older ones count half."""
 
 
-class Drafter(Protocol):
-    """
+class Proposer(Protocol):
+    """What tokens might follow, whether or not it pays to verify them.
+
     Attributes:
         tree: a whole draft.
         reads_hidden: drafts are made from ``Response.hidden``.
@@ -115,44 +118,69 @@ class Acceptance:
 
 
 class Speculator:
-    """Gives running requests their drafts.
+    """The ``Drafter`` of a proposer: running requests get drafts of as many of its tokens as pay.
 
     Args:
         costs: None: the engine measures them before its first step.
     """
 
-    def __init__(self, drafter: Drafter, costs: StepCosts | None = None) -> None:
-        self.drafter = drafter
+    def __init__(self, proposer: Proposer, costs: StepCosts | None = None) -> None:
+        self.proposer = proposer
+        self.reads_hidden = proposer.reads_hidden
         self.costs = costs
-        self.acceptance = Acceptance(drafter.tree)
+        self.acceptance = Acceptance(proposer.tree)
         self._num_shortened = 0
         self._marked: dict[str, Any] | None = None
         self._chosen: tuple[object, list[int]] = (None, [])
 
     def propose(
+        self, engine: NativeEngine, computing: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        if self.costs is None:
+            like = next(iter(engine.held.values())).request
+            self.costs = measure(engine.empty(), engine.max_running, self.proposer, computing, like, engine.context)
+        if engine.running:
+            self.draft(engine.running, computing)
+
+    def verified(self, response: Response, kept: Sequence[int], *, ended: bool) -> None:
+        self.acceptance.note(response.tree, kept, ended=ended)
+
+    def finished(self, response: Response) -> None:
+        self.proposer.finished(response)
+
+    def forget(self, response: Response) -> None:
+        self.proposer.forget(response)
+
+    def by_depth(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self.acceptance.drafted, self.acceptance.kept
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.proposer.weights()
+
+    def draft(
         self, running: Sequence[Response], computing: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         """Sets ``draft`` of each.
 
         Args:
-            computing: in which the drafter is asked for drafts.
+            computing: in which the proposer is asked for drafts.
         """
         room = self._room(running)
         if not any(n > 0 for n in room):
             return
         # What is on offer need not be looked at where even whole drafts of all would not pay.
         nodes = self.nodes(room)
-        whole = len(self.drafter.tree)
+        whole = len(self.proposer.tree)
         probes = len(nodes) < whole and self._num_shortened >= PROBE_EVERY
         if nodes:
-            room = [min(n, m) for n, m in zip(room, self.drafter.lengths(running), strict=True)]
+            room = [min(n, m) for n, m in zip(room, self.proposer.lengths(running), strict=True)]
             nodes = self.nodes(room)
         with computing() if nodes or probes else nullcontext():
             if nodes:
                 self._draft(running, nodes, room)
             if probes:
                 longest = [max(running, key=lambda r: r.max_tokens - len(r.token_ids))]
-                lengths = self.drafter.lengths(longest)
+                lengths = self.proposer.lengths(longest)
                 self._draft(
                     longest, range(whole), [min(*both) for both in zip(self._room(longest), lengths, strict=True)]
                 )
@@ -160,17 +188,17 @@ class Speculator:
 
     def _room(self, running: Sequence[Response]) -> list[int]:
         """Depth down to which drafts may go: behind them one token more is sampled."""
-        return [min(self.drafter.tree.depth, r.max_tokens - len(r.token_ids) - 1) for r in running]
+        return [min(self.proposer.tree.depth, r.max_tokens - len(r.token_ids) - 1) for r in running]
 
     def _draft(self, running: Sequence[Response], nodes: Sequence[int], room: Sequence[int]) -> None:
         """These nodes for each, down to the depth that it has room for."""
-        tree = self.drafter.tree.only(nodes)
-        for response, draft, n in zip(running, self.drafter.draft(running, nodes), room, strict=True):
+        tree = self.proposer.tree.only(nodes)
+        for response, draft, n in zip(running, self.proposer.draft(running, nodes), room, strict=True):
             fitting = [i for i, depth in enumerate(tree.depths) if depth <= n]
             response.propose([draft[i] for i in fitting], tree.only(fitting))
 
     def nodes(self, lengths: Sequence[int]) -> list[int]:
-        """What to draft of the drafter's tree, for the most tokens per second; nothing where plain decoding has that.
+        """What to draft of the proposer's tree, for the most tokens per second; nothing where plain decoding has that.
 
         Nodes are taken by their chance of being kept, as many as pay: parents come before their children by themselves.
 
@@ -178,7 +206,7 @@ class Speculator:
             lengths: depth on offer for each running request.
         """
         assert self.costs is not None, "measured before the first step"
-        tree, num_rows = self.drafter.tree, len(lengths)
+        tree, num_rows = self.proposer.tree, len(lengths)
         reaching = [sum(n >= depth for n in lengths) for depth in range(1 + tree.depth)]
         # While nothing is drafted the answer stays the same.
         question = num_rows, reaching, self.acceptance.num_noted, self.costs
@@ -190,7 +218,7 @@ class Speculator:
     def _worth(self, num_rows: int, reaching: Sequence[int]) -> list[int]:
         """As ``nodes``, by the number of rows that a draft may reach each depth in."""
         assert self.costs is not None
-        tree = self.drafter.tree
+        tree = self.proposer.tree
         chances: list[float] = []
         for node, parent in enumerate(tree.parents):
             chances.append(self.acceptance.rate(node) * (chances[parent] if parent >= 0 else 1.0))
@@ -216,18 +244,22 @@ class Speculator:
         return self._marked
 
     def state(self) -> dict[str, Any]:
-        """As of the last ``mark``: tensors by name, and plain values."""
+        """As of the last ``mark``: the proposer's tensors by name, and all plain values as ``REST``."""
         return self._state() if self._marked is None else self._marked
 
     def _state(self) -> dict[str, Any]:
         own = {"acceptance": self.acceptance.state(), "shortened": self._num_shortened}
         costs = None if self.costs is None else self.costs.model_dump()
-        return {**own, "costs": costs, "drafter": self.drafter.state()}
+        proposers = self.proposer.state()
+        tensors = {name: value for name, value in proposers.items() if isinstance(value, Tensor)}
+        plain = {name: value for name, value in proposers.items() if name not in tensors}
+        return {**tensors, REST: {**own, "costs": costs, "drafter": plain}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.acceptance.load(state["acceptance"])
-        self._num_shortened = state["shortened"]
-        if state["costs"] is not None:
-            self.costs = StepCosts(**state["costs"])
-        self.drafter.load(state["drafter"])
+        rest = state[REST]
+        self.acceptance.load(rest["acceptance"])
+        self._num_shortened = rest["shortened"]
+        if rest["costs"] is not None:
+            self.costs = StepCosts(**rest["costs"])
+        self.proposer.load({**tensors_of(state), **rest["drafter"]})
         self._marked, self._chosen = None, (None, [])

@@ -1,4 +1,4 @@
-"""Drafts by Medusa heads, and the drafter that a recipe names.
+"""Drafts by Medusa heads, and the drafters that recipes name.
 
 Shapes: B rows, D hidden, K depth, V vocabulary, R ranks.
 """
@@ -13,18 +13,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quartet.config.speculation import HistorySpeculation, SpeculationConfig
-from quartet.models.medusa import MedusaHeads
+from quartet.extras.speculation.config import HistorySpeculation, MedusaSpeculation
+from quartet.extras.speculation.heads import MedusaHeads
+from quartet.extras.speculation.history import HistoryDrafter
+from quartet.extras.speculation.speculator import Speculator
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.draft_tree import branching
-from quartet.rollout.history import HistoryDrafter
+from quartet.rollout.drafter import DraftTree
 from quartet.rollout.protocol import Draw
 from quartet.rollout.sampler import SamplingRows, largest, sample_tokens
 from quartet.rollout.scheduler import Response
-from quartet.rollout.speculation import Speculator
 
 Choice = Literal["top", "uniform", "gumbel"]
 _DRAWS: dict[Choice, Draw] = {"uniform": "inverse", "gumbel": "gumbel"}
+
+
+def branching(paths: Sequence[Sequence[int]]) -> DraftTree:
+    """A node per path, which ends in it.
+
+    Args:
+        paths: of ranks among a head's tokens: ``(0, 2)`` is the third of the second head's behind the likeliest of the
+            first's. Shorter ones first; each continues another by one.
+    """
+    place = {tuple(path): i for i, path in enumerate(paths)}
+    parents = tuple(place[tuple(path[:-1])] if len(path) > 1 else -1 for path in paths)
+    return DraftTree(parents, tuple(range(len(paths))))
 
 
 class HeadDrafter:
@@ -32,7 +44,7 @@ class HeadDrafter:
 
     Args:
         heads: hidden states ``[B, D]`` and a depth K to logits ``[B, K, V]``; of depth 1 is the token after the newest.
-        paths: a draft's nodes by ranks among the heads' tokens (``draft_tree.branching``).
+        paths: a draft's nodes by ranks among the heads' tokens (``branching``).
         learned: weights of the heads that a trainer sends, named.
     """
 
@@ -89,7 +101,11 @@ class HeadDrafter:
         """There is none."""
 
 
-def build_speculator(config: SpeculationConfig, packed: PackedCausalLM, heads: MedusaHeads | None = None) -> Speculator:
+def history(config: HistorySpeculation, packed: PackedCausalLM, model: None) -> Speculator:
+    return Speculator(HistoryDrafter(config.min_match, config.max_draft, config.kept_tokens), config.costs)
+
+
+def medusa(config: MedusaSpeculation, packed: PackedCausalLM, heads: MedusaHeads | None) -> Speculator:
     """
     Args:
         heads: those of the trainer, whose model the engine shares; else they are loaded, and sent where they learn.
@@ -97,11 +113,13 @@ def build_speculator(config: SpeculationConfig, packed: PackedCausalLM, heads: M
     Raises:
         UserError: heads that are not there, or are another trunk's.
     """
-    if isinstance(config, HistorySpeculation):
-        return Speculator(HistoryDrafter(config.min_match, config.max_draft, config.kept_tokens), config.costs)
     learned: Sequence[tuple[str, Tensor]] = ()
     if heads is None:
-        heads = MedusaHeads.load(config.path, packed, config.num_heads)
-        learned = () if config.train is None else tuple(heads.weights())
+        heads = load_heads(config, packed)
+        learned = tuple(heads.weights()) if config.learns else ()
     paths = config.tree or [(0,) * depth for depth in range(1, heads.depth + 1)]
     return Speculator(HeadDrafter(heads, paths, config.choose, learned), config.costs)
+
+
+def load_heads(config: MedusaSpeculation, packed: PackedCausalLM) -> MedusaHeads:
+    return MedusaHeads.load(config.path, packed, config.num_heads)

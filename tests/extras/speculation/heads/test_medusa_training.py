@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import OptimConfig
-from quartet.config.medusa import HeadsConfig
-from quartet.models.medusa import MedusaHeads
+from quartet.extras.speculation import head_trainer
+from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
+from quartet.extras.speculation.heads import MedusaHeads
+from quartet.extras.speculation.recipe import HeadsConfig
 from quartet.models.packed_model import PackedCausalLM
-from quartet.train import medusa
 from quartet.train.forward import forward_only
-from quartet.train.medusa import HIDDEN, HeadTrainer, future_labels
 
 Make = Callable[..., Any]
 OPTIM = OptimConfig(lr=1e-2, max_grad_norm=1e6)
@@ -98,7 +98,7 @@ def test_a_step_is_that_of_the_slow_loss(
     trunk: PackedCausalLM, batch: RaggedBatch, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However prompts are shared, passes are cut and logits are portioned: same loss, same weights afterwards."""
-    monkeypatch.setattr(medusa, "_LOGIT_BYTES", 4 * 3 * 31 * 5)
+    monkeypatch.setattr(head_trainer, "_LOGIT_BYTES", 4 * 3 * 31 * 5)
     fast, before = _trainer(trunk, shared=shared), copy.deepcopy(trunk.model.state_dict())
     for parameter in fast.heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(1))

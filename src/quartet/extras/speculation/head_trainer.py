@@ -19,9 +19,9 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config.common import OptimConfig
-from quartet.config.medusa import HeadsConfig
-from quartet.config.speculation import HeadTraining
-from quartet.models.medusa import MedusaHeads
+from quartet.extras.speculation.config import HeadTraining
+from quartet.extras.speculation.heads import MedusaHeads
+from quartet.extras.speculation.recipe import HeadsConfig
 from quartet.train.forward import Needs
 from quartet.train.metrics import MetricSums
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate

@@ -12,12 +12,12 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PPO
 from quartet.config.common import OptimConfig
-from quartet.config.speculation import HeadTraining
-from quartet.models.medusa import MedusaHeads
+from quartet.extras.speculation.companion import LEAST, Companion, CompanionWorker, Counts, Watched, next_share
+from quartet.extras.speculation.config import HeadTraining
+from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.schedule.model_worker import TrainWorker, Update
-from quartet.train.companion import LEAST, Companion, Counts, Watched, next_share
 from quartet.train.engine import LossTerm, TrainEngine
-from quartet.train.medusa import HIDDEN, HeadTrainer, future_labels
 from quartet.train.metrics import MetricSums
 from quartet.train.objectives import PolicyObjective, SFTObjective
 
@@ -46,12 +46,12 @@ def test_the_trunk_learns_as_without_heads_to_the_bit(
     make_engine: Make, batch: RaggedBatch, token_budget: int, dtype: torch.dtype
 ) -> None:
     plain, beside = (make_engine(token_budget=token_budget, dtype=dtype) for _ in range(2))
-    worker = TrainWorker(beside, companion=_companion(beside, shared=False))
+    worker = CompanionWorker(beside, None, _companion(beside, shared=False))
     heads = copy.deepcopy(list(worker.companion.heads.parameters()))
     for step in range(2):
         without = TrainWorker(plain).update(batch, _updates(batch, 2 * step))
         assert worker.update(batch, _updates(batch, 2 * step)) == without
-        assert worker.train_heads()["heads/loss"] > 0
+        assert worker.train_drafter()["heads/loss"] > 0
     for ours, theirs in zip(plain.packed.model.parameters(), beside.packed.model.parameters(), strict=True):
         assert torch.equal(ours, theirs) and theirs.grad is None
     assert not any(torch.equal(a, b) for a, b in zip(heads, worker.companion.heads.parameters(), strict=True))
@@ -114,13 +114,13 @@ def test_an_update_is_that_of_a_trainer_of_heads_alone(make_engine: Make, batch:
 
 
 def test_the_budget_is_shared_by_the_updates_of_a_step(make_engine: Make, batch: RaggedBatch) -> None:
-    worker = TrainWorker(engine := make_engine(), companion=_companion(engine, tokens_per_step=6))
+    worker = CompanionWorker(engine := make_engine(), None, _companion(engine, tokens_per_step=6))
     worker.update(batch, _updates(batch))
-    assert worker.train_heads()["heads/tokens"] == 6
+    assert worker.train_drafter()["heads/tokens"] == 6
     rehearsed = [Update(tuple(range(7)), _policy(), 2, rehearsal=True)]
     before = copy.deepcopy(worker.companion.heads.state_dict())
     worker.update(batch, rehearsed)
-    assert worker.train_heads() == {}
+    assert worker.train_drafter() == {}
     assert all(torch.equal(values, before[name]) for name, values in worker.companion.heads.state_dict().items())
 
 
@@ -158,24 +158,24 @@ def test_kept_drafts_need_fewer_tokens_until_they_are_kept_less(make_engine: Mak
 
 
 def test_a_worker_goes_on_from_its_checkpoint(make_engine: Make, batch: RaggedBatch, tmp_path: Any) -> None:
-    def worker() -> TrainWorker:
+    def worker() -> CompanionWorker:
         engine = make_engine(dtype=torch.float32)
-        return TrainWorker(engine, companion=_companion(engine, tokens_per_step=5))
+        return CompanionWorker(engine, None, _companion(engine, tokens_per_step=5))
 
     whole, first, second = worker(), worker(), worker()
     for step in range(4):
         whole.update(batch, _updates(batch, 2 * step))
-        whole.train_heads()
+        whole.train_drafter()
         whole.note_drafts(10, 9 - step)
     for step in range(2):
         first.update(batch, _updates(batch, 2 * step))
-        first.train_heads()
+        first.train_drafter()
         first.note_drafts(10, 9 - step)
     first.save_checkpoint(tmp_path / "actor", background=False)
     second.load_checkpoint(tmp_path / "actor")
     for step in (2, 3):
         second.update(batch, _updates(batch, 2 * step))
-        second.train_heads()
+        second.train_drafter()
         second.note_drafts(10, 9 - step)
     ours, theirs = dict(whole.sent_weights()), dict(second.sent_weights())
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -16,24 +16,28 @@ Shapes: T stored tokens, M positions that are learned from, D hidden, K depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from quartet.batch.ragged import RaggedBatch, sent
-from quartet.config.speculation import HeadTraining
-from quartet.models.medusa import MedusaHeads
+from quartet.extras.speculation.config import FOLDER, PREFIX, HeadTraining, MedusaSpeculation
+from quartet.extras.speculation.head_trainer import HeadTrainer, future_labels
+from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
+from quartet.schedule.leases import LeaseMode
+from quartet.schedule.model_worker import AddedLosses, TrainWorker, Update
 from quartet.train.engine import Objective, TrainEngine
 from quartet.train.forward import Needs, Outputs, leaf_rows
-from quartet.train.medusa import HeadTrainer, future_labels
 from quartet.train.metrics import MetricSums
 from quartet.train.state import REST, Shape, tensors_of
-from quartet.weights.manifest import HEADS_PREFIX
 
 LOW = 0.5
 """Acceptance below which the whole budget is used."""
@@ -216,13 +220,77 @@ class Companion:
     def state(self) -> dict[str, Any]:
         """As ``HeadTrainer.state``, tensors named as beside a trunk's."""
         state = self._trainer.state()
-        tensors = {HEADS_PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
+        tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
         own = {"share": self._share, "best": self._best, "counts": (self._counts.drafted, self._counts.kept)}
         return {**tensors, REST: {**state[REST], **own}}
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         """As ``TrainEngine.loading``, by the names of ``state``."""
-        with self._trainer.loading({n.removeprefix(HEADS_PREFIX): shape for n, shape in saved.items()}, rest) as live:
-            yield {HEADS_PREFIX + name: tensor for name, tensor in live.items()}
+        with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
+            yield {PREFIX + name: tensor for name, tensor in live.items()}
         self._share, self._best, self._counts = rest["share"], rest["best"], Counts(*rest["counts"])
+
+
+class CompanionWorker(TrainWorker):
+    """An actor with heads that learn along. They stay on the device, are sent with its weights, and are written beside
+    it.
+    """
+
+    drafter_model: MedusaHeads
+
+    def __init__(self, engine: TrainEngine[PackedCausalLM], also: AddedLosses | None, companion: Companion) -> None:
+        super().__init__(engine, also)
+        self.companion = companion
+        self.drafter_model = companion.heads
+
+    def _update_once(self, update: Update, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
+        if update.rehearsal:
+            return super()._update_once(update, batch, num_updates)
+        watched = self.companion.watch(batch, update.objective, num_updates)
+        result = super()._update_once(replace(update, objective=watched), batch, num_updates)
+        self.companion.keep(watched)
+        return result
+
+    def train_drafter(self) -> dict[str, float]:
+        return self.companion.learn()
+
+    def note_drafts(self, drafted: int, kept: int) -> None:
+        self.companion.note_drafts(drafted, kept)
+
+    def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return chain(super().sent_weights(), self.drafter_model.weights())
+
+    def sizes(self) -> dict[LeaseMode, int]:
+        return {mode: size + self.companion.num_bytes for mode, size in super().sizes().items()}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        state, own = super().checkpoint_state(), self.companion.state()
+        return {**state, **own, REST: {**state[REST], "companion": own[REST]}}
+
+    @contextmanager
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        of_heads = {name: shape for name, shape in saved.items() if name.startswith(PREFIX)}
+        others = {name: shape for name, shape in saved.items() if name not in of_heads}
+        with (
+            self.companion.loading(of_heads, rest.get("companion", {})) as theirs,
+            super().loading(others, rest) as live,
+        ):
+            yield {**live, **theirs}
+
+    def _write(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Collection[int], eos_ids: Collection[int]
+    ) -> str | None:
+        self.drafter_model.save(path.with_name(FOLDER))
+        return super()._write(path, tokenizer, seen, eos_ids)
+
+
+def companion_worker(
+    engine: TrainEngine[PackedCausalLM],
+    also: AddedLosses | None,
+    config: MedusaSpeculation,
+    heads: MedusaHeads,
+    seed: int,
+) -> CompanionWorker:
+    assert config.train is not None, "they learn along"
+    return CompanionWorker(engine, also, Companion(engine, heads, config.train, seed=seed))

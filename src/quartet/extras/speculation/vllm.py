@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +15,25 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from quartet.extras.speculation.config import FOLDER, PREFIX
+from quartet.rollout.vllm.start import Drafts
 from quartet.text.loading import local_or_hub
 
 _LONGEST_MATCH = 16
 """Newest tokens that are looked up at most; of the places that have them the one that has most is taken."""
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """
-    Attributes:
-        config: vLLM's ``speculative_config``.
-        shapes: of the heads that new weights bring along; none where they bring none.
-        stay: there are heads, and nobody sends them again.
-    """
+def ngrams(section: Mapping[str, Any], folder: Path) -> Drafts:
+    shortest = section["min_match"]
+    lookup = {"prompt_lookup_min": shortest, "prompt_lookup_max": max(shortest, _LONGEST_MATCH)}
+    return Drafts({"method": "ngram", "num_speculative_tokens": section["max_draft"], **lookup})
 
-    config: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    stay: bool = False
 
-    @classmethod
-    def of(cls, section: Mapping[str, Any], folder: Path) -> Drafts:
-        """
-        Args:
-            section: ``rollout.speculation`` of a recipe, which ``cross_checks`` let pass.
-            folder: where heads are written for vLLM.
-        """
-        if section["type"] == "history":
-            shortest = section["min_match"]
-            lookup = {"prompt_lookup_min": shortest, "prompt_lookup_max": max(shortest, _LONGEST_MATCH)}
-            return cls({"method": "ngram", "num_speculative_tokens": section["max_draft"], **lookup})
-        depth, shapes = _write_heads(Path(local_or_hub(section["path"], "heads")), section["depth"], folder)
-        learn = section["train"] is not None
-        config = {"method": "medusa", "model": str(folder), "num_speculative_tokens": depth}
-        return cls(config, shapes if learn else {}, not learn)
+def medusa(section: Mapping[str, Any], folder: Path) -> Drafts:
+    depth, shapes = _write_heads(Path(local_or_hub(section["path"], "heads", FOLDER)), section["depth"], folder)
+    learn = section["train"] is not None
+    config = {"method": "medusa", "model": str(folder), "num_speculative_tokens": depth}
+    return Drafts(config, shapes if learn else {}, not learn)
 
 
 def _write_heads(path: Path, depth: int | None, folder: Path) -> tuple[int, dict[str, tuple[int, ...]]]:
@@ -59,7 +43,7 @@ def _write_heads(path: Path, depth: int | None, folder: Path) -> tuple[int, dict
     with safe_open(path / "model.safetensors", "pt") as file:
         names = [name for name in file.keys() if name.split(".")[1] in map(str, range(depth))]  # noqa: SIM118
         tensors = {name: file.get_tensor(name) for name in names}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {PREFIX + name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if config["original_lm_head"]:
         tensors["lm_head.weight"] = torch.zeros(config["vocab_size"], config["hidden_size"], dtype=torch.uint8)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

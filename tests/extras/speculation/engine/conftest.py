@@ -1,0 +1,3 @@
+"""What tests of the native engine share."""
+
+from tiny_engines import *  # noqa: F403 - fixtures
