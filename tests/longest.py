@@ -51,7 +51,7 @@ FILES = (
     "tests/unit/train/test_fake_device.py",
     "tests/e2e/test_wheel.py",
     "tests/unit/rollout/test_shared_prompts.py",
-    "tests/unit/trainers/test_iterated.py",
+    "tests/extras/iterated/test_iterated.py",
     "tests/unit/models/test_exact.py",
     "tests/unit/trainers/test_periodic_evaluation.py",
     "tests/unit/trainers/test_preference.py",

@@ -127,10 +127,8 @@ from .config.preference import (
 )
 from .config.recipe import (
     ActorConfig as ActorConfig,
-    CollectConfig as CollectConfig,
     CriticConfig as CriticConfig,
     EnvironmentConfig as EnvironmentConfig,
-    IteratedRecipe as IteratedRecipe,
     PTXConfig as PTXConfig,
     ProcessRewardRecipe as ProcessRewardRecipe,
     RLRecipe as RLRecipe,
@@ -163,6 +161,11 @@ from .config.rewards import (
     RegexReward as RegexReward,
     SumSteps as SumSteps,
 )
+from .extras.iterated.config import (
+    CollectConfig as CollectConfig,
+    IteratedRecipe as IteratedRecipe,
+)
+from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
 from .extras.sandbox.config import CodeReward as CodeReward
 from .envs.protocol import (
     Observation as Observation,
@@ -177,7 +180,6 @@ from .extras.report.build import build_report as build_report
 from .extras.doctor.examine import examine as examine
 from .extras.doctor.checks import Finding as Finding
 from .trainers.evaluation_job import Evaluator as Evaluator
-from .trainers.iterated import IteratedTrainer as IteratedTrainer
 from .extras.speculation.job import MedusaTrainer as MedusaTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
 from .trainers.process_reward import ProcessRewardTrainer as ProcessRewardTrainer

@@ -50,13 +50,6 @@ OWN: Mapping[str, Job] = {
         "quartet:Evaluator",
         "Held-out prompts answered and scored; win rates.",
     ),
-    "iterated-reward-model": Job(
-        "quartet.config.recipe:IteratedRecipe",
-        "quartet:IteratedTrainer",
-        "Rounds of fresh pairs, reward model and RL.",
-        methods="rl.algorithm",
-        words=("iterated",),
-    ),
 }
 
 

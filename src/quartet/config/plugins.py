@@ -71,6 +71,8 @@ class Job:
         help: its line in ``quartet --help``.
         is_supervised: it is a ``SupervisedTrainer``, of which torchrun may start several processes.
         reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.
+        sections: ``module:function`` that says for a recipe which ``Section`` of data it has, by key, where these are
+            not those of a supervised job.
         starter: ``module:name`` of the ``quartet.config.starter.Starter`` that ``quartet init`` writes.
         methods: address of the choice in the recipe that ``quartet init --method`` makes.
         words: parts of the name of a run's directory from which it is guessed that this job writes it.
@@ -83,6 +85,7 @@ class Job:
     help: str
     is_supervised: bool = False
     reader: str | None = None
+    sections: str | None = None
     starter: str | None = None
     methods: str | None = None
     words: tuple[str, ...] = ()

@@ -207,19 +207,6 @@ def _eval(asked: Asked) -> Iterator[Line]:
     yield Line("compare", {"model": "runs/sft/model"}, is_example=True)
 
 
-def _iterated(asked: Asked) -> Iterator[Line]:
-    yield Line("rounds", 2)
-    yield from reward_lines("collect.labeller.", asked.reward or "function")
-    yield Line("collect.prompts_per_round", 256)
-    yield Line("collect.samples_per_prompt", 4)
-    yield Line("collect.sampling.max_new_tokens", 256)
-    yield Line("reward_model.model.path", "runs/sft/model")
-    yield Line("reward_model.data", {"path": "pairs.jsonl"}, is_example=True)
-    yield Line("reward_model.centring", 0.01)
-    yield from train_lines("reward_model.train.", 1e-5)
-    yield from rl_lines(asked, "rl.")
-
-
 _PAIRS = ("prompt", "chosen", "rejected")
 _STARTERS: Mapping[str, Starter] = {
     "sft": Starter(
@@ -232,7 +219,6 @@ _STARTERS: Mapping[str, Starter] = {
     "preference": Starter("pairs.jsonl", _preference),
     "rl": Starter("prompts.jsonl", rl_lines, is_rewarded=True),
     "eval": Starter("held_out.jsonl", _eval, is_rewarded=True),
-    "iterated-reward-model": Starter("prompts.jsonl", _iterated, is_rewarded=True),
 }
 
 

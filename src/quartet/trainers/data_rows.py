@@ -14,7 +14,9 @@ from typing import Any
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, Recipe, SamplingConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.config.recipe import IteratedRecipe, RewardModelRecipe, RLRecipe
+from quartet.config.jobs import jobs
+from quartet.config.plugins import load
+from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.supervised import SupervisedRecipe
 from quartet.data.datasets import Ordered, PromptItem
 from quartet.data.fields import TOOLS_TOLD, Reading
@@ -37,6 +39,7 @@ from quartet.trainers.input_sources import (
     resolve_tokenizer,
     shares,
 )
+from quartet.trainers.run_files import job_of
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,8 @@ def sections_of(recipe: Recipe) -> dict[str, Section]:
                 found["ptx.data"] = Section(recipe.ptx.data, model, demonstration_reader)
         case EvalRecipe():
             found["data"] = Section(recipe.data, recipe.model, prompt_reader, 1, recipe.sampling)
-        case IteratedRecipe():
-            collect, rl = recipe.collect, sections_of(recipe.rl)
-            found = {f"reward_model.{key}": one for key, one in sections_of(recipe.reward_model).items()}
-            found |= {f"rl.{key}": one for key, one in rl.items()}
-            found["collect.data"] = Section(collect.data, recipe.rl.actor.model, prompt_reader, 1, collect.sampling)
+        case _ if (sections := jobs()[job_of(recipe)].sections) is not None:
+            found = load(sections)(recipe)
     return {key: section for key, section in found.items() if section.config is not None}
 
 

@@ -25,8 +25,6 @@ from quartet.batch.columns import join
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights, is_served
-from quartet.config.evaluation import EvalRecipe
-from quartet.config.recipe import CollectConfig
 from quartet.config.reward_types import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_warnings
@@ -323,20 +321,20 @@ class EvaluationModel:
 
     def answers(
         self,
-        config: EvalRecipe | CollectConfig,
+        sampling: SamplingConfig,
+        samples: int,
         recorder: SpanRecorder,
         bar: ProgressBar,
         *,
         seed: int,
         cache: EvaluationCache | None = None,
     ) -> list[Answer]:
-        """``samples_per_prompt`` answers to every prompt, scored. ``bar`` is told how many are generated.
+        """``samples`` answers to every prompt, scored. ``bar`` is told how many are generated.
 
         Args:
             cache: what an evaluation before this one has; this one's work is kept there.
         """
-        samples = config.samples_per_prompt
-        asked = prompt_requests(self.prompts, self.codec, config.sampling, seed=seed, samples=samples)
+        asked = prompt_requests(self.prompts, self.codec, sampling, seed=seed, samples=samples)
         known = dict(cache.completions) if cache is not None else {}
         bar.advance(len(known))
         missing = []

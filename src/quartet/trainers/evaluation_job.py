@@ -243,7 +243,9 @@ class Evaluator:
             self._notes.append(f"{title}: {warning}")
         total = len(about) * recipe.samples_per_prompt
         with self._cache(name, about) as cache, self.progress.stage(title, total) as bar:
-            return evaluation_model.answers(recipe, recorder, bar, seed=recipe.seed, cache=cache)
+            return evaluation_model.answers(
+                recipe.sampling, recipe.samples_per_prompt, recorder, bar, seed=recipe.seed, cache=cache
+            )
 
     # Figures -----------------------------------------------------------------------------------------------
 

@@ -11,11 +11,10 @@ from quartet.config.common import SamplingConfig
 from quartet.config.errors import UserError
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig, GradingConfig
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.config.recipe import IteratedRecipe, RLRecipe, RolloutConfig
+from quartet.config.recipe import RLRecipe, RolloutConfig
 
 EVAL = ["model.path=m", "data.path=d.jsonl"]
 JUDGE = "{type: judge, url: 'http://x/v1', model: j, method: {name: pairwise}}"
-LOOP = ["rl.actor.model.path=m", "reward_model.model.path=m", "collect.labeller.type=exact_match"]
 
 
 def complaint(job: str, *overrides: str) -> UserError:
@@ -34,9 +33,8 @@ def test_ks_follow_the_number_of_samples() -> None:
 
 
 def test_keys_of_training_are_refused_where_they_had_no_effect() -> None:
-    for job, place in (("rl", "evaluation."), ("eval", ""), ("iterated-reward-model", "collect.")):
-        others = LOOP if place == "collect." else []
-        refused = complaint(job, *others, f"{place}sampling.truncated_logprobs=true")
+    for job, place in (("rl", "evaluation."), ("eval", "")):
+        refused = complaint(job, f"{place}sampling.truncated_logprobs=true")
         assert "sampling.truncated_logprobs is for rollouts that are trained on" in refused.found, job
 
 
@@ -125,24 +123,3 @@ def test_what_does_not_fit_is_refused_with_the_reason(overrides: list[str], part
 def test_the_same_holds_for_evaluation_during_training() -> None:
     with pytest.raises(UserError, match=r"sampling\.temperature is 0"):
         EvaluationConfig(samples_per_prompt=2, sampling=SamplingConfig(temperature=0.0))
-
-
-def test_the_loop_takes_both_jobs_as_sections() -> None:
-    recipe = load_recipe("iterated-reward-model", None, [*LOOP, "rl.steps=3", "rounds=4"])
-    assert isinstance(recipe, IteratedRecipe)
-    assert recipe.rounds == 4 and recipe.rl.steps == 3 and recipe.collect.labeller.type == "exact_match"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "part"),
-    [
-        (["rl.output_dir=x"], "rl.output_dir"),
-        (["reward_model.seed=3"], "reward_model.seed"),
-        (["collect.sampling.temperature=0"], "temperature is 0"),
-        (["rl.rewards=[{type: model, path: rm}]"], "'reward_model'"),
-        (["rl.actor.model=null"], "rl.actor.model.path"),
-        (["collect.labeller=null"], "collect.labeller"),
-    ],
-)
-def test_what_the_loop_refuses(overrides: list[str], part: str) -> None:
-    assert part in str(complaint("iterated-reward-model", *LOOP, *overrides))

@@ -14,10 +14,9 @@ from quartet.config import UserError
 from quartet.config.common import CheckpointConfig
 from quartet.config.logs import CallbackConfig, LogConfig
 from quartet.config.preference import PreferenceRecipe
-from quartet.config.recipe import IteratedRecipe, ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
+from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
-from quartet.trainers.iterated import IteratedTrainer
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer
@@ -201,18 +200,3 @@ def test_rl_ends_early_and_goes_on(placement: Any, tiny_rl: Any, digits: Any, tm
         whole = tiny_rl(tmp_path / "whole", digits, **values).train()
         for name, value in whole.model.state_dict().items():
             assert torch.equal(value, resumed.model.state_dict()[name]), name
-
-
-def test_an_iterated_run_ends_after_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = IteratedRecipe(
-        output_dir=str(tmp_path / "run"), rounds=3, log=QUIET,
-        collect={"labeller": {"type": "length", "target": 3}},
-        rl={"actor": {"model": {"path": "./m"}}, "data": {"path": "p"}}, reward_model={"model": {"path": "./m"}},
-    )  # fmt: skip
-    done: list[int] = []
-    monkeypatch.setattr(IteratedTrainer, "_round", lambda self, n: done.append(n) or {"iterated/pairs": 1.0})
-    notes = Notes("log", 2)
-    notes.on_train_end = lambda: notes.calls.append(("end",))  # type: ignore[method-assign]
-    IteratedTrainer(recipe, callbacks=[notes]).train()
-    assert done == [1, 2]
-    assert notes.calls == [("begin",), ("step", 1), ("log", 1), ("step", 2), ("log", 2), ("end",)]

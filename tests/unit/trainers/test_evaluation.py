@@ -54,7 +54,7 @@ def answered(causal_lm: Any, tokenizer: Any, prompts: list[str], tmp_path: Path)
         model = EvaluationModel(None, None, (), frozen=FrozenModels(), engine=recipe.engine, **objects)
         recorder = SpanRecorder(tmp_path / "spans.jsonl")
         with closing(recorder), closing(model), Progress().stage("answers", None) as bar:
-            return model.answers(recipe, recorder, bar, seed=0)
+            return model.answers(recipe.sampling, recipe.samples_per_prompt, recorder, bar, seed=0)
 
     return run
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from quartet.trainers.input_sources import (
     read_data,
     step_reader,
 )
-from quartet.trainers.iterated import IteratedTrainer
 from quartet.trainers.sft import SFTTrainer
 
 
@@ -264,15 +262,3 @@ def test_jobs_that_use_every_row_refuse_weights(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="an evaluation uses every row once"):
         Evaluator(recipe)
-    paths = [tmp_path / f"pairs{n}.jsonl" for n in range(2)]
-    for n, path in enumerate(paths):
-        path.write_text(f'{{"prompt": "{n}", "chosen": "a", "rejected": "b"}}\n')
-
-    def pairs(**weight: float) -> list[dict[str, Any]]:
-        data = DataConfig(sources=[SourceConfig(path=str(path), **weight) for path in paths])
-        trainer = SimpleNamespace(recipe=SimpleNamespace(reward_model=SimpleNamespace(data=data)))
-        return IteratedTrainer._old_pairs(trainer, 1)  # type: ignore[arg-type]
-
-    assert [row["prompt"] for row in pairs()] == ["0", "1"]
-    with pytest.raises(UserError, match="trained on all pairs together"):
-        pairs(weight=1.0)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from quartet.config import Interrupted, UserError
+from quartet.config.common import DataConfig, LogConfig, SourceConfig
 from quartet.config.load import load_recipe
-from quartet.config.recipe import CollectConfig, IteratedRecipe
 from quartet.config.rewards import LengthReward
 from quartet.data.formats import preferences
 from quartet.data.readers import Row
+from quartet.extras.iterated import trainer as iterated
+from quartet.extras.iterated.config import CollectConfig, IteratedRecipe
+from quartet.extras.iterated.trainer import IteratedTrainer, make_pair
 from quartet.extras.quickstart import task
+from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
 from quartet.text.examples import Preference
-from quartet.trainers import iterated
 from quartet.trainers.evaluation_files import Answer
-from quartet.trainers.iterated import IteratedTrainer, make_pair
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 
@@ -254,3 +257,44 @@ def test_answers_that_are_messages_stay_so_in_the_files_of_a_round() -> None:
         row = json.loads(json.dumps({"prompt": pair.prompt, **iterated._sides(pair)}))
         (found,) = preferences([Row(row, "pairs.jsonl", 1)]).items
         assert (found.prompt, found.chosen, found.rejected) == (pair.prompt, chosen, rejected)
+
+
+def test_an_iterated_run_ends_after_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = IteratedRecipe(
+        output_dir=str(tmp_path / "run"), rounds=3, log=LogConfig(tensorboard=False),
+        collect={"labeller": {"type": "length", "target": 3}},
+        rl={"actor": {"model": {"path": "./m"}}, "data": {"path": "p"}}, reward_model={"model": {"path": "./m"}},
+    )  # fmt: skip
+    done: list[int] = []
+    told: list[str | int] = []
+
+    class Notes(Callback):
+        def on_train_begin(self) -> None:
+            told.append("begin")
+
+        def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
+            told.append(step)
+            self.control.should_stop = step == 2
+
+        def on_train_end(self) -> None:
+            told.append("end")
+
+    monkeypatch.setattr(IteratedTrainer, "_round", lambda self, n: done.append(n) or {"iterated/pairs": 1.0})
+    IteratedTrainer(recipe, callbacks=[Notes()]).train()
+    assert done == [1, 2]
+    assert told == ["begin", 1, 2, "end"]
+
+
+def test_a_round_trains_on_all_pairs_whatever_they_weigh(tmp_path: Path) -> None:
+    paths = [tmp_path / f"pairs{n}.jsonl" for n in range(2)]
+    for n, path in enumerate(paths):
+        path.write_text(f'{{"prompt": "{n}", "chosen": "a", "rejected": "b"}}\n')
+
+    def pairs(**weight: float) -> list[dict[str, Any]]:
+        data = DataConfig(sources=[SourceConfig(path=str(path), **weight) for path in paths])
+        trainer = SimpleNamespace(recipe=SimpleNamespace(reward_model=SimpleNamespace(data=data)))
+        return IteratedTrainer._old_pairs(trainer, 1)  # type: ignore[arg-type]
+
+    assert [row["prompt"] for row in pairs()] == ["0", "1"]
+    with pytest.raises(UserError, match="trained on all pairs together"):
+        pairs(weight=1.0)

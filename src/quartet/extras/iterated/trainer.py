@@ -30,24 +30,26 @@ from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.common import DataConfig, ModelConfig
 from quartet.config.file_errors import read_file
-from quartet.config.recipe import CollectConfig, IteratedRecipe, RewardModelRecipe, RLRecipe
+from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
 from quartet.data.datasets import PromptData
 from quartet.data.fields import Reading
 from quartet.data.formats import preferences
 from quartet.data.order import draws
 from quartet.data.readers import iter_rows
+from quartet.extras.iterated.config import CollectConfig, IteratedRecipe
 from quartet.models.loading import load_causal_lm
 from quartet.observe.callbacks import Callback
 from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.text.examples import AnswerText, Preference, answer_turn
+from quartet.trainers.data_rows import Section, sections_of
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import Answer, write_answers, write_rows
 from quartet.trainers.evaluation_metrics import by_prompt
-from quartet.trainers.input_sources import check_recipe, check_unweighted
+from quartet.trainers.input_sources import check_recipe, check_unweighted, prompt_reader
 from quartet.trainers.open_run import open_run
 from quartet.trainers.results import TrainResult
 from quartet.trainers.reward_model import RewardModelTrainer
@@ -200,7 +202,8 @@ class IteratedTrainer:
             self.progress.print(f"round {number}: {warning}")
         total = len(items) * config.samples_per_prompt
         with contextlib.closing(evaluation_model), self.progress.stage(f"round {number}: answers", total) as bar:
-            return evaluation_model.answers(config, self.run.recorder, bar, seed=recipe.seed + number), label
+            drawn = (config.sampling, config.samples_per_prompt)
+            return evaluation_model.answers(*drawn, self.run.recorder, bar, seed=recipe.seed + number), label
 
     def _pairs_until(self, number: int) -> Path:
         return self.path / "data" / f"pairs_until_{number}.jsonl"
@@ -259,6 +262,14 @@ class IteratedTrainer:
     def _own(self, stage: str, number: int) -> dict[str, Any]:
         directory = str(self.path / f"round_{number}_{stage}")
         return {"seed": self.recipe.seed + number, "output_dir": directory, "device": self.recipe.device}
+
+
+def sections(recipe: IteratedRecipe) -> dict[str, Section]:
+    """The sections of data of the loop and of its jobs, by their keys."""
+    found = {f"reward_model.{key}": one for key, one in sections_of(recipe.reward_model).items()}
+    found |= {f"rl.{key}": one for key, one in sections_of(recipe.rl).items()}
+    collect = recipe.collect
+    return {**found, "collect.data": Section(collect.data, recipe.rl.actor.model, prompt_reader, 1, collect.sampling)}
 
 
 # Pairs -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,40 @@
+"""The recipe of the iterated reward model: both jobs as sections, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet.config import UserError
+from quartet.config.load import load_recipe
+from quartet.extras.iterated.config import IteratedRecipe
+
+LOOP = ["rl.actor.model.path=m", "reward_model.model.path=m", "collect.labeller.type=exact_match"]
+
+
+def complaint(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe("iterated-reward-model", None, [*LOOP, *overrides])
+    return str(caught.value)
+
+
+def test_the_loop_takes_both_jobs_as_sections() -> None:
+    recipe = load_recipe("iterated-reward-model", None, [*LOOP, "rl.steps=3", "rounds=4"])
+    assert isinstance(recipe, IteratedRecipe)
+    assert recipe.rounds == 4 and recipe.rl.steps == 3 and recipe.collect.labeller.type == "exact_match"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["rl.output_dir=x"], "rl.output_dir"),
+        (["reward_model.seed=3"], "reward_model.seed"),
+        (["collect.sampling.temperature=0"], "temperature is 0"),
+        (["rl.rewards=[{type: model, path: rm}]"], "'reward_model'"),
+        (["rl.actor.model=null"], "rl.actor.model.path"),
+        (["collect.labeller=null"], "collect.labeller"),
+        (["collect.sampling.truncated_logprobs=true"], "sampling.truncated_logprobs is for rollouts"),
+        (["collect.engine={type: server, urls: ['http://h:1'], model: m}"], "each round has another policy"),
+    ],
+)
+def test_what_the_loop_refuses(overrides: list[str], part: str) -> None:
+    assert part in complaint(*overrides)
