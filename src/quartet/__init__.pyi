@@ -64,8 +64,6 @@ from .config.speculation import (
 )
 from .config.engines import (
     NativeEngineConfig as NativeEngineConfig,
-    SGLangEngineConfig as SGLangEngineConfig,
-    ServerEngineConfig as ServerEngineConfig,
     VLLMEngineConfig as VLLMEngineConfig,
 )
 from .config.errors import (
@@ -139,7 +137,7 @@ from .config.recipe import (
     RolloutConfig as RolloutConfig,
     SFTRecipe as SFTRecipe,
 )
-from .config.plugins import Plugin as Plugin, RewardType as RewardType
+from .config.plugins import EngineType as EngineType, Plugin as Plugin, RewardType as RewardType
 from .config.remote import (
     BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
@@ -164,6 +162,10 @@ from .config.rewards import (
     SumSteps as SumSteps,
 )
 from .extras.sandbox.config import CodeReward as CodeReward
+from .extras.servers.config import (
+    SGLangEngineConfig as SGLangEngineConfig,
+    ServerEngineConfig as ServerEngineConfig,
+)
 from .envs.protocol import (
     Observation as Observation,
     StepResult as StepResult,

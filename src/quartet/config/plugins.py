@@ -36,6 +36,19 @@ class RewardType:
 
 
 @dataclass(frozen=True)
+class EngineType:
+    """A kind of rollout engine that a recipe names by ``type``.
+
+    Args:
+        section: ``module:class`` of the recipe's section, a ``RoutedEngine`` whose ``type`` is the name.
+        open: ``module:function`` that makes the engines of a section and a ``quartet.trainers.engines.Policy``.
+    """
+
+    section: str
+    open: str
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds, as ``module:name``, each imported when it is used.
 
@@ -43,11 +56,13 @@ class Plugin:
         commands: functions that typer makes sub-commands of ``quartet`` of, by the heading of the help they stand below
             and their names. All are imported for each call of ``quartet``, so their modules import late what is heavy.
         rewards: sources of reward by ``type``. Their sections are imported with every recipe, and without torch.
+        engines: what generates, by ``type``; as with rewards.
         report: writes a report of the run in a directory, and returns where it is.
     """
 
     commands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rewards: Mapping[str, RewardType] = field(default_factory=dict)
+    engines: Mapping[str, EngineType] = field(default_factory=dict)
     report: str | None = None
 
 
@@ -69,6 +84,7 @@ def plugins() -> tuple[Plugin, ...]:
 def _additions(plugin: Plugin) -> Iterator[str]:
     yield from (f"the command {name}" for commands in plugin.commands.values() for name in commands)
     yield from (f"the reward type {name}" for name in plugin.rewards)
+    yield from (f"the engine type {name}" for name in plugin.engines)
 
 
 def _extras() -> list[str]:
@@ -108,6 +124,35 @@ def load(target: str) -> Any:
         raise UserError(
             f"a plug-in names {target}", found=problem, remedy="mend the package, or uninstall it"
         ) from error
+
+
+def sections(what: str, added: Mapping[str, RewardType | EngineType], base: type, own: tuple[type, ...]) -> list[type]:
+    """The sections of what plug-ins add.
+
+    Args:
+        what: they add, for messages.
+        base: of all of them.
+        own: Quartet's own beside them.
+
+    Raises:
+        UserError: one is no section, or has the ``type`` of one of ours.
+    """
+    found = {name: load(kind.section) for name, kind in added.items()}
+    if both := {_default_type(each) for each in own} & found.keys():
+        raise UserError(f"a plug-in adds {what} that is Quartet's own", found=", ".join(both), remedy="uninstall it")
+    for name, section in found.items():
+        if not (isinstance(section, type) and issubclass(section, base) and _default_type(section) == name):
+            raise UserError(
+                f"the section of {what} {name}, which a plug-in adds, is none",
+                found=added[name].section,
+                remedy=f'mend it: a subclass of {base.__name__} with type: Literal["{name}"] = "{name}"; '
+                "or uninstall it",
+            )
+    return list(found.values())
+
+
+def _default_type(section: Any) -> Any:
+    return getattr(section.model_fields.get("type"), "default", None)
 
 
 def report_writer() -> Callable[[Path], Path] | None:

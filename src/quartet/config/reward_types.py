@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Union, get_args
 
 from pydantic import Field
 
-from quartet.config.errors import UserError
-from quartet.config.plugins import RewardType, load, plugins
+from quartet.config.plugins import RewardType, plugins, sections
 from quartet.config.rewards import (
     ExactMatchReward,
     Fallible,
@@ -42,17 +41,5 @@ OwnReward = (
 if TYPE_CHECKING:
     RewardConfig = Annotated[OwnReward, Field(discriminator="type")]
 else:
-    _ADDED = {name: load(kind.section) for name, kind in PLUGIN_REWARDS.items()}
-    if both := {each.model_fields["type"].default for each in get_args(OwnReward)} & _ADDED.keys():
-        raise UserError(
-            "a plug-in adds a type of reward that is Quartet's own", found=", ".join(both), remedy="uninstall it"
-        )
-    for _name, _section in _ADDED.items():
-        _fields = _section.model_fields if isinstance(_section, type) and issubclass(_section, Fallible) else {}
-        if "type" not in _fields or _fields["type"].default != _name:
-            raise UserError(
-                f"the section of the reward type {_name}, which a plug-in adds, is none",
-                found=PLUGIN_REWARDS[_name].section,
-                remedy=f'mend it: a subclass of Fallible with type: Literal["{_name}"] = "{_name}"; or uninstall it',
-            )
-    RewardConfig = Annotated[Union[(OwnReward, *_ADDED.values())], Field(discriminator="type")]
+    _ADDED = sections("a type of reward", PLUGIN_REWARDS, Fallible, get_args(OwnReward))
+    RewardConfig = Annotated[Union[(OwnReward, *_ADDED)], Field(discriminator="type")]
