@@ -18,7 +18,6 @@ from quartet.config import UserError
 from quartet.envs.episode import FinishedEpisode
 from quartet.observe.memory import held_bytes
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.progress import Progress
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -28,6 +27,7 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
+from quartet.rollout.router import Progress
 from quartet.rollout.speculation import Speculator
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.checkpointed import Checkpointed
