@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.config.common import LoRAConfig
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.process_child import EngineSpec
+from quartet.rollout.process import EngineSpec
 from quartet.rollout.process_native import NativeProcessEngine
 
 VOCAB = 61

@@ -24,7 +24,7 @@ FILES = (
     "tests/e2e/test_fuzz.py",
     "tests/contracts/test_weight_transports.py",
     "tests/unit/train/test_models_on_meshes.py",
-    "tests/contracts/test_http_engines.py",
+    "tests/extras/servers/test_http_engines.py",
     "tests/unit/test_benchmarks.py",
     "tests/e2e/test_quickstart.py",
     "tests/e2e/test_realdata.py",

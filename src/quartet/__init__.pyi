@@ -64,8 +64,6 @@ from .extras.speculation.config import (
 )
 from .config.engines import (
     NativeEngineConfig as NativeEngineConfig,
-    SGLangEngineConfig as SGLangEngineConfig,
-    ServerEngineConfig as ServerEngineConfig,
     VLLMEngineConfig as VLLMEngineConfig,
 )
 from .config.errors import (
@@ -137,7 +135,13 @@ from .config.recipe import (
     RolloutConfig as RolloutConfig,
     SFTRecipe as SFTRecipe,
 )
-from .config.plugins import DrafterType as DrafterType, Job as Job, Plugin as Plugin, RewardType as RewardType
+from .config.plugins import (
+    DrafterType as DrafterType,
+    EngineType as EngineType,
+    Job as Job,
+    Plugin as Plugin,
+    RewardType as RewardType,
+)
 from .config.remote import (
     BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
@@ -167,6 +171,10 @@ from .extras.iterated.config import (
 )
 from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
 from .extras.sandbox.config import CodeReward as CodeReward
+from .extras.servers.config import (
+    SGLangEngineConfig as SGLangEngineConfig,
+    ServerEngineConfig as ServerEngineConfig,
+)
 from .envs.protocol import (
     Observation as Observation,
     StepResult as StepResult,

@@ -37,8 +37,7 @@ LEVELS = {
 RESTRICTED = {
     "ray": {"cluster"},
     "vllm": {"rollout"},
-    "sglang": {"rollout"},
-    "torch.distributed": {"cluster", "weights", "train"},
+    "torch.distributed": {"cluster", "weights", "train", "extras"},
 }
 WITHOUT_TORCH = {"config", "schedule/clock.py", "schedule/leases.py", "schedule/group_stream.py"}
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -25,13 +25,7 @@ from quartet.config.algorithms import (
 )
 from quartet.config.cluster import device_misfits
 from quartet.config.common import ShardingConfig
-from quartet.config.engines import (
-    NativeEngineConfig,
-    ServerEngineConfig,
-    SGLangEngineConfig,
-    VLLMEngineConfig,
-    draw_misfits,
-)
+from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, draw_misfits
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
 from quartet.config.policy_losses import (
     SEQUENCE_LOSSES,
@@ -114,29 +108,19 @@ def _numerics(recipe: RLRecipe) -> Iterator[str]:
 
 def _engines(recipe: RLRecipe) -> Iterator[str]:
     engine, sampling = recipe.rollout.engine, recipe.rollout.sampling
-    is_native = isinstance(engine, NativeEngineConfig)
-    if isinstance(engine, ServerEngineConfig):
-        yield (
-            "rollout.engine server takes no weights, so it cannot be the engine of a policy that is trained: use "
-            "native, vllm or sglang; a server serves evaluation, judges and frozen policies"
-        )
-    if isinstance(engine, SGLangEngineConfig) and (engine.weights == "disk") != (engine.weights_directory is not None):
-        yield (
-            "rollout.engine sglang needs weights_directory, a folder that trainer and servers see under one path, for "
-            f"weights: disk, and for nothing else; found weights: {engine.weights}, weights_directory: "
-            f"{engine.weights_directory}"
-        )
-    if recipe.numerics == "exact" and not is_native:
-        yield f"numerics: exact is the native engine's; found rollout.engine {engine.type}"
+    if not isinstance(engine, NativeEngineConfig):
+        yield from engine.training_misfits()
+        if recipe.numerics == "exact":
+            yield f"numerics: exact is the native engine's; found rollout.engine {engine.type}"
     if sampling.truncated_logprobs and not isinstance(recipe.algorithm, PolicyGradient):
         yield (
             f"rollout.sampling.truncated_logprobs is for methods that compare with the sampler; "
             f"{recipe.algorithm.name} learns the whole distribution: leave it out"
         )
-    if sampling.truncated_logprobs and isinstance(engine, SGLangEngineConfig):
+    if sampling.truncated_logprobs and not engine.has_our_sampler:
         yield (
-            "rollout.sampling.truncated_logprobs is for native and vllm: sglang's log-probabilities are those of all "
-            "tokens; leave it out"
+            f"rollout.sampling.truncated_logprobs is for native and vllm: {engine.type}'s log-probabilities are those "
+            "of all tokens; leave it out"
         )
 
 

@@ -5,28 +5,34 @@
 ========== ============================================== =========================== ==========================
 ``native`` the process of the rollout role, or its child  yes                         the run (``process: true``)
 ``vllm``   child processes in an environment of their own yes                         the run
-``sglang`` servers that are there already                 by files, or over a group   who runs them
-``server`` an OpenAI-compatible server                    never: no policy's engine   who runs it
 ========== ============================================== =========================== ==========================
 
-Where ``type`` is left out the engine is native.
+Plug-ins add others; ``engine_types`` has all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag
+from pydantic import AliasChoices, Field, JsonValue
 
-from quartet.config.addresses import HTTPAddress
 from quartet.config.common import SamplingConfig, Strict
-from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.config.units import Devices, Processes, Sequences, Steps, Tokens
 
 
 class Served(Strict):
-    """What engines have that generate at their own pace."""
+    """What engines have that generate at their own pace.
+
+    Attributes:
+        has_our_sampler: it draws with this project's sampler, and so by any ``draw`` and with drafts.
+        has_own_weights: it answers with what its servers have, whichever model it is asked for.
+    """
+
+    if TYPE_CHECKING:
+        type: str
+    has_our_sampler: ClassVar[bool] = False
+    has_own_weights: ClassVar[bool] = False
 
     lease_s: float = Field(
         0.25, gt=0, description="Longest stretch of generation before others on its devices may compute."
@@ -46,6 +52,7 @@ class NativeEngineConfig(_Processes):
     and the time limits are of ``process: true``.
     """
 
+    has_our_sampler = True
     type: Literal["native"] = "native"
     max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
     max_prefill_tokens: int = Field(2048, ge=16, description="Prompt tokens computed per step, beside decoding.")
@@ -63,7 +70,9 @@ class NativeEngineConfig(_Processes):
         return self.max_running
 
 
-class _Several(Served):
+class RoutedEngine(Served):
+    """What all engines but the native one have; sections of plug-ins are subclasses."""
+
     routing: Literal["least_tokens", "round_robin", "prefix"] = Field(
         "prefix",
         description="Which of several engines answers: that with the fewest tokens to make, each in turn, or where the "
@@ -71,15 +80,25 @@ class _Several(Served):
     )
     max_outstanding: Sequences = Field(256, ge=1, description="Requests sent to one engine at a time.")
 
+    def training_misfits(self) -> Iterator[str]:
+        """Says why it cannot be the engine of a policy that is trained, if it cannot."""
+        return iter(())
+
+    @property
+    def capacity(self) -> int:
+        """Counts the requests that are answered at a time."""
+        return self.max_outstanding
+
     @property
     def steps_per_lease(self) -> int:
         """Nobody counts the steps of such an engine: a lease lasts for ``lease_s``."""
         return 1
 
 
-class VLLMEngineConfig(_Several, _Processes):
+class VLLMEngineConfig(RoutedEngine, _Processes):
     """vLLM in processes and an environment of its own."""
 
+    has_our_sampler = True
     type: Literal["vllm"] = "vllm"
     python: str | None = Field(
         None, description="Python of the environment that has vLLM; the running one when left out."
@@ -121,77 +140,15 @@ class VLLMEngineConfig(_Several, _Processes):
         return self.engines * min(self.max_num_seqs, self.max_outstanding)
 
 
-class _Asked(_Several):
-    """Servers that the run does not start itself."""
-
-    urls: tuple[HTTPAddress, ...] = Field(min_length=1, description="Addresses, http://host:port, one per engine.")
-    api_key_env: str | None = Field(
-        None, description="Environment variable whose value is sent as `Authorization: Bearer …`; never logged."
-    )
-    timeout_s: float = Field(600.0, gt=0, description="Longest wait for one answer.")
-    retry: RetryConfig = RetryConfig()
-
-    @property
-    def servers(self) -> tuple[RemoteServer, ...]:
-        rest = {name: getattr(self, name) for name in ("api_key_env", "timeout_s", "retry")}
-        return tuple(RemoteServer(url=url, concurrency=self.max_outstanding, **rest) for url in self.urls)
-
-    @property
-    def capacity(self) -> int:
-        return len(self.urls) * self.max_outstanding
-
-
-class SGLangEngineConfig(_Asked):
-    """SGLang servers with the policy's architecture; new weights come to them as files, or over a process group."""
-
-    type: Literal["sglang"] = "sglang"
-    weights: Literal["disk", "distributed"] = Field(
-        "disk",
-        description="How new weights come: as files in weights_directory, or broadcast in a process group that each "
-        "server joins, NCCL where rollout has a GPU and gloo where it has none.",
-    )
-    weights_directory: str | None = Field(
-        None, description="Folder that the trainer writes new weights to and the servers read; disk needs it."
-    )
-    tensor_parallel_size: Devices = Field(
-        1, ge=1, description="What the servers were started with (--tp), all of which join the group of distributed."
-    )
-
-
-class ServerEngineConfig(_Asked):
-    """An OpenAI-compatible completion server that takes and returns token ids; for policies that stay as they are."""
-
-    type: Literal["server"] = "server"
-    model: str = Field(description="Name of the model at the server.")
-
-
-def _type(engine: Any) -> str | None:
-    return str(engine.get("type", "native")) if isinstance(engine, dict) else getattr(engine, "type", None)
-
-
-EngineConfig = Annotated[
-    Annotated[NativeEngineConfig, Tag("native")]
-    | Annotated[VLLMEngineConfig, Tag("vllm")]
-    | Annotated[SGLangEngineConfig, Tag("sglang")]
-    | Annotated[ServerEngineConfig, Tag("server")],
-    Discriminator(_type),
-]
-
-
-def is_served(engine: EngineConfig) -> bool:
+def is_served(engine: Served) -> bool:
     """Whether it generates at its own pace, apart from the process that asks."""
     return not isinstance(engine, NativeEngineConfig) or engine.process
 
 
-def draw_misfits(key: str, sampling: SamplingConfig, engine: EngineConfig) -> Iterator[str]:
-    """Why the engine cannot draw as the section ``key`` asks, if it cannot."""
-    if sampling.draw == "gumbel" and not isinstance(engine, NativeEngineConfig | VLLMEngineConfig):
+def draw_misfits(key: str, sampling: SamplingConfig, engine: Served) -> Iterator[str]:
+    """Says why the engine cannot draw as the section ``key`` asks, if it cannot."""
+    if sampling.draw == "gumbel" and not engine.has_our_sampler:
         yield (
             f"{key}.draw gumbel needs this project's sampler, which native and vllm have; {engine.type} draws in its "
             "own way: leave it out"
         )
-
-
-def has_own_weights(engine: EngineConfig) -> bool:
-    """Whether it answers with what its servers have, whichever model it is asked for."""
-    return isinstance(engine, _Asked)

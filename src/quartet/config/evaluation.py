@@ -17,7 +17,8 @@ from quartet.config.common import (
     ShardingConfig,
     Strict,
 )
-from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
+from quartet.config.engine_types import EngineConfig
+from quartet.config.engines import NativeEngineConfig, draw_misfits
 from quartet.config.reward_types import RewardConfig
 from quartet.config.rewards import JudgeReward, PairwiseJudge, compiled
 from quartet.config.units import Prompts, Samples
@@ -199,7 +200,7 @@ class EvalRecipe(Recipe):
 
     def _misfits(self) -> Iterator[str]:
         yield from draw_misfits("sampling", self.sampling, self.engine)
-        if self.compare is not None and not self.compare.is_file and has_own_weights(self.engine):
+        if self.compare is not None and not self.compare.is_file and self.engine.has_own_weights:
             yield (
                 f"engine {self.engine.type} would answer for compare.model, too: evaluate that one by itself, and set "
                 "compare.model to its answers.jsonl"

@@ -17,7 +17,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from quartet.config.common import Recipe, Strict
-from quartet.config.engines import EngineConfig, NativeEngineConfig
+from quartet.config.engine_types import EngineConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.errors import UserError
 from quartet.config.jobs import jobs, recipes
 from quartet.config.nearest import missing_file

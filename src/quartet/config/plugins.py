@@ -94,6 +94,19 @@ class Job:
 
 
 @dataclass(frozen=True)
+class EngineType:
+    """A kind of rollout engine that a recipe names by ``type``.
+
+    Args:
+        section: ``module:class`` of the recipe's section, a ``RoutedEngine`` whose ``type`` is the name.
+        open: ``module:function`` that makes the engines of a section and a ``quartet.trainers.engines.Policy``.
+    """
+
+    section: str
+    open: str
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds, as ``module:name``, each imported when it is used.
 
@@ -105,6 +118,7 @@ class Plugin:
         checks: look at an RL run that is about to begin: functions of its ``RLRoles`` and directory, which return what
             is to be said, as texts.
         drafters: what drafts tokens for an engine, by ``type``. As for rewards.
+        engines: what generates, by ``type``; as with rewards.
         report: writes a report of the run in a directory, and returns where it is.
     """
 
@@ -113,6 +127,7 @@ class Plugin:
     rewards: Mapping[str, RewardType] = field(default_factory=dict)
     checks: tuple[str, ...] = ()
     drafters: Mapping[str, DrafterType] = field(default_factory=dict)
+    engines: Mapping[str, EngineType] = field(default_factory=dict)
     report: str | None = None
 
 
@@ -136,6 +151,7 @@ def _additions(plugin: Plugin) -> Iterator[str]:
     yield from (f"the command {name}" for name in plugin.jobs)
     yield from (f"the reward type {name}" for name in plugin.rewards)
     yield from (f"the drafter {name}" for name in plugin.drafters)
+    yield from (f"the engine type {name}" for name in plugin.engines)
 
 
 def _extras() -> list[str]:
@@ -179,23 +195,35 @@ def load(target: str) -> Any:
         ) from error
 
 
-def sections(what: str, base: type, kinds: Mapping[str, RewardType | DrafterType]) -> tuple[type, ...]:
-    """The recipe's sections of ``kinds``.
+def sections(
+    what: str, added: Mapping[str, RewardType | DrafterType | EngineType], base: type, own: tuple[type, ...]
+) -> list[type]:
+    """The sections of what plug-ins add.
+
+    Args:
+        what: they add, for messages.
+        base: of all of them.
+        own: Quartet's own beside them.
 
     Raises:
-        UserError: one is none.
+        UserError: one is no section, or has the ``type`` of one of ours.
     """
-    found = {name: load(kind.section) for name, kind in kinds.items()}
+    found = {name: load(kind.section) for name, kind in added.items()}
+    if both := {_default_type(each) for each in own} & found.keys():
+        raise UserError(f"a plug-in adds {what} that is Quartet's own", found=", ".join(both), remedy="uninstall it")
     for name, section in found.items():
-        fields: Any = getattr(section, "model_fields", {}) if isinstance(section, type) else {}
-        if not fields or not issubclass(section, base) or "type" not in fields or fields["type"].default != name:
+        if not (isinstance(section, type) and issubclass(section, base) and _default_type(section) == name):
             raise UserError(
-                f"the section of the {what} {name}, which a plug-in adds, is none",
-                found=kinds[name].section,
-                remedy=f"mend it: a subclass of {base.__name__} with "
-                f'type: Literal["{name}"] = "{name}"; or uninstall it',
+                f"the section of {what} {name}, which a plug-in adds, is none",
+                found=added[name].section,
+                remedy=f'mend it: a subclass of {base.__name__} with type: Literal["{name}"] = "{name}"; '
+                "or uninstall it",
             )
-    return tuple(found.values())
+    return list(found.values())
+
+
+def _default_type(section: Any) -> Any:
+    return getattr(section.model_fields.get("type"), "default", None)
 
 
 def report_writer() -> Callable[[Path], Path] | None:

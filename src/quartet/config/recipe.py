@@ -31,7 +31,8 @@ from quartet.config.common import (
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.common import Recipe as Recipe
 from quartet.config.cross_checks import misfits
-from quartet.config.engines import EngineConfig, NativeEngineConfig
+from quartet.config.engine_types import EngineConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.placement import PlacementConfig
 from quartet.config.plugins import sections
@@ -72,7 +73,7 @@ class ProcessRewardRecipe(SupervisedRecipe):
 if TYPE_CHECKING:
     SpeculationConfig = Speculation
 else:
-    _ADDED = sections("drafter", Speculation, DRAFTERS) or (Speculation,)
+    _ADDED = sections("a drafter", DRAFTERS, Speculation, ()) or (Speculation,)
     SpeculationConfig = reduce(or_, _ADDED)
     if len(_ADDED) > 1:
         SpeculationConfig = Annotated[SpeculationConfig, Field(discriminator="type")]

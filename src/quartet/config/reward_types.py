@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Union, get_args
 
 from pydantic import Field
 
-from quartet.config.errors import UserError
 from quartet.config.plugins import RewardType, plugins, sections
 from quartet.config.rewards import (
     ExactMatchReward,
@@ -42,9 +41,5 @@ OwnReward = (
 if TYPE_CHECKING:
     RewardConfig = Annotated[OwnReward, Field(discriminator="type")]
 else:
-    if both := {each.model_fields["type"].default for each in get_args(OwnReward)} & PLUGIN_REWARDS.keys():
-        raise UserError(
-            "a plug-in adds a type of reward that is Quartet's own", found=", ".join(both), remedy="uninstall it"
-        )
-    _ADDED = sections("reward type", Fallible, PLUGIN_REWARDS)
+    _ADDED = sections("a type of reward", PLUGIN_REWARDS, Fallible, get_args(OwnReward))
     RewardConfig = Annotated[Union[(OwnReward, *_ADDED)], Field(discriminator="type")]

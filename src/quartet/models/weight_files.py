@@ -83,3 +83,12 @@ def stored_tensors(source: str) -> Iterator[Mapping[str, StoredTensor]]:
                 tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
                 found |= {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
         yield found
+
+
+def checkpoint_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Gives the shape of every tensor of the safetensors files in a folder, by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes

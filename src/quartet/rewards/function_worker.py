@@ -8,23 +8,23 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.foreign import described
 from quartet.config.targets import load_target
+from quartet.processes import Wire
 from quartet.rewards.called import BadReturn, Parameters, is_async, scores_of
-
-if TYPE_CHECKING:
-    from quartet.rewards.subprocess_main import PipeChannel
+from quartet.rewards.subprocesses import Questions
 
 
-def serve(settings: Mapping[str, Any], channel: PipeChannel) -> None:
+def serve(settings: Mapping[str, Any], wire: Wire) -> None:
     """Loads the function ``settings["target"]``, says what it is, and calls it for each question.
 
     A plain function is called in the main thread, one call after the other; with ``settings["threads"]`` in so many
     threads. An async one has an event loop, and as many calls at a time as are asked for.
     """
+    channel = Questions(wire)
     try:
         function = load_target(settings["target"], "function")
         parameters = Parameters.of(function)
@@ -46,7 +46,7 @@ def serve(settings: Mapping[str, Any], channel: PipeChannel) -> None:
         channel.answer(number, _called(function, arguments))
 
 
-async def _serve_several(function: Callable[..., Any], threads: int, channel: PipeChannel) -> None:
+async def _serve_several(function: Callable[..., Any], threads: int, channel: Questions) -> None:
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     pool = ThreadPoolExecutor(threads) if threads else None
     tasks: set[asyncio.Task[None]] = set()

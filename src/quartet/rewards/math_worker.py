@@ -10,10 +10,10 @@ import re
 import resource
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from quartet.rewards.subprocess_main import PipeChannel
+from quartet.processes import Wire
+from quartet.rewards.subprocesses import Questions
 
 _MEMORY_BYTES = 4 << 30
 _STANDS_ALONE = re.compile(
@@ -68,12 +68,13 @@ def _with_fractions(text: str) -> str:
     return _MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
 
 
-def serve(settings: Mapping[str, Any], channel: PipeChannel) -> None:
+def serve(settings: Mapping[str, Any], wire: Wire) -> None:
     """Answers each job with a score."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     configs = {"latex": LatexExtractionConfig(), "expr": ExprExtractionConfig()}
+    channel = Questions(wire)
     channel.answer(0, "ready")
     for number, job in channel:
         try:

@@ -8,12 +8,13 @@ from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.rewards import MathReward
+from quartet.processes import ProcessDied, ProcessTimeout
 from quartet.rewards.builtin import right_answers
 from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
-from quartet.rewards.subprocesses import Subprocess, SubprocessDied, SubprocessPool, SubprocessTimeout
+from quartet.rewards.subprocesses import Subprocess, SubprocessPool
 from quartet.text.examples import PromptText
 
-_WORKER = "quartet.rewards.math_worker"
+_WORKER = "quartet.rewards.math_worker:serve"
 _START_S = 120.0
 _ATTEMPTS = 2
 _PATIENCE = 3.0
@@ -68,10 +69,10 @@ class MathSource(RewardSource):
             with self._pool.taken() as process:
                 try:
                     score = process.ask(job, max(1.0, config.timeout_s) * _PATIENCE)
-                except SubprocessTimeout:
+                except ProcessTimeout:
                     process.kill()
                     break
-                except SubprocessDied:
+                except ProcessDied:
                     continue  # perhaps ended from outside, for nothing in this completion
             return None if score is None else float(score)
         # A comparison that takes too long, or all memory, shows no equality.
@@ -80,7 +81,7 @@ class MathSource(RewardSource):
     def _start(self) -> Subprocess:
         try:
             return Subprocess(_WORKER, {}, quiet=True, patience_s=_START_S)
-        except SubprocessDied as error:
+        except ProcessDied as error:
             raise RewardError(
                 f"the process of the reward {self.name!r} does not start",
                 found=str(error),

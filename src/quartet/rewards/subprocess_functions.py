@@ -14,13 +14,14 @@ from typing import Any
 from quartet.config.errors import UserError
 from quartet.config.foreign import described
 from quartet.config.rewards import FunctionReward
+from quartet.processes import ProcessDied
 from quartet.rewards.called import BadReturn, Parameters, scores_of
 from quartet.rewards.functions import FunctionSource
 from quartet.rewards.source import Columns, Scores, Threads
-from quartet.rewards.subprocesses import Subprocess, SubprocessDied, SubprocessPool
+from quartet.rewards.subprocesses import Subprocess, SubprocessPool
 from quartet.text.examples import PromptText
 
-_WORKER = "quartet.rewards.function_worker"
+_WORKER = "quartet.rewards.function_worker:serve"
 
 
 @dataclass
@@ -85,7 +86,7 @@ class SubprocessFunction(FunctionSource):
                 # another one, that one is made again (``_ask``), as all that share a killed process are.
                 process.kill()
             raise
-        except SubprocessDied as error:
+        except ProcessDied as error:
             what = f"lost its process: {error} (os._exit, a crash in native code, too much memory)"
             raise self._failure(BadReturn(what), prompts, completions) from error
         except BadReturn as fault:
@@ -102,15 +103,15 @@ class SubprocessFunction(FunctionSource):
                 with self._pool.taken() as call.process:
                     # Looked at after the process is known, so that one of the two threads ends what begins here.
                     if call.is_abandoned:
-                        raise SubprocessDied("its caller was cancelled")
+                        raise ProcessDied("its caller was cancelled")
                     try:
                         return call.process.ask(arguments)
                     finally:  # before another call takes the process
                         call.process = None
-            except SubprocessDied as error:
+            except ProcessDied as error:
                 if call.is_abandoned:
                     # The next call's time is not to be spent on a start.
-                    with contextlib.suppress(SubprocessDied, UserError):
+                    with contextlib.suppress(ProcessDied, UserError):
                         self._pool.fill()
                     raise
                 if not error.was_killed:
@@ -155,7 +156,7 @@ def _start(target: str, num_threads: int) -> Subprocess:
     settings = {"target": target, "threads": num_threads}
     try:
         process = Subprocess(_WORKER, settings, threads=None if torch is None else torch.get_num_threads())
-    except SubprocessDied as error:
+    except ProcessDied as error:
         raise UserError(problem, found=str(error), remedy=f"see what it printed; {remedy}") from error
     match process.greeting:
         case {"name": _, "named": dict(), "takes_all": _, "is_async": _}:
@@ -164,7 +165,7 @@ def _start(target: str, num_threads: int) -> Subprocess:
             refusal = UserError(told, found=found, remedy=advice)
         case said:
             refusal = UserError(problem, found=f"it said {said!r}"[:400], remedy=remedy)
-    process.end()
+    process.close()
     raise refusal
 
 

@@ -1,34 +1,140 @@
-"""A rollout engine in a process of its own, maybe of another Python environment.
-
-The process is started fresh, never forked, in a session of its own: it can be killed with everything that it started,
-and ends when this process ends, however that ends. The other side is ``process_main.py``.
+"""A rollout engine in a process of its own, maybe of another Python environment. The other side is ``process_main.py``,
+how it starts and ends ``quartet/processes.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
+import select
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quartet.config import UserError
-from quartet.rollout.channel import ChannelTimeout
+from quartet.processes import Process, ProcessTimeout
 from quartet.rollout.ledger import RequestLedger
-from quartet.rollout.process_child import EngineChild, EngineSpec
 from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, Generated, GenerationError, Request
 
 if TYPE_CHECKING:
     from quartet.rollout.staging import StagedWeights
     from quartet.weights.sink import TensorSink
 
-__all__ = ["EngineProcess", "EngineSpec"]
+_PACKAGE = Path(__file__).parents[1]
+_SHOWN_LINES, _SHOWN_BYTES = 30, 3000
+_MAX_LOG_BYTES = 16 << 20
 _LOOK_S = 0.5
 """Between two looks whether a silent process stands still."""
 _END_S = 5.0
 """For the status of a process that has closed its connection, or has not started yet."""
 _CLOSE_S = 20.0
 """To end in order. vLLM with two workers takes 7 on two cores."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine's process is made of.
+
+    Attributes:
+        target: ``package.module:function``, whose result there, with ``kwargs`` (plain data), is a ``StepEngine``.
+        python: the interpreter; None: this one.
+        environment: added to this process's variables.
+        start_timeout_s: for the engine to be made, and to take weights, sleep or wake.
+        stall_timeout_s: for a step, and an answer.
+        name: for messages.
+    """
+
+    target: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    python: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 300.0
+    stall_timeout_s: float = 120.0
+    name: str = "engine"
+
+
+class _EngineChild(Process):
+    """The process, what it prints, and what it says.
+
+    Raises:
+        OSError: its interpreter cannot be started.
+    """
+
+    dies_within_s = _END_S
+
+    def __init__(self, spec: EngineSpec, has_weights: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="quartet-engine-")
+        # Finds this package there, and nothing else of this environment if it has another one.
+        (Path(self._folder.name) / "quartet").symlink_to(_PACKAGE)
+        variables, path = {**os.environ, **spec.environment}, [self._folder.name]
+        if spec.python is None or "PYTHONPATH" in spec.environment:
+            path += filter(None, [variables.get("PYTHONPATH")])
+        variables["PYTHONPATH"] = os.pathsep.join(path)
+        # It appends: what is read or cut off here does not move where the process writes.
+        self._log = open(Path(self._folder.name) / "log", "a+b", buffering=0)  # noqa: SIM115
+        self._cut_off = b""
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        stderr = os.dup(2)  # for log records
+        settings = {"target": spec.target, "kwargs": dict(spec.kwargs), "has_weights": has_weights, "stderr": stderr}
+        options: dict[str, Any] = {"python": spec.python, "environment": variables, "passed": (stderr,)}
+        try:
+            main = "quartet.rollout.process_main:serve"
+            super().__init__(main, settings, is_trusted=True, output=self._log, **options)
+        except OSError:
+            self._close()
+            raise
+        finally:
+            os.close(stderr)
+
+    def take(self, message: Any) -> None:
+        self._messages.put(message)
+        os.eventfd_write(self.bell, 1)
+
+    def take_end(self) -> None:
+        self.take(None)
+
+    def receive(self, timeout_s: float) -> list[Any]:
+        """The messages that have come, the last one None at its end; waits for the first at most so long."""
+        poll = select.poll()  # ``select`` itself knows no descriptors above 1023
+        poll.register(self.bell, select.POLLIN)
+        if self._messages.empty():
+            poll.poll(max(0.0, timeout_s) * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.bell)
+        return [self._messages.get_nowait() for _ in range(self._messages.qsize())]
+
+    def drop_folder(self) -> None:
+        """It has started, and needs what is in there no more: nothing stays if this process is killed."""
+        self._folder.cleanup()
+
+    def end(self, patience_s: float) -> str:
+        said = super().end(patience_s)
+        text = (self._cut_off + self._end_of_log()).decode(errors="replace")
+        lines = text[-_SHOWN_BYTES:].strip().splitlines()[-_SHOWN_LINES:]
+        self._close()
+        return said + ("; its last lines:\n" + "\n".join(lines) if lines else "; it printed nothing")
+
+    def _close(self) -> None:
+        os.close(self.bell)
+        self._log.close()
+        self._folder.cleanup()
+
+    def _end_of_log(self) -> bytes:
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _SHOWN_BYTES))
+        return self._log.read()
+
+    def trim_log(self) -> None:
+        """An engine may print for weeks; only the end is ever shown."""
+        if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
+            self._cut_off = self._end_of_log()
+            os.ftruncate(self._log.fileno(), 0)
 
 
 class EngineProcess:
@@ -47,7 +153,7 @@ class EngineProcess:
         self.name = spec.name
         self._staging = staging
         self._ledger = RequestLedger(spec.name)
-        self._child: EngineChild | None = None
+        self._child: _EngineChild | None = None
         self._start()
         if staging is not None:
             staging.attach(self._take_commit)
@@ -66,11 +172,10 @@ class EngineProcess:
         self._is_made = self._is_paused = self._is_asleep = False
         self._heard = time.monotonic()
         try:
-            self._child = EngineChild(self.spec)
+            self._child = _EngineChild(self.spec, self._staging is None)
         except OSError as error:
             self._failure = self._error(f"its interpreter does not start: {error}")
             raise self._failure from error
-        self._send((self.spec.target, dict(self.spec.kwargs), self._staging is None))
         self._deadline = self._heard + self.spec.start_timeout_s
 
     def wait_ready(self) -> None:
@@ -122,7 +227,7 @@ class EngineProcess:
 
     def fileno(self) -> int:
         """Readable when something has come from it, its end included; -1: it is not there."""
-        return -1 if self._child is None else self._child.channel.fileno()
+        return -1 if self._child is None else self._child.bell
 
     def _fail(self, found: str, patience_s: float = 0.0, cause: UserError | None = None) -> UserError:
         """Ends it; the error, which every later call raises, too."""
@@ -139,7 +244,7 @@ class EngineProcess:
             remedy="see its last lines; memory and time limits are the usual reasons",
         )
 
-    def _require(self) -> EngineChild:
+    def _require(self) -> _EngineChild:
         if self._failure is not None:
             raise self._failure
         assert self._child is not None
@@ -149,28 +254,25 @@ class EngineProcess:
 
     def _send(self, message: object) -> None:
         try:
-            self._require().channel.send(message, self.spec.stall_timeout_s)
-        except ChannelTimeout:
-            raise self._fail(f"it took no message within {self.spec.stall_timeout_s:g} s") from None
-        except EOFError:
-            while True:  # to its last word, which may say why, and its end
-                self._receive(_LOOK_S)
+            self._require().send(message, self.spec.stall_timeout_s)
+        except ProcessTimeout as error:
+            raise self._fail(str(error)) from None
 
     def _receive(self, timeout_s: float) -> None:
         """Takes in what it says, waiting at most so long."""
         child = self._require()
+        messages = child.receive(timeout_s)
         try:
-            messages = child.channel.receive(timeout_s)
-            for what, value, stats in messages:
+            for what, value, stats in filter(None, messages):
                 self._stats = stats or self._stats
                 self._take(what, value)
-        except EOFError:
-            raise self._fail("it ended", _END_S) from None
         except EngineFailed as error:
             raise self._fail(error.found) from error
         except (TypeError, ValueError) as error:
             raise self._fail(f"it said what is no message: {error}") from error
-        self._heard = max(self._heard, child.channel.heard)  # parts of long messages count, too
+        self._heard = max(self._heard, child.wire.heard)  # parts of long messages count, too
+        if messages and messages[-1] is None:
+            raise self._fail("it ended", _END_S)
         if messages:
             child.trim_log()
 

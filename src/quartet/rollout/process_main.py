@@ -1,4 +1,4 @@
-"""Becomes an engine's process: run by :mod:`quartet.rollout.process`, maybe with another interpreter.
+"""Becomes an engine's process: started by :mod:`quartet.rollout.process`, maybe with another interpreter.
 
 One thread takes messages and computes: between two steps it looks for messages, and without work it waits for them.
 A message is ``(what, arguments)``, its answer ``("answer" | "error", value, stats)``. Between these it says by itself:
@@ -19,12 +19,11 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from typing import Any
 
 from quartet.config import UserError
 from quartet.observe.logs import VARIABLE, set_up_from_environment
-from quartet.rewards.subprocess_main import end_with_trainer, leave_signals_to_the_trainer
+from quartet.processes import Wire
 from quartet.rollout.protocol import GenerationError
 from quartet.rollout.stepped import SteppedEngine
 
@@ -33,33 +32,31 @@ ALIVE_S = 0.5
 """Most seconds without a word, but for a step that takes longer."""
 
 
-def main() -> None:
-    wire, lifeline, stderr = (int(text) for text in sys.argv[1:])
-    del sys.argv[1:]
-    for descriptor in (wire, lifeline, stderr):
-        os.set_inheritable(descriptor, False)
+def serve(settings: Mapping[str, Any], wire: Wire) -> None:
+    """Makes the engine ``settings["target"]``, and answers until the connection ends.
+
+    Args:
+        settings: with the function's ``kwargs``, whether it ``has_weights`` then, and a descriptor for log records.
+    """
+    os.set_inheritable(settings["stderr"], False)
     if VARIABLE in os.environ:  # this process's own stderr is only shown when it fails
-        set_up_from_environment(os.fdopen(stderr, "w", errors="backslashreplace"))
+        set_up_from_environment(os.fdopen(settings["stderr"], "w", errors="backslashreplace"))
     else:
-        os.close(stderr)
-    end_with_trainer(lifeline)
-    leave_signals_to_the_trainer()
+        os.close(settings["stderr"])
     faulthandler.enable()
     _log.info("started as process %d on %s", os.getpid(), socket.gethostname())
-    connection = Connection(wire)
-    target, kwargs, has_weights = connection.recv()
-    engine = _made(connection, target, kwargs)
+    engine = _made(wire, settings["target"], settings["kwargs"])
     try:
-        _Service(engine, connection, has_weights=has_weights).run()
+        _Service(engine, wire, has_weights=settings["has_weights"]).run()
     except Exception:
         traceback.print_exc()
         sys.exit(1)
     finally:
-        connection.close()  # first, so that an engine which does not end is noticed
+        wire.close()  # first, so that an engine which does not end is noticed
         getattr(engine.engine, "close", bool)()
 
 
-def _made(connection: Connection, target: str, kwargs: Mapping[str, Any]) -> SteppedEngine:
+def _made(wire: Wire, target: str, kwargs: Mapping[str, Any]) -> SteppedEngine:
     module, _, name = target.partition(":")
     gc.disable()  # what is imported stays, and need not be walked now or later
     try:
@@ -68,9 +65,9 @@ def _made(connection: Connection, target: str, kwargs: Mapping[str, Any]) -> Ste
         gc.enable()
         engine = SteppedEngine(make(**kwargs))
     except UserError as error:
-        connection.send(("error", error, None))
+        wire.send(("error", error, None))
         raise
-    connection.send(("made", None, engine.stats()))
+    wire.send(("made", None, engine.stats()))
     return engine
 
 
@@ -80,19 +77,18 @@ class _Service:
         has_weights: the engine was made with those that it computes with.
     """
 
-    def __init__(self, engine: SteppedEngine, connection: Connection, *, has_weights: bool) -> None:
+    def __init__(self, engine: SteppedEngine, wire: Wire, *, has_weights: bool) -> None:
         self._engine = engine
-        self._connection = connection
+        self._wire = wire
         self._has_weights = has_weights
         self._last_word = time.monotonic()
-        # ``Connection.poll`` would make one of these at every step.
         self._messages = select.poll()
-        self._messages.register(connection, select.POLLIN)
+        self._messages.register(wire, select.POLLIN)
 
     def run(self) -> None:
         while True:
             while self._messages.poll(0 if self._has_weights and self._engine.can_step else None):
-                self._answer(*self._connection.recv())
+                self._answer(*self._wire.receive())
             try:
                 done = self._engine.completed(0)
             except GenerationError as error:
@@ -121,9 +117,5 @@ class _Service:
         self._say("answer", value)
 
     def _say(self, what: str, value: Any) -> None:
-        self._connection.send((what, value, self._engine.stats()))
+        self._wire.send((what, value, self._engine.stats()))
         self._last_word = time.monotonic()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,18 +10,18 @@ one engine, so none is lost, and none is answered twice.
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Literal
 
 from quartet.config import UserError
 from quartet.rollout.ledger import RequestLedger, RequestsRefused
-from quartet.rollout.progress import Progress
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
@@ -32,16 +32,41 @@ from quartet.rollout.protocol import (
     Request,
     RolloutEngine,
 )
-from quartet.rollout.router_member import Member, RestartBudget, State, cancelled_completion, size, units_of
-from quartet.rollout.routing import Policy, Routing
 
 if TYPE_CHECKING:
     from quartet.weights.sink import TensorSink
 
+Policy = Literal["prefix", "least_tokens", "round_robin"]
+_MAX_HOMES = 1 << 16
+_MAX_FAILURES = 3
+State = Literal["up", "starting", "asleep", "out"]
+_HEALTHY_S = 600.0
+"""After so long without a failure an engine is as good as new."""
+_LONGEST_WAIT_S = 30.0
 _LOOK_S = 0.5
 """Between two looks at engines that say nothing."""
 _SLICE_S = 0.005
 """For each engine that cannot be waited for together with others."""
+
+
+@dataclass(frozen=True)
+class EngineProgress:
+    """Tokens of one engine; ``expected`` counts as many as running requests may get at most."""
+
+    name: str
+    done: int
+    expected: int
+    is_out: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens since the router last had no work, over all engines; ``waiting`` of them are of requests in the queue."""
+
+    done: int
+    expected: int
+    waiting: int
+    engines: tuple[EngineProgress, ...]
 
 
 class Router:
@@ -445,6 +470,169 @@ class Router:
         members, self._members = self._members, []
         self._asked(members, lambda member: member.engine.close())
         self._threads.shutdown()
+
+
+# Each of them -------------------------------------------------------------------------------------------
+
+
+class RestartBudget:
+    """How often, and how soon, an engine is started anew: at once after its first failure, then after 1 s, 2 s, 4 s, …,
+    at most 30 s. All of it is forgotten once the engine was up for ten minutes.
+
+    Args:
+        most: failures in this time after which there is another start.
+        clock: seconds that never jump.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float]) -> None:
+        self._most, self._clock = most, clock
+        self._used = 0
+        self._due_s, self._up_s = -math.inf, clock()
+
+    def note_up(self) -> None:
+        self._up_s = self._clock()
+
+    def note_failure(self, *, was_up: bool) -> bool:
+        """Whether there is another start."""
+        now = self._clock()
+        if was_up and now - self._up_s >= _HEALTHY_S:
+            self._used = 0
+        self._due_s = now + (min(2.0 ** (self._used - 1), _LONGEST_WAIT_S) if self._used else 0.0)
+        self._used += 1
+        return self._used <= self._most
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the wait before the next start is over."""
+        return self._clock() >= self._due_s
+
+
+class Member:
+    """One engine, and what it owes."""
+
+    def __init__(self, engine: RolloutEngine, name: str, budget: RestartBudget) -> None:
+        self.engine = engine
+        self.name = name
+        self.ledger = RequestLedger(name)
+        self.state: State = "starting" if hasattr(engine, "is_ready") else "up"
+        self.reason = ""
+        self.budget = budget
+        self.is_waiting = False  # "starting", but not yet asked to
+        self.done = 0  # tokens of answers, since there was no work
+        self.past = EngineStats()  # of those before the last restart
+        self._settled = 0  # tokens of all answers since the last start
+
+    @property
+    def has_weights(self) -> bool:
+        return bool(getattr(self.engine, "has_weights", lambda: True)())
+
+    def settle(self, completion: Completion) -> None:
+        self.ledger.settle(completion)
+        self.done += len(completion.token_ids)
+        self._settled += len(completion.token_ids)
+
+    @property
+    def running_tokens(self) -> int:
+        """That it has made for requests which go on."""
+        return max(0, self.engine.stats().generated_tokens - self._settled) if self.ledger.held else 0
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return sum(map(size, self.ledger.held.values())) - self.running_tokens
+
+    def progress(self) -> EngineProgress:
+        done = self.done + self.running_tokens
+        expected = self.done + sum(request.sampling.max_new_tokens for request in self.ledger.held.values())
+        return EngineProgress(self.name, done, expected, self.state != "up")
+
+    def begin_anew(self) -> None:
+        self.past, self._settled = EngineStats.total([self.past, self.engine.stats()]), 0
+
+
+class Routing:
+    """
+    Args:
+        policy, max_outstanding: as for ``Router``.
+
+    Attributes:
+        pins: requests that go to one engine whatever it has, by their ids.
+    """
+
+    def __init__(self, policy: Policy, max_outstanding: int) -> None:
+        self._policy = policy
+        self._max_outstanding = max_outstanding
+        self.pins: dict[str, Member] = {}
+        self._homes: OrderedDict[str, Member] = OrderedDict()
+        self._last: Member | None = None
+        self._failures: Counter[str] = Counter()  # by the ids of requests that engines had as they failed
+
+    def choose(self, unit: Sequence[Request], loads: Mapping[Member, int]) -> Member | None:
+        """
+        Args:
+            loads: of all engines that can be asked, in the order in which they joined: their outstanding tokens.
+
+        Returns:
+            None: there is no room anywhere.
+        """
+        if (pinned := self.pins.pop(unit[0].request_id, None)) in loads:
+            return pinned
+        free = [m for m in loads if len(m.ledger) < self._max_outstanding and not self._meets_suspects(unit, m)]
+        if not free:
+            return None
+        if self._policy == "round_robin":
+            members = list(loads)
+            turn = members.index(self._last) + 1 if self._last is not None and self._last in loads else 0
+            self._last = next(member for member in members[turn:] + members[:turn] if member in free)
+            return self._last
+        # Of equals the first.
+        chosen = min(free, key=lambda member: loads[member])
+        return self._home(unit, free, chosen) if self._policy == "prefix" else chosen
+
+    def blame(self, request_ids: Iterable[str]) -> list[str]:
+        """An engine failed with these; returns those with which too many have. The last one had nothing else."""
+        self._failures.update(ids := list(request_ids))
+        return [i for i in ids if self._failures[i] >= _MAX_FAILURES]
+
+    def absolve(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            del self._failures[request_id]
+
+    def _meets_suspects(self, unit: Sequence[Request], member: Member) -> bool:
+        if not self._failures:
+            return False
+        suspects = {i for i, number in self._failures.items() if number == _MAX_FAILURES - 1}
+        if suspects.isdisjoint(request.request_id for request in unit):
+            return not suspects.isdisjoint(member.ledger.held)
+        return bool(member.ledger.held)
+
+    def _home(self, unit: Sequence[Request], free: Sequence[Member], other: Member) -> Member:
+        """Where the unit's session was last, or its group, if there is room; else ``other``."""
+        keys = [*(f"session {r.session}" for r in unit if r.session is not None), f"group {unit[0].group}"]
+        chosen = next((home for key in keys if (home := self._homes.get(key)) in free), None) or other
+        for key in keys:
+            self._homes[key] = chosen
+            self._homes.move_to_end(key)
+        while len(self._homes) > _MAX_HOMES:
+            self._homes.popitem(last=False)
+        return chosen
+
+
+def size(request: Request) -> int:
+    """Tokens that it may come to."""
+    return len(request.prompt_ids) + request.sampling.max_new_tokens
+
+
+def units_of(requests: Iterable[Request]) -> list[list[Request]]:
+    """Requests of one group together, in the order of their first."""
+    units: dict[str, list[Request]] = {}
+    for request in requests:
+        units.setdefault(request.group, []).append(request)
+    return list(units.values())
+
+
+def cancelled_completion(request: Request) -> Completion:
+    """Of a request that no engine began."""
+    return Completion(request.request_id, request.group, (), (), (), FinishReason.CANCELLED)
 
 
 def _ended_engines(ids: Sequence[str], error: UserError) -> UserError:

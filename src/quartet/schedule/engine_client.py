@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.rollout.progress import Progress
 from quartet.rollout.protocol import EngineStats
+from quartet.rollout.router import Progress
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.clock import drained
 from quartet.schedule.journal import Diverged

@@ -19,7 +19,6 @@ from quartet.envs.episode import FinishedEpisode
 from quartet.observe.memory import held_bytes
 from quartet.rollout.drafter import Drafter
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.progress import Progress
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -29,6 +28,7 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
+from quartet.rollout.router import Progress
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.leases import LeaseMode

@@ -16,9 +16,8 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.cluster import OffloadConfig
 from quartet.rollout.paced import PacedEngine
-from quartet.rollout.progress import Progress
 from quartet.rollout.protocol import Completion, EngineStats, GenerationError, Request
-from quartet.rollout.router import Router
+from quartet.rollout.router import Progress, Router
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.offloadable import Offloadable

@@ -15,23 +15,15 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, ModelConfig
-from quartet.config.engines import (
-    EngineConfig,
-    NativeEngineConfig,
-    SGLangEngineConfig,
-    VLLMEngineConfig,
-    has_own_weights,
-    is_served,
-)
+from quartet.config.engine_types import PLUGIN_ENGINES, EngineConfig
+from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, is_served
+from quartet.config.plugins import load
 from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.observe.logs import logging_variables, own_rank
 from quartet.rollout import process_native
 from quartet.rollout.drafter import DrafterModel, make_drafter
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.http.openai import OpenAIEngine
-from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
-from quartet.rollout.http.sglang_group import GroupWeights
 from quartet.rollout.owned_folders import OwnedFolder, remove_left
 from quartet.rollout.paced import PacedEngine
 from quartet.rollout.process import EngineProcess, EngineSpec
@@ -42,7 +34,6 @@ from quartet.rollout.stepped import SteppedEngine
 from quartet.rollout.stop_strings import Decode
 from quartet.text.loading import brings_code, local_or_hub
 from quartet.text.tokenizer import TextCodec
-from quartet.weights.disk import checkpoint_shapes
 
 _POLICY = "quartet-policy-"
 """First part of a folder's name."""
@@ -137,24 +128,8 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
         return [EngineProcess(spec, policy.staging)]
     if isinstance(config, VLLMEngineConfig):
         return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
-    text: dict[str, Any] = {"vocab_size": policy.vocab_size, "decode": policy.decode}
-    if isinstance(config, SGLangEngineConfig):
-        ways = _ways(config, policy)
-        return [SGLangEngine(server, weights=way, **text) for server, way in zip(config.servers, ways, strict=True)]
-    return [OpenAIEngine(server, model=config.model, **text) for server in config.servers]
-
-
-def _ways(config: SGLangEngineConfig, policy: Policy) -> Sequence[PublishedWeights | GroupWeights | None]:
-    """By which new weights come to each server."""
-    if policy.staging is None:
-        return [None] * len(config.urls)
-    if config.weights == "distributed":
-        options: dict[str, Any] = {"num_workers": config.tensor_parallel_size, "device": policy.device}
-        shapes = checkpoint_shapes(Path(policy.path))
-        return [GroupWeights(policy.staging, server, shapes=shapes, **options) for server in config.servers]
-    assert config.weights_directory is not None, "training needs one, see cross_checks"
-    shared = PublishedWeights(policy.staging, Path(config.weights_directory), Path(policy.path))
-    return [shared] * len(config.urls)
+    made: list[RolloutEngine] = load(PLUGIN_ENGINES[config.type].open)(config, policy)
+    return made
 
 
 def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, Any]:
@@ -279,7 +254,7 @@ def step_engine(
         return
     with ExitStack() as made:
         policy = Policy(
-            "" if has_own_weights(config) else made.enter_context(model_folder(model, packed, codec)),
+            "" if config.has_own_weights else made.enter_context(model_folder(model, packed, codec)),
             packed.vocab_size,
             codec.decode_completion,
             packed.precision,

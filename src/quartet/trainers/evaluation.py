@@ -24,7 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quartet.batch.columns import join
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights, is_served
+from quartet.config.engine_types import EngineConfig
+from quartet.config.engines import NativeEngineConfig, is_served
 from quartet.config.reward_types import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_warnings
@@ -288,7 +289,7 @@ class EvaluationModel:
         prompts: Sequence[Any] | None = None,
     ) -> None:
         tokenizer = resolve_tokenizer(config, tokenizer)
-        is_apart = model is None and is_served(engine) and (has_own_weights(engine) or has_folder(config))
+        is_apart = model is None and is_served(engine) and (engine.has_own_weights or has_folder(config))
         causal = resolve_model(config, model, partial(load_causal_lm, empty=is_apart), "model")
         check_vocabulary(tokenizer, vocabulary_size(causal))
         self.codec = TextCodec.of(tokenizer, causal.generation_config)

@@ -7,8 +7,7 @@ from itertools import chain
 
 import torch
 
-from quartet.config import UserError
-from quartet.config.engines import SGLangEngineConfig, VLLMEngineConfig, is_served
+from quartet.config.engines import VLLMEngineConfig, is_served
 from quartet.config.placement import AsynchronousPlacement, ResolvedPlacement
 from quartet.config.recipe import RLRecipe
 from quartet.models.packed_model import PackedCausalLM
@@ -86,12 +85,6 @@ def served_rollout_worker(
     precision = precision_on(device, recipe.actor.train.precision)
     dtype = getattr(torch, vllm_dtype(config, precision)) if isinstance(config, VLLMEngineConfig) else None
     adapters, num_engines = actor.adapters, config.engines if isinstance(config, VLLMEngineConfig) else 1
-    if adapters is not None and isinstance(config, SGLangEngineConfig):
-        raise UserError(
-            "sglang takes whole models here, not adapters",
-            found="actor.train.lora",
-            remedy="leave lora out, or use another rollout.engine",
-        )
     named = actor.model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
     with ExitStack() as made:
         folder = made.enter_context(model_folder(recipe.actor.model, actor, codec))

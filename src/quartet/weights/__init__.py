@@ -14,5 +14,5 @@ collective       ``CollectiveSend/Receive``           several GPUs or machines (
 
 ``endpoint`` are the two ends and what they can be asked, ``control`` is the driver that asks them. ``manifest`` and
 ``digest`` say what was sent, ``source`` and ``sink`` are what is read and written, ``progress`` is how the ends watch
-each other while data move. ``disk`` and ``served_group`` bring weights to servers that know nothing of all this.
+each other while data move.
 """

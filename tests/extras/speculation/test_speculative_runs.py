@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from breaking import same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LoRAConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, VLLMEngineConfig
-from quartet.config.evaluation import EvalRecipe
+from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig
 from quartet.config.placement import AsynchronousPlacement
 from quartet.config.plugins import load
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
@@ -44,7 +43,6 @@ from quartet.trainers.engines import Policy, _native_arguments, _vllm_specs, ope
 
 COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))
 HISTORY = HistorySpeculation(min_match=1, max_draft=3, costs=COSTS)
-SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",))
 GUMBEL = SamplingConfig(max_new_tokens=8, temperature=0.3, draw="gumbel")
 DRAFTS = ("rollout/accepted_by_depth", "rollout/draft_acceptance", "rollout/tokens_per_forward")
 
@@ -203,10 +201,6 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
     ("section", "reason"),
     [
         (
-            {"engine": SGLANG, "speculation": HISTORY},
-            "which native and vllm do; found rollout.engine sglang",
-        ),
-        (
             {"engine": VLLMEngineConfig(), "speculation": HISTORY},
             r"rollout.speculation.costs is the native engine's; vLLM drafts in every step, .* found costs StepCosts",
         ),
@@ -223,10 +217,6 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
             "rollout.speculation.choose is the native engine's; .* found choose 'gumbel'",
         ),
         (
-            {"engine": SGLANG, "sampling": GUMBEL},
-            "rollout.sampling.draw gumbel needs this project's",
-        ),
-        (
             {"speculation": MedusaSpeculation(path="heads", choose="gumbel")},
             "rollout.sampling.draw is inverse, which hardly ever gives the same token",
         ),
@@ -236,11 +226,9 @@ def test_heads_of_another_trunk_are_refused_before_anything_is_written(
         ),
     ],
     ids=[
-        "sglang drafts",
         "costs of vllm",
         "answers kept by vllm",
         "vllm's heads choose",
-        "sglang draws",
         "gumbel from inverse",
         "uniform from gumbel",
     ],
@@ -298,12 +286,6 @@ def test_a_run_that_follows_another_has_its_costs_given() -> None:
     with pytest.raises(UserError, match="set the same costs for both"):
         RLRecipe(placement=follows, rollout=RolloutConfig(speculation=measured))
     RLRecipe(placement=follows, rollout=RolloutConfig(speculation=HISTORY))
-
-
-def test_other_jobs_refuse_the_draw_of_an_engine_that_has_none() -> None:
-    server = ServerEngineConfig(urls=("http://127.0.0.1:1",), model="m")
-    with pytest.raises(UserError, match=r"sampling.draw gumbel needs .* server draws in its own way"):
-        EvalRecipe(engine=server, sampling=GUMBEL)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,12 @@ import pytest
 from quartet.config import UserError
 from quartet.config.engines import (
     NativeEngineConfig,
-    ServerEngineConfig,
-    SGLangEngineConfig,
     VLLMEngineConfig,
     is_served,
 )
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.config.recipe import RLRecipe, RolloutConfig
-
-SERVER = "rollout.engine={type: sglang, urls: ['http://localhost:30000'], weights_directory: /w}"
 
 
 def engine(*overrides: str, job: str = "rl") -> Any:
@@ -49,31 +45,17 @@ def test_from_python_too_who_says_no_type_means_the_native_engine() -> None:
 
 
 def test_each_kind_has_its_own_keys_and_survives_a_file(tmp_path: Path) -> None:
-    expected = {
-        "rollout.engine={type: vllm, engines: 2, engine_args: {seed: 1}}": VLLMEngineConfig(
-            engines=2, engine_args={"seed": 1}
-        ),
-        SERVER: SGLangEngineConfig(urls=("http://localhost:30000",), weights_directory="/w"),
-    }
-    for override, config in expected.items():
-        recipe = load_recipe("rl", None, [override])
-        assert isinstance(recipe, RLRecipe)
-        assert recipe.rollout.engine == config
-        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-        assert load_recipe("rl", tmp_path / "recipe.yaml") == recipe
+    recipe = load_recipe("rl", None, ["rollout.engine={type: vllm, engines: 2, engine_args: {seed: 1}}"])
+    assert isinstance(recipe, RLRecipe)
+    assert recipe.rollout.engine == VLLMEngineConfig(engines=2, engine_args={"seed": 1})
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe("rl", tmp_path / "recipe.yaml") == recipe
 
 
 def test_which_engines_compute_apart_from_the_process() -> None:
     assert not is_served(NativeEngineConfig())
     assert is_served(NativeEngineConfig(process=True))
     assert is_served(VLLMEngineConfig())
-    server = ServerEngineConfig(urls=("http://h:1", "https://g:2/v1"), model="m", max_outstanding=7, timeout_s=3)
-    assert is_served(server)
-    assert [(one.url, one.concurrency, one.timeout_s) for one in server.servers] == [
-        ("http://h:1", 7, 3),
-        ("https://g:2/v1", 7, 3),
-    ]
-    assert server.capacity == 14
 
 
 @pytest.mark.parametrize(
@@ -86,11 +68,6 @@ def test_which_engines_compute_apart_from_the_process() -> None:
         (["rollout.engine={type: vllm, cache_tokens: 3}"], "another choice of rollout.engine"),
         (["rollout.engine.max_num_seqs=8"], "another choice of rollout.engine"),
         (["rollout.tensor_model_parallel_size=2"], "rollout.engine.tensor_parallel_size"),
-        (["rollout.engine={type: server, urls: ['ftp://h'], model: m}"], "http://host:port"),
-        (["rollout.engine={type: server, urls: [], model: m}"], "rollout.engine.urls"),
-        (["rollout.engine={type: server, urls: ['http://h:1'], model: m}"], "takes no weights"),
-        (["rollout.engine={type: sglang, urls: ['http://h:1']}"], "needs weights_directory"),
-        ([f"{SERVER[:-1]}, weights: distributed}}"], "for weights: disk, and for nothing else"),
         (["rollout.engine.type=vllm", "numerics=exact"], "exact is the native engine's"),
     ],
 )

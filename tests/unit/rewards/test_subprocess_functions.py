@@ -243,7 +243,7 @@ def test_the_end_of_its_process_is_a_failure_and_the_next_call_gets_another(made
 
 
 def test_an_answer_that_is_none_costs_the_process(made: Make) -> None:
-    with pytest.raises(RewardError, match="lost its process: it wrote something that is no answer"):
+    with pytest.raises(RewardError, match="lost its process: it said what is no message"):
         score(made("forges"), ["a"])
 
 
@@ -391,7 +391,7 @@ asyncio.run(reward.score(["?"], ["a"], {}))
 BARE_CALL = """
 import sys
 from quartet.rewards.subprocesses import Subprocess
-process = Subprocess("quartet.rewards.function_worker", {"target": sys.argv[1], "threads": 0})
+process = Subprocess("quartet.rewards.function_worker:serve", {"target": sys.argv[1], "threads": 0})
 print(process.pid, flush=True)
 process.ask({"completions": ["slow"]})
 """

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,15 +13,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quartet.config import UserError
-from quartet.rollout import process_child
-from quartet.rollout.channel import Channel, ChannelTimeout
+from quartet.rollout import process as process_module
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.vllm import start
@@ -219,7 +216,7 @@ def test_of_what_it_prints_the_end_is_shown() -> None:
 
 
 def test_of_what_it_prints_little_is_kept_and_the_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_child, "_MAX_LOG_BYTES", 10_000)
+    monkeypatch.setattr(process_module, "_MAX_LOG_BYTES", 10_000)
     with process(target="talks", kwargs={}) as engine:
         engine.wait_ready()
         assert engine._child is not None
@@ -295,70 +292,6 @@ def _ends(pid: int) -> bool:
             return True
         time.sleep(0.02)
     return False
-
-
-# The connection --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[Channel, Connection]]:
-    ours, theirs = socket.socketpair()
-    channel, connection = Channel(ours), Connection(theirs.detach())
-    yield channel, connection
-    channel.close()
-    connection.close()
-
-
-def test_messages_come_whole_and_in_order(ends: tuple[Channel, Connection]) -> None:
-    channel, connection = ends
-    assert channel.receive(0.0) == []
-    connection.send(1)
-    connection.send("two")
-    assert channel.receive(1.0) == [1, "two"]
-    large = bytes(100_000)
-    os.write(connection.fileno(), len(large).to_bytes(4, "big")[:2])
-    assert channel.receive(0.05) == []
-    channel.send(("back", 3), 1.0)
-    assert connection.recv() == ("back", 3)
-
-
-def test_two_ends_that_both_send_much_do_not_wait_for_each_other(ends: tuple[Channel, Connection]) -> None:
-    channel, connection = ends
-    data = bytes(3_000_000)
-
-    def child() -> None:
-        connection.send(data)
-        connection.send(len(connection.recv()))
-
-    thread = threading.Thread(target=child)
-    thread.start()
-    channel.send(data, 5.0)
-    found: list[Any] = []
-    while len(found) < 2:
-        found += channel.receive(5.0)
-    thread.join()
-    assert found == [data, len(data)]
-
-
-def test_one_who_takes_nothing_is_not_waited_for(ends: tuple[Channel, Connection]) -> None:
-    with pytest.raises(ChannelTimeout):
-        ends[0].send(bytes(3_000_000), 0.2)
-
-
-def test_what_is_no_message_is_an_error(ends: tuple[Channel, Connection]) -> None:
-    channel, connection = ends
-    os.write(connection.fileno(), (5).to_bytes(4, "big") + b"hello")
-    with pytest.raises(ValueError, match="cannot be read"):
-        channel.receive(1.0)
-
-
-def test_the_last_words_are_heard_before_the_end(ends: tuple[Channel, Connection]) -> None:
-    channel, connection = ends
-    connection.send("last")
-    connection.close()
-    assert channel.receive(1.0) == ["last"]
-    with pytest.raises(EOFError):
-        channel.receive(1.0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.config.common import LogConfig, SamplingConfig
+from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe, GradingConfig, NumberAnswer
 from quartet.config.load import load_recipe
@@ -275,3 +275,25 @@ def test_evaluations_after_a_step_are_dropped(tmp_path: Path) -> None:
         "step_notes.jsonl",
     ]
     drop_after(tmp_path / "missing", 0)
+
+
+def test_an_engine_that_reads_the_weights_itself_leaves_none_here(
+    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
+) -> None:
+    causal_lm().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def evaluated(engine: NativeEngineConfig, device: str) -> list[str]:
+        recipe = EvalRecipe(
+            model=ModelConfig(path=str(tmp_path / "model")),
+            output_dir=str(tmp_path / device),
+            sampling=SamplingConfig(temperature=0.7, max_new_tokens=8),
+            engine=engine,
+        )
+        evaluator = Evaluator(recipe, rewards=[digits], prompts=prompts)
+        assert evaluator._evaluation_model is not None
+        assert evaluator._evaluation_model.packed.device.type == device
+        rows = (evaluator.run().path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(row)["completion"] for row in rows]
+
+    assert evaluated(NativeEngineConfig(process=True), "meta") == evaluated(NativeEngineConfig(), "cpu")

@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from quartet.config.common import DataConfig, SamplingConfig, Strict, TrainingRecipe
-from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
+from quartet.config.engine_types import EngineConfig
+from quartet.config.engines import NativeEngineConfig, draw_misfits
 from quartet.config.evaluation import untrained
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.reward_types import RewardConfig
@@ -64,7 +65,7 @@ class IteratedRecipe(TrainingRecipe):
             yield f"rl.rewards has one called {self.reward_name!r}, as the trained one is: rename either"
         if self.collect.sampling.temperature == 0:
             yield "collect.sampling.temperature is 0: all answers to a prompt would be the same"
-        if has_own_weights(self.collect.engine):
+        if self.collect.engine.has_own_weights:
             yield (
                 f"collect.engine {self.collect.engine.type} answers with its own weights, and each round has another "
                 "policy: use native or vllm"

@@ -23,6 +23,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from quartet.config import UserError
+from quartet.models.weight_files import checkpoint_shapes
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -39,7 +40,6 @@ from quartet.rollout.vllm.head_padding import HeadPadding
 from quartet.rollout.vllm.sampling import SAMPLING
 from quartet.rollout.vllm.start import Drafts
 from quartet.rollout.vllm.weights import save_adapter
-from quartet.weights.disk import checkpoint_shapes
 from quartet.weights.errors import WeightsUnusable
 
 

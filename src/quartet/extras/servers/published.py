@@ -11,14 +11,16 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from safetensors import safe_open
 from torch import Tensor
 
 from quartet.observe.digests import sync_directory
+from quartet.rollout.owned_folders import OwnedFolder
+from quartet.rollout.staging import Load, StagedWeights
 from quartet.weights.digest import bytes_of, tensor_digest
 from quartet.weights.manifest import TensorSpec, WeightManifest
 
@@ -28,6 +30,45 @@ _PREFIX = "version_"
 _DRAFT = ".draft_"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _KEPT = 2
+
+
+class PublishedWeights:
+    """Staged weights as model directories, one per version, that servers load; shared by all engines of a staging.
+
+    Args:
+        folder: on a file system that the servers see under the same path; a folder in it is this one's own.
+        template: the model's directory; its other files go beside the weights.
+    """
+
+    def __init__(self, staging: StagedWeights, folder: Path, template: Path | None = None) -> None:
+        self.staging = staging
+        self._folder = OwnedFolder(folder, "weights_")
+        self._template = template
+        self._written: tuple[int, str] | None = None
+        self._lock = threading.Lock()
+        self._users: set[Load] = set()
+
+    def path(self, version: int) -> str:
+        """Of the directory with the version that is staged."""
+        with self._lock:
+            if self._written is None or self._written[0] != version:
+                handle = self.staging.handle
+                tensors = (tensor for _, tensor in handle)
+                written = publish(self._folder.path, version, handle.specs, tensors, self._template)
+                self._written = version, str(written)
+            return self._written[1]
+
+    def attach(self, load: Load) -> None:
+        """As ``StagedWeights.attach``."""
+        self._users.add(load)
+        self.staging.attach(load)
+
+    def detach(self, load: Load) -> None:
+        """The last one deletes what was written."""
+        self.staging.detach(load)
+        self._users.discard(load)
+        if not self._users:
+            self._folder.remove()
 
 
 def publish(
@@ -80,15 +121,6 @@ def _write(draft: Path, version: int, specs: Sequence[TensorSpec], tensors: Iter
     manifest = WeightManifest(version, tuple(specs), tuple(digests))
     with _synced(draft / MANIFEST) as file:
         file.write(json.dumps(manifest.to_json(), indent=1).encode())
-
-
-def checkpoint_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of every tensor of the safetensors files in ``path``."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
 
 
 def _safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:

@@ -13,9 +13,9 @@ import torch
 from starlette.responses import JSONResponse
 
 from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.rollout.http import sglang_group
-from quartet.rollout.http.sglang import SGLangEngine
-from quartet.rollout.http.sglang_group import GroupWeights
+from quartet.extras.servers import sglang_group
+from quartet.extras.servers.sglang import SGLangEngine
+from quartet.extras.servers.sglang_group import GroupWeights
 from quartet.rollout.protocol import EngineFailed, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights

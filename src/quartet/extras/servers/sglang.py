@@ -6,65 +6,22 @@ version of every token is known, and nothing computed from older weights is used
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer
+from quartet.extras.servers.checks import Part
+from quartet.extras.servers.client import LARGEST_SEED, HTTPEngine
+from quartet.extras.servers.published import PublishedWeights
+from quartet.extras.servers.sglang_group import GroupWeights
 from quartet.remote.json_client import RemoteError
-from quartet.rollout.http.checks import Part
-from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine
-from quartet.rollout.http.sglang_group import GroupWeights
-from quartet.rollout.owned_folders import OwnedFolder
 from quartet.rollout.protocol import Request
-from quartet.rollout.staging import Load, StagedWeights
 from quartet.rollout.stop_strings import Decode
-from quartet.weights.disk import publish
 from quartet.weights.sink import TensorSink
 
 _REGIONS = {1: ["kv_cache"], 2: ["kv_cache", "weights"]}
 """What each level of sleep gives up."""
-
-
-class PublishedWeights:
-    """Staged weights as model directories, one per version, that servers load; shared by all engines of a staging.
-
-    Args:
-        folder: on a file system that the servers see under the same path; a folder in it is this one's own.
-        template: the model's directory; its other files go beside the weights.
-    """
-
-    def __init__(self, staging: StagedWeights, folder: Path, template: Path | None = None) -> None:
-        self.staging = staging
-        self._folder = OwnedFolder(folder, "weights_")
-        self._template = template
-        self._written: tuple[int, str] | None = None
-        self._lock = threading.Lock()
-        self._users: set[Load] = set()
-
-    def path(self, version: int) -> str:
-        """Of the directory with the version that is staged."""
-        with self._lock:
-            if self._written is None or self._written[0] != version:
-                handle = self.staging.handle
-                tensors = (tensor for _, tensor in handle)
-                written = publish(self._folder.path, version, handle.specs, tensors, self._template)
-                self._written = version, str(written)
-            return self._written[1]
-
-    def attach(self, load: Load) -> None:
-        """As ``StagedWeights.attach``."""
-        self._users.add(load)
-        self.staging.attach(load)
-
-    def detach(self, load: Load) -> None:
-        """The last one deletes what was written."""
-        self.staging.detach(load)
-        self._users.discard(load)
-        if not self._users:
-            self._folder.remove()
 
 
 class SGLangEngine(HTTPEngine):

@@ -14,10 +14,10 @@ import torch
 from starlette.responses import JSONResponse
 
 from quartet.config.algorithms import GRPO
-from quartet.config.common import CheckpointConfig, LogConfig, ModelConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig
+from quartet.config.common import CheckpointConfig, LogConfig, SamplingConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.extras.servers.config import ServerEngineConfig, SGLangEngineConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
@@ -62,28 +62,6 @@ def test_an_evaluation_by_a_server_is_that_of_the_process(
         engine = ServerEngineConfig(urls=(f"{url}/v1",), model="policy", max_outstanding=5)
         assert evaluated("served", engine=engine) == evaluated("here")
     assert inside.stats().generated_tokens > 0
-
-
-def test_an_engine_that_reads_the_weights_itself_leaves_none_here(
-    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
-) -> None:
-    causal_lm().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-
-    def evaluated(engine: NativeEngineConfig, device: str) -> list[str]:
-        recipe = EvalRecipe(
-            model=ModelConfig(path=str(tmp_path / "model")),
-            output_dir=str(tmp_path / device),
-            sampling=SamplingConfig(temperature=0.7, max_new_tokens=8),
-            engine=engine,
-        )
-        evaluator = Evaluator(recipe, rewards=[digits], prompts=prompts)
-        assert evaluator._evaluation_model is not None
-        assert evaluator._evaluation_model.packed.device.type == device
-        rows = (evaluator.run().path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(row)["completion"] for row in rows]
-
-    assert evaluated(NativeEngineConfig(process=True), "meta") == evaluated(NativeEngineConfig(), "cpu")
 
 
 @pytest.mark.parametrize(

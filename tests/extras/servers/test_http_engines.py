@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.rollout.http.openai import OpenAIEngine
-from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
-from quartet.rollout.http.sglang_group import GroupWeights
+from quartet.extras.servers.openai import OpenAIEngine
+from quartet.extras.servers.published import PublishedWeights
+from quartet.extras.servers.sglang import SGLangEngine
+from quartet.extras.servers.sglang_group import GroupWeights
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
 from quartet.rollout.stepped import SteppedEngine

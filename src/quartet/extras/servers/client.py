@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer
+from quartet.extras.servers.checks import Ended, Part, agreed, check_columns, ending
 from quartet.remote.json_client import JSONClient, RemoteError
-from quartet.rollout.http.checks import Ended, Part, agreed, check_columns, ending
 from quartet.rollout.ledger import RequestLedger, RequestsRefused
 from quartet.rollout.protocol import (
     Completion,

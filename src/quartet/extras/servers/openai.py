@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quartet.config.remote import RemoteServer
-from quartet.rollout.http.checks import Part
-from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine
+from quartet.extras.servers.checks import Part
+from quartet.extras.servers.client import LARGEST_SEED, HTTPEngine
 from quartet.rollout.protocol import Request
 from quartet.rollout.stop_strings import Decode
 

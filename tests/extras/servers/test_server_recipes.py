@@ -1,0 +1,90 @@
+"""Engines ``sglang`` and ``server`` in recipes: their keys, and what they are refused for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import UserError
+from quartet.config.common import SamplingConfig
+from quartet.config.engines import is_served
+from quartet.config.evaluation import EvalRecipe
+from quartet.config.load import dump_recipe, load_recipe
+from quartet.config.recipe import RLRecipe, RolloutConfig
+from quartet.config.speculation import HistorySpeculation
+from quartet.extras.servers.config import ServerEngineConfig, SGLangEngineConfig
+
+SERVER = "rollout.engine={type: sglang, urls: ['http://localhost:30000'], weights_directory: /w}"
+SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",), weights="distributed")
+
+
+def test_its_section_survives_a_file(tmp_path: Path) -> None:
+    recipe = load_recipe("rl", None, [SERVER])
+    assert isinstance(recipe, RLRecipe)
+    assert recipe.rollout.engine == SGLangEngineConfig(urls=("http://localhost:30000",), weights_directory="/w")
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe("rl", tmp_path / "recipe.yaml") == recipe
+
+
+def test_each_address_is_a_server() -> None:
+    server = ServerEngineConfig(urls=("http://h:1", "https://g:2/v1"), model="m", max_outstanding=7, timeout_s=3)
+    assert is_served(server)
+    assert [(one.url, one.concurrency, one.timeout_s) for one in server.servers] == [
+        ("http://h:1", 7, 3),
+        ("https://g:2/v1", 7, 3),
+    ]
+    assert server.capacity == 14
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.engine={type: server, urls: ['ftp://h'], model: m}", "http://host:port"),
+        ("rollout.engine={type: server, urls: [], model: m}", "rollout.engine.urls"),
+        ("rollout.engine={type: server, urls: ['http://h:1'], model: m}", "takes no weights"),
+        ("rollout.engine={type: sglang, urls: ['http://h:1']}", "needs weights_directory"),
+        (f"{SERVER[:-1]}, weights: distributed}}", "for weights: disk, and for nothing else"),
+    ],
+)
+def test_mistakes_are_told(override: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe("rl", None, [override])
+    assert said in f"{caught.value.found} {caught.value.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"speculation": HistorySpeculation()}, "which native and vllm do; found rollout.engine sglang"),
+        ({"sampling": SamplingConfig(draw="gumbel")}, "rollout.sampling.draw gumbel needs this project's"),
+        ({"sampling": SamplingConfig(top_k=5, truncated_logprobs=True)}, "is for native and vllm"),
+    ],
+)
+def test_what_needs_our_sampler_is_refused(section: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        RLRecipe(rollout=RolloutConfig(engine=SGLANG, **section))
+
+
+def test_other_jobs_refuse_the_draw_of_an_engine_that_has_none() -> None:
+    server = ServerEngineConfig(urls=("http://127.0.0.1:1",), model="m")
+    with pytest.raises(UserError, match=r"sampling.draw gumbel needs .* server draws in its own way"):
+        EvalRecipe(engine=server, sampling=SamplingConfig(draw="gumbel"))
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "said"),
+    [
+        ("eval", ["compare.model=other"], "would answer for compare.model"),
+        ("iterated-reward-model", [], "each round has another policy"),
+    ],
+)
+def test_servers_with_one_model_do_not_answer_for_two(job: str, overrides: list[str], said: str) -> None:
+    server = "engine={type: server, urls: ['http://h:1'], model: m}"
+    labeller = "collect.labeller={type: function, target: 'f.py:f'}"
+    needed = ["rl.actor.model.path=p", "reward_model.model.path=r", labeller]
+    asked = [server] if job == "eval" else [f"collect.{server}", *needed]
+    with pytest.raises(UserError) as caught:
+        load_recipe(job, None, [*asked, *overrides])
+    assert said in f"{caught.value.found} {caught.value.remedy}"
