@@ -23,10 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+
 import preload
 from quartet.cli.main import main
+from quartet.extras.storage.store import Store
 from quartet.observe.trackers import JsonlTracker
-from quartet.remote.store import Store
 from quartet.rollout.engine import NativeEngine
 from quartet.train import checkpoint_shares
 from quartet.train.companion import Companion

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from quartet.config.errors import UserError
 
@@ -35,6 +35,30 @@ class RewardType:
     source: str
 
 
+class Storage(Protocol):
+    """What is at a URL: a model or data, or what a run has uploaded. All but ``work_dir`` may raise UserError."""
+
+    def __init__(self, url: str) -> None: ...
+
+    def local_copy(self) -> Path:
+        """Brings the file or directory to this machine, once: only what has changed comes again."""
+
+    def fingerprint(self) -> str:
+        """Changes with what is there; nothing is downloaded for it."""
+
+    def records(self, names: Collection[str] | None = None) -> Path:
+        """Brings files of a run into a directory here: those of these names, or all but models and checkpoints."""
+
+    def upload(self, file: Path, name: str) -> object:
+        """Writes a file below the URL."""
+
+    def work_dir(self) -> Path:
+        """The directory here in which a run works whose ``output_dir`` it is."""
+
+    def remote_run(self, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float) -> Any:
+        """Of the run in ``path`` what ``quartet.trainers.run.LocalRun`` says; keeps the newest ``keep`` checkpoints."""
+
+
 @dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds, as ``module:name``, each imported when it is used.
@@ -44,11 +68,13 @@ class Plugin:
             and their names. All are imported for each call of ``quartet``, so their modules import late what is heavy.
         rewards: sources of reward by ``type``. Their sections are imported with every recipe, and without torch.
         report: writes a report of the run in a directory, and returns where it is.
+        storage: a class of ``Storage``, for all URLs.
     """
 
     commands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rewards: Mapping[str, RewardType] = field(default_factory=dict)
     report: str | None = None
+    storage: str | None = None
 
 
 @cache
@@ -69,6 +95,7 @@ def plugins() -> tuple[Plugin, ...]:
 def _additions(plugin: Plugin) -> Iterator[str]:
     yield from (f"the command {name}" for commands in plugin.commands.values() for name in commands)
     yield from (f"the reward type {name}" for name in plugin.rewards)
+    yield from ["storage at URLs"] if plugin.storage else []
 
 
 def _extras() -> list[str]:
@@ -113,3 +140,16 @@ def load(target: str) -> Any:
 def report_writer() -> Callable[[Path], Path] | None:
     """What writes a report of a run directory; None where no plug-in does."""
     return next((load(plugin.report) for plugin in plugins() if plugin.report is not None), None)
+
+
+def storage(url: str) -> Storage:
+    """What is at ``url``.
+
+    Raises:
+        UserError: no plug-in serves URLs, or it cannot serve this one.
+    """
+    target = next((plugin.storage for plugin in plugins() if plugin.storage is not None), None)
+    if target is None:
+        raise UserError("nothing here serves URLs", found=url, remedy="name a path, or install a plug-in for storage")
+    served: Storage = load(target)(url)
+    return served

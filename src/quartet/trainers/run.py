@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from quartet.config import Interrupted, UserError
+from quartet.config.addresses import is_url
 from quartet.config.load import dump_recipe
+from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
 from quartet.config.stages import OLDER_MODEL
 from quartet.observe import cpu
@@ -62,7 +64,6 @@ from quartet.trainers.devices import check_torch, device_changes
 from quartet.trainers.mirror import SharedStorage
 from quartet.trainers.model_card import write_cards
 from quartet.trainers.pinned import pinned
-from quartet.trainers.remote_run import remote_run
 from quartet.trainers.run_files import (
     OTHER_LENGTH,
     Resume,
@@ -90,6 +91,31 @@ _MOST_IDLE = 3
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of the disk, not of the code that was writing."""
 _log = logging.getLogger(__name__)
+
+
+class LocalRun:
+    """What a run does for a store where its ``output_dir`` is a directory: nothing."""
+
+    def check(self, resume: bool) -> dict[str, Any] | None:
+        """``run.json`` of the run that is at the URL, empty where there is none; None: the directory here decides.
+
+        Raises:
+            UserError: the URL holds another run, or cannot be read.
+        """
+        return None
+
+    def restore(self, resume: bool) -> None:
+        """Brings what a run needs to go on to this machine; the run's lock is held."""
+
+    def claim(self) -> None:
+        """Makes this process the one that may write there, and begins to upload."""
+
+    def saved(self) -> None:
+        """There is a new checkpoint, or a stage has ended. Raises UserError where another process has gone on."""
+
+    def finish(self, failure: BaseException | None) -> BaseException | None:
+        """Waits until everything is uploaded. Returns ``failure``, the run's own, or else what is wrong with that."""
+        return failure
 
 
 class RunDirectory:
@@ -142,7 +168,10 @@ class RunDirectory:
         self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
         self._pinned, self._commits = recipe, dict[str, str]()
-        self.remote = remote_run(recipe, path, tell)
+        self.remote = LocalRun()
+        if is_url(url := recipe.output_dir):
+            keep, timeout_s = recipe.checkpoint.keep, recipe.checkpoint.upload_timeout_s
+            self.remote = storage(str(url)).remote_run(path, tell, keep=keep, timeout_s=timeout_s)
         noted = self.remote.check(bool(resume))
         self._found = (self._inspect() or {}) if noted is None else noted
 

@@ -28,51 +28,19 @@ from uuid import uuid4
 
 from quartet.config import UserError
 from quartet.config.addresses import is_url
-from quartet.config.recipe import Recipe
+from quartet.extras.storage.store import CHECKPOINTS, MODELS, Entry, Store, StoreError, fetch, file_stamp
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.run_status import LOCK
-from quartet.remote.store import Entry, Store, StoreError, copied_files, fetch, file_stamp
 from quartet.train.checkpoint import begin_checkpoint, checkpoint_path, list_checkpoints, path_of_draft
 from quartet.train.manifest import NAME, CheckpointManifest, Damage
+from quartet.trainers.run import LocalRun
 from quartet.trainers.run_files import MARKER, RECIPE, SUMMARY, read_json, read_recipe, take_lock, writing
 
-OWNER, CHECKPOINTS, _STATE, _PINNED = "owner.json", "checkpoints", ".remote.json", ".uploading"
-_MODELS, _ADDED_TO = ("model", "critic", "adapter", "reward_model", "exports"), {"rollouts", "tensorboard"}
-"""Directories that a resumed run does not need: it writes the first once more, and adds files to the others."""
+OWNER, _STATE, _PINNED = "owner.json", ".remote.json", ".uploading"
+_ADDED_TO = {"rollouts", "tensorboard"}
+"""Directories that a resumed run does not need, as it does not ``MODELS``: it adds files to them."""
 _EVERY_S = 60.0
 """Longest time between uploads of records, and between tries while the store is away."""
-
-
-class LocalRun:
-    """What a run does for a store where its ``output_dir`` is a directory: nothing."""
-
-    def check(self, resume: bool) -> dict[str, Any] | None:
-        """``run.json`` of the run that is at the URL, empty where there is none; None: the directory here decides.
-
-        Raises:
-            UserError: the URL holds another run, or cannot be read.
-        """
-        return None
-
-    def restore(self, resume: bool) -> None:
-        """Brings what a run needs to go on to this machine; the run's lock is held."""
-
-    def claim(self) -> None:
-        """Makes this process the one that may write there, and begins to upload."""
-
-    def saved(self) -> None:
-        """There is a new checkpoint, or a stage has ended. Raises UserError where another process has gone on."""
-
-    def finish(self, failure: BaseException | None) -> BaseException | None:
-        """Waits until everything is uploaded. Returns ``failure``, the run's own, or else what is wrong with that."""
-        return failure
-
-
-def remote_run(recipe: Recipe, path: Path, tell: Callable[[str], object]) -> LocalRun:
-    if not is_url(recipe.output_dir):
-        return LocalRun()
-    config = recipe.checkpoint
-    return RemoteRun(str(recipe.output_dir), path, tell, keep=config.keep, timeout_s=config.upload_timeout_s)
 
 
 class RemoteRun(LocalRun):
@@ -434,7 +402,7 @@ def _is_marker(name: str) -> bool:
 
 def _is_left_out(name: str) -> bool:
     parts = PurePosixPath(name).parts
-    return CHECKPOINTS in parts or parts[0] in _MODELS or bool(_ADDED_TO & set(parts))
+    return CHECKPOINTS in parts or parts[0] in MODELS or bool(_ADDED_TO & set(parts))
 
 
 def _step(name: str) -> int:
@@ -450,23 +418,6 @@ def _link(source: str, target: str) -> None:
 
 
 # Commands ------------------------------------------------------------------------------------------------------
-
-
-def is_draft(path: Path) -> bool:
-    """Whether the directory is one in which a run works whose ``output_dir`` is a URL."""
-    return (path / _STATE).is_file()
-
-
-def copied_run(url: str) -> Path:
-    """A copy of a run's records on this machine, brought up to date: without models and checkpoints.
-
-    Raises:
-        UserError: there is no run, or the store cannot be used.
-    """
-    path = copied_files(url, lambda n: CHECKPOINTS not in n.split("/") and n.split("/")[0] not in _MODELS)
-    if not (path / MARKER).is_file():
-        raise UserError(f"{url} holds no run", found=f"no {MARKER}", remedy="name the output_dir of a run")
-    return path
 
 
 def upload_run(path: Path, url: str | None, tell: Callable[[str], object]) -> str:

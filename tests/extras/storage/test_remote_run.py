@@ -16,10 +16,10 @@ import pytest
 
 from quartet.config import Interrupted, UserError
 from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
-from quartet.remote.store import Store, StoreError
+from quartet.extras.storage import remote_run
+from quartet.extras.storage.remote_run import RemoteRun, upload_run
+from quartet.extras.storage.store import Store, StoreError
 from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint
-from quartet.trainers import remote_run
-from quartet.trainers.remote_run import RemoteRun, copied_run, upload_run
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import completed_run, output_path
 
@@ -99,7 +99,7 @@ def test_everything_is_in_the_store_and_another_machine_goes_on(
     move_to("second", monkeypatch, tmp_path)
     assert train((4,), resume=True, told=told) == [1, 2, 3, 4]
     assert whole(store) == [3, 4]
-    view = copied_run(URL)
+    view = Store(URL).records()
     assert (view / "metrics.jsonl").read_bytes() == store.read("metrics.jsonl") and not (view / "checkpoints").exists()
 
 
