@@ -93,16 +93,13 @@ def complete_checkpoint(
     shares: Shares,
     *,
     keep: int,
-    elsewhere: Callable[[Path, CheckpointManifest], bool] = lambda draft, manifest: True,
-) -> Path | None:
+) -> Path:
     """Adds the driver's own files and the manifest, and makes it a checkpoint; deletes all but the newest ``keep``.
 
     Args:
         parts: each anything ``torch.save`` takes, and small.
         info: JSON values: counters, cursors, versions.
         shares: what the workers wrote into the draft.
-        elsewhere: makes copies of the whole draft checkpoints of other machines, before this one counts; where
-            it returns False there is none, which is None.
 
     Raises:
         UserError: the disk is full or not writable, or a share is not there; older checkpoints are untouched.
@@ -119,9 +116,6 @@ def complete_checkpoint(
         manifest.check_names(draft)
         manifest.write(draft / manifests.NAME)
         sync_directory(draft)
-        if not elsewhere(draft, manifest):
-            discard_draft(draft)
-            return None
         former = _set_aside(final) if os.path.lexists(final) else None
         os.replace(draft, final)
         sync_directory(root)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
+from quartet.config.addresses import is_url
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import rollout_rows, rollouts_path
 from quartet.schedule.checkpointed import Checkpointed
@@ -27,7 +28,6 @@ from quartet.schedule.role_group import RemoteGroup, RoleGroup
 from quartet.schedule.rollout_writer import Writer
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
 from quartet.trainers.experience import Experience
-from quartet.trainers.mirror import Mirror, SharedStorage
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import writing
 
@@ -41,13 +41,12 @@ _POLL_S, _LONGEST_POLL_S = 0.005, 0.25
 
 
 async def check_storage(run: RunDirectory, workers: Workers) -> None:
-    """Has machines of Ray that do not see the run's directory keep copies of their own (``Mirror``).
+    """Of a run at a URL, has machines of Ray that do not see its directory reach it through the store.
 
     Raises:
-        UserError: a worker of another back end does not see it, or it cannot be written to.
+        UserError: a worker of any other run does not see it, or it cannot be written to.
     """
-    run.storage.stop()
-    run.storage = SharedStorage()
+    await asyncio.to_thread(run.remote.join, ())
     token = run.path.absolute() / f".seen_{os.getpid()}"
     with writing(token):
         token.mkdir(exist_ok=True)
@@ -55,13 +54,9 @@ async def check_storage(run: RunDirectory, workers: Workers) -> None:
         await all_ended([worker.call(Checkpointed.check_sees, token) for worker in workers.values()])
     except UserError:
         groups = [worker.group for worker in workers.values() if isinstance(worker, RemoteGroup)]
-        if len(groups) < len(workers):
+        if len(groups) < len(workers) or not is_url(run.recipe.output_dir):
             raise
-        run.storage = mirror = await asyncio.to_thread(Mirror.of, run.path.absolute(), groups)
-        run.warning(
-            f"{len(mirror.others)} of the run's machines do not share the storage of {run.path}: each keeps copies of "
-            "the checkpoints, and what workers write there is brought to the driver's machine"
-        )
+        await asyncio.to_thread(run.remote.join, groups)
     finally:
         token.rmdir()
 
@@ -125,9 +120,9 @@ async def load_drafts(engines: Sequence[RoleGroup[Checkpointed]], checkpoint: Ch
 
 async def bring(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:
     """Brings what the group's first worker has written into the run's directory to the driver's machine."""
-    if isinstance(group, RemoteGroup) and isinstance(run.storage, Mirror):
+    if isinstance(group, RemoteGroup):
         node = group.group.processes[group.rank or 0].node
-        await asyncio.to_thread(run.storage.bring, node, [path.absolute() for path in paths])
+        await asyncio.to_thread(run.remote.bring, node, [path.absolute() for path in paths])
 
 
 async def _written(run: RunDirectory, workers: Workers, draft: Path) -> Shares | None:
@@ -137,7 +132,7 @@ async def _written(run: RunDirectory, workers: Workers, draft: Path) -> Shares |
         found = dict(zip(workers, await all_ended([told(ask) for ask in asked]), strict=True))
         if not all(found.values()):
             return None
-        run.storage.gather(draft, found)
+        run.remote.gather(draft, found)
     except WorkerDied:
         return None
     return found

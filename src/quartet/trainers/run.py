@@ -28,6 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
 from quartet.config.addresses import is_url
 from quartet.config.load import dump_recipe
@@ -61,7 +62,6 @@ from quartet.train.checkpoint import (
 )
 from quartet.train.state import snapshot
 from quartet.trainers.devices import check_torch, device_changes
-from quartet.trainers.mirror import SharedStorage
 from quartet.trainers.model_card import write_cards
 from quartet.trainers.pinned import pinned
 from quartet.trainers.run_files import (
@@ -117,6 +117,24 @@ class LocalRun:
         """Waits until everything is uploaded. Returns ``failure``, the run's own, or else what is wrong with that."""
         return failure
 
+    # For machines that do not see the run's directory; files come from there and go there through the store.
+
+    def join(self, groups: Sequence[WorkerGroup]) -> None:
+        """Takes notice of the machines of these groups, in the place of former ones."""
+
+    def begin(self, draft: Path) -> Path:
+        """Makes the driver's new directory ``draft`` on every machine, and returns it."""
+        return draft
+
+    def gather(self, draft: Path, shares: Shares) -> None:
+        """Brings what workers have written into ``draft`` here. Raises UserError where it is not what they wrote."""
+
+    def give(self, checkpoint: Path) -> None:
+        """Brings the checkpoint to every machine."""
+
+    def bring(self, node: str, paths: Sequence[Path]) -> None:
+        """Brings finished files and directories from the machine ``node`` here."""
+
 
 class RunDirectory:
     """One job's directory: checked when made, owned and written to only inside ``with``.
@@ -132,7 +150,6 @@ class RunDirectory:
     Attributes:
         tracker, recorder: of metrics and of spans, once ``start`` was called.
         has_stopped: a callback has ended the run before its last step.
-        storage: of the other machines, where they do not share this one's.
         remote: of the store, where ``output_dir`` is a URL.
 
     Raises:
@@ -165,7 +182,6 @@ class RunDirectory:
         self._updates, self._idle = dict[str, tuple[int, int]](), Counter[str]()
         self._trackers: list[DeliveredTracker] = []
         self._signals = StopSignals()
-        self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
         self._pinned, self._commits = recipe, dict[str, str]()
         self.remote = LocalRun()
@@ -306,7 +322,6 @@ class RunDirectory:
             set_aside_after(self.checkpoints, step)
             prune(self.checkpoints, self.recipe.checkpoint.keep)
             self._drop_exports(lambda exported: exported > step)
-            self.storage.keep(self.checkpoints)
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
             truncate_rows_after(self.path / "spans.jsonl", step - 1)
             rollout_store.truncate_rollouts_after(self.path / "rollouts", step)
@@ -406,7 +421,7 @@ class RunDirectory:
             return None
         for text in found.warnings:
             self.warning(text)
-        self.storage.give(found.path)
+        self.remote.give(found.path)
         written = found.info.get("metrics.jsonl")
         if written is not None and not begins_with(self.path / "metrics.jsonl", FileDigest(**written)):
             self.warning(f"metrics.jsonl is not as it was at step {found.step}: rows are missing or were changed")
@@ -444,7 +459,7 @@ class RunDirectory:
         if not self._writer.has_room(_CHECKPOINT):
             with self.recorder.span("checkpoint_wait", step=step - 1, role=_WRITER):
                 self._writer.wait_for_room(_CHECKPOINT)
-        return self.storage.begin(begin_checkpoint(self.checkpoints.absolute(), step))
+        return self.remote.begin(begin_checkpoint(self.checkpoints.absolute(), step))
 
     def complete_checkpoint(
         self,
@@ -480,8 +495,7 @@ class RunDirectory:
             if written is None:
                 discard_draft(draft)
             else:
-                complete_checkpoint(draft, parts, info, written, keep=config.keep, elsewhere=self.storage.commit)
-                self.storage.keep(self.checkpoints)
+                complete_checkpoint(draft, parts, info, written, keep=config.keep)
                 self.callbacks.saved.append((step, checkpoint_path(self.checkpoints, step)))
                 _log.info("the checkpoint of step %d is complete", step)
                 self.remote.saved()
@@ -505,7 +519,7 @@ class RunDirectory:
         with writing(draft):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-        return self.storage.begin(draft)
+        return self.remote.begin(draft)
 
     def complete_export(self, draft: Path, step: int) -> None:
         """Gives an export its name; call once the step's metrics are logged, by which the best one is kept."""

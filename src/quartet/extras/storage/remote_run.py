@@ -20,18 +20,20 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
+from quartet.cluster import WorkerGroup
 from quartet.config import UserError
 from quartet.config.addresses import is_url
-from quartet.extras.storage.store import CHECKPOINTS, MODELS, Entry, Store, StoreError, fetch, file_stamp
+from quartet.extras.storage.machines import SENT, Machine, Machines, bring_checkpoint, check_sizes
+from quartet.extras.storage.store import CHECKPOINTS, MODELS, Store, StoreError, fetch, file_stamp
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.run_status import LOCK
-from quartet.train.checkpoint import begin_checkpoint, checkpoint_path, list_checkpoints, path_of_draft
+from quartet.train.checkpoint import Shares, checkpoint_path, list_checkpoints, step_of
 from quartet.train.manifest import NAME, CheckpointManifest, Damage
 from quartet.trainers.run import LocalRun
 from quartet.trainers.run_files import MARKER, RECIPE, SUMMARY, read_json, read_recipe, take_lock, writing
@@ -65,6 +67,8 @@ class RemoteRun(LocalRun):
         self._uploaded: dict[str, list[int]] = {}
         self._newest: dict[str, tuple[str, list[int]]] = {}
         self._damaged: set[tuple[str, int]] = set()
+        self._machines: Machines | None = None
+        self._pushing = threading.Lock()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_due = self._is_closing = self._has_ended = False
@@ -185,7 +189,7 @@ class RemoteRun(LocalRun):
             damaged: list[str] = []
             for step in sorted({_step(name) for name in of_root if name.endswith(f"/{NAME}")}, reverse=True):
                 try:
-                    self._bring_checkpoint(root, step, names)
+                    bring_checkpoint(self._store, self.path, root, step, names)
                     damaged.clear()
                     break
                 except Damage as damage:
@@ -198,24 +202,42 @@ class RemoteRun(LocalRun):
                     f"no checkpoint in {self.url}/{root} can be used", found="; ".join(damaged), remedy=remedy
                 )
 
-    def _bring_checkpoint(self, root: str, step: int, names: Mapping[str, Entry]) -> None:
-        """
-        Raises:
-            Damage: its files are not those that its manifest names.
-        """
-        draft = begin_checkpoint(self.path / root, step)
-        final = path_of_draft(draft)
-        base = f"{root}/{final.name}"
-        with writing(draft):
-            self._store.download(f"{base}/{NAME}", draft / NAME)
-            manifest = CheckpointManifest.read(draft / NAME)
-            _check_sizes(names, base, manifest)
-            for name in manifest.files:
-                (draft / name).parent.mkdir(parents=True, exist_ok=True)
-                self._store.download(f"{base}/{name}", draft / name)
-            manifest.check_content(draft)
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(draft, final)
+    # Machines that do not see the directory here -----------------------------------------------------------
+
+    def join(self, groups: Sequence[WorkerGroup]) -> None:
+        if self._machines is not None:
+            self._machines.stop()
+        self._machines = None
+        if groups:
+            self._store.delete(*self._store.list(SENT))
+            self.push()
+            self._machines = Machines(self.url, self.path.absolute(), groups)
+            self._tell(f"{', '.join(self._machines.ranks)}: files come from there and go there through {self.url}")
+
+    def begin(self, draft: Path) -> Path:
+        if self._machines is not None:
+            self._machines.each(Machine.begin, draft)
+        return draft
+
+    def gather(self, draft: Path, shares: Shares) -> None:
+        if (machines := self._machines) is None:
+            return
+        written = {f"{role}/{name}": digest for role, share in shares.items() for name, digest in share.items()}
+        base = draft.relative_to(self.path.absolute())
+        for node in machines.ranks:
+            for name, digest in machines.receive(node, [draft]).items():
+                if written.get(str(PurePosixPath(name).relative_to(base))) != digest:
+                    remedy = "look at that machine's disk, then go on with --resume"
+                    raise UserError(f"{name} on {node} is not what its worker wrote", found=str(digest), remedy=remedy)
+
+    def give(self, checkpoint: Path) -> None:
+        if self._machines is not None:
+            self.push()
+            self._machines.each(Machine.fetch_checkpoint, self.url, self.path.absolute(), step_of(checkpoint))
+
+    def bring(self, node: str, paths: Sequence[Path]) -> None:
+        if self._machines is not None and node in self._machines.ranks:
+            self._machines.receive(node, paths)
 
     # Uploading -------------------------------------------------------------------------------------------
 
@@ -292,6 +314,10 @@ class RemoteRun(LocalRun):
             StoreError: the store is away; another call goes on where this one stopped.
             UserError: another process has taken the run over.
         """
+        with self._pushing:
+            self._push()
+
+    def _push(self) -> None:
         self._check_owner()
         # First, so that the records that follow have all that this checkpoint's had.
         pinned = [(root, self._pin(root)) for root, _ in self._unsaved()]
@@ -368,7 +394,7 @@ class RemoteRun(LocalRun):
             for name in manifest.files:
                 self._store.upload(checkpoint / name, f"{base}/{name}", self._progress)
             try:
-                _check_sizes(self._store.list(base), base, manifest)
+                check_sizes(self._store.list(base), base, manifest)
             except Damage as damage:
                 raise StoreError(f"{self.url}/{base} did not arrive", found=str(damage), remedy="try again") from damage
             self._check_owner()
@@ -385,13 +411,6 @@ class RemoteRun(LocalRun):
         self._store.delete(*sorted(dropped, key=lambda name: not name.endswith(f"/{NAME}")))
 
 
-def _check_sizes(names: Mapping[str, Entry], base: str, manifest: CheckpointManifest) -> None:
-    """Raises ``Damage`` where objects are missing below ``base``, or are of other sizes than the manifest says."""
-    for name, digest in manifest.files.items():
-        if (entry := names.get(f"{base}/{name}")) is None or entry.size != digest.bytes:
-            raise Damage(f"{name} is missing or cut off")
-
-
 def _identity(checkpoint: Path) -> tuple[str, list[int]]:
     return checkpoint.name, file_stamp(checkpoint / NAME)
 
@@ -402,7 +421,7 @@ def _is_marker(name: str) -> bool:
 
 def _is_left_out(name: str) -> bool:
     parts = PurePosixPath(name).parts
-    return CHECKPOINTS in parts or parts[0] in MODELS or bool(_ADDED_TO & set(parts))
+    return parts[0] == SENT or CHECKPOINTS in parts or parts[0] in MODELS or bool(_ADDED_TO & set(parts))
 
 
 def _step(name: str) -> int:
