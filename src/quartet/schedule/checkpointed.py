@@ -14,7 +14,7 @@ from quartet.cluster.dispatch import Custom, dispatch
 from quartet.cluster.layout import Layout
 from quartet.config import UserError
 from quartet.observe.digests import FileDigest
-from quartet.train.checkpoint_shares import Share, ShareWriter
+from quartet.train.checkpoint import Share, ShareWriter
 from quartet.train.state import Shape
 
 

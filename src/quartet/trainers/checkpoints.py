@@ -1,15 +1,18 @@
 """What a run keeps while it trains: checkpoints, of which every worker writes its share, and the rollouts of steps.
 
-The driver writes its own small parts of a checkpoint, and the manifest last. Token ids are written by the writer, the
+The driver writes ``info.json``, and the manifest last. Token ids are written by the writer, the
 worker that has them: a step's rollouts, and the groups that are ahead as a share of a checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +29,9 @@ from quartet.schedule.groups import Group, by_group
 from quartet.schedule.iteration import all_ended
 from quartet.schedule.role_group import RemoteGroup, RoleGroup
 from quartet.schedule.rollout_writer import Writer
-from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
+from quartet.train.checkpoint import Checkpoint, Shares, begin_checkpoint, complete_checkpoint, discard_draft
 from quartet.trainers.experience import Experience
-from quartet.trainers.run import RunDirectory
+from quartet.trainers.run import CHECKPOINT, WRITER, RunDirectory
 from quartet.trainers.run_files import writing
 
 T = TypeVar("T")
@@ -38,6 +41,7 @@ DRAFTS = "drafts_"
 """And a number: the share of an engine that drafts."""
 Workers = Mapping[str, RoleGroup[Checkpointed]]
 _POLL_S, _LONGEST_POLL_S = 0.005, 0.25
+_log = logging.getLogger(__name__)
 
 
 async def check_storage(run: RunDirectory, workers: Workers) -> None:
@@ -61,25 +65,30 @@ async def check_storage(run: RunDirectory, workers: Workers) -> None:
         token.rmdir()
 
 
-async def save(
-    run: RunDirectory, workers: Workers, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]
-) -> None:
+async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str, Any]) -> None:
     """Saves the state after ``step`` complete steps; it is written in the background, if the recipe does not forbid it.
 
-    Where a worker dies before its share is written there is no checkpoint of this step, and no error: the run meets
-    that death by itself.
+    The checkpoint before is waited for. What was handed to the run's writer earlier is on disk first, so that a run
+    resumed from this one lacks no record. Where a worker dies before its share is written there is no checkpoint of
+    this step, and no error: the run meets that death by itself.
 
     Args:
         workers: by role, those whose state is saved.
-        parts, info: as of ``RunDirectory.complete_checkpoint``.
+        info: JSON values: counters, cursors.
 
     Raises:
-        UserError: this or something before it could not be written.
+        UserError: this or something before it could not be written; in the background the next call that waits for the
+            writer raises it (``save``, ``write_later``, ``drain``, ``finish``, the end of the run).
         WorkerDied: a worker is dead already.
     """
-    draft = run.begin_checkpoint(step)
-    background = run.recipe.checkpoint.background
-    copying = run.recorder.span("checkpoint_snapshot", step=step - 1, role="writer") if background else nullcontext()
+    if not run.writer.has_room(CHECKPOINT):
+        with run.recorder.span("checkpoint_wait", step=step - 1, role=WRITER):
+            run.writer.wait_for_room(CHECKPOINT)
+    draft = run.remote.begin(begin_checkpoint(run.checkpoints.absolute(), step))
+    config, background = run.recipe.checkpoint, run.recipe.checkpoint.background
+    metrics = asdict(run.tracker.written())
+    info = copy.deepcopy({**info, "recipe": run.recipe.model_dump(mode="json"), "metrics.jsonl": metrics})
+    copying = run.recorder.span("checkpoint_snapshot", step=step - 1, role=WRITER) if background else nullcontext()
     try:
         with copying:
             await all_ended(
@@ -92,10 +101,23 @@ async def save(
     except BaseException:
         discard_draft(draft)
         raise
-    shares: Callable[[], Shares | None]
-    # In the thread that writes, which has no event loop; the run's own may be waiting for that thread.
-    shares = (lambda: asyncio.run(_written(run, workers, draft))) if background else (lambda: found)
-    run.complete_checkpoint(draft, step, parts, info, shares)
+
+    def complete() -> None:
+        try:
+            # The thread that writes has no event loop; the run's own may be waiting for that thread.
+            shares = asyncio.run(_written(run, workers, draft)) if background else found
+        except BaseException:
+            discard_draft(draft)
+            raise
+        if shares is None:
+            discard_draft(draft)
+            return
+        final = complete_checkpoint(draft, info, shares, keep=config.keep)
+        run.callbacks.saved.append((step, run.checkpoints / final.name))
+        _log.info("the checkpoint of step %d is complete", step)
+        run.remote.saved()
+
+    run.write_later(CHECKPOINT, step, complete)
 
 
 async def load(workers: Workers, checkpoint: Checkpoint) -> None:

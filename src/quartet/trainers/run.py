@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import logging
 import math
@@ -23,7 +22,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -51,16 +49,12 @@ from quartet.observe.trackers import JsonlTracker, metrics_of_row, read_metrics
 from quartet.train.checkpoint import (
     Checkpoint,
     Shares,
-    begin_checkpoint,
     checkpoint_path,
     claimed_steps,
-    complete_checkpoint,
-    discard_draft,
     newest_checkpoint,
     prune,
     set_aside_after,
 )
-from quartet.train.state import snapshot
 from quartet.trainers.devices import check_torch, device_changes
 from quartet.trainers.model_card import write_cards
 from quartet.trainers.pinned import pinned
@@ -84,7 +78,7 @@ from quartet.trainers.run_files import (
 from quartet.trainers.signals import StopSignals, stop_signals
 
 R = TypeVar("R", bound=Recipe)
-_CHECKPOINT, _WRITER = "checkpoint", "writer"
+CHECKPOINT, WRITER = "checkpoint", "writer"
 
 _MOST_IDLE = 3
 """Steps in a row without an update after which a run stops."""
@@ -149,6 +143,7 @@ class RunDirectory:
 
     Attributes:
         tracker, recorder: of metrics and of spans, once ``start`` was called.
+        writer: writes in the background, and before a checkpoint all that it is to have.
         has_stopped: a callback has ended the run before its last step.
         remote: of the store, where ``output_dir`` is a URL.
 
@@ -176,7 +171,7 @@ class RunDirectory:
         self._resolved = dict(resolved or {})
         self._lock: TextIO | None = None
         self._records = contextlib.ExitStack()
-        self._writer = BackgroundWriter({_CHECKPOINT: 1})
+        self.writer = BackgroundWriter({CHECKPOINT: 1})
         self.callbacks = Callbacks(callbacks, Control(recipe, path))
         self.has_stopped = self._has_failed = False
         self._updates, self._idle = dict[str, tuple[int, int]](), Counter[str]()
@@ -305,9 +300,9 @@ class RunDirectory:
                 trackers.callback(tracker.close, failed=self._has_failed)
             # First: it may still have spans to record.
             try:
-                self._writer.close(abandon=abandon)
+                self.writer.close(abandon=abandon)
             except KeyboardInterrupt:
-                self._writer.close(abandon=True)
+                self.writer.close(abandon=True)
                 raise
 
     # Records ---------------------------------------------------------------------------------------------
@@ -450,58 +445,6 @@ class RunDirectory:
                 remedy=f"set steps to {done} or more, or choose another output_dir",
             )
 
-    def begin_checkpoint(self, step: int) -> Path:
-        """Waits for the checkpoint before; returns the directory into which workers write shares of the next one.
-
-        Raises:
-            UserError: it cannot be made, or something before it could not be written.
-        """
-        if not self._writer.has_room(_CHECKPOINT):
-            with self.recorder.span("checkpoint_wait", step=step - 1, role=_WRITER):
-                self._writer.wait_for_room(_CHECKPOINT)
-        return self.remote.begin(begin_checkpoint(self.checkpoints.absolute(), step))
-
-    def complete_checkpoint(
-        self,
-        draft: Path,
-        step: int,
-        parts: Mapping[str, Any],
-        info: Mapping[str, Any],
-        shares: Callable[[], Shares | None] = dict,
-    ) -> None:
-        """Completes the checkpoint after ``step`` complete steps: takes a copy of the driver's part and returns.
-
-        What was handed over before is on disk first, so that a run resumed from it lacks no record.
-
-        Args:
-            draft: what ``begin_checkpoint`` gave.
-            shares: waits for the shares and returns their digests, or None where one was lost with its worker: then
-                there is no checkpoint.
-
-        Raises:
-            UserError: this or something before it could not be written; otherwise the next call that waits for the
-                writer raises it (``begin_checkpoint``, ``write_later``, ``drain``, ``finish``, the end of the run).
-        """
-        config = self.recipe.checkpoint
-        info = {**info, "recipe": self.recipe.model_dump(mode="json"), "metrics.jsonl": asdict(self.tracker.written())}
-        info, parts = copy.deepcopy(info), snapshot(parts)
-
-        def complete() -> None:
-            try:
-                written = shares()
-            except BaseException:
-                discard_draft(draft)
-                raise
-            if written is None:
-                discard_draft(draft)
-            else:
-                complete_checkpoint(draft, parts, info, written, keep=config.keep)
-                self.callbacks.saved.append((step, checkpoint_path(self.checkpoints, step)))
-                _log.info("the checkpoint of step %d is complete", step)
-                self.remote.saved()
-
-        self.write_later(_CHECKPOINT, step, complete)
-
     # Exports ---------------------------------------------------------------------------------------------
 
     @property
@@ -566,17 +509,17 @@ class RunDirectory:
 
         def timed() -> None:
             mode = BACKGROUND if background else None
-            with self.recorder.span(name, step=step - 1, role=_WRITER, mode=mode):
+            with self.recorder.span(name, step=step - 1, role=WRITER, mode=mode):
                 work()
 
         if background:
-            self._writer.submit(name, timed)
+            self.writer.submit(name, timed)
         else:
             timed()
 
     def drain(self) -> None:
         """Returns once everything is written that was to be written later; errors as in ``save``."""
-        self._writer.drain()
+        self.writer.drain()
 
     def due(self, step: int, total_steps: int) -> bool:
         """A checkpoint is due after ``step`` steps: on its cadence, at the end, or because a signal came."""

@@ -35,6 +35,7 @@ from quartet.trainers.evaluation_files import EvaluationCache, read_answers
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models
 from quartet.trainers.sft import SFTTrainer
+from saved_states import save, saved
 
 RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)
 SEED = 3
@@ -219,7 +220,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 pass
             write_step(path / "rollouts", done, [record(done)])
             run.tracker.log(done, {"loss/sft": 0.5 / done})
-            run.complete_checkpoint(run.begin_checkpoint(done), done, {"engine": {"x": done}}, {"metrics": {}})
+            save(run, done, {"x": done}, {"metrics": {}})
         run.finish({"job": "sft", "stages": [{"name": "sft", "seconds": 1.5, "metrics": {"loss/sft": 0.25}}]})
     alarm = {"step": 2, "text": "reward hacking?", "examples": [{"prompt": "p", "held_out_now": 0.5}]}
     (path / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
@@ -235,7 +236,7 @@ def resumed(path: Path) -> tuple[int, list[str]]:
     """The step it goes on from, and what was told."""
     with RunDirectory(path, RECIPE, resume=True) as run:
         found = run.latest(counters=("metrics",))
-        assert found is not None and found.parts == {"engine": {"x": found.step}}
+        assert found is not None and saved(found) == {"x": found.step}
         run.start(found.step)
         return found.step, run.warnings
 

@@ -14,8 +14,7 @@ from quartet.cluster.worker import Worker, local_path
 from quartet.config import UserError
 from quartet.extras.storage.store import CHECKPOINTS, Entry, Store, fetch
 from quartet.observe.digests import FileDigest, digest_file
-from quartet.train.checkpoint import begin_checkpoint, path_of_draft
-from quartet.train.manifest import NAME, CheckpointManifest, Damage
+from quartet.train.checkpoint import NAME, CheckpointManifest, Damage, begin_checkpoint, path_of_draft
 from quartet.trainers.run_files import writing
 
 SENT = ".sent"

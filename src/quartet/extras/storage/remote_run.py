@@ -33,8 +33,15 @@ from quartet.extras.storage.machines import SENT, Machine, Machines, bring_check
 from quartet.extras.storage.store import CHECKPOINTS, MODELS, Store, StoreError, fetch, file_stamp
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.run_status import LOCK
-from quartet.train.checkpoint import Shares, checkpoint_path, list_checkpoints, step_of
-from quartet.train.manifest import NAME, CheckpointManifest, Damage
+from quartet.train.checkpoint import (
+    NAME,
+    CheckpointManifest,
+    Damage,
+    Shares,
+    checkpoint_path,
+    list_checkpoints,
+    step_of,
+)
 from quartet.trainers.run import LocalRun
 from quartet.trainers.run_files import MARKER, RECIPE, SUMMARY, read_json, read_recipe, take_lock, writing
 
