@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,8 +85,7 @@ async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str
             run.writer.wait_for_room(CHECKPOINT)
     draft = run.remote.begin(begin_checkpoint(run.checkpoints.absolute(), step))
     config, background = run.recipe.checkpoint, run.recipe.checkpoint.background
-    metrics = asdict(run.tracker.written())
-    info = copy.deepcopy({**info, "recipe": run.recipe.model_dump(mode="json"), "metrics.jsonl": metrics})
+    info = copy.deepcopy({**info, "recipe": run.recipe.model_dump(mode="json")})
     copying = run.recorder.span("checkpoint_snapshot", step=step - 1, role=WRITER) if background else nullcontext()
     try:
         with copying:

@@ -37,10 +37,9 @@ from quartet.observe import cpu
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
 from quartet.observe.callbacks import Callback, Callbacks, Control
-from quartet.observe.digests import FileDigest
 from quartet.observe.follow import Tail
 from quartet.observe.health import examine
-from quartet.observe.jsonl import begins_with, replace_atomically
+from quartet.observe.jsonl import replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
@@ -417,9 +416,6 @@ class RunDirectory:
         for text in found.warnings:
             self.warning(text)
         self.remote.give(found.path)
-        written = found.info.get("metrics.jsonl")
-        if written is not None and not begins_with(self.path / "metrics.jsonl", FileDigest(**written)):
-            self.warning(f"metrics.jsonl is not as it was at step {found.step}: rows are missing or were changed")
         return found
 
     def saved_steps(self) -> list[int]:

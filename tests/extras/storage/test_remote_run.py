@@ -96,7 +96,7 @@ def test_everything_is_in_the_store_and_another_machine_goes_on(
     assert told.has(f"uploaded to {URL}") == 1
     names = store.list()
     assert {"recipe.yaml", "metrics.jsonl", "spans.jsonl", "owner.json"} <= names.keys()
-    assert not [name for name in names if Path(name).name.startswith(".")]
+    assert {Path(name).name for name in names if Path(name).name.startswith(".")} == {".metadata"}
 
     move_to("second", monkeypatch, tmp_path)
     assert train((4,), resume=True, told=told) == [1, 2, 3, 4]

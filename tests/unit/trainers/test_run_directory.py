@@ -220,7 +220,7 @@ def test_a_checkpoint_holds_the_state_of_its_step_although_it_is_written_later(
     assert found is not None
     assert (saved(found)["weight"].tolist(), found.info["metrics"]) == ([0.0] * 3, {"loss": 1.0})
     spans = {row["name"]: row for row in read_rows(tmp_path / "run" / "spans.jsonl")}
-    assert spans.keys() == {"held", "checkpoint"}
+    assert spans.keys() == {"held", "checkpoint_snapshot", "checkpoint"}
     assert all(row["role"] == "writer" and row["step"] == 0 for row in spans.values())
     assert spans["checkpoint"]["start_s"] >= spans["held"]["end_s"]
 
