@@ -33,8 +33,15 @@ from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.models.saving import Gather, save_gathered
 from quartet.observe.memory import held_bytes
 from quartet.schedule.model_worker import TrainWorker
-from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint, newest_checkpoint
-from quartet.train.checkpoint_shares import Share, ShareWriter, own_part, write_share
+from quartet.train.checkpoint import (
+    Share,
+    ShareWriter,
+    begin_checkpoint,
+    complete_checkpoint,
+    newest_checkpoint,
+    own_part,
+    write_share,
+)
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
@@ -393,7 +400,7 @@ def save(engine: TrainEngine[Any], root: Path, step: int, *, after: Callable[[],
         dist.all_gather_object(of_ranks, files)
     if rank == 0:
         joined = {name: digest for found in of_ranks for name, digest in found.items()}
-        complete_checkpoint(draft[0], {}, {}, {"actor": joined}, keep=9)
+        complete_checkpoint(draft[0], {}, {"actor": joined}, keep=9)
     if world > 1:
         dist.barrier()
     return result
@@ -420,7 +427,7 @@ def incomplete(path: str, root: str, other: str) -> dict[str, str]:
         try:
             # A rank that has told nothing of a share that it has written, or has written another step's.
             only = {"actor": {**files, "__1.metadata": _empty_metadata(draft[0] / "actor")}}
-            complete_checkpoint(draft[0], {}, {}, only, keep=9)
+            complete_checkpoint(draft[0], {}, only, keep=9)
         except UserError as error:
             found["incomplete"] = str(error)
     dist.barrier()

@@ -23,15 +23,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+
 import preload
 from quartet.cli.main import main
 from quartet.extras.speculation.companion import Companion
 from quartet.extras.speculation.head_trainer import HeadTrainer
+from quartet.extras.storage.store import Store
 from quartet.observe.trackers import JsonlTracker
-from quartet.remote.store import Store
 from quartet.rollout.engine import NativeEngine
-from quartet.train import checkpoint_shares
+from quartet.train import checkpoint
 from quartet.train.engine import TrainEngine
+from quartet.trainers import checkpoints as saving_module
 from quartet.trainers import run as run_module
 
 EVENTS: dict[str, tuple[Any, str]] = {
@@ -42,7 +44,7 @@ EVENTS: dict[str, tuple[Any, str]] = {
     "heads": (Companion, "learn"),
     "head": (HeadTrainer, "learn"),
     "decode": (NativeEngine, "step"),
-    "snapshot": (checkpoint_shares, "snapshot"),
+    "snapshot": (checkpoint, "snapshot"),
     "upload": (Store, "upload"),
     "manifest": (Store, "write"),
     "finish": (run_module.RunDirectory, "finish"),
@@ -78,7 +80,7 @@ def kill_before(event: str, n: int) -> None:
 
 def slow_down(saving: threading.Event) -> None:
     """Sets ``saving`` from the copy for a checkpoint until it is written, and makes each of its files take its time."""
-    snapshot, complete, fsync = checkpoint_shares.snapshot, run_module.complete_checkpoint, os.fsync
+    snapshot, complete, fsync = checkpoint.snapshot, saving_module.complete_checkpoint, os.fsync
 
     def begin(state: Any) -> Any:
         saving.set()
@@ -94,7 +96,7 @@ def slow_down(saving: threading.Event) -> None:
         time.sleep(SLOWED_S * saving.is_set())
         fsync(descriptor)
 
-    checkpoint_shares.snapshot, run_module.complete_checkpoint, os.fsync = begin, end, slow_fsync
+    checkpoint.snapshot, saving_module.complete_checkpoint, os.fsync = begin, end, slow_fsync
 
 
 def run(command: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
-from quartet.remote.store import Store
+from quartet.extras.storage.store import Store
 
 BUCKET = "s3://bucket"
 RAY = {

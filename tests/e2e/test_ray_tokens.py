@@ -16,7 +16,7 @@ from quartet.envs.transcript import Transcript
 from quartet.observe.rollouts import read_step
 from quartet.rollout.protocol import Completion
 from quartet.text.tokenizer import TextCodec
-from quartet.train.checkpoint_shares import Share
+from quartet.train.checkpoint import Share
 from quartet.train.state import REST
 from quartet.trainers.rl import RLTrainer
 

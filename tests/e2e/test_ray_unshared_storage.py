@@ -17,6 +17,7 @@ from quartet.cluster.worker import PATHS
 from quartet.observe.digests import digest_files
 from quartet.schedule.role_group import RemoteGroup, RolesWorker
 from quartet.trainers import rl
+from quartet.trainers.run_files import output_path
 from quartet.trainers.supervised_worker import SupervisedWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
@@ -30,6 +31,13 @@ def two_nodes(ray_cluster: Any, shared_ray: Any, world_of_session: Any) -> Itera
     root = world_of_session.path
     with shared_ray.another_node(8, {PATHS: f"{root / HERE}:{root / THERE}"}):
         yield
+
+
+@pytest.fixture
+def at_url(world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """The URL of a run that works in ``HERE``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path(HERE).absolute()))
+    return lambda name: f"file://{Path('store').absolute() / name}"
 
 
 class Later:
@@ -64,42 +72,45 @@ def killed_at(step: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(WorkerGroup, "ask", ask)
 
 
-def test_a_killed_run_goes_on_without_the_other_machines_files(
+def test_a_directory_that_a_machine_does_not_see_is_refused(
+    two_nodes: None, world: Any, recipes: Any, quartet: Callable[..., Any]
+) -> None:
+    section = {"cluster": SPREAD, "nodes": 2, "sharding": {"shard": 2}, "output_dir": str(HERE / "refused")}
+    found = quartet("sft", str(world.recipe("refused", recipes["sft"](**section))))
+    found.expect_user_error("does not see the run's directory", "or on Ray to a URL")
+
+
+def test_a_killed_run_goes_on_from_its_url(
     two_nodes: None,
     world: Any,
     recipes: Any,
     quartet: Callable[..., Any],
     same_run: Any,
+    at_url: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And with those alone. Each node has half of the model, so neither could go on with what its rank has written."""
+    """Also with nothing left on either machine. Each node has half of the model, so that neither could go on alone."""
 
-    def recipe(output_dir: Path) -> str:
-        section = {"cluster": SPREAD, "nodes": 2, "sharding": {"shard": 2}, "output_dir": str(output_dir)}
-        return str(world.recipe(output_dir.name, recipes["sft"](**section)))
+    def recipe(name: str, output_dir: str) -> str:
+        section = {"cluster": SPREAD, "nodes": 2, "sharding": {"shard": 2}, "output_dir": output_dir}
+        return str(world.recipe(name, recipes["sft"](**section)))
 
-    straight, run, there, moved = Path("shared-sft"), HERE / "sft", THERE / "sft", Path("moved-sft")
-    found = quartet("sft", recipe(straight))
-    assert found.status == 0 and "do not share" not in found.out + found.err, found.err
+    straight, run = Path("shared-sft"), output_path(at_url("sft"), "sft", False)
+    found = quartet("sft", recipe("straight", str(straight)))
+    assert found.status == 0 and "files come from there" not in found.out + found.err, found.err
     with monkeypatch.context() as patched:
         killed_at(5, run / "checkpoints" / "step_00000004", patched)
-        found = quartet("sft", recipe(run))
+        found = quartet("sft", recipe("apart", at_url("sft")))
     found.expect_user_error("a worker of the run died", "--resume")
-    assert "1 of the run's machines do not share the storage" in found.out + found.err
-    checkpoints = digest_files(run / "checkpoints")
-    assert {"step_00000004/engine/__0_0.distcp", "step_00000004/engine/__1_0.distcp"} <= checkpoints.keys()
-    assert digest_files(there / "checkpoints") == checkpoints
-
-    shutil.copytree(there, moved)
-    shutil.rmtree(there)
-    found = quartet("sft", recipe(run), "--resume")
+    assert "files come from there" in found.out + found.err
+    files = digest_files(run / "checkpoints")
+    assert {"step_00000004/engine/__0_0.distcp", "step_00000004/engine/__1_0.distcp"} <= files.keys()
+    assert not list(Path("store/sft").glob(".sent/**/*.distcp"))
+    for machine in (HERE, THERE):
+        shutil.rmtree(machine)
+    found = quartet("sft", recipe("apart", at_url("sft")), "--resume")
     assert found.status == 0, found.err
     same_run(straight, run)
-    assert digest_files(there / "checkpoints") == digest_files(run / "checkpoints")
-    found = quartet("sft", recipe(moved), "--resume")
-    assert found.status == 0, found.err
-    assert "metrics.jsonl is not as it was" not in found.out + found.err, "the records were there, too"
-    same_run(straight, moved)
 
 
 def test_what_workers_write_comes_to_the_driver(
@@ -108,10 +119,11 @@ def test_what_workers_write_comes_to_the_driver(
     recipes: Any,
     quartet: Callable[..., Any],
     same_run: Any,
+    at_url: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of them are on the other node: models, rollouts, checkpoints, tables of a reference are written there. Where
-    one dies, the new one begins with the checkpoint there.
+    one dies, the new one begins with the checkpoint, which it fetches.
     """
     write_rollouts, killed = rl.write_rollouts, list[int]()
 
@@ -126,12 +138,14 @@ def test_what_workers_write_comes_to_the_driver(
     job = {"steps": 2, "checkpoint": {"every_steps": 1}}
     far = {"cluster": {"type": "ray", "cpus_per_process": 5}}
     for command, recipe, section, names in (
-        ("rl", recipes["rl"](**job), {"placement": POOL}, ("model", "critic", "rollouts", "checkpoints")),
-        ("preference", recipes["reward-model"](**job), {}, ("model", "reference", "checkpoints")),
+        ("rl", recipes["rl"](**job), {"placement": POOL}, ("model", "critic", "rollouts")),
+        ("preference", recipes["reward-model"](**job), {}, ("model", "reference")),
     ):
-        alone, run, there = Path(f"alone-{command}"), HERE / command, THERE / command
-        for output_dir, changes in ((alone, {}), (run, far | section)):
-            found = quartet(command, world.recipe(output_dir.name, recipe | changes | {"output_dir": str(output_dir)}))
+        alone, run = Path(f"alone-{command}"), output_path(at_url(command), command, False)
+        there = THERE / run.relative_to(HERE.absolute())
+        for output_dir, changes in ((str(alone), {}), (at_url(command), far | section)):
+            name = f"{command}-{len(changes)}"
+            found = quartet(command, world.recipe(name, recipe | changes | {"output_dir": output_dir}))
             assert found.status == 0, found.err
         same_run(alone, run)
         for name in names:

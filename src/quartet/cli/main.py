@@ -126,17 +126,6 @@ def generate(
             typer.echo(printable(whole) if sys.stdout.isatty() else whole)
 
 
-@app.command()
-def upload(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    url: Annotated[str | None, typer.Argument(help="Where to; the run's output_dir when left out.")] = None,
-) -> None:
-    """Upload a run to object storage."""
-    from quartet.trainers.remote_run import upload_run
-
-    typer.echo(upload_run(run, url, typer.echo))
-
-
 for _command in (config, init, export, push, data):
     app.command()(_command)
 
@@ -271,9 +260,10 @@ def _resume_command(arguments: list[str], path: Path) -> str:
         named = any(word.startswith("--out") for word in arguments)
         where = [] if named else ["--out", shlex.quote(str(path))]
     else:
-        from quartet.trainers.remote_run import is_draft
+        from quartet.config.addresses import is_url
+        from quartet.trainers.run_files import RECIPE, read_recipe
 
-        named = is_draft(path) or any(str(path) in word for word in arguments)
+        named = is_url(read_recipe(path / RECIPE).get("output_dir")) or any(str(path) in word for word in arguments)
         where = [] if named else [override_word("output_dir", str(path))]
     resume = "--resume=auto" if "--resume=auto" in arguments else "--resume"
     return " ".join([command_name(), *words, *where, resume])

@@ -17,7 +17,7 @@ GROUPS = {
     "Train": ("sft", "reward-model", "process-reward", "preference", "rl"),
     "Look at data, a model or a run": (
         *("data", "eval", "generate"),
-        *("export", "push", "upload"),
+        *("export", "push"),
     ),
 }
 """Commands in the order of the help; each of them is in one group. Those of plug-ins stand below their heading."""

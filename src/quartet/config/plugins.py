@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from quartet.config.errors import UserError
 
@@ -33,6 +33,30 @@ class RewardType:
 
     section: str
     source: str
+
+
+class Storage(Protocol):
+    """What is at a URL: a model or data, or what a run has uploaded. All but ``work_dir`` may raise UserError."""
+
+    def __init__(self, url: str) -> None: ...
+
+    def local_copy(self) -> Path:
+        """Brings the file or directory to this machine, once: only what has changed comes again."""
+
+    def fingerprint(self) -> str:
+        """Changes with what is there; nothing is downloaded for it."""
+
+    def records(self, names: Collection[str] | None = None) -> Path:
+        """Brings files of a run into a directory here: those of these names, or all but models and checkpoints."""
+
+    def upload(self, file: Path, name: str) -> object:
+        """Writes a file below the URL."""
+
+    def work_dir(self) -> Path:
+        """The directory here in which a run works whose ``output_dir`` it is."""
+
+    def remote_run(self, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float) -> Any:
+        """Of the run in ``path`` what ``quartet.trainers.run.LocalRun`` says; keeps the newest ``keep`` checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +144,7 @@ class Plugin:
         drafters: what drafts tokens for an engine, by ``type``. As for rewards.
         engines: what generates, by ``type``; as with rewards.
         report: writes a report of the run in a directory, and returns where it is.
+        storage: a class of ``Storage``, for all URLs.
     """
 
     commands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -129,6 +154,7 @@ class Plugin:
     drafters: Mapping[str, DrafterType] = field(default_factory=dict)
     engines: Mapping[str, EngineType] = field(default_factory=dict)
     report: str | None = None
+    storage: str | None = None
 
 
 @cache
@@ -152,6 +178,7 @@ def _additions(plugin: Plugin) -> Iterator[str]:
     yield from (f"the reward type {name}" for name in plugin.rewards)
     yield from (f"the drafter {name}" for name in plugin.drafters)
     yield from (f"the engine type {name}" for name in plugin.engines)
+    yield from ["storage at URLs"] if plugin.storage else []
 
 
 def _extras() -> list[str]:
@@ -229,3 +256,16 @@ def _default_type(section: Any) -> Any:
 def report_writer() -> Callable[[Path], Path] | None:
     """What writes a report of a run directory; None where no plug-in does."""
     return next((load(plugin.report) for plugin in plugins() if plugin.report is not None), None)
+
+
+def storage(url: str) -> Storage:
+    """What is at ``url``.
+
+    Raises:
+        UserError: no plug-in serves URLs, or it cannot serve this one.
+    """
+    target = next((plugin.storage for plugin in plugins() if plugin.storage is not None), None)
+    if target is None:
+        raise UserError("nothing here serves URLs", found=url, remedy="name a path, or install a plug-in for storage")
+    served: Storage = load(target)(url)
+    return served

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from quartet.config.addresses import is_url
 from quartet.config.errors import UserError
-from quartet.remote.store import local_copy
+from quartet.config.plugins import storage
 
 INSTALL = "pip install 'quartet-rl[data]'"
 COMPRESSIONS = (".gz", ".zst")
@@ -28,7 +28,7 @@ _UNSUSPICIOUS_BYTES = 1 << 28
 
 def located(name: str) -> Path:
     """The path on this machine; of a URL, of the copy that is brought here once."""
-    return local_copy(name) if is_url(name) else Path(name).expanduser()
+    return storage(name).local_copy() if is_url(name) else Path(name).expanduser()
 
 
 def format_of(path: Path) -> str:

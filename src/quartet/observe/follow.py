@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from quartet.config.errors import UserError
 from quartet.config.file_errors import read_error, refuse_pipe
-from quartet.observe.jsonl import malformed
+from quartet.observe.jsonl import parse_lines
 from quartet.observe.spans import Span, span_of_row
 from quartet.observe.trackers import metrics_of_row
 
@@ -24,7 +22,7 @@ class Tail(Generic[T]):
     gone none any more. What a resumed run cuts back is read again from its beginning.
 
     Args:
-        build: makes a row's object; raises ValueError, TypeError or KeyError where the row has another shape.
+        build: makes a row's object, as of ``parse_lines``.
 
     Attributes:
         restarted: the last ``poll`` began again from the beginning.
@@ -52,24 +50,16 @@ class Tail(Generic[T]):
         except FileNotFoundError:
             return []
         except OSError as error:
-            self._note(read_error(self._path, error))
+            refused = read_error(self._path, error)
+            self.trouble = self.trouble or f"{refused.problem}: {refused.found}"
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        found = []
-        for line in whole.split(b"\n")[:-1]:
-            self._lines += 1
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"a {type(row).__name__} instead of an object")
-                found.append(self._build(row))
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                self._note(malformed(self._path, self._lines, str(error).partition("\n")[0]))
-        return found
-
-    def _note(self, error: UserError) -> None:
-        self.trouble = self.trouble or f"{error.problem}: {error.found}"
+        rows, broken = parse_lines(whole, self._build, self._lines + 1)
+        self._lines += whole.count(b"\n")
+        if broken:
+            self.trouble = self.trouble or f"a file of the run is damaged: {self._path}, {broken[0]}"
+        return rows
 
 
 class StageTails:

@@ -214,11 +214,12 @@ def student_t_tail(t: float, dof: int) -> float:
 
 
 def read_alarms(path: Path) -> list[dict[str, Any]]:
-    """The rows of ``alarms.jsonl``; UserError for a damaged one."""
-    return read_objects(path, _checked)
+    """The rows of ``alarms.jsonl``, without broken ones."""
+    return read_objects(path, alarm_of_row)
 
 
-def _checked(row: dict[str, Any]) -> dict[str, Any]:
+def alarm_of_row(row: dict[str, Any]) -> dict[str, Any]:
+    """One row of :func:`read_alarms`; ValueError or KeyError for one of another shape."""
     if type(row["step"]) is not int or not isinstance(row["text"], str):
         raise ValueError("no whole step, or no text")
     return {**row, "examples": _EXAMPLES.validate_python(row["examples"])}

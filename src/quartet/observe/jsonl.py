@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -13,11 +13,11 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from quartet.config.errors import UserError
 from quartet.config.file_errors import read_file, write_error
-from quartet.observe.digests import FileDigest, sync_directory
+from quartet.observe.digests import sync_directory
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
@@ -25,51 +25,45 @@ def encode_row(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
 
 
-def decode_lines(data: bytes, source: Path) -> list[dict[str, Any]]:
-    """The rows in ``data``; a last line without its line feed (cut off by a kill) is left out.
+def parse_lines(data: bytes, build: Callable[[dict[str, Any]], T], first: int = 1) -> tuple[list[T], list[str]]:
+    """Makes objects of the rows in ``data``; a last line without its line feed (cut off by a kill) is left out.
 
-    Raises:
-        UserError: a complete line is not a JSON object.
+    Args:
+        build: raises ValueError, TypeError, KeyError, … for a row of another shape (``as_dataclass`` does).
+        first: number of the first line.
+
+    Returns:
+        The objects, and for each broken line, which is left out, its number and what is wrong with it.
     """
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+    objects, broken = [], []
+    for number, line in enumerate(data.split(b"\n")[:-1], start=first):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise malformed(source, number, str(error)) from error
-        if not isinstance(row, dict):
-            raise malformed(source, number, f"a {type(row).__name__} instead of an object")
-        rows.append(row)
-    return rows
+            if not isinstance(row, dict):
+                raise ValueError(f"a {type(row).__name__} instead of an object")
+            objects.append(build(row))
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            text = str(error).partition("\n")[0]
+            broken.append(f"line {number}: {text}")
+    return objects, broken
 
 
-def malformed(source: Path, number: int, what: str) -> UserError:
-    """The error for line ``number`` (from 1) of ``source``."""
-    return UserError(
-        "a file of the run is damaged",
-        found=f"{source}, line {number}: {what}",
-        remedy="restore the file from a copy, or delete that line",
-    )
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All complete rows of ``path``; UserError as in :func:`decode_lines`, or where it cannot be read."""
-    return decode_lines(read_file(path), path)
+def decode_lines(data: bytes, source: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
+    """The objects of :func:`parse_lines`; how many lines of ``source`` are broken is logged."""
+    objects, broken = parse_lines(data, build)
+    if broken:
+        _log.warning("%s: %d broken lines are left out (%s)", source, len(broken), broken[0])
+    return objects
 
 
 def read_objects(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
-    """The rows of ``path`` as objects; UserError, with the line, for one that ``build`` refuses.
+    """The rows of ``path`` as objects, without broken ones; UserError where it cannot be read."""
+    return decode_lines(read_file(path), path, build)
 
-    Args:
-        build: raises ValueError, TypeError or KeyError for a row of another shape (``as_dataclass`` does).
-    """
-    found = []
-    for number, row in enumerate(read_rows(path), start=1):
-        try:
-            found.append(build(row))
-        except (ValueError, TypeError, KeyError) as error:
-            raise malformed(path, number, str(error).partition("\n")[0]) from error
-    return found
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """As :func:`read_objects`."""
+    return read_objects(path, dict)
 
 
 def as_dataclass(kind: type[T], row: Mapping[str, Any]) -> T:
@@ -96,12 +90,6 @@ def _field_types(kind: Any) -> dict[str, TypeAdapter[Any]]:
     return {name: TypeAdapter(hint, config=ConfigDict(strict=True)) for name, hint in get_type_hints(kind).items()}
 
 
-def begins_with(path: Path, written: FileDigest) -> bool:
-    """Whether the file still begins with what had been written to it."""
-    data = read_file(path)[: written.bytes] if path.exists() else b""
-    return FileDigest(len(data), hashlib.sha256(data).hexdigest()) == written
-
-
 def replace_atomically(path: Path, data: bytes) -> None:
     """Writes ``data`` to ``path``; a kill or a full disk leaves the old content or the new, no mixture.
 
@@ -121,28 +109,28 @@ def replace_atomically(path: Path, data: bytes) -> None:
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Drops the rows of steps after ``step`` and a half-written last line; a missing file stays missing.
+    """Drops the rows of steps after ``step``, broken lines and a half-written last one; a missing file stays missing.
 
     Rows without a step are kept. Used on resume, for ``metrics.jsonl`` and ``spans.jsonl`` alike.
 
     Returns:
         The number of complete rows dropped.
-
-    Raises:
-        UserError: the file cannot be read, or a row of it is damaged.
     """
     if not path.exists():
         return 0
     data = read_file(path)
-    rows = decode_lines(data, path)
-    for number, row in enumerate(rows, start=1):
-        if type(row.get("step", 0)) is not int and row["step"] is not None:
-            raise malformed(path, number, f"step {row['step']!r:.60}")
+    rows = decode_lines(data, path, _with_step)
     kept = [row for row in rows if row.get("step") is None or row["step"] <= step]
     text = b"".join(encode_row(row) for row in kept)
     if text != data:
         replace_atomically(path, text)
     return len(rows) - len(kept)
+
+
+def _with_step(row: dict[str, Any]) -> dict[str, Any]:
+    if row.get("step") is not None and type(row["step"]) is not int:
+        raise ValueError(f"step {row['step']!r:.60}")
+    return row
 
 
 class RowAppender:
@@ -155,7 +143,6 @@ class RowAppender:
         whole = data[: data.rfind(b"\n") + 1]
         if whole != data:  # a kill cut the last line off
             replace_atomically(path, whole)
-        self._state, self._bytes = hashlib.sha256(whole), len(whole)
         self._file = path.open("ab")
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -166,12 +153,6 @@ class RowAppender:
             self._file.flush()
         except OSError as error:
             raise write_error(self._path, error) from error
-        self._state.update(data)
-        self._bytes += len(data)
-
-    def written(self) -> FileDigest:
-        """Of all that is in the file by now."""
-        return FileDigest(self._bytes, self._state.hexdigest())
 
     def close(self) -> None:
         self._file.close()

@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 
 from pydantic import ConfigDict, TypeAdapter
 
-from quartet.observe.digests import FileDigest
 from quartet.observe.jsonl import RowAppender, read_objects
 from quartet.observe.metrics import find_metric
 
@@ -91,10 +90,6 @@ class JsonlTracker:
         for tracker in self._others:
             tracker.samples(step, name, rows)
 
-    def written(self) -> FileDigest:
-        """Of all rows that are in the file by now."""
-        return self._rows.written()
-
     def close(self) -> None:
         self._rows.close()
 
@@ -102,8 +97,7 @@ class JsonlTracker:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The rows of a ``metrics.jsonl``: ``step``, ``time_s``, metrics; NaN and infinities are restored.
 
-    Raises:
-        UserError: a row is damaged, or holds something else than numbers.
+    Rows that are broken, or hold something else than numbers, are left out.
     """
     return read_objects(path, metrics_of_row)
 

@@ -14,7 +14,7 @@ from quartet.cluster.dispatch import Custom, dispatch
 from quartet.cluster.layout import Layout
 from quartet.config import UserError
 from quartet.observe.digests import FileDigest
-from quartet.train.checkpoint_shares import Share, ShareWriter
+from quartet.train.checkpoint import Share, ShareWriter
 from quartet.train.state import Shape
 
 
@@ -50,8 +50,8 @@ class Checkpointed(ABC):
             raise UserError(
                 "a worker does not see the run's directory",
                 found=f"{directory}, made by the driver, is not there on the worker's machine",
-                remedy="set output_dir to a directory on storage that all machines share: workers write their "
-                "checkpoints and models there themselves",
+                remedy="set output_dir to a directory on storage that all machines share, where workers write their "
+                "checkpoints and models themselves, or on Ray to a URL (s3://…)",
             )
 
     @dispatch(Custom(_with_rank, lambda layout, found: None))

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from quartet.config.addresses import is_url
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
+from quartet.config.plugins import storage
 from quartet.config.stages import has_older_model, made_by
 from quartet.remote.hub import fetch, split_name
-from quartet.remote.store import local_copy
 
 
 def local_or_hub(name: str | Path, what: str, part: str = "model") -> str:
@@ -40,7 +40,7 @@ def local_directory(name: str | Path, what: str, part: str = "model") -> str | N
     Raises:
         UserError: a local path that does not exist, or a file; a URL that cannot be read.
     """
-    text = str(local_copy(str(name)) if is_url(name) else name)
+    text = str(storage(str(name)).local_copy() if is_url(name) else name)
     path = Path(text).expanduser()
     if path.is_dir():
         exported = path / part

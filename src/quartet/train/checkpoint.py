@@ -1,44 +1,68 @@
-"""Atomic checkpoints: written beside their place, synced, then renamed; checked byte for byte before loading.
+"""Checkpoints: atomic, checked byte for byte before loading; each worker writes and reads its share of one itself.
 
 ::
 
-    checkpoints/step_00000050/   actor/, …       a share per role, written by its workers (train/checkpoint_shares.py)
-                                 <part>.pt       the driver's own parts, where it has any
-                                 info.json       counters, cursors, the recipe
-                                 manifest.json   size and SHA-256 of each file (train/manifest.py)
+    checkpoints/step_00000050/   actor/, …               a share per role, through ``torch.distributed.checkpoint``
+                                 actor/.metadata         which tensors there are, of which shape, where each part lies
+                                 actor/__0_0.distcp      what rank 0 has of the tensors, and the rest of the state
+                                 actor/__1_0.distcp      what rank 1 has of sharded tensors, and so on
+                                 info.json               counters, cursors, the recipe
+                                 manifest.json           size and SHA-256 of each file
     checkpoints/damaged_step_…   one that was passed over, until the next is complete
+
+It is written beside its place, synced, then renamed. Every rank writes what it is the first to hold, by itself: no rank
+waits for another, and none needs a process group in the background. Until the checkpoint is complete each has metadata
+of its own, ``__1.metadata`` say; then they are joined. A share is read in the parts that are needed, by any number of
+processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
+import math
 import os
+import pickle
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import stat
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import metadata as formats
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from quartet.config import UserError
 from quartet.config.file_errors import read_error, write_error
-from quartet.observe.digests import DigestingFile, FileDigest, digested_file, sync_directory
-from quartet.train import manifest as manifests
-from quartet.train.checkpoint_metadata import join_metadata
-from quartet.train.manifest import CheckpointManifest, Damage
-from quartet.train.state import reading
+from quartet.observe.digests import FileDigest, digest_file, digested_file, seal, sync_directory, unseal
+from quartet.observe.memory import copy_fits
+from quartet.train.parallel.tensors import is_first_holder, local, local_slices
+from quartet.train.state import REST, Shape, reading, snapshot, state_bytes
 
-_NAME = re.compile(r"step_([0-9]{8,})")
-_DAMAGED = "damaged_"
-_DRAFT = ".draft_"
+NAME, METADATA = "manifest.json", ".metadata"
+"""Names of the manifest, and of what every share has."""
+_STEP = re.compile(r"step_([0-9]{8,})")
+_DAMAGED, _DRAFT = "damaged_", ".draft_"
 
 Shares = Mapping[str, Mapping[str, FileDigest]]
 """Of each role the digests of its files, by their names in its directory."""
+
+# The caller passes no_dist=True on purpose. For good, since the filters may not be changed in a thread beside others.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True)
@@ -47,13 +71,11 @@ class Checkpoint:
 
     Attributes:
         path: each share is in a directory below it, for its workers to read.
-        parts: the driver's.
         warnings: about other checkpoints that were not used.
     """
 
     path: Path
     step: int
-    parts: dict[str, Any]
     info: dict[str, Any]
     warnings: tuple[str, ...] = ()
 
@@ -67,7 +89,7 @@ def path_of_draft(draft: Path) -> Path:
     return checkpoint_path(draft.parent, int(draft.name.removeprefix(_DRAFT).partition("_")[0]))
 
 
-# Writing ---------------------------------------------------------------------------------------------------
+# Whole checkpoints: writing --------------------------------------------------------------------------------
 
 
 def begin_checkpoint(root: Path, step: int) -> Path:
@@ -88,21 +110,16 @@ def begin_checkpoint(root: Path, step: int) -> Path:
 
 def complete_checkpoint(
     draft: Path,
-    parts: Mapping[str, Any],
     info: Mapping[str, Any],
     shares: Shares,
     *,
     keep: int,
-    elsewhere: Callable[[Path, CheckpointManifest], bool] = lambda draft, manifest: True,
-) -> Path | None:
-    """Adds the driver's own files and the manifest, and makes it a checkpoint; deletes all but the newest ``keep``.
+) -> Path:
+    """Adds ``info.json`` and the manifest, and makes it a checkpoint; deletes all but the newest ``keep``.
 
     Args:
-        parts: each anything ``torch.save`` takes, and small.
         info: JSON values: counters, cursors, versions.
         shares: what the workers wrote into the draft.
-        elsewhere: makes copies of the whole draft checkpoints of other machines, before this one counts; where
-            it returns False there is none, which is None.
 
     Raises:
         UserError: the disk is full or not writable, or a share is not there; older checkpoints are untouched.
@@ -112,16 +129,13 @@ def complete_checkpoint(
     try:
         joined = {role: join_metadata(draft / role, share) for role, share in shares.items()}
         files = {f"{role}/{name}": digest for role, share in joined.items() for name, digest in share.items()}
-        files |= {f"{name}.pt": _write(draft / f"{name}.pt", partial(torch.save, part)) for name, part in parts.items()}
-        text = json.dumps({"step": step, "manifest": manifests.NAME, **info}).encode("ascii")
-        files["info.json"] = _write(draft / "info.json", lambda file: file.write(text))
-        manifest = CheckpointManifest(step=step, parts=list(parts), shares=list(shares), files=files)
+        with digested_file(draft / "info.json") as file:
+            file.write(json.dumps({"step": step, "manifest": NAME, **info}).encode("ascii"))
+        files["info.json"] = file.digest()
+        manifest = CheckpointManifest(step=step, shares=list(shares), files=files)
         manifest.check_names(draft)
-        manifest.write(draft / manifests.NAME)
+        manifest.write(draft / NAME)
         sync_directory(draft)
-        if not elsewhere(draft, manifest):
-            discard_draft(draft)
-            return None
         former = _set_aside(final) if os.path.lexists(final) else None
         os.replace(draft, final)
         sync_directory(root)
@@ -134,8 +148,7 @@ def complete_checkpoint(
             found=str(error),
             remedy="put output_dir on storage that all machines share",
         ) from error
-    except (OSError, RuntimeError) as error:
-        # torch.save reports some failures as a RuntimeError of its zip writer.
+    except OSError as error:
         discard_draft(draft)
         raise write_error(final, error, what="checkpoint ") from error
     prune(root, keep)
@@ -173,14 +186,7 @@ def set_aside_after(root: Path, step: int) -> None:
             os.replace(path, path.with_name(_DAMAGED + path.name))
 
 
-def _write(path: Path, write: Callable[[DigestingFile], object]) -> FileDigest:
-    """Writes one file, synced; its digest is made on the way."""
-    with digested_file(path) as file:
-        write(file)
-    return file.digest()
-
-
-# Reading ---------------------------------------------------------------------------------------------------
+# Whole checkpoints: reading --------------------------------------------------------------------------------
 
 
 def claimed_steps(root: Path) -> list[int]:
@@ -202,7 +208,7 @@ def newest_checkpoint(
     """The newest good checkpoint, with a warning for everything newer that is not; None where none was ever written.
 
     Args:
-        accept: given the names of parts and shares and the info, what is wrong with them for the run, or None.
+        accept: given the names of shares and the info, what is wrong with them for the run, or None.
 
     Raises:
         UserError: there are checkpoints, but no good one, or they cannot be read.
@@ -256,7 +262,7 @@ def find_checkpoint(root: Path, step: int | None) -> Checkpoint:
 
 def step_of(path: Path) -> int | None:
     """The step of a path that is named as a checkpoint is, None of others."""
-    match = _NAME.fullmatch(path.name)
+    match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
@@ -267,13 +273,9 @@ def _load(root: Path, step: int, accept: Callable[[Collection[str], Mapping[str,
     manifest.check_content(path)
     info = _read_info(path, step)
     info.pop("manifest", None)
-    if reason := accept([*manifest.parts, *manifest.shares], info):
+    if reason := accept(manifest.shares, info):
         raise Damage(reason)
-    parts = {}
-    for name in manifest.parts:
-        with reading(path / f"{name}.pt"):
-            parts[name] = torch.load(path / f"{name}.pt", map_location="cpu", weights_only=True)
-    return Checkpoint(path, step, parts, info)
+    return Checkpoint(path, step, info)
 
 
 def _check_names(root: Path, step: int) -> CheckpointManifest:
@@ -281,18 +283,18 @@ def _check_names(root: Path, step: int) -> CheckpointManifest:
     path = checkpoint_path(root, step)
     if path.is_symlink() or not path.is_dir():
         raise Damage("is a symbolic link" if path.is_symlink() else "is no directory")
-    found = manifests.sizes(path)
+    found = sizes(path)
     if not found:
         raise Damage("is empty")
-    if manifests.NAME not in found:
-        raise Damage(f"{manifests.NAME} is missing")
-    manifest = CheckpointManifest.read(path / manifests.NAME)
+    if NAME not in found:
+        raise Damage(f"{NAME} is missing")
+    manifest = CheckpointManifest.read(path / NAME)
     manifest.check_names(path)
     if manifest.step != step:
-        raise Damage(f"{manifests.NAME} says step {manifest.step}")
-    needed = {f"{name}.pt" for name in manifest.parts} | {f"{name}/{manifests.METADATA}" for name in manifest.shares}
+        raise Damage(f"{NAME} says step {manifest.step}")
+    needed = {f"{name}/{METADATA}" for name in manifest.shares}
     if lacking := needed - manifest.files.keys():
-        raise Damage(f"{manifests.NAME} has no file for {min(lacking)}")
+        raise Damage(f"{NAME} has no file for {min(lacking)}")
     return manifest
 
 
@@ -320,7 +322,7 @@ def _misnamed(root: Path) -> list[str]:
         for entry in root.iterdir()
         if entry.name not in claimed
         and not entry.name.startswith((".", _DAMAGED))
-        and (entry.name.startswith("step") or (entry / "info.json").exists() or (entry / manifests.NAME).exists())
+        and (entry.name.startswith("step") or (entry / "info.json").exists() or (entry / NAME).exists())
     )
 
 
@@ -360,3 +362,386 @@ def _delete(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+# The manifest ----------------------------------------------------------------------------------------------
+
+
+class Damage(Exception):
+    """A checkpoint is not as it was written; the text says in what, and names the file."""
+
+
+class CheckpointManifest(BaseModel):
+    """The files of one checkpoint, by their path inside it: ``manifest.json``, sealed with its own digest.
+
+    It knows files, not what is in them. It tells damage, not malice: who can write the files can write a manifest, too.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["quartet-checkpoint-3"] = "quartet-checkpoint-3"
+    step: Annotated[int, Field(ge=0)]
+    shares: list[str]
+    files: dict[str, FileDigest]
+
+    def write(self, path: Path) -> None:
+        """Into the file ``path``, synced."""
+        with digested_file(path) as file:
+            file.write(seal(self.model_dump()))
+
+    @classmethod
+    def read(cls, path: Path) -> CheckpointManifest:
+        """Raises ``Damage`` for anything but what ``write`` has written, OSError where it cannot be read."""
+        try:
+            found = unseal(path.read_bytes())
+        except ValueError as error:
+            raise Damage(f"{NAME} {error}") from error
+        try:
+            return cls.model_validate_json(json.dumps(found))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise Damage(f"{NAME} is not one of this version ({where}: {first['msg']})") from error
+
+    def check_names(self, directory: Path) -> None:
+        """Compares names and sizes; opens no file.
+
+        Raises:
+            Damage: a file is missing, was added, is of another size, or is a link or something else than a file.
+        """
+        found = sizes(directory)
+        found.pop(NAME, None)
+        if missing := sorted(self.files.keys() - found.keys()):
+            raise Damage(f"{', '.join(missing[:3])} {'is' if len(missing) == 1 else 'are'} missing")
+        if added := sorted(found.keys() - self.files.keys()):
+            raise Damage(f"{NAME} does not name {', '.join(added[:3])}")
+        for name, digest in self.files.items():
+            if found[name] != digest.bytes:
+                raise Damage(f"{name} has {found[name]:,} bytes instead of {digest.bytes:,}")
+
+    def check_content(self, directory: Path) -> None:
+        """Reads every file once and compares the digests; call ``check_names`` before.
+
+        Raises:
+            Damage: a file's content has changed.
+        """
+        for name, digest in self.files.items():
+            if digest_file(directory / name) != digest:
+                raise Damage(f"the content of {name} is not what was written (SHA-256)")
+
+
+def sizes(directory: Path, below: str = "") -> dict[str, int]:
+    """Size in bytes of every file in ``directory`` by its path inside.
+
+    Raises:
+        Damage: there is an empty directory, a symbolic link or a device among them.
+    """
+    found: dict[str, int] = {}
+    with os.scandir(directory) as listed:
+        for entry in listed:
+            name, status = f"{below}{entry.name}", entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                found[name] = status.st_size
+            elif stat.S_ISDIR(status.st_mode) and (inside := sizes(Path(entry.path), f"{name}/")):
+                found.update(inside)
+            else:
+                raise Damage(f"{name} is {_kind(status.st_mode)} instead of a file")
+    return found
+
+
+def _kind(mode: int) -> str:
+    return "a symbolic link" if stat.S_ISLNK(mode) else "an empty directory" if stat.S_ISDIR(mode) else "a device"
+
+
+# Shares: writing -------------------------------------------------------------------------------------------
+
+
+class ShareWriter:
+    """Writes one share after another: at once, or from a copy in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._written: Future[dict[str, FileDigest]] | None = None
+
+    def begin(self, directory: Path, state: Mapping[str, Any], *, background: bool, rank: int = 0) -> None:
+        """Writes ``state`` into the new directory; with ``background`` it may change as soon as this returns.
+
+        Where memory does not allow a copy (``copy_fits``) it is written at once, from where it lies. There is
+        never more than one copy: the share before is waited for.
+
+        Args:
+            rank: among the workers that have this state, each with its part or its replica.
+
+        Raises:
+            UserError: it could not be written. In the background ``finish`` raises that.
+        """
+        if self._written is not None:
+            wait([self._written])
+        self._directory, self._written = directory, None
+        state = own_part(state, rank)
+        # The ranks of one machine make their copies at the same time.
+        num_copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if not (background and copy_fits(num_copies * state_bytes(state))):
+            files = _write(directory, state, rank)
+            self._written = Future()
+            self._written.set_result(files)
+            return
+        # An interpreter that ends waits for the file being written. The thread ends with it, so that no idle one keeps
+        # its OpenMP threads.
+        writer = ThreadPoolExecutor(1, thread_name_prefix="quartet-share")
+        self._written = writer.submit(_write, directory, snapshot(state), rank)
+        writer.shutdown(wait=False)
+
+    def finish(self, directory: Path) -> dict[str, FileDigest] | None:
+        """The files in ``directory`` with their digests once they are written and synced, until then None.
+
+        Empty where this process has not begun that share: it was started after another one's death.
+
+        Raises:
+            UserError: they could not be written.
+        """
+        if directory != self._directory or self._written is None:
+            return {}
+        return self._written.result() if self._written.done() else None
+
+
+def own_part(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """What ``rank`` writes: of sharded tensors what it is the first to hold, and rank 0 everything else."""
+    return {n: v for n, v in state.items() if (is_first_holder(v) if isinstance(v, DTensor) else rank == 0)}
+
+
+def _write(directory: Path, state: Mapping[str, Any], rank: int) -> dict[str, FileDigest]:
+    try:
+        return write_share(directory, state, rank)
+    except (OSError, RuntimeError) as error:
+        raise write_error(path_of_draft(directory.parent), error, what="checkpoint ") from error
+
+
+def write_share(directory: Path, state: Mapping[str, Any], rank: int = 0) -> dict[str, FileDigest]:
+    """Writes one rank's files of a share, synced; tensors go from where they are to the disk one by one.
+
+    Args:
+        state: as ``own_part`` gives it.
+
+    Returns:
+        Digests by the files' names in ``directory``, made while they were written.
+    """
+    writer = _Writer(directory, rank)
+    with _cause_raised():
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.save({n: _Part.of(v) for n, v in state.items()}, storage_writer=writer, planner=planner, no_dist=True)
+    sync_directory(directory)
+    return writer.fs.digests
+
+
+class _DigestingFiles(FileSystem):
+    """Files that are synced when they are closed, with the digests of what was written."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, FileDigest] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with digested_file(Path(path)) as file:
+            yield file
+        self.digests[Path(path).name] = file.digest()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _Writer(dcp.FileSystemWriter):
+    fs: _DigestingFiles
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        # Files sync themselves; copying ahead would hold more than one tensor at a time.
+        super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
+        self.fs = _DigestingFiles()
+        self._own_rank = rank
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        # Without collectives the files of a rank, its metadata too, have its number.
+        super().set_up_storage_writer(is_coordinator, rank=self._own_rank, use_collectives=self._own_rank == 0)
+
+    def storage_meta(self) -> None:
+        """Nothing: it would say where the draft was, and a random number."""
+
+
+class _Part(Tensor):
+    """What is here of a sharded tensor, and where it belongs: torch's own answer is only right where sizes divide."""
+
+    whole: torch.Size
+    region: formats.ChunkStorageMetadata
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Of a DTensor; anything else as it is."""
+        if not isinstance(value, DTensor):
+            return value
+        part, slices = local(value).as_subclass(cls), local_slices(value)
+        part.whole = value.shape
+        part.region = formats.ChunkStorageMetadata(
+            torch.Size(s.start for s in slices), torch.Size(s.stop - s.start for s in slices)
+        )
+        return part
+
+    def size(self, *args: Any) -> Any:
+        """Of the whole tensor, which is what dcp compares."""
+        return self.whole
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = formats.TensorProperties.create_from_tensor(self.__get_tensor_shard__(None))
+        data = TensorWriteData(self.region, properties, self.whole)
+        return [WriteItem(formats.MetadataIndex(name, self.region.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[formats.ChunkStorageMetadata]:
+        return [self.region]
+
+    def __get_tensor_shard__(self, _: object) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+# Shares: reading -------------------------------------------------------------------------------------------
+
+
+class Share:
+    """One share on disk, whose digests were compared already.
+
+    Attributes:
+        shapes: of its tensors, by name.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        with reading(self._directory):
+            self._reader = _Reader(directory)
+            found = self._reader.read_metadata().state_dict_metadata
+        self.shapes: dict[str, Shape] = {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in found.items()
+            if isinstance(entry, formats.TensorStorageMetadata)
+        }
+
+    def rest(self) -> dict[str, Any]:
+        """The part of the state that is no tensor."""
+        found: dict[str, Any] = self._load({REST: 0})[REST]
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """All of it, in memory of its own."""
+        tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in self.shapes.items()}
+        self.read_into(tensors)
+        return {**tensors, REST: self.rest()}
+
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Every tensor to where it is in ``tensors``, which have this share's names and shapes; one at a time."""
+        self._load({name: _Part.of(tensor) for name, tensor in tensors.items()})
+
+    def _load(self, state: dict[str, Any]) -> dict[str, Any]:
+        planner = _PlainLoadPlanner()
+        with reading(self._directory), _cause_raised():
+            dcp.load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+        return planner.values
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once."""
+
+    _found: formats.Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> formats.Metadata:
+        if self._found is None:
+            self._found = load_metadata(Path(self.path) / METADATA)
+            self._found.storage_meta = formats.StorageMeta(load_id=self.load_id)
+        return self._found
+
+
+class _PlainLoadPlanner(DefaultLoadPlanner):
+    """Takes plain values alone from what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.values: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+@contextlib.contextmanager
+def _cause_raised() -> Iterator[None]:
+    """What was raised inside of ``dcp``, in the place of its own exception for it."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
+# Metadata of a share ---------------------------------------------------------------------------------------
+
+
+def load_metadata(path: Path) -> formats.Metadata:
+    """What the file says; takes nothing but metadata from its pickle.
+
+    Raises:
+        OSError, pickle.UnpicklingError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        found: formats.Metadata = _MetadataUnpickler(file).load()
+    return found
+
+
+def join_metadata(directory: Path, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
+    """Makes one ``.metadata`` of those that the ranks of a share have written; returns the files that are left.
+
+    Args:
+        files: of all ranks, in ``directory``.
+
+    Raises:
+        Damage: together they do not have all parts of a tensor.
+        OSError: they cannot be read or written.
+    """
+    of_ranks = [name for name in files if name.endswith(METADATA) and name != METADATA]
+    if not of_ranks or METADATA not in files:
+        return dict(files)
+    whole = load_metadata(directory / METADATA)
+    entries: dict[str, Any] = whole.state_dict_metadata
+    for name in of_ranks:
+        part = load_metadata(directory / name)
+        for tensor, entry in part.state_dict_metadata.items():
+            if tensor in entries:
+                entries[tensor].chunks.extend(entry.chunks)  # type: ignore[union-attr]
+            else:
+                entries[tensor] = entry
+        whole.storage_data |= part.storage_data
+    for tensor, entry in entries.items():
+        if isinstance(entry, formats.TensorStorageMetadata):
+            there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if there != math.prod(entry.size):
+                raise Damage(
+                    f"of {directory.name}'s {tensor} {there:,} numbers are there, of {math.prod(entry.size):,}"
+                )
+    (directory / METADATA).unlink()
+    with digested_file(directory / METADATA) as file:
+        pickle.dump(whole, file)
+    for name in of_ranks:
+        (directory / name).unlink()
+    kept = {name: digest for name, digest in files.items() if name not in of_ranks}
+    return {**kept, METADATA: file.digest()}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if name == "Size" or isinstance(found, torch.dtype):
+                return found
+        elif (module, name) in (
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ) or (module == formats.__name__ and isinstance(getattr(formats, name, None), type)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into metadata")

@@ -1,12 +1,14 @@
 """What a run keeps while it trains: checkpoints, of which every worker writes its share, and the rollouts of steps.
 
-The driver writes its own small parts of a checkpoint, and the manifest last. Token ids are written by the writer, the
+The driver writes ``info.json``, and the manifest last. Token ids are written by the writer, the
 worker that has them: a step's rollouts, and the groups that are ahead as a share of a checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
+from quartet.config.addresses import is_url
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import rollout_rows, rollouts_path
 from quartet.schedule.checkpointed import Checkpointed
@@ -25,10 +28,9 @@ from quartet.schedule.groups import Group, by_group
 from quartet.schedule.iteration import all_ended
 from quartet.schedule.role_group import RemoteGroup, RoleGroup
 from quartet.schedule.rollout_writer import Writer
-from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
+from quartet.train.checkpoint import Checkpoint, Shares, begin_checkpoint, complete_checkpoint, discard_draft
 from quartet.trainers.experience import Experience
-from quartet.trainers.mirror import Mirror, SharedStorage
-from quartet.trainers.run import RunDirectory
+from quartet.trainers.run import CHECKPOINT, WRITER, RunDirectory
 from quartet.trainers.run_files import writing
 
 T = TypeVar("T")
@@ -38,16 +40,16 @@ DRAFTS = "drafts_"
 """And a number: the share of an engine that drafts."""
 Workers = Mapping[str, RoleGroup[Checkpointed]]
 _POLL_S, _LONGEST_POLL_S = 0.005, 0.25
+_log = logging.getLogger(__name__)
 
 
 async def check_storage(run: RunDirectory, workers: Workers) -> None:
-    """Has machines of Ray that do not see the run's directory keep copies of their own (``Mirror``).
+    """Of a run at a URL, has machines of Ray that do not see its directory reach it through the store.
 
     Raises:
-        UserError: a worker of another back end does not see it, or it cannot be written to.
+        UserError: a worker of any other run does not see it, or it cannot be written to.
     """
-    run.storage.stop()
-    run.storage = SharedStorage()
+    await asyncio.to_thread(run.remote.join, ())
     token = run.path.absolute() / f".seen_{os.getpid()}"
     with writing(token):
         token.mkdir(exist_ok=True)
@@ -55,36 +57,36 @@ async def check_storage(run: RunDirectory, workers: Workers) -> None:
         await all_ended([worker.call(Checkpointed.check_sees, token) for worker in workers.values()])
     except UserError:
         groups = [worker.group for worker in workers.values() if isinstance(worker, RemoteGroup)]
-        if len(groups) < len(workers):
+        if len(groups) < len(workers) or not is_url(run.recipe.output_dir):
             raise
-        run.storage = mirror = await asyncio.to_thread(Mirror.of, run.path.absolute(), groups)
-        run.warning(
-            f"{len(mirror.others)} of the run's machines do not share the storage of {run.path}: each keeps copies of "
-            "the checkpoints, and what workers write there is brought to the driver's machine"
-        )
+        await asyncio.to_thread(run.remote.join, groups)
     finally:
         token.rmdir()
 
 
-async def save(
-    run: RunDirectory, workers: Workers, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]
-) -> None:
+async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str, Any]) -> None:
     """Saves the state after ``step`` complete steps; it is written in the background, if the recipe does not forbid it.
 
-    Where a worker dies before its share is written there is no checkpoint of this step, and no error: the run meets
-    that death by itself.
+    The checkpoint before is waited for. What was handed to the run's writer earlier is on disk first, so that a run
+    resumed from this one lacks no record. Where a worker dies before its share is written there is no checkpoint of
+    this step, and no error: the run meets that death by itself.
 
     Args:
         workers: by role, those whose state is saved.
-        parts, info: as of ``RunDirectory.complete_checkpoint``.
+        info: JSON values: counters, cursors.
 
     Raises:
-        UserError: this or something before it could not be written.
+        UserError: this or something before it could not be written; in the background the next call that waits for the
+            writer raises it (``save``, ``write_later``, ``drain``, ``finish``, the end of the run).
         WorkerDied: a worker is dead already.
     """
-    draft = run.begin_checkpoint(step)
-    background = run.recipe.checkpoint.background
-    copying = run.recorder.span("checkpoint_snapshot", step=step - 1, role="writer") if background else nullcontext()
+    if not run.writer.has_room(CHECKPOINT):
+        with run.recorder.span("checkpoint_wait", step=step - 1, role=WRITER):
+            run.writer.wait_for_room(CHECKPOINT)
+    draft = run.remote.begin(begin_checkpoint(run.checkpoints.absolute(), step))
+    config, background = run.recipe.checkpoint, run.recipe.checkpoint.background
+    info = copy.deepcopy({**info, "recipe": run.recipe.model_dump(mode="json")})
+    copying = run.recorder.span("checkpoint_snapshot", step=step - 1, role=WRITER) if background else nullcontext()
     try:
         with copying:
             await all_ended(
@@ -97,10 +99,23 @@ async def save(
     except BaseException:
         discard_draft(draft)
         raise
-    shares: Callable[[], Shares | None]
-    # In the thread that writes, which has no event loop; the run's own may be waiting for that thread.
-    shares = (lambda: asyncio.run(_written(run, workers, draft))) if background else (lambda: found)
-    run.complete_checkpoint(draft, step, parts, info, shares)
+
+    def complete() -> None:
+        try:
+            # The thread that writes has no event loop; the run's own may be waiting for that thread.
+            shares = asyncio.run(_written(run, workers, draft)) if background else found
+        except BaseException:
+            discard_draft(draft)
+            raise
+        if shares is None:
+            discard_draft(draft)
+            return
+        final = complete_checkpoint(draft, info, shares, keep=config.keep)
+        run.callbacks.saved.append((step, run.checkpoints / final.name))
+        _log.info("the checkpoint of step %d is complete", step)
+        run.remote.saved()
+
+    run.write_later(CHECKPOINT, step, complete)
 
 
 async def load(workers: Workers, checkpoint: Checkpoint) -> None:
@@ -125,9 +140,9 @@ async def load_drafts(engines: Sequence[RoleGroup[Checkpointed]], checkpoint: Ch
 
 async def bring(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:
     """Brings what the group's first worker has written into the run's directory to the driver's machine."""
-    if isinstance(group, RemoteGroup) and isinstance(run.storage, Mirror):
+    if isinstance(group, RemoteGroup):
         node = group.group.processes[group.rank or 0].node
-        await asyncio.to_thread(run.storage.bring, node, [path.absolute() for path in paths])
+        await asyncio.to_thread(run.remote.bring, node, [path.absolute() for path in paths])
 
 
 async def _written(run: RunDirectory, workers: Workers, draft: Path) -> Shares | None:
@@ -137,7 +152,7 @@ async def _written(run: RunDirectory, workers: Workers, draft: Path) -> Shares |
         found = dict(zip(workers, await all_ended([told(ask) for ask in asked]), strict=True))
         if not all(found.values()):
             return None
-        run.storage.gather(draft, found)
+        run.remote.gather(draft, found)
     except WorkerDied:
         return None
     return found

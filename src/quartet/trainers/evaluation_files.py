@@ -12,13 +12,12 @@ judge's comparisons hold, after a first line that says what they are about, one 
     {"sample": "eval.3.0", "rewards": {"numeric": 1.0, "judge": null}}
     {"sample": "eval.3.0", "preference": 0.5}
 
-Each line of these ends with ``"digest"``, sixteen digits of the SHA-256 of the line without it.
-
 A score that failed, and a pair without a verdict, is not kept: it is asked for again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -32,7 +31,7 @@ from quartet.config import UserError
 from quartet.config.nearest import missing_file
 from quartet.config.printable import printable
 from quartet.data.datasets import PromptItem
-from quartet.observe.jsonl import RowAppender, as_dataclass, encode_row, malformed, read_rows, replace_atomically
+from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects, read_rows, replace_atomically
 from quartet.observe.trackers import Row
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.text.examples import PromptText
@@ -90,21 +89,18 @@ def read_answers(path: Path) -> list[Answer]:
     """
     if not path.is_file():
         raise missing_file("there is no such file of answers", path)
-    found = []
-    for number, row in enumerate(read_rows(path), start=1):
+
+    def answer(row: dict[str, Any]) -> Answer:
         if not row.keys() >= _REQUIRED:
             raise UserError(
                 "the file holds no answers of an evaluation",
-                found=f"{path}:{number} has no {', '.join(sorted(_REQUIRED - row.keys()))}",
+                found=f"a line of {path} has no {', '.join(sorted(_REQUIRED - row.keys()))}",
                 remedy="name the answers.jsonl that quartet eval has written, or a model directory",
             )
-        try:
-            values = {"length": 0} | {name: row[name] for name in _KEYS & row.keys()}
-            values["rewards"] = _nan_for_nulls(row.get("rewards", {}))
-            found.append(as_dataclass(Answer, values))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise malformed(path, number, str(error)) from error
-    return found
+        values = {"length": 0} | {name: row[name] for name in _KEYS & row.keys()}
+        return as_dataclass(Answer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
+
+    return read_objects(path, answer)
 
 
 def as_text(prompt: PromptText) -> str:
@@ -171,13 +167,6 @@ def drop_after(directory: Path, step: int) -> None:
 
 # What is finished ------------------------------------------------------------------------------------------
 
-_DIGEST = "digest"
-"""Key of a line's digest: what a line says decides what an evaluation finds."""
-
-
-def _digest(row: Mapping[str, Any]) -> str:
-    return hashlib.sha256(encode_row(row)).hexdigest()[:16]
-
 
 class EvaluationCache:
     """One file of finished work, read when made; what is kept is in the file when the call returns.
@@ -196,22 +185,15 @@ class EvaluationCache:
         self.preferences: dict[str, float] = {}
         digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
         rows = read_rows(path) if path.is_file() else []
-        # Lines of earlier versions carry no digest of their own.
-        self._is_checked = not rows or rows[0].keys() != {"about"}
-        for number, row in enumerate(rows, start=1):
-            if self._is_checked and row.pop(_DIGEST, None) != _digest(row):
-                raise malformed(path, number, "it does not agree with its own digest")
         if rows and rows[0].get("about") != digest:
             raise UserError(
                 "what is to be evaluated has changed since the evaluation began",
                 found=f"{path} is about other prompts or answers",
                 remedy="give it the same data, or choose another output_dir",
             )
-        for number, row in enumerate(rows[1:], start=2):
-            try:
+        for row in rows[1:]:
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # then it is done again
                 self._take(row)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise malformed(path, number, str(error)) from error
         with writing(path):
             self._rows = RowAppender(path)
             if not rows:
@@ -249,7 +231,7 @@ class EvaluationCache:
 
     def _append(self, row: dict[str, Any]) -> None:
         with writing(self.path):
-            self._rows.append({**row, _DIGEST: _digest(row)} if self._is_checked else row)
+            self._rows.append(row)
 
     def close(self) -> None:
         self._rows.close()

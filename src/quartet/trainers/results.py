@@ -25,8 +25,7 @@ from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.remote.hub import push
 from quartet.rollout.owned_folders import OwnedFolder
 from quartet.text.tokenizer import TextCodec
-from quartet.train.checkpoint import Checkpoint, find_checkpoint, step_of
-from quartet.train.checkpoint_shares import Share
+from quartet.train.checkpoint import Checkpoint, Share, find_checkpoint, step_of
 from quartet.train.state import MODEL, check_fit, model_tensors, shapes_of
 from quartet.trainers.input_sources import resolve_model, resolve_scalar_model, resolve_tokenizer
 from quartet.trainers.run_files import MARKER, check_written, read_json, write_digests, writing

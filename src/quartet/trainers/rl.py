@@ -394,7 +394,7 @@ class RLTrainer:
         if at.buffered is not None and await hold_buffered(writer, at.buffered):
             workers = {**workers, BUFFERED: writer}
         info = {"kl_coef": self.kl.value, "stream": dict(at.stream or {}), "alarm": self.evaluation.state()}
-        await checkpoints.save(self.run, workers, at.step, {}, info)
+        await checkpoints.save(self.run, workers, at.step, info)
 
     @contextlib.asynccontextmanager
     async def _saved_if_clean(self, attempt: RunAttempt) -> AsyncIterator[None]:

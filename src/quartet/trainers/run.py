@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import logging
 import math
@@ -23,23 +22,24 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
+from quartet.config.addresses import is_url
 from quartet.config.load import dump_recipe
+from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
 from quartet.config.stages import OLDER_MODEL
 from quartet.observe import cpu
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
 from quartet.observe.callbacks import Callback, Callbacks, Control
-from quartet.observe.digests import FileDigest
 from quartet.observe.follow import Tail
 from quartet.observe.health import examine
-from quartet.observe.jsonl import begins_with, replace_atomically
+from quartet.observe.jsonl import replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
@@ -48,21 +48,15 @@ from quartet.observe.trackers import JsonlTracker, metrics_of_row, read_metrics
 from quartet.train.checkpoint import (
     Checkpoint,
     Shares,
-    begin_checkpoint,
     checkpoint_path,
     claimed_steps,
-    complete_checkpoint,
-    discard_draft,
     newest_checkpoint,
     prune,
     set_aside_after,
 )
-from quartet.train.state import snapshot
 from quartet.trainers.devices import check_torch, device_changes
-from quartet.trainers.mirror import SharedStorage
 from quartet.trainers.model_card import write_cards
 from quartet.trainers.pinned import pinned
-from quartet.trainers.remote_run import remote_run
 from quartet.trainers.run_files import (
     OTHER_LENGTH,
     Resume,
@@ -83,13 +77,56 @@ from quartet.trainers.run_files import (
 from quartet.trainers.signals import StopSignals, stop_signals
 
 R = TypeVar("R", bound=Recipe)
-_CHECKPOINT, _WRITER = "checkpoint", "writer"
+CHECKPOINT, WRITER = "checkpoint", "writer"
 
 _MOST_IDLE = 3
 """Steps in a row without an update after which a run stops."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of the disk, not of the code that was writing."""
 _log = logging.getLogger(__name__)
+
+
+class LocalRun:
+    """What a run does for a store where its ``output_dir`` is a directory: nothing."""
+
+    def check(self, resume: bool) -> dict[str, Any] | None:
+        """``run.json`` of the run that is at the URL, empty where there is none; None: the directory here decides.
+
+        Raises:
+            UserError: the URL holds another run, or cannot be read.
+        """
+        return None
+
+    def restore(self, resume: bool) -> None:
+        """Brings what a run needs to go on to this machine; the run's lock is held."""
+
+    def claim(self) -> None:
+        """Makes this process the one that may write there, and begins to upload."""
+
+    def saved(self) -> None:
+        """There is a new checkpoint, or a stage has ended. Raises UserError where another process has gone on."""
+
+    def finish(self, failure: BaseException | None) -> BaseException | None:
+        """Waits until everything is uploaded. Returns ``failure``, the run's own, or else what is wrong with that."""
+        return failure
+
+    # For machines that do not see the run's directory; files come from there and go there through the store.
+
+    def join(self, groups: Sequence[WorkerGroup]) -> None:
+        """Takes notice of the machines of these groups, in the place of former ones."""
+
+    def begin(self, draft: Path) -> Path:
+        """Makes the driver's new directory ``draft`` on every machine, and returns it."""
+        return draft
+
+    def gather(self, draft: Path, shares: Shares) -> None:
+        """Brings what workers have written into ``draft`` here. Raises UserError where it is not what they wrote."""
+
+    def give(self, checkpoint: Path) -> None:
+        """Brings the checkpoint to every machine."""
+
+    def bring(self, node: str, paths: Sequence[Path]) -> None:
+        """Brings finished files and directories from the machine ``node`` here."""
 
 
 class RunDirectory:
@@ -105,8 +142,8 @@ class RunDirectory:
 
     Attributes:
         tracker, recorder: of metrics and of spans, once ``start`` was called.
+        writer: writes in the background, and before a checkpoint all that it is to have.
         has_stopped: a callback has ended the run before its last step.
-        storage: of the other machines, where they do not share this one's.
         remote: of the store, where ``output_dir`` is a URL.
 
     Raises:
@@ -133,16 +170,18 @@ class RunDirectory:
         self._resolved = dict(resolved or {})
         self._lock: TextIO | None = None
         self._records = contextlib.ExitStack()
-        self._writer = BackgroundWriter({_CHECKPOINT: 1})
+        self.writer = BackgroundWriter({CHECKPOINT: 1})
         self.callbacks = Callbacks(callbacks, Control(recipe, path))
         self.has_stopped = self._has_failed = False
         self._updates, self._idle = dict[str, tuple[int, int]](), Counter[str]()
         self._trackers: list[DeliveredTracker] = []
         self._signals = StopSignals()
-        self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
         self._pinned, self._commits = recipe, dict[str, str]()
-        self.remote = remote_run(recipe, path, tell)
+        self.remote = LocalRun()
+        if is_url(url := recipe.output_dir):
+            keep, timeout_s = recipe.checkpoint.keep, recipe.checkpoint.upload_timeout_s
+            self.remote = storage(str(url)).remote_run(path, tell, keep=keep, timeout_s=timeout_s)
         noted = self.remote.check(bool(resume))
         self._found = (self._inspect() or {}) if noted is None else noted
 
@@ -260,9 +299,9 @@ class RunDirectory:
                 trackers.callback(tracker.close, failed=self._has_failed)
             # First: it may still have spans to record.
             try:
-                self._writer.close(abandon=abandon)
+                self.writer.close(abandon=abandon)
             except KeyboardInterrupt:
-                self._writer.close(abandon=True)
+                self.writer.close(abandon=True)
                 raise
 
     # Records ---------------------------------------------------------------------------------------------
@@ -277,7 +316,6 @@ class RunDirectory:
             set_aside_after(self.checkpoints, step)
             prune(self.checkpoints, self.recipe.checkpoint.keep)
             self._drop_exports(lambda exported: exported > step)
-            self.storage.keep(self.checkpoints)
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
             truncate_rows_after(self.path / "spans.jsonl", step - 1)
             rollout_store.truncate_rollouts_after(self.path / "rollouts", step)
@@ -377,10 +415,7 @@ class RunDirectory:
             return None
         for text in found.warnings:
             self.warning(text)
-        self.storage.give(found.path)
-        written = found.info.get("metrics.jsonl")
-        if written is not None and not begins_with(self.path / "metrics.jsonl", FileDigest(**written)):
-            self.warning(f"metrics.jsonl is not as it was at step {found.step}: rows are missing or were changed")
+        self.remote.give(found.path)
         return found
 
     def saved_steps(self) -> list[int]:
@@ -406,59 +441,6 @@ class RunDirectory:
                 remedy=f"set steps to {done} or more, or choose another output_dir",
             )
 
-    def begin_checkpoint(self, step: int) -> Path:
-        """Waits for the checkpoint before; returns the directory into which workers write shares of the next one.
-
-        Raises:
-            UserError: it cannot be made, or something before it could not be written.
-        """
-        if not self._writer.has_room(_CHECKPOINT):
-            with self.recorder.span("checkpoint_wait", step=step - 1, role=_WRITER):
-                self._writer.wait_for_room(_CHECKPOINT)
-        return self.storage.begin(begin_checkpoint(self.checkpoints.absolute(), step))
-
-    def complete_checkpoint(
-        self,
-        draft: Path,
-        step: int,
-        parts: Mapping[str, Any],
-        info: Mapping[str, Any],
-        shares: Callable[[], Shares | None] = dict,
-    ) -> None:
-        """Completes the checkpoint after ``step`` complete steps: takes a copy of the driver's part and returns.
-
-        What was handed over before is on disk first, so that a run resumed from it lacks no record.
-
-        Args:
-            draft: what ``begin_checkpoint`` gave.
-            shares: waits for the shares and returns their digests, or None where one was lost with its worker: then
-                there is no checkpoint.
-
-        Raises:
-            UserError: this or something before it could not be written; otherwise the next call that waits for the
-                writer raises it (``begin_checkpoint``, ``write_later``, ``drain``, ``finish``, the end of the run).
-        """
-        config = self.recipe.checkpoint
-        info = {**info, "recipe": self.recipe.model_dump(mode="json"), "metrics.jsonl": asdict(self.tracker.written())}
-        info, parts = copy.deepcopy(info), snapshot(parts)
-
-        def complete() -> None:
-            try:
-                written = shares()
-            except BaseException:
-                discard_draft(draft)
-                raise
-            if written is None:
-                discard_draft(draft)
-            else:
-                complete_checkpoint(draft, parts, info, written, keep=config.keep, elsewhere=self.storage.commit)
-                self.storage.keep(self.checkpoints)
-                self.callbacks.saved.append((step, checkpoint_path(self.checkpoints, step)))
-                _log.info("the checkpoint of step %d is complete", step)
-                self.remote.saved()
-
-        self.write_later(_CHECKPOINT, step, complete)
-
     # Exports ---------------------------------------------------------------------------------------------
 
     @property
@@ -476,7 +458,7 @@ class RunDirectory:
         with writing(draft):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-        return self.storage.begin(draft)
+        return self.remote.begin(draft)
 
     def complete_export(self, draft: Path, step: int) -> None:
         """Gives an export its name; call once the step's metrics are logged, by which the best one is kept."""
@@ -523,17 +505,17 @@ class RunDirectory:
 
         def timed() -> None:
             mode = BACKGROUND if background else None
-            with self.recorder.span(name, step=step - 1, role=_WRITER, mode=mode):
+            with self.recorder.span(name, step=step - 1, role=WRITER, mode=mode):
                 work()
 
         if background:
-            self._writer.submit(name, timed)
+            self.writer.submit(name, timed)
         else:
             timed()
 
     def drain(self) -> None:
         """Returns once everything is written that was to be written later; errors as in ``save``."""
-        self._writer.drain()
+        self.writer.drain()
 
     def due(self, step: int, total_steps: int) -> bool:
         """A checkpoint is due after ``step`` steps: on its cadence, at the end, or because a signal came."""

@@ -37,6 +37,7 @@ from quartet.config import UserError
 from quartet.config.addresses import is_url
 from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.config.load import dump_recipe
+from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe, RLRecipe
 from quartet.config.schema import flatten
 from quartet.config.speculation import DRAFTERS
@@ -44,7 +45,6 @@ from quartet.config.supervised import SupervisedRecipe
 from quartet.config.yamls import parse_yaml, yaml_complaint
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
 from quartet.observe.jsonl import replace_atomically
-from quartet.remote.store import cache_path, copied_files, fingerprint
 
 FREE_KEYS = (
     "output_dir",
@@ -63,8 +63,6 @@ FREE_KEYS = (
 """Recipe keys that may differ when a run is resumed, beside ``sharding`` of any role: they change no weight, or
 (``device``, ``processes``, ``nodes``, ``sharding``) its last bits only."""
 
-DRAFTS = "runs"
-"""Of caches: those of runs whose ``output_dir`` is a URL."""
 OTHER_LENGTH = "other_length"
 """Beside what a ``run.json`` says: the run was to have more steps, or fewer."""
 MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "models.json"
@@ -99,7 +97,7 @@ def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
         UserError: a run is to be resumed, and nothing says where it is.
     """
     if output_dir:
-        return cache_path(DRAFTS, output_dir) if is_url(output_dir) else Path(output_dir)
+        return storage(output_dir).work_dir() if is_url(output_dir) else Path(output_dir)
     if resume:
         raise UserError(
             "nothing says which run to go on with",
@@ -119,7 +117,7 @@ def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]]
     if resume != "auto":
         return None
     if is_url(recipe.output_dir):
-        path = copied_files(str(recipe.output_dir), (MARKER, RECIPE, SUMMARY))
+        path = storage(str(recipe.output_dir)).records((MARKER, RECIPE, SUMMARY))
     else:
         path = output_path(recipe.output_dir, job_of(recipe), resume)
     marker = inspect(path, recipe, resume=True)
@@ -452,7 +450,7 @@ def input_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
             continue
         if is_url(value):
             with contextlib.suppress(UserError):  # what reads it says what is wrong
-                found[key] = fingerprint(value)
+                found[key] = storage(value).fingerprint()
             continue
         # A function is file.py:name.
         name = value.rpartition(":")[0] if key.endswith("target") else value

@@ -300,7 +300,7 @@ class SupervisedTrainer(Generic[R, W]):
                 skipped = int(metrics["optim/skipped_steps"])
                 stuck = run.stuck(step, {"model": (step - skipped, skipped)})  # one update per step
                 if run.due(step, about.steps) or stuck is not None:
-                    await checkpoints.save(run, saved, step, {}, {"metrics": last})
+                    await checkpoints.save(run, saved, step, {"metrics": last})
                 if run.export_is_due(step):
                     draft = run.begin_export(step)
                     await group.call(SupervisedWorker.write_model, draft / "model")

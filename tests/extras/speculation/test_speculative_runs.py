@@ -37,7 +37,7 @@ from quartet.observe.trackers import read_metrics
 from quartet.rollout import process_native
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.vllm.start import Drafts
-from quartet.train.checkpoint_shares import Share
+from quartet.train.checkpoint import Share
 from quartet.train.state import REST
 from quartet.trainers.engines import Policy, _native_arguments, _vllm_specs, open_engine
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import SafetensorError
 
 from quartet.config import UserError
@@ -86,7 +85,7 @@ def test_a_file_system_that_can_hold_no_more_files(tmp_path: Path, monkeypatch: 
 
 
 def by_checkpoint(path: Path) -> None:
-    complete_checkpoint(begin_checkpoint(path, 1), {"emitted": torch.ones(3)}, {}, {}, keep=1)
+    complete_checkpoint(begin_checkpoint(path, 1), {}, {}, keep=1)
 
 
 def by_json(path: Path) -> None:

@@ -16,25 +16,27 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.train import checkpoint
 from quartet.train.checkpoint import (
+    Share,
+    ShareWriter,
     begin_checkpoint,
     checkpoint_path,
     complete_checkpoint,
     discard_draft,
     list_checkpoints,
     newest_checkpoint,
+    write_share,
 )
-from quartet.train.checkpoint_shares import Share, ShareWriter, write_share
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.state import snapshot
 
 
-def save(root, step, *, actor=None, parts=None, info=None, keep=5):
+def save(root, step, *, actor=None, info=None, keep=5):
     """As a run does it in one process."""
     draft = begin_checkpoint(root, step)
     try:
         writer = ShareWriter()
         writer.begin(draft / "actor", actor or {"rest": {}}, background=False)
-        return complete_checkpoint(draft, parts or {}, info or {}, {"actor": writer.finish(draft / "actor")}, keep=keep)
+        return complete_checkpoint(draft, info or {}, {"actor": writer.finish(draft / "actor")}, keep=keep)
     except Exception:
         discard_draft(draft)
         raise
@@ -45,7 +47,6 @@ def _save(root: Path, step: int, keep: int = 5) -> Path:
         root,
         step,
         actor={"model.weight": torch.full((3,), float(step)), "rest": {"num": 2}},
-        parts={"emitted": torch.full((2,), step)},
         info={"cursor": step * 10},
         keep=keep,
     )
@@ -63,7 +64,6 @@ def _intact(root: Path, step: int) -> bool:
         and not found.warnings
         and torch.equal(state["model.weight"], torch.full((3,), float(step)))
         and state["rest"] == {"num": 2}
-        and found.parts["emitted"].tolist() == [step, step]
         and found.info == {"step": step, "cursor": step * 10}
     )
 
@@ -75,7 +75,7 @@ def _names(root: Path) -> list[str]:
 def test_round_trip(tmp_path):
     path = _save(tmp_path / "deep" / "checkpoints", 7)
     assert path == tmp_path / "deep" / "checkpoints" / "step_00000007"
-    assert _names(path) == ["actor", "emitted.pt", "info.json", "manifest.json"]
+    assert _names(path) == ["actor", "info.json", "manifest.json"]
     assert _names(path / "actor") == [".metadata", "__0_0.distcp"]
     assert _intact(path.parent, 7)
 
@@ -89,9 +89,9 @@ def test_only_the_newest_are_kept(tmp_path):
 
 def test_the_same_step_again_replaces(tmp_path):
     _save(tmp_path, 3)
-    save(tmp_path, 3, parts={"emitted": torch.ones(1)}, info={"cursor": 0})
+    save(tmp_path, 3, info={"cursor": 0})
     found = newest_checkpoint(tmp_path)
-    assert found.info == {"step": 3, "cursor": 0} and found.parts == {"emitted": torch.ones(1)}
+    assert found.info == {"step": 3, "cursor": 0}
     assert Share(found.path / "actor").state() == {"rest": {}}
     assert _names(tmp_path) == ["step_00000003"]
 
@@ -187,8 +187,8 @@ def test_killed_while_saving(where, tmp_path, monkeypatch):
 
     def kill(*args, **_options):
         if name == "rmtree":
-            # A deletion that got half-way: one part is gone, info.json still there.
-            (Path(args[0]) / "emitted.pt").unlink()
+            # A deletion that got half-way: one file is gone, info.json still there.
+            (Path(args[0]) / "actor" / "__0_0.distcp").unlink()
         raise Killed
 
     monkeypatch.setattr(getattr(checkpoint, target) if target else checkpoint, name, kill)

@@ -18,20 +18,20 @@ from quartet.config import UserError
 from quartet.observe.digests import seal, unseal
 from quartet.train import checkpoint
 from quartet.train.checkpoint import (
+    Share,
     begin_checkpoint,
     claimed_steps,
     complete_checkpoint,
     newest_checkpoint,
     prune,
     set_aside_after,
+    write_share,
 )
-from quartet.train.checkpoint_shares import Share, write_share
 
 OLD, NEW = "step_00000002", "step_00000004"
-SHARES = ("actor", "critic")
+SHARES = ("actor", "critic", "writer")
 FILES = (
     *(f"{share}/{file}" for share in SHARES for file in (".metadata", "__0_0.distcp")),
-    "emitted.pt",
     "info.json",
     "manifest.json",
 )
@@ -55,7 +55,7 @@ def state(step: int, share: str) -> dict[str, Any]:
 def save(root: Path, step: int, *, keep: int, info: Any = None) -> Path:
     draft = begin_checkpoint(root, step)
     shares = {share: write_share(draft / share, state(step, share)) for share in SHARES}
-    return complete_checkpoint(draft, {"emitted": torch.arange(3) + step}, info or {}, shares, keep=keep)
+    return complete_checkpoint(draft, info or {}, shares, keep=keep)
 
 
 def newest(root: Path) -> checkpoint.Checkpoint:
@@ -89,7 +89,7 @@ def never_hangs() -> Iterator[None]:
 
 def is_as_saved(root: Path, step: int) -> bool:
     found = newest(root)
-    assert found.step == step and found.parts["emitted"].tolist() == [step, step + 1, step + 2]
+    assert found.step == step
     for share in SHARES:
         read, expected = Share(found.path / share).state(), state(step, share)
         assert read.pop("rest") == expected.pop("rest") and read.keys() == expected.keys()
@@ -249,14 +249,13 @@ def damages() -> dict[str, Damage]:
         for key, value in {
             "step": 2,
             "format": "quartet-checkpoint-99",
-            "parts": ["emitted", "reference"],
-            "shares": ["actor", "critic", "reference"],
+            "shares": [*SHARES, "reference"],
             "files": {},
         }.items():
             found[f"{told}: another {key}"] = on_json("manifest.json", with_value(**{key: value}), sealed=sealed)
         found[f"{told}: a path outside"] = on_json(
             "manifest.json",
-            lambda value: {**value, "files": {**value["files"], f"../{OLD}/emitted.pt": {}}},
+            lambda value: {**value, "files": {**value["files"], f"../{OLD}/info.json": {}}},
             sealed=sealed,
         )
         found[f"{told}: one key more"] = on_json("manifest.json", with_value(more=1), sealed=sealed)
@@ -265,7 +264,7 @@ def damages() -> dict[str, Damage]:
     found["everything of the other step"] = of_the_other_step(*FILES)
     found["a share of the other step"] = of_the_other_step("actor/.metadata", "actor/__0_0.distcp")
     found["a share gone"] = lambda root: shutil.rmtree(root / NEW / "critic")
-    found["a part more"] = added("reference.pt")
+    found["a file more"] = added("reference.pt")
     found["a hidden file more"] = added(".hidden")
     found["a directory more"] = added("deeper", Path.mkdir)
     found["a file more below a directory"] = added("deeper", full_directory)
@@ -303,10 +302,10 @@ def test_a_damage_is_told_and_the_checkpoint_before_is_used(damaged: Path) -> No
 
 @pytest.mark.parametrize("damaged", random.Random(SEED).sample(sorted(DAMAGES), 24), indirect=True)
 def test_without_a_good_one_nothing_is_loaded(damaged: Path) -> None:
-    (damaged / OLD / "emitted.pt").write_bytes(b"")
+    (damaged / OLD / "info.json").write_bytes(b"")
     with pytest.raises(UserError, match="can be used") as caught:
         newest_checkpoint(damaged)
-    assert "emitted.pt has 0 bytes" in caught.value.found and OLD in caught.value.found
+    assert "info.json has 0 bytes" in caught.value.found and OLD in caught.value.found
     assert "restore" in caught.value.remedy
 
 
@@ -323,14 +322,14 @@ def test_nothing_is_unpickled_before_everything_is_checked(root: Path, monkeypat
 
 def test_what_may_not_be_read_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who gives the permission loses no step; it is simulated, since the administrator may read everything."""
-    real = checkpoint.manifests.digest_file
+    real = checkpoint.digest_file
 
     def refuse(path: Path) -> Any:
         if NEW in path.parts:
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
-    monkeypatch.setattr(checkpoint.manifests, "digest_file", refuse)
+    monkeypatch.setattr(checkpoint, "digest_file", refuse)
     with pytest.raises(UserError, match=f"{NEW}/actor/__0_0.distcp could not be read") as caught:
         newest_checkpoint(root)
     assert caught.value.found == "Permission denied" and "chmod" in caught.value.remedy
@@ -346,14 +345,14 @@ def test_permissions(root: Path, name: str) -> None:
 
 
 def test_a_disk_that_cannot_read_a_file_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = checkpoint.manifests.digest_file
+    real = checkpoint.digest_file
 
     def fail(path: Path) -> Any:
         if NEW in path.parts:
             raise OSError(5, "Input/output error", str(path))
         return real(path)
 
-    monkeypatch.setattr(checkpoint.manifests, "digest_file", fail)
+    monkeypatch.setattr(checkpoint, "digest_file", fail)
     found = newest_checkpoint(root)
     assert found is not None and found.step == 2
     assert f"{NEW}: __0_0.distcp cannot be read (Input/output error)" in found.warnings[0]
@@ -385,7 +384,7 @@ def test_what_cannot_be_loaded_although_it_is_whole_is_no_damage(root: Path, mon
 
     monkeypatch.setattr(checkpoint.torch, "load", fail)
     with pytest.raises(UserError, match="cannot be loaded") as caught:
-        newest_checkpoint(root)
+        Share(newest(root).path / "actor").rest()
     assert "allocate" in caught.value.found and NEW in caught.value.problem
 
 
@@ -418,7 +417,7 @@ def test_what_was_passed_over_is_set_aside_until_the_next_is_complete(
     with monkeypatch.context() as failing:
         failing.setattr(checkpoint.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(UserError):
-            complete_checkpoint(draft, {}, {}, {}, keep=1)
+            complete_checkpoint(draft, {}, {}, keep=1)
     assert sorted(os.listdir(root)) == [f"damaged_{NEW}", OLD]
     save(root, 3, keep=1)
     assert os.listdir(root) == ["step_00000003"]

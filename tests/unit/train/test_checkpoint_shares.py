@@ -15,7 +15,7 @@ from quartet.config.common import TrainConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.digests import digest_files
 from quartet.schedule.model_worker import TrainWorker
-from quartet.train.checkpoint_shares import Share, ShareWriter, write_share
+from quartet.train.checkpoint import Share, ShareWriter, write_share
 from quartet.train.engine import TrainEngine
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
@@ -98,7 +98,7 @@ def test_a_share_is_asked_for_without_waiting(tmp_path: Path) -> None:
 
 def test_without_room_for_a_copy_a_share_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("quartet.train.checkpoint_shares.copy_fits", lambda size: asked.append(size) or False)
+    monkeypatch.setattr("quartet.train.checkpoint.copy_fits", lambda size: asked.append(size) or False)
     weight, writer = torch.zeros(3), ShareWriter()
     saved = {"model.weight": weight, "model.tied": weight, "optimizer.state.weight.exp_avg": torch.ones(2), "rest": {}}
     writer.begin(tmp_path / "share", saved, background=True)

@@ -118,7 +118,7 @@ def saved(ahead: BufferedGroups[Group], root: Path, codec: TextCodec, *, backgro
         draft = begin_checkpoint(root, 3)
         await group.call(Writer.save_checkpoint, draft / "ahead", background=background)
         files = await told(lambda: group.call(Writer.finish_checkpoint, draft / "ahead"))
-        complete_checkpoint(draft, {}, {}, {"ahead": files}, keep=1)
+        complete_checkpoint(draft, {}, {"ahead": files}, keep=1)
 
     asyncio.run(write())
     return newest(root)
@@ -157,7 +157,7 @@ def test_rejected_groups_come_back_alone_and_nothing_ahead_is_no_share(tokenizer
     codec = TextCodec(tokenizer)
     assert restored(saved(BufferedGroups({}, (8, 5)), tmp_path, codec), codec) == BufferedGroups({}, (8, 5))
     assert not asyncio.run(hold_buffered(LocalGroup(Writer(codec)), BufferedGroups()))
-    complete_checkpoint(begin_checkpoint(tmp_path, 4), {}, {}, {}, keep=1)
+    complete_checkpoint(begin_checkpoint(tmp_path, 4), {}, {}, keep=1)
     assert restored(newest(tmp_path), codec) is None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import CachedReferenceConfig, DPOLoss, KTOLoss, PreferenceRecipe
 from quartet.models.packed_model import PackedCausalLM
-from quartet.train.checkpoint_shares import Share
+from quartet.train.checkpoint import Share
 from quartet.train.forward import Needs, forward_only
 from quartet.train.preference_objectives import answer_logprobs
 from quartet.trainers.preference import PreferenceTrainer

@@ -42,7 +42,7 @@ from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.train.checkpoint_shares import Share
+from quartet.train.checkpoint import Share
 from quartet.train.forward import Needs, forward_only
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.reward_model import RewardModelTrainer

@@ -28,8 +28,7 @@ from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, P
 from quartet.config.rewards import ModelReward
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
-from quartet.train.checkpoint import checkpoint_path
-from quartet.train.checkpoint_shares import Share
+from quartet.train.checkpoint import Share, checkpoint_path
 from quartet.train.state import REST
 from quartet.trainers.results import TrainResult
 from quartet.trainers.rl import RLTrainer

@@ -204,9 +204,7 @@ def test_they_are_computed_once_and_shared_between_runs(train: Any, causal_lm: A
     assert not (tmp_path / "first" / "reference").exists()
 
 
-@pytest.mark.parametrize(
-    "damage", ["cut off", "other values", "whole numbers", "a pipe", "another run's", "no such format"]
-)
+@pytest.mark.parametrize("damage", ["cut off", "a pipe", "another run's", "no such format"])
 def test_a_file_that_is_not_what_its_name_says_is_computed_again(
     damage: str, train: Any, causal_lm: Any, pairs: Any, tmp_path: Path
 ) -> None:
@@ -218,14 +216,6 @@ def test_a_file_that_is_not_what_its_name_says_is_computed_again(
         match damage:
             case "cut off":
                 path.write_bytes(path.read_bytes()[:-20])
-            case "other values":
-                content = bytearray(path.read_bytes())
-                content[-1] ^= 1
-                path.write_bytes(bytes(content))
-            case "whole numbers":
-                content = path.read_bytes()
-                assert content.count(b'"F32"') >= 1
-                path.write_bytes(content.replace(b'"F32"', b'"I32"'))
             case "a pipe":
                 path.unlink()
                 os.mkfifo(path)

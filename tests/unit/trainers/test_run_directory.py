@@ -27,6 +27,7 @@ from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.role_group import LocalGroup
 from quartet.trainers.checkpoints import check_storage
 from quartet.trainers.run import Interrupted, RunDirectory
+from saved_states import save, saved
 
 RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)
 
@@ -175,19 +176,15 @@ def test_the_creation_date_and_the_recipe_survive_a_resume(tmp_path: Path) -> No
     assert (tmp_path / "run" / "recipe.yaml").read_bytes() == recipe
 
 
-def save(run: RunDirectory, step: int, parts: dict[str, Any], info: dict[str, Any]) -> None:
-    run.complete_checkpoint(run.begin_checkpoint(step), step, parts, info)
-
-
 def test_checkpoints_are_found_newest_first_and_pruned(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         run.start(0)
         for step in (2, 4, 6):
-            save(run, step, {"engine": {"x": step}}, {"note": f"after {step}"})
+            save(run, step, {"x": step}, {"note": f"after {step}"})
         assert run.saved_steps() == [4, 6]
         found = run.latest()
     assert found is not None
-    assert (found.step, found.parts, found.info["note"]) == (6, {"engine": {"x": 6}}, "after 6")
+    assert (found.step, saved(found), found.info["note"]) == (6, {"x": 6}, "after 6")
 
 
 class Slow:
@@ -214,16 +211,16 @@ def test_a_checkpoint_holds_the_state_of_its_step_although_it_is_written_later(
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         run.start(0)
         run.write_later("held", 1, lambda: go.wait(10))
-        save(run, 1, {"engine": state}, info)
+        save(run, 1, state, info)
         state["weight"].add_(1)
         info["metrics"]["loss"] = 2.0
         go.set()
         assert run.saved_steps() == [1], "waits for the one that is being written"
         found = run.latest()
     assert found is not None
-    assert (found.parts["engine"]["weight"].tolist(), found.info["metrics"]) == ([0.0] * 3, {"loss": 1.0})
+    assert (saved(found)["weight"].tolist(), found.info["metrics"]) == ([0.0] * 3, {"loss": 1.0})
     spans = {row["name"]: row for row in read_rows(tmp_path / "run" / "spans.jsonl")}
-    assert spans.keys() == {"held", "checkpoint"}
+    assert spans.keys() == {"held", "checkpoint_snapshot", "checkpoint"}
     assert all(row["role"] == "writer" and row["step"] == 0 for row in spans.values())
     assert spans["checkpoint"]["start_s"] >= spans["held"]["end_s"]
 
@@ -234,10 +231,10 @@ def test_one_checkpoint_waits_for_the_other(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         run.start(0)
         run.write_later("held", 1, lambda: go.wait(10))
-        save(run, 1, {"engine": {"x": 1}}, {})
+        save(run, 1, {"x": 1}, {})
         timer = threading.Timer(0.2, go.set)
         timer.start()
-        save(run, 2, {"engine": {"x": 2}}, {})
+        save(run, 2, {"x": 2}, {})
         timer.join()
         assert run.saved_steps() == [1, 2]
     rows = read_rows(tmp_path / "run" / "spans.jsonl")
@@ -269,7 +266,7 @@ def test_without_background_everything_is_written_at_once(tmp_path: Path) -> Non
         run.start(0)
         run.write_later("write_rollouts", 1, lambda: where.append(threading.current_thread()))
         assert where == [threading.main_thread()]
-        save(run, 1, {"engine": {"x": 1}}, {})
+        save(run, 1, {"x": 1}, {})
         assert os.listdir(run.checkpoints) == ["step_00000001"]
     names = [row["name"] for row in read_rows(tmp_path / "run" / "spans.jsonl")]
     assert names == ["write_rollouts", "checkpoint"]
@@ -287,10 +284,10 @@ def test_a_failure_in_the_background_ends_the_run_with_the_next_call(
     path = tmp_path / "run"
     with pytest.raises(UserError) as caught, RunDirectory(path, RECIPE) as run, run.stoppable():
         run.start(0)
-        save(run, 1, {"engine": {"x": 1}}, {})
+        save(run, 1, {"x": 1}, {})
         run.drain()
         monkeypatch.setattr(os, "fsync", _full_disk)
-        save(run, 2, {"engine": {"x": 2}}, {})
+        save(run, 2, {"x": 2}, {})
         if later == "save":
             save(run, 3, {}, {})
         elif later == "write_later":
@@ -324,7 +321,7 @@ def test_a_failing_run_still_saves_what_it_handed_over(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with pytest.raises(ValueError, match="broken"), RunDirectory(path, RECIPE) as run:
         run.start(0)
-        save(run, 1, {"engine": {"x": 1}}, {})
+        save(run, 1, {"x": 1}, {})
         raise ValueError("broken")
     assert RunDirectory(path, RECIPE, resume=True).saved_steps() == [1]
 

@@ -18,13 +18,14 @@ from quartet.config.file_errors import read_error, read_file
 from quartet.config.stages import made_by
 from quartet.extras.report.samples import ReportLimits, collect_rollouts, compact, evenly
 from quartet.extras.report.timing import show_timing
-from quartet.observe.hacking_alarm import read_alarms
+from quartet.observe.follow import Tail
+from quartet.observe.hacking_alarm import alarm_of_row
 from quartet.observe.health import Health, examine
 from quartet.observe.metrics import find_metric
 from quartet.observe.rollouts import list_steps
 from quartet.observe.run_status import ENDED, true_status
-from quartet.observe.spans import read_spans
-from quartet.observe.trackers import read_metrics
+from quartet.observe.spans import span_of_row
+from quartet.observe.trackers import metrics_of_row
 
 MAX_METRIC_ROWS = 1_000
 
@@ -152,8 +153,8 @@ def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[st
     """What the page shows of one stage."""
     warn = notes.append
     run = _read_info(path / "run.json", warn)
-    rows = _read_or_warn(path / "metrics.jsonl", read_metrics, warn) or []
-    spans = _read_or_warn(path / "spans.jsonl", read_spans, warn) or []
+    rows = _rows(path / "metrics.jsonl", metrics_of_row, warn)
+    spans = _rows(path / "spans.jsonl", span_of_row, warn)
     columns, health = metric_columns(rows), examine(rows)
     starts = [row["time_s"] for row in rows[:1]] + [span.start_s for span in spans[:1]]
     return {
@@ -177,6 +178,14 @@ def _read_or_warn(path: Path, read: Callable[[Path], T], warn: Callable[[str], N
     except UserError as error:
         warn(f"{error.problem}: {error.found}")
         return None
+
+
+def _rows(path: Path, build: Callable[[dict[str, Any]], T], warn: Callable[[str], None]) -> list[T]:
+    tail = Tail(path, build)
+    rows = tail.poll()
+    if tail.trouble is not None:
+        warn(tail.trouble)
+    return rows
 
 
 def _read_text(path: Path, warn: Callable[[str], None]) -> str | None:
@@ -279,7 +288,7 @@ def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) 
 
 def collect_alarms(path: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """The alarms of a stage; None without any."""
-    rows = _read_or_warn(path / "alarms.jsonl", read_alarms, warn)
+    rows = _rows(path / "alarms.jsonl", alarm_of_row, warn)
     if not rows:
         return None
     last = rows[-1]

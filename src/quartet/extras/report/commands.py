@@ -57,14 +57,14 @@ def report(
 
 def _written_report(url: str, out: Path | None) -> Path | str:
     """Where the report of a run in object storage was written: ``out``, or beside the run."""
+    from quartet.config.plugins import storage
     from quartet.extras.report.build import build_report
-    from quartet.remote.store import Store
-    from quartet.trainers.remote_run import copied_run
 
-    written = build_report(copied_run(url), out)
+    at_url = storage(url)
+    written = build_report(at_url.records(), out)
     if out is not None:
         return written
-    Store(url).upload(written, written.name)
+    at_url.upload(written, written.name)
     return f"{url.rstrip('/')}/{written.name}"
 
 

@@ -20,9 +20,10 @@ from quartet.config.errors import UserError
 from quartet.config.file_errors import read_file
 from quartet.config.printable import printable
 from quartet.config.yamls import parse_yaml
-from quartet.extras.report.collect import check_run, explain_metric, read_alarms, read_run, stage_dirs, telling
+from quartet.extras.report.collect import check_run, explain_metric, read_run, stage_dirs, telling
 from quartet.extras.report.samples import evenly
 from quartet.observe.follow import StageTails
+from quartet.observe.hacking_alarm import read_alarms
 from quartet.observe.health import Health
 from quartet.observe.rollouts import RolloutRecord, list_steps, read_step
 from quartet.observe.spans import Span, seconds_by_name

@@ -20,59 +20,36 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
+from quartet.cluster import WorkerGroup
 from quartet.config import UserError
 from quartet.config.addresses import is_url
-from quartet.config.recipe import Recipe
+from quartet.extras.storage.machines import SENT, Machine, Machines, bring_checkpoint, check_sizes
+from quartet.extras.storage.store import CHECKPOINTS, MODELS, Store, StoreError, fetch, file_stamp
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.run_status import LOCK
-from quartet.remote.store import Entry, Store, StoreError, copied_files, fetch, file_stamp
-from quartet.train.checkpoint import begin_checkpoint, checkpoint_path, list_checkpoints, path_of_draft
-from quartet.train.manifest import NAME, CheckpointManifest, Damage
+from quartet.train.checkpoint import (
+    NAME,
+    CheckpointManifest,
+    Damage,
+    Shares,
+    checkpoint_path,
+    list_checkpoints,
+    step_of,
+)
+from quartet.trainers.run import LocalRun
 from quartet.trainers.run_files import MARKER, RECIPE, SUMMARY, read_json, read_recipe, take_lock, writing
 
-OWNER, CHECKPOINTS, _STATE, _PINNED = "owner.json", "checkpoints", ".remote.json", ".uploading"
-_MODELS, _ADDED_TO = ("model", "critic", "adapter", "reward_model", "exports"), {"rollouts", "tensorboard"}
-"""Directories that a resumed run does not need: it writes the first once more, and adds files to the others."""
+OWNER, _STATE, _PINNED = "owner.json", ".remote.json", ".uploading"
+_ADDED_TO = {"rollouts", "tensorboard"}
+"""Directories that a resumed run does not need, as it does not ``MODELS``: it adds files to them."""
 _EVERY_S = 60.0
 """Longest time between uploads of records, and between tries while the store is away."""
-
-
-class LocalRun:
-    """What a run does for a store where its ``output_dir`` is a directory: nothing."""
-
-    def check(self, resume: bool) -> dict[str, Any] | None:
-        """``run.json`` of the run that is at the URL, empty where there is none; None: the directory here decides.
-
-        Raises:
-            UserError: the URL holds another run, or cannot be read.
-        """
-        return None
-
-    def restore(self, resume: bool) -> None:
-        """Brings what a run needs to go on to this machine; the run's lock is held."""
-
-    def claim(self) -> None:
-        """Makes this process the one that may write there, and begins to upload."""
-
-    def saved(self) -> None:
-        """There is a new checkpoint, or a stage has ended. Raises UserError where another process has gone on."""
-
-    def finish(self, failure: BaseException | None) -> BaseException | None:
-        """Waits until everything is uploaded. Returns ``failure``, the run's own, or else what is wrong with that."""
-        return failure
-
-
-def remote_run(recipe: Recipe, path: Path, tell: Callable[[str], object]) -> LocalRun:
-    if not is_url(recipe.output_dir):
-        return LocalRun()
-    config = recipe.checkpoint
-    return RemoteRun(str(recipe.output_dir), path, tell, keep=config.keep, timeout_s=config.upload_timeout_s)
 
 
 class RemoteRun(LocalRun):
@@ -97,6 +74,8 @@ class RemoteRun(LocalRun):
         self._uploaded: dict[str, list[int]] = {}
         self._newest: dict[str, tuple[str, list[int]]] = {}
         self._damaged: set[tuple[str, int]] = set()
+        self._machines: Machines | None = None
+        self._pushing = threading.Lock()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_due = self._is_closing = self._has_ended = False
@@ -217,7 +196,7 @@ class RemoteRun(LocalRun):
             damaged: list[str] = []
             for step in sorted({_step(name) for name in of_root if name.endswith(f"/{NAME}")}, reverse=True):
                 try:
-                    self._bring_checkpoint(root, step, names)
+                    bring_checkpoint(self._store, self.path, root, step, names)
                     damaged.clear()
                     break
                 except Damage as damage:
@@ -230,24 +209,42 @@ class RemoteRun(LocalRun):
                     f"no checkpoint in {self.url}/{root} can be used", found="; ".join(damaged), remedy=remedy
                 )
 
-    def _bring_checkpoint(self, root: str, step: int, names: Mapping[str, Entry]) -> None:
-        """
-        Raises:
-            Damage: its files are not those that its manifest names.
-        """
-        draft = begin_checkpoint(self.path / root, step)
-        final = path_of_draft(draft)
-        base = f"{root}/{final.name}"
-        with writing(draft):
-            self._store.download(f"{base}/{NAME}", draft / NAME)
-            manifest = CheckpointManifest.read(draft / NAME)
-            _check_sizes(names, base, manifest)
-            for name in manifest.files:
-                (draft / name).parent.mkdir(parents=True, exist_ok=True)
-                self._store.download(f"{base}/{name}", draft / name)
-            manifest.check_content(draft)
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(draft, final)
+    # Machines that do not see the directory here -----------------------------------------------------------
+
+    def join(self, groups: Sequence[WorkerGroup]) -> None:
+        if self._machines is not None:
+            self._machines.stop()
+        self._machines = None
+        if groups:
+            self._store.delete(*self._store.list(SENT))
+            self.push()
+            self._machines = Machines(self.url, self.path.absolute(), groups)
+            self._tell(f"{', '.join(self._machines.ranks)}: files come from there and go there through {self.url}")
+
+    def begin(self, draft: Path) -> Path:
+        if self._machines is not None:
+            self._machines.each(Machine.begin, draft)
+        return draft
+
+    def gather(self, draft: Path, shares: Shares) -> None:
+        if (machines := self._machines) is None:
+            return
+        written = {f"{role}/{name}": digest for role, share in shares.items() for name, digest in share.items()}
+        base = draft.relative_to(self.path.absolute())
+        for node in machines.ranks:
+            for name, digest in machines.receive(node, [draft]).items():
+                if written.get(str(PurePosixPath(name).relative_to(base))) != digest:
+                    remedy = "look at that machine's disk, then go on with --resume"
+                    raise UserError(f"{name} on {node} is not what its worker wrote", found=str(digest), remedy=remedy)
+
+    def give(self, checkpoint: Path) -> None:
+        if self._machines is not None:
+            self.push()
+            self._machines.each(Machine.fetch_checkpoint, self.url, self.path.absolute(), step_of(checkpoint))
+
+    def bring(self, node: str, paths: Sequence[Path]) -> None:
+        if self._machines is not None and node in self._machines.ranks:
+            self._machines.receive(node, paths)
 
     # Uploading -------------------------------------------------------------------------------------------
 
@@ -324,6 +321,10 @@ class RemoteRun(LocalRun):
             StoreError: the store is away; another call goes on where this one stopped.
             UserError: another process has taken the run over.
         """
+        with self._pushing:
+            self._push()
+
+    def _push(self) -> None:
         self._check_owner()
         # First, so that the records that follow have all that this checkpoint's had.
         pinned = [(root, self._pin(root)) for root, _ in self._unsaved()]
@@ -400,7 +401,7 @@ class RemoteRun(LocalRun):
             for name in manifest.files:
                 self._store.upload(checkpoint / name, f"{base}/{name}", self._progress)
             try:
-                _check_sizes(self._store.list(base), base, manifest)
+                check_sizes(self._store.list(base), base, manifest)
             except Damage as damage:
                 raise StoreError(f"{self.url}/{base} did not arrive", found=str(damage), remedy="try again") from damage
             self._check_owner()
@@ -417,13 +418,6 @@ class RemoteRun(LocalRun):
         self._store.delete(*sorted(dropped, key=lambda name: not name.endswith(f"/{NAME}")))
 
 
-def _check_sizes(names: Mapping[str, Entry], base: str, manifest: CheckpointManifest) -> None:
-    """Raises ``Damage`` where objects are missing below ``base``, or are of other sizes than the manifest says."""
-    for name, digest in manifest.files.items():
-        if (entry := names.get(f"{base}/{name}")) is None or entry.size != digest.bytes:
-            raise Damage(f"{name} is missing or cut off")
-
-
 def _identity(checkpoint: Path) -> tuple[str, list[int]]:
     return checkpoint.name, file_stamp(checkpoint / NAME)
 
@@ -434,7 +428,7 @@ def _is_marker(name: str) -> bool:
 
 def _is_left_out(name: str) -> bool:
     parts = PurePosixPath(name).parts
-    return CHECKPOINTS in parts or parts[0] in _MODELS or bool(_ADDED_TO & set(parts))
+    return parts[0] == SENT or CHECKPOINTS in parts or parts[0] in MODELS or bool(_ADDED_TO & set(parts))
 
 
 def _step(name: str) -> int:
@@ -450,23 +444,6 @@ def _link(source: str, target: str) -> None:
 
 
 # Commands ------------------------------------------------------------------------------------------------------
-
-
-def is_draft(path: Path) -> bool:
-    """Whether the directory is one in which a run works whose ``output_dir`` is a URL."""
-    return (path / _STATE).is_file()
-
-
-def copied_run(url: str) -> Path:
-    """A copy of a run's records on this machine, brought up to date: without models and checkpoints.
-
-    Raises:
-        UserError: there is no run, or the store cannot be used.
-    """
-    path = copied_files(url, lambda n: CHECKPOINTS not in n.split("/") and n.split("/")[0] not in _MODELS)
-    if not (path / MARKER).is_file():
-        raise UserError(f"{url} holds no run", found=f"no {MARKER}", remedy="name the output_dir of a run")
-    return path
 
 
 def upload_run(path: Path, url: str | None, tell: Callable[[str], object]) -> str:

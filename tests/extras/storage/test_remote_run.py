@@ -16,12 +16,14 @@ import pytest
 
 from quartet.config import Interrupted, UserError
 from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
-from quartet.remote.store import Store, StoreError
-from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint
-from quartet.trainers import remote_run
-from quartet.trainers.remote_run import RemoteRun, copied_run, upload_run
+from quartet.extras.storage import remote_run
+from quartet.extras.storage.remote_run import RemoteRun, upload_run
+from quartet.extras.storage.store import Store, StoreError
+from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint, write_share
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import completed_run, output_path
+from saved_states import save as save_state
+from saved_states import saved
 
 URL = "memory://bucket/run"
 RECIPE = SFTRecipe(
@@ -57,7 +59,7 @@ def opened(resume: Any = False, told: Told | None = None, recipe: SFTRecipe = RE
 
 def save(run: RunDirectory, step: int, content: str = "") -> None:
     run.tracker.log(step, {"loss/sft": float(step)})
-    run.complete_checkpoint(run.begin_checkpoint(step), step, {"engine": {"x": step, "y": content}}, {})
+    save_state(run, step, {"x": step, "y": content})
     run.drain()
 
 
@@ -94,12 +96,12 @@ def test_everything_is_in_the_store_and_another_machine_goes_on(
     assert told.has(f"uploaded to {URL}") == 1
     names = store.list()
     assert {"recipe.yaml", "metrics.jsonl", "spans.jsonl", "owner.json"} <= names.keys()
-    assert not [name for name in names if Path(name).name.startswith(".")]
+    assert {Path(name).name for name in names if Path(name).name.startswith(".")} == {".metadata"}
 
     move_to("second", monkeypatch, tmp_path)
     assert train((4,), resume=True, told=told) == [1, 2, 3, 4]
     assert whole(store) == [3, 4]
-    view = copied_run(URL)
+    view = Store(URL).records()
     assert (view / "metrics.jsonl").read_bytes() == store.read("metrics.jsonl") and not (view / "checkpoints").exists()
 
 
@@ -229,7 +231,7 @@ def test_a_failure_of_any_call_leaves_no_checkpoint_that_is_not_whole(
         assert steps == whole(store)[-1:]
         if steps:
             found = other.latest()
-            assert found is not None and found.parts == {"engine": {"x": steps[0]}}
+            assert found is not None and saved(found) == {"x": steps[0]}
         if not failing.has_failed:
             assert steps == [3] and number > 2
             return
@@ -238,15 +240,15 @@ def test_a_failure_of_any_call_leaves_no_checkpoint_that_is_not_whole(
 
 def write_checkpoint(run: RunDirectory, step: int) -> None:
     draft = begin_checkpoint(run.checkpoints, step)
-    complete_checkpoint(draft, {"engine": {"x": step}}, {}, {}, keep=2)
+    complete_checkpoint(draft, {}, {"engine": write_share(draft / "engine", {"rest": {"x": step}})}, keep=2)
 
 
 def test_damaged_checkpoints_of_the_store_are_passed_over(
     store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     train((1, 2))
-    data = store.read("checkpoints/step_00000002/engine.pt") or b""
-    store.write("checkpoints/step_00000002/engine.pt", data[:-1] + bytes([data[-1] ^ 1]))
+    data = store.read("checkpoints/step_00000002/engine/__0_0.distcp") or b""
+    store.write("checkpoints/step_00000002/engine/__0_0.distcp", data[:-1] + bytes([data[-1] ^ 1]))
     move_to("second", monkeypatch, tmp_path)
     told = Told()
     assert train((3,), resume=True, told=told) == [1, 3] and told.has("damaged checkpoint") == 1

@@ -11,12 +11,14 @@ import fsspec
 import pytest
 
 from quartet.config import UserError
+from quartet.config import plugins as config_plugins
 from quartet.config.addresses import is_url
 from quartet.config.common import DataConfig
 from quartet.data.lazy import remaining_rows
 from quartet.data.readers import iter_rows
-from quartet.remote.store import Store, StoreError, copied_files, fingerprint, local_copy
+from quartet.extras.storage.store import Store, StoreError
 from quartet.text.loading import local_or_hub
+from quartet.trainers.run_files import output_path
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def test_one_download_however_many_ask(url: str, downloads: list[str]) -> None:
     Store(url).write("config.json", b"{}")
     Store(url).write("weights/part", b"w" * 1000)
     found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(local_copy(url))) for _ in range(6)]
+    threads = [threading.Thread(target=lambda: found.append(Store(url).local_copy())) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -90,14 +92,14 @@ def test_what_has_changed_comes_again_and_what_is_gone_goes(url: str, downloads:
     store = Store(url)
     for name in ("a", "b", "c"):
         store.write(name, b"old")
-    path, before = local_copy(url), fingerprint(url)
+    path, before = Store(url).local_copy(), Store(url).fingerprint()
     store.write("a", b"new")
     store.delete("b")
     downloads.clear()
-    assert local_copy(url) == path and downloads == ["a"] and fingerprint(url) != before
+    assert Store(url).local_copy() == path and downloads == ["a"] and Store(url).fingerprint() != before
     assert {file.name: file.read_bytes() for file in path.glob("[!.]*")} == {"a": b"new", "c": b"old"}
     (path / "c").write_bytes(b"changed here")
-    local_copy(url)
+    Store(url).local_copy()
     assert (path / "c").read_bytes() == b"old"
 
 
@@ -113,8 +115,8 @@ def test_an_interrupted_download_leaves_no_file_of_that_name(
     with monkeypatch.context() as patch:
         patch.setattr(Store, "download", cut_off)
         with pytest.raises(StoreError, match="did not arrive whole"):
-            local_copy(url)
-    path = local_copy(url)
+            Store(url).local_copy()
+    path = Store(url).local_copy()
     assert (path / "b").read_bytes() == b"whole" and downloads == ["b"]
 
 
@@ -134,21 +136,32 @@ def test_a_disk_that_fills_while_something_is_brought(url: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # the system's own refusal, as of a full disk
     try:
         with pytest.raises(UserError) as caught:
-            local_copy(url)
+            Store(url).local_copy()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "could not be written" in caught.value.problem and "ulimit -f" in caught.value.remedy
-    assert local_copy(url).joinpath("large").stat().st_size == 100_000
+    assert Store(url).local_copy().joinpath("large").stat().st_size == 100_000
 
 
 def test_bad_urls(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, part in ((url, "there is nothing at"), ("gs://b/x", "needs a package"), ("none://b/x", "nothing knows")):
         with pytest.raises(UserError, match=part):
-            local_copy(name)
+            Store(name).local_copy()
     Store(url).write("run.json", b"{}")
     with pytest.raises(UserError) as caught:
         local_or_hub(url, "model")
     assert caught.value.remedy == f"name {url}/model, or another folder that the run has written"
-    monkeypatch.setattr(type(Store(url)._fs), "find", lambda *_, **__: {"/bucket/some/name/../../../etc": {}})
+    names = ("run.json", "../../../etc")
+    monkeypatch.setattr(type(Store(url)._fs), "find", lambda *_, **__: {f"/bucket/some/name/{n}": {} for n in names})
     with pytest.raises(UserError, match="no path"):
-        copied_files(url, lambda name: True)
+        Store(url).records()
+
+
+def test_without_a_plug_in_urls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_plugins, "plugins", tuple)
+    for read in (
+        lambda: local_or_hub("s3://bucket/model", "model"),
+        lambda: output_path("s3://bucket/run", "rl", False),
+    ):
+        with pytest.raises(UserError, match="nothing here serves URLs"):
+            read()

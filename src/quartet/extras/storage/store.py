@@ -26,6 +26,9 @@ _MARKS = ("ETag", "etag", "md5Hash", "content_settings", "mtime", "LastModified"
 """Under which stores tell that the content of an object has changed."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _FETCHED = ".fetched.json"
+MARKER, CHECKPOINTS = "run.json", "checkpoints"
+MODELS = ("model", "critic", "adapter", "reward_model", "exports")
+"""Directories of a run."""
 
 
 class StoreError(UserError):
@@ -134,6 +137,42 @@ class Store:
             with self._asking(name), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
 
+    # As ``quartet.config.plugins.Storage`` -------------------------------------------------------------------
+
+    def local_copy(self) -> Path:
+        """Raises UserError where there is nothing or a run, and as ``fetch``."""
+        url, target, there = self.url, cache_path("downloads", self.url), self.list()
+        if not there:
+            raise UserError(
+                f"there is nothing at {url}", found="no object of that name or below it", remedy="correct it"
+            )
+        if MARKER in there and "config.json" not in there:
+            remedy = f"name {url}/model, or another folder that the run has written"
+            raise UserError(f"{url} is a run, no model or data", found=MARKER, remedy=remedy)
+        fetch(self, target, there)
+        return target / next(iter(there)) if self.is_object else target
+
+    def fingerprint(self) -> str:
+        entries = self.list().items()
+        return hashlib.sha256("\n".join(f"{n} {e.size} {e.mark}" for n, e in entries).encode()).hexdigest()
+
+    def records(self, names: Collection[str] | None = None) -> Path:
+        """Raises UserError where all records are asked for and there is no run, and as ``fetch``."""
+        target, there = cache_path("views", self.url), self.list()
+        if names is None and MARKER not in there:
+            raise UserError(f"{self.url} holds no run", found=f"no {MARKER}", remedy="name the output_dir of a run")
+        wanted = names if names is not None else [n for n in there if not _is_model(n)]
+        fetch(self, target, [name for name in there if name in wanted])
+        return target
+
+    def work_dir(self) -> Path:
+        return cache_path("runs", self.url)
+
+    def remote_run(self, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float) -> Any:
+        from quartet.extras.storage.remote_run import RemoteRun  # with torch
+
+        return RemoteRun(self.url, path, tell, keep=keep, timeout_s=timeout_s)
+
     def _path(self, name: str) -> str:
         return self._root if self.is_object else f"{self._root}/{name}"
 
@@ -150,6 +189,12 @@ class Store:
 
 def _entry(info: dict[str, Any]) -> Entry:
     return Entry(info.get("size"), str(next((info[key] for key in _MARKS if info.get(key)), "")))
+
+
+def _is_model(name: str) -> bool:
+    """Whether it belongs to a model or a checkpoint of a run."""
+    parts = name.split("/")
+    return CHECKPOINTS in parts or parts[0] in MODELS
 
 
 def _refused(url: str, error: Exception) -> UserError:
@@ -179,35 +224,6 @@ def cache_path(kind: str, url: str) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quartet"
     url = url.rstrip("/")
     return base / kind / hashlib.sha256(url.encode()).hexdigest()[:12] / PurePosixPath(url).name
-
-
-def local_copy(url: str) -> Path:
-    """The file or directory at ``url`` on this machine, brought there once: only what has changed comes again.
-
-    Raises:
-        UserError: there is nothing, it is a run, the store cannot be used, or the disk is full.
-    """
-    store, target = Store(url), cache_path("downloads", url)
-    found = store.list()
-    if not found:
-        raise UserError(f"there is nothing at {url}", found="no object of that name or below it", remedy="correct it")
-    if "run.json" in found and "config.json" not in found:
-        remedy = f"name {url}/model, or another folder that the run has written"
-        raise UserError(f"{url} is a run, no model or data", found="run.json", remedy=remedy)
-    fetch(store, target, found)
-    return target / next(iter(found)) if store.is_object else target
-
-
-def copied_files(url: str, names: Collection[str] | Callable[[str], bool]) -> Path:
-    """A directory on this machine with those of the objects below ``url`` that are there, brought up to date.
-
-    Raises:
-        UserError: as ``fetch``.
-    """
-    store, target = Store(url), cache_path("views", url)
-    wanted = names if callable(names) else names.__contains__
-    fetch(store, target, [name for name in store.list() if wanted(name)])
-    return target
 
 
 def fetch(store: Store, target: Path, names: Collection[str]) -> None:
@@ -262,9 +278,3 @@ def file_stamp(file: Path) -> list[int]:
     except OSError:
         return []
     return [status.st_size, status.st_mtime_ns]
-
-
-def fingerprint(url: str) -> str:
-    """Changes with what is at ``url``; nothing is downloaded for it. Raises as ``Store``."""
-    entries = Store(url).list()
-    return hashlib.sha256("\n".join(f"{n} {e.size} {e.mark}" for n, e in entries.items()).encode()).hexdigest()
