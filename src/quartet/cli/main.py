@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-from quartet.cli.data import data
 from quartet.cli.options import (
     GROUPS,
     RESUME,
@@ -148,7 +147,7 @@ def upload(
     typer.echo(upload_run(run, url, typer.echo))
 
 
-for _command in (config, init, export, push, data):
+for _command in (config, init, export, push):
     app.command()(_command)
 
 

@@ -22,12 +22,11 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
-from quartet.text.chat import MARKS, not_jinja, render, template_of
+from quartet.text.chat import not_jinja, render, template_of
 from quartet.text.examples import THOUGHTS, Message, Messages
 
 _DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = ([^%]*) %\}\{% endif %\}")
 _THOUGHT_END = "</think>"
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace"}
 
 
 def with_template(
@@ -63,21 +62,21 @@ def _read(path: Path) -> str:
     if not template.strip():
         raise UserError("the chat template is empty", found=str(path), remedy="write it, or leave chat_template out")
     try:
-        _variables(template)
+        free_variables(template)
     except TemplateSyntaxError as error:
         raise not_jinja(error, str(path)) from None
     return template
 
 
 def _with_defaults(template: str, variables: Mapping[str, Any]) -> str:
-    former, template = _parted(template)
+    former, template = split_defaults(template)
     values = former | {name: repr(value).replace("%", r"\x25") for name, value in variables.items()}
     head = "".join(f"{{%- if {n} is not defined %}}{{% set {n} = {v} %}}{{% endif %}}" for n, v in values.items())
     # White space at its beginning keeps its meaning: what blocks take away of it stands on their own lines.
     return head + "\n" * (bool(head) and template[:1].isspace()) + template
 
 
-def _parted(template: str) -> tuple[dict[str, str], str]:
+def split_defaults(template: str) -> tuple[dict[str, str], str]:
     """Defaults at its head, as they are written, and the rest."""
     values: dict[str, str] = {}
     at = 0
@@ -87,14 +86,14 @@ def _parted(template: str) -> tuple[dict[str, str], str]:
 
 
 @lru_cache(maxsize=16)
-def _variables(template: str) -> frozenset[str]:
+def free_variables(template: str) -> frozenset[str]:
     """What a template reads and does not set itself.
 
     Raises:
         TemplateSyntaxError: it is not Jinja as transformers has it.
     """
     environment = _compile_jinja_template("").environment
-    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    return frozenset(meta.find_undeclaredfree_variables(environment.parse(template)))
 
 
 def template_warnings(
@@ -108,8 +107,8 @@ def template_warnings(
     if tokenizer.chat_template is None:
         return []
     try:
-        defaults, own = _parted(template_of(tokenizer, [{}] if has_tools else None))
-        read = _variables(own)
+        defaults, own = split_defaults(template_of(tokenizer, [{}] if has_tools else None))
+        read = free_variables(own)
     except (UserError, TemplateSyntaxError):
         return []  # whoever renders is told
     unread = [name for name in (defaults if variables is None else variables) if name not in read]
@@ -171,56 +170,3 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
 def _spaced(text: str) -> str:
     """With one space wherever there is white space: templates trim texts and change line breaks around them."""
     return " ".join(text.split())
-
-
-def _talk(thought: str = "") -> Messages:
-    turns = (("user", "question 1"), ("assistant", "answer 1"), ("user", "question 2"), ("assistant", "answer 2"))
-    contents = [thought.format(text) * (role == "assistant") + text for role, text in turns]
-    return [{"role": role, "content": content} for (role, _), content in zip(turns, contents, strict=True)]
-
-
-def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What the tokenizer's template does to conversations and to the masks of their tokens, seen on a small one."""
-    try:
-        template = template_of(tokenizer)
-        defaults, own = _parted(template)
-        read = sorted(name for name in _variables(own) - _GIVEN if not name.endswith("_token"))
-        talk, thinking = _talk(), _talk("<think>\nthought of {}\n</think>\n\n")
-        prompt = render(tokenizer, talk[:1], generation_prompt=True)
-        bare, first, earlier, whole = (render(tokenizer, talk[:n], generation_prompt=False) for n in (1, 2, 3, 4))
-        thoughts = render(tokenizer, thinking, generation_prompt=False)
-    except (UserError, TemplateSyntaxError) as error:
-        return [f"cannot be shown on a small conversation: {' '.join(str(error).split())}"]
-    shown = [f"{name} (default {defaults[name]})" if name in defaults else name for name in read]
-    before, _, _ = prompt.partition("question 1")
-    opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
-    after = first.rpartition("answer 1")[2]
-    if MARKS.search(template):
-        masks = "on the tokens inside {% generation %}"
-    elif not first.startswith(prompt):
-        masks = "none: an answer is rendered differently from what a prompt ends with, so rows with answers are refused"
-    elif earlier.startswith(first) and whole.startswith(earlier):
-        masks = "on every assistant turn, with its end-of-text token"
-    else:
-        masks = (
-            "on one turn: later turns change earlier ones, so conversations with several assistant turns are refused"
-        )
-    num_kept = thoughts.count("thought of")
-    fates = ("left out of every turn", "left out of earlier turns, kept in the last", "kept in every turn")
-    return [
-        f"variables: {', '.join(shown) or 'none'}; tools: {'used' if 'tools' in _variables(own) else 'not used'}",
-        f"before the first message: {before!r}",
-        f"before an answer: {opening!r}",
-        f"after an answer: {after!r}",
-        f"loss: {masks}",
-        f"<think> blocks: {fates[num_kept]}",
-        *(["date: that of the day on which a row is read"] if _is_dated(tokenizer, template) else []),
-    ]
-
-
-def _is_dated(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template writes today's date into a prompt."""
-    given = {**tokenizer.special_tokens_map, "messages": _talk()[:1], "add_generation_prompt": True}
-    program = _compile_jinja_template(template)  # apply_chat_template passes no functions on
-    one, other = (program.render(given, strftime_now=lambda form, day=day: day) for day in ("one", "another"))
-    return bool(one != other)
