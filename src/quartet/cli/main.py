@@ -29,7 +29,6 @@ from quartet.cli.options import (
     as_argument,
 )
 from quartet.cli.push import export, push
-from quartet.cli.recipe_commands import config, init
 from quartet.config import Interrupted, UserError
 from quartet.config.plugins import load, plugins
 from quartet.config.printable import printable
@@ -147,7 +146,7 @@ def upload(
     typer.echo(upload_run(run, url, typer.echo))
 
 
-for _command in (config, init, export, push):
+for _command in (export, push):
     app.command()(_command)
 
 

@@ -10,8 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 RESUME = "--resume"
-GROUPS = {
-    "Begin": ("init", "config"),
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Begin": (),
     "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl", "iterated-reward-model"),
     "Look at data, a model or a run": ("eval", "generate", "export", "push", "upload"),
 }
@@ -35,7 +35,7 @@ class GroupedHelp(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command; the name of a method leads to the command that it is a method of."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            from quartet.config.reference import METHODS, no_such_job
+            from quartet.config.load import METHODS, no_such_job
 
             if any(args[0] in names for names in METHODS.values()):
                 ctx.fail(f"No such command {args[0]!r}: {no_such_job(args[0]).remedy}")

@@ -22,6 +22,3 @@ Sequences = Annotated[int, Unit("sequences")]
 Processes = Annotated[int, Unit("processes")]
 Devices = Annotated[int, Unit("devices")]
 Nats = Annotated[float, Unit("nats")]
-
-IN_NAMES = {"s": "seconds", "bytes": "bytes", "kb": "kB", "mb": "MB", "tokens": "tokens", "steps": "steps"}
-"""Last word of a key, and the unit that it says by itself."""

@@ -24,27 +24,20 @@ _EXPECTED = {
     "list_type": "a list",
     "finite_number": "a finite number",
 }
-_MAX_LINE = 600
-"""Characters of each half of a line, of a list of mistakes."""
-
-_DEEPEST = 6
-"""Sections of another system that are taken apart, one in the other."""
-_MOST = 100
-"""Mistakes that are explained; a hostile request has hundreds of thousands."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
     """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
-    details = error.errors(include_url=False)[:_MOST]
+    details = error.errors(include_url=False)
     # A default that follows from a field which has a mistake of its own.
     details = [detail for detail in details if detail["type"] != "default_factory_not_called"]
     mistakes = [mistake for detail in details for mistake in _mistakes(detail, model)]
     if len(mistakes) == 1:
         found, remedy = mistakes[0]
         return UserError(f"{label} is not valid", found=found, remedy=remedy)
-    lines = (f"\n    {n}. {_cut(found)}: {_cut(remedy)}" for n, (found, remedy) in enumerate(mistakes, 1))
+    lines = (f"\n    {n}. {found}: {remedy}" for n, (found, remedy) in enumerate(mistakes, 1))
     return UserError(
-        f"{label} is not valid in {'at least ' * (error.error_count() > _MOST)}{len(mistakes)} places",
+        f"{label} is not valid in {len(mistakes)} places",
         found="".join(lines),
         remedy="change each as it says there",
     )
@@ -87,10 +80,6 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
 
 def _show(value: Any) -> str:
     return f"{shortened(value)} ({type(value).__name__})"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}…"
 
 
 def shortened(value: Any) -> str:
@@ -151,19 +140,11 @@ def _unknown_keys(
     known = list(parent.model_fields) if parent is not None else []
     fields = _fields(root)
     inner = flatten(value, path) if isinstance(value, dict) else {}
-    # No other system has deeper keys, and each is looked for by all of its ends.
-    deepest = path.count(".") + 1 + _DEEPEST
-    cut = (".".join(re.sub(r"(\.\d+)+$", "", key).split(".")[:deepest]) for key in inner)
-    keys = list(dict.fromkeys(cut))[:_MOST] or [path]
+    keys = list(dict.fromkeys(re.sub(r"(\.\d+)+$", "", key) for key in inner)) or [path]
     if _of_a_choice(path, fields):
         meant = [name for name in synonyms(path, fields) if name.rpartition(".")[2] in known]
-        return [
-            (
-                _unknown(path),
-                f"that key belongs to another choice of {section}; "
-                + (f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"),
-            )
-        ]
+        remedy = f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"
+        return [(_unknown(path), f"that key belongs to another choice of {section}; {remedy}")]
     near = nearest(name, known)
     told = {key: _foreign(key, fields) for key in keys}
     above = {key: _of_sections(key, path, fields) for key in keys}

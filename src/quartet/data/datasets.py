@@ -17,9 +17,8 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.data.fields import Skip, column_paths, placed
 from quartet.data.formats import NothingLeft, Parsed
-from quartet.data.lazy import Unchecked
+from quartet.data.lazy import Chained, Spool, Unchecked
 from quartet.data.order import Mixture, draws
-from quartet.data.spool import Chained, Spool
 from quartet.text.chat import until_last_learned
 from quartet.text.examples import (
     ROLES,

@@ -16,7 +16,7 @@ from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.synonyms import usual_columns
 from quartet.data.dialogues import as_dialogue
-from quartet.data.json_rows import Unreadable, loads
+from quartet.data.readers import loads
 from quartet.text.examples import ROLES, AnswerText, Message, Messages, PromptText, is_empty
 
 Turns = Literal["text", "messages"]
@@ -111,7 +111,7 @@ class Fields:
         value = self.values.get(name)
         if name not in _SPOKEN or not isinstance(value, str) or not _LIST.match(value):
             return value
-        with contextlib.suppress(Unreadable):
+        with contextlib.suppress(ValueError):
             found = loads(value)
             speakers = [_speaker(turn) for turn in found]
             is_talk = _SPEAKERS.issuperset(speakers) and speakers[-1] in ("assistant", "gpt")
@@ -125,7 +125,7 @@ class Fields:
         """A value; of text in JSON, as CSV has lists, what it says."""
         value = self.values.get(name)
         if isinstance(value, str):
-            with contextlib.suppress(Unreadable):
+            with contextlib.suppress(ValueError):
                 return loads(value)
         return value
 
@@ -246,7 +246,7 @@ def _objects(value: Any, name: str, place: str, what: str, shape: str) -> list[d
         objects = [found] if isinstance(found, dict) else found if isinstance(found, list) else [found]
         # Some tables have a list of JSON texts.
         objects = [loads(one) if isinstance(one, str) and one.strip() else one for one in objects]
-    except Unreadable as error:
+    except ValueError as error:
         remedy = f"write a list of {what}, or the JSON text of one"
         raise _refused(f"`{name}` is not valid JSON: {error}", place, value, remedy) from None
     objects = [one for one in objects if not _is_null(one) and one not in ("", {})]

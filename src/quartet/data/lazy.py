@@ -9,22 +9,129 @@ import hashlib
 import io
 import os
 import pickle
+import tempfile
+from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar, overload
 
 from quartet.config.common import SourceConfig
 from quartet.config.errors import UserError
-from quartet.data.files import decoded, located, opened, raw_lines
+from quartet.config.foreign import described
 from quartet.data.formats import NothingLeft, Parsed
-from quartet.data.json_rows import parse_line
-from quartet.data.readers import Row
-from quartet.data.spool import Rows, Spool
+from quartet.data.readers import Row, decoded, located, opened, parse_line
 
 T = TypeVar("T")
 _LINES = {".jsonl", ".ndjson"}
+_IN_MEMORY = 4 << 20
+"""Bytes that wait in memory to be written; few rows never reach the disk."""
+
+
+class Rows(Sequence[T]):
+    """A sequence that says how to get one of its objects."""
+
+    @abstractmethod
+    def _one(self, number: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self._one(number) for number in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._one(number)
+
+
+class Spool(Rows[T]):
+    """Objects kept, pickled, in a temporary file that vanishes with the process.
+
+    They may be read by several threads at a time, and by forked processes.
+    """
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._offsets = array("Q", [0])
+        self._waiting = bytearray()
+        self._file: BinaryIO | None = None
+        self._written = 0
+        for item in items:
+            self.append(item)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def append(self, item: T) -> None:
+        """Adds an object.
+
+        Raises:
+            UserError: the temporary file cannot be written, or the object cannot be pickled.
+        """
+        data = _pickled(item)
+        self._waiting += data
+        self._offsets.append(self._offsets[-1] + len(data))
+        if len(self._waiting) > _IN_MEMORY:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="quartet-rows-")  # noqa: SIM115 - held as long as the rows
+            self._file.write(self._waiting)
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                "rows cannot be kept in a temporary file",
+                found=f"{error.strerror or error} in {tempfile.gettempdir()}",
+                remedy="make room there, or set TMPDIR to a directory on a larger disk",
+            ) from error
+        self._written += len(self._waiting)
+        self._waiting = bytearray()
+
+    def _one(self, number: int) -> T:
+        start, stop = self._offsets[number], self._offsets[number + 1]
+        if self._file is None or start >= self._written:
+            data = bytes(self._waiting[start - self._written : stop - self._written])
+        else:
+            data = os.pread(self._file.fileno(), stop - start, start)
+        item: T = pickle.loads(data)
+        return item
+
+
+def _pickled(item: Any) -> bytes:
+    try:
+        return pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # objects of users may raise anything
+        raise UserError(
+            "a row of the data cannot be kept: it holds what is no plain data",
+            found=f"{getattr(item, 'place', 'a row')}: {described(error)}",
+            remedy="keep text, numbers, lists and dicts in the columns, and make the rest from them where it is used",
+        ) from error
+
+
+class Chained(Rows[T]):
+    """Sequences one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[T]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def parts(self) -> Iterator[Sequence[T]]:
+        """Those that are not chained themselves, in their order."""
+        for part in self._parts:
+            yield from part.parts() if isinstance(part, Chained) else (part,)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _one(self, number: int) -> T:
+        part = bisect_right(self._ends, number)
+        return self._parts[part][number - (self._ends[part - 1] if part else 0)]
 
 
 def remaining_rows(source: SourceConfig | None, rows: Iterator[Row], first: int) -> Rows[Row]:
@@ -65,7 +172,7 @@ class JsonLines(Rows[Row]):
         with opened(path) as file:
             self._file = os.fdopen(os.dup(file.fileno()), "rb")
             self._state = self._state_now()
-            for line, data in raw_lines(file, path):
+            for line, data in enumerate(file, start=1):
                 if data[:1] == b"{" or decoded(data, path, line).strip():  # as checked rows: Unicode's spaces, too
                     if number == source.limit:
                         break

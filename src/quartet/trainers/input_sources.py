@@ -24,12 +24,11 @@ from quartet.config.validation import shortened
 from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
-from quartet.data.lazy import Unchecked, remaining_rows
+from quartet.data.lazy import Chained, Unchecked, remaining_rows
 from quartet.data.order import Mixture
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process_rewards import ProcessData, step_labelled
 from quartet.data.readers import Row, iter_rows
-from quartet.data.spool import Chained
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.packing_probe import model_context_length
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub

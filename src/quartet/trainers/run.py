@@ -59,9 +59,8 @@ from quartet.train.checkpoint import (
 )
 from quartet.train.state import snapshot
 from quartet.trainers.devices import check_torch, device_changes
+from quartet.trainers.hub_models import pinned, write_cards
 from quartet.trainers.mirror import SharedStorage
-from quartet.trainers.model_card import write_cards
-from quartet.trainers.pinned import pinned
 from quartet.trainers.remote_run import remote_run
 from quartet.trainers.run_files import (
     OTHER_LENGTH,

@@ -20,10 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.lazy import JsonLines, remaining_rows
+from quartet.data.lazy import Chained, JsonLines, Spool, remaining_rows
 from quartet.data.order import Mixture
 from quartet.data.readers import Row, iter_rows
-from quartet.data.spool import Chained, Spool
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.input_sources import (
     demonstration_reader,
@@ -246,7 +245,7 @@ def test_memory_holds_a_few_bytes_per_row(
     write: str, check_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty times the rows, of half a kilobyte each: 16 bytes of place and 4 of order for each, and no object."""
-    monkeypatch.setattr("quartet.data.spool._IN_MEMORY", 1 << 17)
+    monkeypatch.setattr("quartet.data.lazy._IN_MEMORY", 1 << 17)
     _sizes(tmp_path / f"warm.{write}", 50, write, 300)
     few, many = (_sizes(tmp_path / f"{num}.{write}", num, write, check_rows) for num in (300, 6_000))
     assert many[1] - few[1] < 300, "none for each row"
@@ -254,7 +253,7 @@ def test_memory_holds_a_few_bytes_per_row(
 
 
 def test_a_spool_is_read_from_disk_and_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quartet.data.spool._IN_MEMORY", 1000)
+    monkeypatch.setattr("quartet.data.lazy._IN_MEMORY", 1000)
     rows = [{"n": n, "text": "ü" * (n % 50)} for n in range(200)]
     spool = Spool(rows)
     assert spool._file is not None and spool._waiting, "a part is written, a part waits"

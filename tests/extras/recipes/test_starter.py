@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from quartet.config.errors import UserError
-from quartet.config.load import load_recipe
+from quartet.config.load import METHODS, load_recipe
 from quartet.config.recipe import RECIPES
-from quartet.config.reference import METHODS, meaning_at, sections
 from quartet.config.reward_types import RewardConfig
 from quartet.config.schema import members, tags
-from quartet.config.starter import REWARDED, REWARDS, starter
+from quartet.extras.recipes.reference import sections
+from quartet.extras.recipes.starter import REWARDED, REWARDS, starter
 
 COMBINATIONS = [
     (job, method, reward)
@@ -67,13 +67,9 @@ def _as_overrides(job: str, text: str, folder: Path) -> list[str]:
 
 def test_comments_are_the_keys_own_descriptions() -> None:
     text = re.sub(r"\s+(# )?", " ", re.sub(r"\n +# ", " ", starter("rl", method="grpo", reward="math")))
-    for address in (
-        "algorithm.grpo",
-        "algorithm.grpo.kl.coef",
-        "rollout.sampling.max_new_tokens",
-        "rewards.math.column",
-    ):
-        assert meaning_at("rl", address) in text, address
+    assert sections("rl", "algorithm")[0].variants["grpo"] in text
+    for address in ("algorithm.grpo.kl.coef", "rollout.sampling.max_new_tokens", "rewards.math.column"):
+        assert sections("rl", address)[0].keys[0].meaning in text, address
 
 
 @pytest.mark.parametrize("job", RECIPES)
