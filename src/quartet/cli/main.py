@@ -30,8 +30,8 @@ from quartet.cli.options import (
 )
 from quartet.cli.push import export, push
 from quartet.config import Interrupted, UserError
+from quartet.config.errors import printable
 from quartet.config.plugins import load, plugins
-from quartet.config.printable import printable
 from quartet.observe.openmp import share_cores
 from quartet.trainers.signals import stop_signals
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quartet.config.printable import printable
+from quartet.config.errors import printable
 
 if TYPE_CHECKING:
     from quartet.trainers.evaluation_job import EvaluationResult

@@ -22,7 +22,7 @@ from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag
 from quartet.config.addresses import HTTPAddress
 from quartet.config.common import SamplingConfig, Strict
 from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.config.units import Devices, Processes, Sequences, Steps, Tokens
+from quartet.config.strict import Devices, Processes, Sequences, Steps, Tokens
 
 
 class Served(Strict):

@@ -20,7 +20,7 @@ from quartet.config.common import (
 from quartet.config.engines import EngineConfig, NativeEngineConfig, draw_misfits, has_own_weights
 from quartet.config.reward_types import RewardConfig
 from quartet.config.rewards import JudgeReward, PairwiseJudge, compiled
-from quartet.config.units import Prompts, Samples
+from quartet.config.strict import Prompts, Samples
 
 # What counts as right --------------------------------------------------------------------------------------
 

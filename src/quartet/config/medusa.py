@@ -9,8 +9,8 @@ from pydantic import Field
 
 from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig
 from quartet.config.evaluation import untrained
+from quartet.config.strict import Rows, Samples, Tokens
 from quartet.config.supervised import SupervisedRecipe
-from quartet.config.units import Rows, Samples, Tokens
 
 
 class HeadsConfig(Strict):

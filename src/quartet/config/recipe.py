@@ -36,8 +36,8 @@ from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.reward_types import RewardConfig
 from quartet.config.speculation import SpeculationConfig
+from quartet.config.strict import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples
 from quartet.config.supervised import SupervisedRecipe
-from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples
 
 
 class SFTRecipe(SupervisedRecipe):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from quartet.config.common import OptimConfig, Strict
-from quartet.config.units import Tokens
+from quartet.config.strict import Tokens
 
 MAX_NODES = 64
 """Of a tree of drafts."""

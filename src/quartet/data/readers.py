@@ -8,7 +8,6 @@ import gzip
 import io
 import itertools
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ ROWS_KEY = "data"
 """Where a file that is one object has its rows."""
 _COMPRESSIONS = (".gz", ".zst")
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
-_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 _LONGEST_CELL = 1 << 24
 
 
@@ -168,18 +166,6 @@ def decoded(data: bytes, path: Path, line: int) -> str:
 # JSON ----------------------------------------------------------------------------------------------------
 
 
-def loads(text: str) -> Any:
-    """Reads JSON.
-
-    Raises:
-        ValueError: it is none, or holds half a character (a lone surrogate), which no tokenizer takes.
-    """
-    value = json.loads(text)
-    if _HALF_CHARACTER.search(text):
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
 def parse_line(path: Path, line: int, text: str) -> dict[str, Any]:
     """Reads the row in one line of a JSON Lines file.
 
@@ -187,18 +173,14 @@ def parse_line(path: Path, line: int, text: str) -> dict[str, Any]:
         UserError: it is not valid JSON, or not an object.
     """
     try:
-        return _as_object(loads(text), path, line)
-    except ValueError as error:
+        return _as_object(json.loads(text), path, line)
+    except json.JSONDecodeError as error:
         raise _malformed(path, line, text, error) from None
 
 
-def _malformed(path: Path, line: int, text: str, error: ValueError) -> UserError:
-    reason = getattr(error, "msg", None) or f"half a character ({error})"
-    return UserError(
-        "a row is not valid JSON",
-        found=f"{path}:{line}: {reason}: {_shortened(text)}",
-        remedy="mend or remove that row",
-    )
+def _malformed(path: Path, line: int, text: str, error: json.JSONDecodeError) -> UserError:
+    found = f"{path}:{line}: {error.msg}: {_shortened(text)}"
+    return UserError("a row is not valid JSON", found=found, remedy="mend or remove that row")
 
 
 def _as_object(value: Any, path: Path, line: int) -> dict[str, Any]:
@@ -218,7 +200,7 @@ def _json(path: Path) -> Values:
     with opened(path) as file:
         text = decoded(file.read(), path, 1)
     try:
-        value = loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and not text.lstrip().startswith("["):
             yield from _json_lines(path)
@@ -226,8 +208,6 @@ def _json(path: Path) -> Values:
         if text.strip():
             raise _malformed(path, error.lineno, text.splitlines()[error.lineno - 1], error) from None
         value = []
-    except ValueError as error:
-        raise _malformed(path, 1, text[:1000], error) from None
     if isinstance(value, dict):
         _check_orientation(path, value)
         rows = value.get(ROWS_KEY)

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from quartet.config.addresses import is_url
 from quartet.config.errors import UserError
-from quartet.config.nearest import missing_file
-from quartet.config.stages import has_older_model, made_by
+from quartet.config.nearest import has_older_model, made_by, missing_file
 from quartet.remote.hub import fetch, split_name
 from quartet.remote.store import local_copy
 

@@ -1,4 +1,4 @@
-"""Models of the hub in runs: the commits that a recipe's names mean, kept by a resume; and the model card (``README.md``)
+"""Hub models in runs: the commits that a recipe's names mean, kept by a resume; and the model card (``README.md``)
 of an exported model: what it is, how to load it, and what it was made of.
 """
 

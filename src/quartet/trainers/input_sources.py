@@ -21,11 +21,10 @@ from quartet.config.medusa import MedusaRecipe
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.recipe import ProcessRewardRecipe, Recipe, RewardModelRecipe, SFTRecipe
 from quartet.config.validation import shortened
-from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, joined
+from quartet.data.datasets import Mixture, Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.lazy import Chained, Unchecked, remaining_rows
-from quartet.data.order import Mixture
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process_rewards import ProcessData, step_labelled
 from quartet.data.readers import Row, iter_rows

@@ -30,8 +30,8 @@ from typing import Any, TextIO, TypeVar
 
 from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
+from quartet.config.nearest import OLDER_MODEL
 from quartet.config.recipe import Recipe
-from quartet.config.stages import OLDER_MODEL
 from quartet.observe import cpu
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter

@@ -13,7 +13,7 @@ from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
 from quartet.config.recipe import RECIPES
 from quartet.config.schema import dotted_fields
-from quartet.config.units import Tokens
+from quartet.config.strict import Tokens
 from quartet.config.yamls import one_line, parse_yaml
 from quartet.extras.recipes.reference import children, jobs, meaning, sections, type_words
 
@@ -58,7 +58,7 @@ def test_every_integer_says_what_it_counts(job: str) -> None:
         if re.match(r"integer(?! \()", key.type) and not re.search(r"(^|_)(tokens|steps|k?b|mb|bytes|s)$", key.name)
         if key.name not in WITHOUT_UNIT and not re.search(r"integer.*\(", key.type)
     }
-    assert not bare, "give it a type of config/units.py, or name it in WITHOUT_UNIT"
+    assert not bare, "give it a type of config/strict.py, or name it in WITHOUT_UNIT"
 
 
 @pytest.mark.parametrize("job", RECIPES)

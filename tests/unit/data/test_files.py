@@ -94,7 +94,6 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        (b'{"a": "\\ud83d cut"}', "half a character"),
         (b'{"a": "nul \x00 byte"}', "Invalid control character"),
         (b'{"a": "unended', "Unterminated string"),
     ],
@@ -103,11 +102,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_rows_that_are_no_json(tmp_path: Path, name: str, row: bytes, found: str) -> None:
     data = b'{"a": 1}\n' + row + b"\n" if name == "r.jsonl" else b'[{"a": 1},\n' + row + b"]"
     error = refused(write(tmp_path / name, data))
-    assert (
-        f"{name}:{1 if 'half' in found and name == 'r.json' else 2}: " in error.found
-        and found in error.found
-        and len(error.found) < 300
-    )
+    assert f"{name}:2: " in error.found and found in error.found and len(error.found) < 300
 
 
 def test_what_is_accepted_beside_the_standard(tmp_path: Path) -> None:

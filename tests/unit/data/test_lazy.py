@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
+from quartet.data.datasets import Mixture
 from quartet.data.lazy import Chained, JsonLines, Spool, remaining_rows
-from quartet.data.order import Mixture
 from quartet.data.readers import Row, iter_rows
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.input_sources import (

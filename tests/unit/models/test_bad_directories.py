@@ -112,21 +112,13 @@ def _without(name: str) -> Damage:
 
 CAUSAL: dict[str, tuple[Damage, str]] = {
     # Configs: sizes, types, contradictions, not even one.
-    "no layers": (_config(num_hidden_layers=0), "num_hidden_layers: 0"),
-    "negative layers": (_config(num_hidden_layers=-1), "num_hidden_layers: -1"),
     "a layer too many": (_config(num_hidden_layers=3), "lack model.layers.2"),
-    "a billion layers": (_config(num_hidden_layers=10**9), "num_hidden_layers: 1000000000"),
-    "layers in words": (_config(num_hidden_layers="two"), "num_hidden_layers"),
     "heads that do not divide": (_config(num_attention_heads=3), "multiple of the number of att"),
-    "no heads": (_config(num_attention_heads=0), "num_attention_heads: 0"),
-    "no key heads": (_config(num_key_value_heads=0), "num_key_value_heads: 0"),
     "other key heads": (_config(num_key_value_heads=4), "k_proj.weight is 16 x 32, by the config 32 x 32; 3 more"),
     "width": (_config(hidden_size=64), "by the config 61 x 64"),
-    "negative width": (_config(intermediate_size=-4), "intermediate_size: -4"),
     "odd head size": (_config(head_dim=7), "head_dim"),
     "a vocabulary too small": (_config(vocab_size=60), "is 61 x 32, by the config 60 x 32"),
     "a huge vocabulary": (_config(vocab_size=10**12), "by the config 1000000000000 x 32"),
-    "no context": (_config(max_position_embeddings=0), "max_position_embeddings: 0"),
     "an unknown activation": (_config(hidden_act="nope"), "nope"),
     "a rope of text": (_config(rope_parameters="x"), "rope_parameters"),
     "half a rope": (_config(rope_parameters={"rope_type": "yarn"}), "factor"),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from quartet.config import UserError
-from quartet.config.printable import printable
+from quartet.config.errors import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

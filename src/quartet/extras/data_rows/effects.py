@@ -7,9 +7,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from quartet.config.errors import UserError
-from quartet.text.chat import MARKS, render, template_of
 from quartet.text.examples import Messages
-from quartet.text.templates import free_variables, split_defaults
+from quartet.text.templates import MARKS, free_variables, render, split_defaults, template_of
 
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace"}
 

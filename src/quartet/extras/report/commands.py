@@ -18,7 +18,7 @@ import typer
 import yaml
 
 from quartet.config import UserError
-from quartet.config.printable import printable
+from quartet.config.errors import printable
 from quartet.trainers.signals import stop_signals
 
 RunPath = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
