@@ -13,7 +13,7 @@ RESUME = "--resume"
 GROUPS: dict[str, tuple[str, ...]] = {
     "Begin": (),
     "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl", "iterated-reward-model"),
-    "Look at data, a model or a run": ("eval", "generate", "export", "push", "upload"),
+    "Look at data, a model or a run": ("eval", "export", "push", "upload"),
 }
 """Commands in the order of the help; each of them is in one group. Those of plug-ins stand below their heading."""
 

@@ -19,7 +19,7 @@ _REMEDIES = {
     errno.EDQUOT: f"your quota there is used up: delete files of your own or ask for a larger one, {_AGAIN}",
     errno.EROFS: f"the file system is read-only: mount it writable, {_AGAIN}, or {ELSEWHERE}",
     errno.EACCES: f"get the permission to write there (chmod or chown), {_AGAIN}, or {ELSEWHERE}",
-    errno.EPERM: f"get the permission to write there (chown; see lsattr), {_AGAIN}, or {ELSEWHERE}",
+    errno.EPERM: f"get the permission to change it (chown; lsattr shows what is immutable), {_AGAIN}, or {ELSEWHERE}",
     errno.ENOENT: f"a directory on the way there is missing: put it back (or mount it again), {_AGAIN}",
     errno.EIO: f"the disk reports an error: look at dmesg, copy what is there to another disk, {_AGAIN}",
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY), _IN_THE_WAY),

@@ -106,7 +106,7 @@ def dump_yaml(value: Any) -> str:
 
 def one_line(value: Any, **options: Any) -> str:
     """Writes plain data as YAML in one line, which ``parse_yaml`` reads back."""
-    shape = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": 1 << 30}
+    shape: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": 1 << 30}
     return yaml.dump(value, Dumper=_Dumper, **shape, **options).removesuffix("\n").removesuffix("\n...")
 
 

@@ -81,9 +81,9 @@ def pin(name: str, *, weights: bool = True) -> tuple[str, str | None]:
     repo, revision = split_name(name)
     if revision is not None and _COMMIT.fullmatch(revision):
         return name, None
-    now = current_commit(name)
-    commit = fetch(name if now is None else f"{repo}@{now}", weights=weights).name
-    if now is not None:
+    is_known = current_commit(name) is not None
+    commit = fetch(name, weights=weights).name  # by its branch, which the cache then knows offline, too
+    if is_known:
         return f"{repo}@{commit}", None
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no answer"
     return f"{repo}@{commit}", f"{name}: the hub was not asked ({why}); the cache's commit {commit[:12]} is used"

@@ -267,7 +267,7 @@ def free_variables(template: str) -> frozenset[str]:
         TemplateSyntaxError: it is not Jinja as transformers has it.
     """
     environment = _compile_jinja_template("").environment
-    return frozenset(meta.find_undeclaredfree_variables(environment.parse(template)))
+    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
 
 
 def template_warnings(
