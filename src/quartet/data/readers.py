@@ -69,7 +69,7 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
     name = config.path
     if name is None:
         raise ValueError("the data have no path of their own")
-    path = located(name)
+    path = _located(name)
     reader = _READERS.get(_format_of(path))
     if path.is_file() and reader is None:
         raise UserError(
@@ -105,7 +105,7 @@ def _check_file_options(config: DataConfig | SourceConfig) -> None:
 # Files as text -------------------------------------------------------------------------------------------
 
 
-def located(name: str) -> Path:
+def _located(name: str) -> Path:
     """Returns the path on this machine; of a URL, of the copy that is brought here once."""
     return local_copy(name) if is_url(name) else Path(name).expanduser()
 
@@ -117,7 +117,7 @@ def _format_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     """Opens a file for its bytes, decompressed.
 
     Raises:
@@ -148,7 +148,7 @@ def _pyarrow(what: str, path: Path) -> Any:
     return pyarrow
 
 
-def decoded(data: bytes, path: Path, line: int) -> str:
+def _decoded(data: bytes, path: Path, line: int) -> str:
     """Decodes a line.
 
     Raises:
@@ -166,7 +166,7 @@ def decoded(data: bytes, path: Path, line: int) -> str:
 # JSON ----------------------------------------------------------------------------------------------------
 
 
-def parse_line(path: Path, line: int, text: str) -> dict[str, Any]:
+def _parse_line(path: Path, line: int, text: str) -> dict[str, Any]:
     """Reads the row in one line of a JSON Lines file.
 
     Raises:
@@ -197,8 +197,8 @@ def _shortened(text: str) -> str:
 
 def _json(path: Path) -> Values:
     """Reads a document (an array of rows, or an object with them under ``data``), or JSON lines; both are common."""
-    with opened(path) as file:
-        text = decoded(file.read(), path, 1)
+    with _opened(path) as file:
+        text = _decoded(file.read(), path, 1)
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -223,15 +223,15 @@ def _json_lines(path: Path) -> Values:
     Lines end with a line feed alone: JSON strings may hold characters such as U+2028.
     """
     is_first = True
-    with opened(path) as file:
+    with _opened(path) as file:
         for line, data in enumerate(file, start=1):
-            text = decoded(data, path, line)
+            text = _decoded(data, path, line)
             if not text.strip():
                 continue
             if is_first and text.lstrip().startswith("["):
                 yield from _json(path)
                 return
-            row = parse_line(path, line, text)
+            row = _parse_line(path, line, text)
             if is_first:
                 _check_orientation(path, row)
             is_first = False
@@ -266,8 +266,8 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
     header: list[str] | None = None
     line, limit = 1, csv.field_size_limit(_LONGEST_CELL)
     try:
-        with opened(path) as file:
-            lines = (decoded(data, path, number) + "\n" for number, data in enumerate(file, start=1))
+        with _opened(path) as file:
+            lines = (_decoded(data, path, number) + "\n" for number, data in enumerate(file, start=1))
             reader = csv.reader(lines, delimiter=delimiter, strict=True)
             for cells in reader:
                 first, line = line, reader.line_num + 1

@@ -24,7 +24,7 @@ from quartet.config.validation import shortened
 from quartet.data.datasets import Mixture, Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
-from quartet.data.lazy import Chained, Unchecked, remaining_rows
+from quartet.data.lazy import Chained, Spool, Unchecked
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process_rewards import ProcessData, step_labelled
 from quartet.data.readers import Row, iter_rows
@@ -400,7 +400,7 @@ def _read_source(
 ) -> D:
     """The data of one source, of which the first ``num`` rows are checked; all where that is None."""
     data = read(islice(rows, num), 0)
-    rest = remaining_rows(source, rows, num) if num is not None else ()
+    rest = Spool[Row](rows if num is not None else ())
     if num is None or not rest:
         return data
 

@@ -12,7 +12,6 @@ import pytest
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.lazy import remaining_rows
 from quartet.data.readers import iter_rows
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "ü", "n": None}]
@@ -61,8 +60,6 @@ def test_files_as_published(tmp_path: Path, ending: str, name: str, data: bytes,
     assert [row.line for row in rows] == lines
     expected = ROWS if "csv" not in name else [{"prompt": "a", "n": "1"}, {"prompt": "ü", "n": ""}]
     assert [dict(row.values) for row in rows] == expected
-    given = iter_rows(config)
-    assert [next(given), *remaining_rows(config.parts[0], given, 1)] == rows
 
 
 def test_a_row_may_have_a_column_named_data(tmp_path: Path) -> None:
