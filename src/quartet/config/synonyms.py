@@ -262,57 +262,61 @@ def usual_columns(needs: Iterable[str], row: Mapping[str, Any]) -> dict[str, str
 
 
 def synonyms(path: str, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` (dotted) that mean what another system calls the key at ``path``; the nearest to it."""
+    """Returns those of ``names`` (dotted) that mean what another system calls the key at ``path``; the likeliest."""
     known = list(names)
-    key, section = path.rpartition(".")[2], _section(path)
-    if key in PASSES_OVER_DATA and f"{section}.minibatches".strip(".") in known:
+    section = _section(path)
+    if path.rpartition(".")[2] in PASSES_OVER_DATA and f"{section}.minibatches".strip(".") in known:
         return [f"{section}.steps".strip(".")]
     for ending in _endings(path):
         meant = [ours for ours, theirs in _THEIRS.items() if ending in theirs.split()]
         for ours in (meant, [name.rpartition(".")[2] for name in meant]):
-            found = [name for name in known if any(f".{name}".endswith(f".{end}") for end in ours)]
-            if found:
-                return _nearest(found, section)
+            if found := [name for name in known if any(f".{name}".endswith(f".{end}") for end in ours)]:
+                return likeliest(found, path)
         if ending in _ANSWERED:
             return []
     return []
 
 
 def answer(path: str, names: Iterable[str]) -> str | None:
-    """What to do about another system's key that has no counterpart among ``names``; None where nothing is known."""
+    """Says what to do about another system's key without a counterpart among ``names``; None where nothing is known."""
     known = list(names)
     text = next((_ANSWERED[ending] for ending in _endings(path) if ending in _ANSWERED), None)
-    return None if text is None else re.sub(r"\{([\w.]+)\}", lambda key: _in_full(key[1], known, _section(path)), text)
+
+    def in_full(key: re.Match[str]) -> str:
+        found = [name for name in known if f".{name}".endswith(f".{key[1]}")]
+        return likeliest(found, path)[0] if found else key[1]
+
+    return None if text is None else re.sub(r"\{([\w.]+)\}", in_full, text)
 
 
 _ANSWERED = {name: text for text, names in _ANSWERS.items() for name in names.split()}
 
 
+def likeliest(names: Iterable[str], path: str) -> list[str]:
+    """Returns those of ``names`` that share most sections with ``path``, then words, and are in fewest others; keys of
+    rewards last, of which any may be meant.
+    """
+    section, words = _section(path).split("."), set(re.split(r"[._]", path) if "." in path else ())
+
+    def fit(name: str) -> tuple[int, ...]:
+        own = set(re.split(r"[._]", name))
+        shared = next(
+            (n for n, (a, b) in enumerate(zip(name.split("."), section, strict=False)) if a != b), len(section)
+        )
+        return shared, len(words & own), -name.count("."), -len(own - words)
+
+    fits = {name: fit(name) for name in names}
+    best = max(fits.values(), default=())
+    return sorted((name for name in fits if fits[name] == best), key=lambda name: "rewards" in name)
+
+
 def _endings(path: str) -> list[str]:
-    """``a.b.c``, ``b.c``, ``c``."""
+    """Returns ``a.b.c``, ``b.c``, ``c``."""
     parts = path.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def _section(path: str) -> str:
-    """Where the key at ``path`` would be in a recipe."""
+    """Returns where the key at ``path`` would be in a recipe."""
     sections = [_THEIR_SECTIONS.get(section, section) for section in path.split(".")[:-1]]
     return ".".join(filter(None, sections))
-
-
-def _in_full(ending: str, known: list[str], section: str) -> str:
-    found = [name for name in known if f".{name}".endswith(f".{ending}")]
-    return _nearest(found, section)[0] if found else ending
-
-
-def _nearest(found: list[str], section: str) -> list[str]:
-    """Those that share most sections with ``section``, of these those in fewest sections."""
-    nearest = max(_shared_sections(name, section) for name in found)
-    near = [name for name in found if _shared_sections(name, section) == nearest]
-    fewest = min(name.count(".") for name in near)
-    return [name for name in near if name.count(".") == fewest]
-
-
-def _shared_sections(name: str, section: str) -> int:
-    pairs = zip(name.split("."), section.split("."), strict=False)
-    return next((depth for depth, (a, b) in enumerate(pairs) if a != b), len(section.split(".")))

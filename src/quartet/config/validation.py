@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.schema import dotted_fields, flatten, item_annotation, members, tags
-from quartet.config.synonyms import answer, synonyms
+from quartet.config.synonyms import answer, likeliest, synonyms
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -176,14 +176,13 @@ def _of_a_choice(path: str, fields: Iterable[str]) -> bool:
 
 def _foreign(path: str, fields: Mapping[str, str | None]) -> str | None:
     """What to do about another system's key."""
-    meant = _likeliest(path, synonyms(path, fields)) if "." in path else synonyms(path, fields)
-    return _did_you_mean(meant, fields) or answer(path, fields)
+    return _did_you_mean(synonyms(path, fields), fields) or answer(path, fields)
 
 
 def _elsewhere(path: str, fields: Mapping[str, str | None]) -> str | None:
     """What to do about a key that other sections have."""
     key = path.rpartition(".")[2]
-    return _did_you_mean(_likeliest(path, [name for name in fields if name.rpartition(".")[2] == key]), fields)
+    return _did_you_mean(likeliest([name for name in fields if name.rpartition(".")[2] == key], path), fields)
 
 
 def _of_sections(key: str, path: str, fields: Mapping[str, str | None]) -> str | None:
@@ -200,19 +199,3 @@ def _did_you_mean(names: list[str], fields: Mapping[str, str | None]) -> str | N
     if len(names) == 1 and fields[names[0]]:
         return f"did you mean {names[0]}? ({fields[names[0]]})"
     return f"did you mean {', '.join(names[:3])}?" if names else None
-
-
-def _likeliest(path: str, names: list[str]) -> list[str]:
-    """Those of ``names`` that have most words of ``path``, and of these those with the fewest others; keys of rewards
-    last, of which any may be meant.
-    """
-
-    def words(name: str) -> set[str]:
-        return set(re.split(r"[._]", name))
-
-    def shared(name: str) -> tuple[int, int]:
-        return len(words(path) & words(name)), -len(words(name) - words(path))
-
-    most = max(map(shared, names), default=(0, 0))
-    found = [name for name in names if shared(name) == most]
-    return sorted(found, key=lambda name: ("rewards" in name, name.count(".")))

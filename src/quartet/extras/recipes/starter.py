@@ -125,7 +125,7 @@ def _supervised(job: str, method: str | None) -> tuple[dict[str, Any], list[str]
         needs = ("prompt", "completion", "label") if method == "kto" else needs
     size = next(name for name in RECIPES[job].model_fields if name.endswith("_per_step"))
     keys |= {"epochs": 1, size: 32} | ({} if job == "medusa" else _training("train.", 1e-5))
-    return keys | {"train.optim.warmup_steps": 10, "train.optim.schedule": "cosine"} | own, list(needs)
+    return keys | {"train.optim.warmup_steps": 10, "train.optim.schedule": "cosine", **own}, list(needs)
 
 
 def _rl(method: str | None, reward: str | None) -> tuple[dict[str, Any], list[str]]:
