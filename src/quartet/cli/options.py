@@ -44,7 +44,7 @@ class GroupedHelp(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """One list for each group."""
         width = max(len(name) for name in self.commands)
-        for title, names in GROUPS.items():
+        for title, names in ((title, names) for title, names in GROUPS.items() if names):
             with formatter.section(title):
                 shown = {name: self.commands[name].get_short_help_str(formatter.width - width - 6) for name in names}
                 formatter.write_dl([(f"{name:<{width}}", text) for name, text in shown.items()])
