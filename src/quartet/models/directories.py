@@ -13,7 +13,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -215,33 +214,25 @@ def load_weights(
     Raises:
         UserError: tensors of another shape than the config's, which are named.
     """
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    made = partial(kind.from_config, config, trust_remote_code=trust_remote_code)
-    try:
-        if empty:
-            options |= {"state_dict": _headers(source), "device_map": "meta"}
-            with torch.device("meta"):
-                found = type(made()) if trust_remote_code else kind._model_mapping[type(config)]
-            model, info = found.from_pretrained(None, **options)
-            model.name_or_path = model.config.name_or_path = source
-            _tie_equal(model, source)
-        else:
-            model, info = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-        return model, info
-    except RuntimeError as error:
-        # transformers prints the shapes and raises without them; to draw the weights anew could take any memory.
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if empty:
+        options |= {"state_dict": _headers(source), "device_map": "meta"}
         with torch.device("meta"):
-            expected = {name: list(values.shape) for name, values in made().state_dict().items()}
-        tensors = _tensors(Path(source))
-        wrong = sorted(name for name, (_, shape) in tensors.items() if expected.get(name, shape) != shape)
-        first = [f"{n} is {_shape(tensors[n][1])}, by the config {_shape(expected[n])}" for n in wrong[:1]]
+            made = kind.from_config(config, trust_remote_code=True) if trust_remote_code else None
+        found = kind._model_mapping[type(config)] if made is None else type(made)
+        model, info = found.from_pretrained(None, **options)
+        model.name_or_path = model.config.name_or_path = source
+        _tie_equal(model, source)
+    else:
+        model, info = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    if wrong := sorted((name, _shape(stored), _shape(own)) for name, stored, own in info["mismatched_keys"]):
+        more = f"; {len(wrong) - 1} more" if wrong[1:] else ""
         raise UserError(
             f"the weights of {source!r} do not fit its config.json",
-            found="; ".join([*first, *([f"{len(wrong) - 1} more"] if wrong[1:] else [])]) or "tensors of other shapes",
+            found=f"{wrong[0][0]} is {wrong[0][1]}, by the config {wrong[0][2]}{more}",
             remedy="restore the config.json that these weights were saved with",
-        ) from error
+        )
+    return model, info
 
 
 def _tie_equal(model: PreTrainedModel, source: str) -> None:
@@ -264,7 +255,7 @@ def has_one_label(source: str) -> bool:
     return [shape[0] for shape in heads] == [1]
 
 
-def _shape(sizes: list[int]) -> str:
+def _shape(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes)) or "one number"
 
 

@@ -118,7 +118,6 @@ CAUSAL: dict[str, tuple[Damage, str]] = {
     "width": (_config(hidden_size=64), "by the config 61 x 64"),
     "odd head size": (_config(head_dim=7), "head_dim"),
     "a vocabulary too small": (_config(vocab_size=60), "is 61 x 32, by the config 60 x 32"),
-    "a huge vocabulary": (_config(vocab_size=10**12), "by the config 1000000000000 x 32"),
     "an unknown activation": (_config(hidden_act="nope"), "nope"),
     "a rope of text": (_config(rope_parameters="x"), "rope_parameters"),
     "half a rope": (_config(rope_parameters={"rope_type": "yarn"}), "factor"),
