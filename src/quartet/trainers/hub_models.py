@@ -29,6 +29,7 @@ _DATA = ("data", "evaluation_data", "evaluation.data", "ptx.data")
 _SAID = ("loss/", "reward/", "kl/", "sft/", "reward_model/", "preference/", "process_reward/")
 """Figures of the last step that say how well it learned; seconds, memory and such are left out."""
 _FROM_BASE = ("base_model", "license", "license_name", "license_link")
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -116,7 +117,8 @@ def write_cards(path: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str
     """
     for folder in (path / "model", path / "adapter"):
         if folder.is_dir() and not folder.is_symlink():
-            (folder / "README.md").write_text(model_card(folder, recipe, pinned, summary), encoding="utf-8")
+            text = _USER.sub("…", model_card(folder, recipe, pinned, summary))
+            (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def model_card(folder: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str, Any]) -> str:
