@@ -30,8 +30,7 @@ from pathlib import Path
 import torch
 from common import arguments, build_model, markdown, write_results
 
-from quartet.batch.balancing import balanced, longest_first
-from quartet.batch.partition import TOKEN_COST, AtomTree, plan_micro_batches
+from quartet.batch.partition import TOKEN_COST, AtomTree, balanced, longest_first, plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
 
 PARTS = (2, 3, 4, 8, 16, 32, 64)

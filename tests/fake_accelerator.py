@@ -31,11 +31,9 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
     GRPO,
     PPO,
-)
-from quartet.config.common import TrainConfig
-from quartet.config.policy_losses import (
     GSPOLoss,
 )
+from quartet.config.common import TrainConfig
 from quartet.config.preference import DPOLoss
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine

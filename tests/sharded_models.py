@@ -21,7 +21,6 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models import saving
-from quartet.models.conversions import meta_twin
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -30,7 +29,7 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.models.saving import Gather, save_gathered
+from quartet.models.saving import Gather, meta_twin, save_gathered
 from quartet.observe.memory import held_bytes
 from quartet.schedule.model_worker import TrainWorker
 from quartet.train.checkpoint import (

@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.batch.partition import plan_micro_batches
 from quartet.batch.ragged import RaggedBatch, Segments
-from quartet.config.algorithms import GRPO, PPO, KLConfig, OffPolicyConfig
+from quartet.config.algorithms import GRPO, PPO, KLConfig, KLCovLoss, OffPolicyConfig
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
-from quartet.config.policy_losses import KLCovLoss
 from quartet.config.preference import DPOLoss, KTOLoss
 from quartet.extras.speculation.companion import Companion, CompanionWorker
 from quartet.extras.speculation.config import HeadTraining

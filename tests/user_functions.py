@@ -99,13 +99,6 @@ def own_signals(completions):
 # How a call can fail ---------------------------------------------------------------------------------------
 
 
-class Unprintable(BaseException):
-    def __str__(self):
-        raise ValueError("no words")
-
-    __repr__ = __str__
-
-
 class NoNumber:
     def __init__(self, text="no number"):
         self.text = text
@@ -117,26 +110,6 @@ class NoNumber:
         raise ValueError(self.text)
 
 
-class NoItem(NoNumber):
-    ndim = 0
-
-    def item(self):
-        raise SystemExit(0)
-
-
-class ListInName(list):
-    def tolist(self):
-        raise KeyboardInterrupt
-
-
-class GreatFloat(float):
-    def __abs__(self):
-        return 0.0
-
-    def __float__(self):
-        return 1.0
-
-
 def raises(completions, error):
     """Raises or returns what the column names."""
     made = {
@@ -145,7 +118,6 @@ def raises(completions, error):
         "GeneratorExit": GeneratorExit("over"),
         "CancelledError": asyncio.CancelledError(),
         "StopIteration": StopIteration(),
-        "Unprintable": Unprintable(),
         "long": ValueError("x" * 10_000_000),
         "recursion": None,
     }[error[0]]
@@ -162,9 +134,6 @@ async def raises_async(completions, error):
 def returns(completions, kind):
     made = {
         "NoNumber": lambda: [NoNumber()],
-        "NoItem": lambda: [NoItem()],
-        "ListInName": lambda: ListInName([1.0]),
-        "GreatFloat": lambda: [GreatFloat(1e300)],
         "complex": lambda: [1j],
         "text": lambda: ["1.0"],
         "huge": lambda: [10**5000],

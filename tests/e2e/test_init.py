@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from quartet.config.starter import REWARDS, methods
+from quartet.config.load import methods
+from quartet.extras.recipes.starter import REWARDS
 
 STAGES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("sft", (), ("model.path=model", "examples_per_step=4", "steps=1")),

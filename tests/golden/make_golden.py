@@ -29,9 +29,11 @@ from quartet.config.algorithms import (
     SAPO,
     AlgorithmConfig,
     BestOfN,
+    ClipCovLoss,
     Distillation,
     DrGRPO,
     KLConfig,
+    KLCovLoss,
     OnlineDPO,
     OptimalTokenBaseline,
     OverlongConfig,
@@ -42,7 +44,6 @@ from quartet.config.algorithms import (
 )
 from quartet.config.common import LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
-from quartet.config.policy_losses import ClipCovLoss, KLCovLoss
 from quartet.config.preference import (
     AOTLoss,
     BCOPairLoss,

@@ -143,7 +143,7 @@ def test_commands_and_modules_that_are_gone_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "quartet shows, `quartet show`, `quartet rl x.yaml`, `quartet.RLRecipe`, `quartet.NoSuch`\n"
-        "`quartet.data.order`, `quartet.data.no_such`\n"
+        "`quartet.data.datasets`, `quartet.data.no_such`\n"
         "```\nquartet sft x.yaml\n$ quartet trian x.yaml\nimport quartet as q\n```\n",
         encoding="utf-8",
     )

@@ -46,7 +46,6 @@ best of n              ``preference.best_of_groups``                  ``losses.s
 ====================== ============================================== ==================================
 
 Around them: ``process_rewards`` (rewards of steps), ``aggregate`` (four aggregations, global denominators), ``kl`` (k1,
-k2, k3, the adaptive coefficient), ``off_policy`` (importance weights), ``token_selection`` (high entropy,
-Clip-Cov, KL-Cov), ``segments`` and ``scan`` (what all of it is
-computed with).
+k2, k3, the adaptive coefficient), ``off_policy`` (importance weights), ``segments`` (what all of it is computed with;
+which tokens have high entropy, Clip-Cov, KL-Cov).
 """

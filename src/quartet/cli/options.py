@@ -12,13 +12,10 @@ from typer.core import TyperGroup
 from quartet.config.jobs import jobs
 
 RESUME = "--resume"
-GROUPS = {
-    "Begin": ("init", "config"),
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Begin": (),
     "Train": ("sft", "reward-model", "process-reward", "preference", "rl"),
-    "Look at data, a model or a run": (
-        *("data", "eval", "generate"),
-        *("export", "push"),
-    ),
+    "Look at data, a model or a run": ("eval", "export", "push"),
 }
 """Commands in the order of the help; each of them is in one group. Those of plug-ins stand below their heading."""
 
@@ -40,7 +37,7 @@ class GroupedHelp(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command; the name of a method leads to the command that it is a method of."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            from quartet.config.reference import methods, no_such_job
+            from quartet.config.load import methods, no_such_job
 
             if any(args[0] in names for names in methods().values()):
                 ctx.fail(f"No such command {args[0]!r}: {no_such_job(args[0]).remedy}")
@@ -49,7 +46,7 @@ class GroupedHelp(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """One list for each group."""
         width = max(len(name) for name in self.commands)
-        for title, names in GROUPS.items():
+        for title, names in ((title, names) for title, names in GROUPS.items() if names):
             with formatter.section(title):
                 shown = {name: self.commands[name].get_short_help_str(formatter.width - width - 6) for name in names}
                 formatter.write_dl([(f"{name:<{width}}", text) for name, text in shown.items()])

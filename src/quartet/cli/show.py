@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quartet.config.errors import printable
 from quartet.config.jobs import jobs
-from quartet.config.printable import printable
 
 if TYPE_CHECKING:
     from quartet.trainers.evaluation_job import EvaluationResult

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from quartet.batch.balancing import balanced
-from quartet.batch.partition import AtomTree
+from quartet.batch.partition import AtomTree, balanced
 from quartet.cluster.structure import Structure
 
 EVEN_ENOUGH = 1.05

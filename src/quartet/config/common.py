@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, JsonValue, field_validator
 
 from quartet.config.logs import CallbackConfig
 from quartet.config.logs import LogConfig as LogConfig
+from quartet.config.strict import Processes, Rows, Steps, Tokens
 from quartet.config.strict import Strict as Strict
-from quartet.config.units import Processes, Rows, Steps, Tokens
 
 # Models, optimisation ------------------------------------------------------------------------------------
 

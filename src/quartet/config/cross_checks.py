@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from quartet.config.algorithms import (
+    SEQUENCE_LOSSES,
     BestOfN,
     Distillation,
     GroupAlgorithm,
@@ -20,6 +21,7 @@ from quartet.config.algorithms import (
     ReMax,
     ScoredAlgorithm,
     Selection,
+    SequenceClippedLoss,
     kl_term,
     reads_reference,
 )
@@ -27,10 +29,6 @@ from quartet.config.cluster import device_misfits
 from quartet.config.common import ShardingConfig
 from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, draw_misfits
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
-from quartet.config.policy_losses import (
-    SEQUENCE_LOSSES,
-    SequenceClippedLoss,
-)
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.config.speculation import DRAFTERS
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import AliasChoices, Field, JsonValue
 
 from quartet.config.common import SamplingConfig, Strict
-from quartet.config.units import Devices, Processes, Sequences, Steps, Tokens
+from quartet.config.strict import Devices, Processes, Sequences, Steps, Tokens
 
 
 class Served(Strict):

@@ -21,7 +21,7 @@ from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, draw_misfits
 from quartet.config.reward_types import RewardConfig
 from quartet.config.rewards import JudgeReward, PairwiseJudge, compiled
-from quartet.config.units import Prompts, Samples
+from quartet.config.strict import Prompts, Samples
 
 # What counts as right --------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,30 @@ from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.errors import UserError
 from quartet.config.jobs import jobs, recipes
-from quartet.config.nearest import missing_file
-from quartet.config.reference import no_such_job
-from quartet.config.schema import chosen_member, item_annotation, members
+from quartet.config.nearest import missing_file, nearest
+from quartet.config.schema import chosen_member, dotted_fields, item_annotation, members, tags
 from quartet.config.validation import explain, shortened
-from quartet.config.yamls import MAX_CHARACTERS, MAX_DEPTH, dump_yaml, parse_yaml, yaml_complaint
+from quartet.config.yamls import dump_yaml, parse_yaml, yaml_complaint
 
-_KINDS = {dict: "a mapping", list: "a list", str: "text", type(None): "nothing"}
+
+@cache
+def methods() -> Mapping[str, Mapping[str, Any]]:
+    """Jobs that have a choice of methods, and the choices."""
+    return {
+        name: tags(members(dict(dotted_fields(recipes()[name]))[job.methods].annotation))[1]
+        for name, job in jobs().items()
+        if job.methods is not None
+    }
+
+
+def no_such_job(name: str) -> UserError:
+    """Makes the error for a job that there is not; ``name`` may be a method of one."""
+    method = next((job for job, names in methods().items() if name in names), None)
+    if method is not None:
+        remedy = f"it is a method of {method}: quartet init {method} --method {name} > recipe.yaml"
+    else:
+        remedy = nearest(name, jobs()) or f"use one of {', '.join(jobs())}"
+    return UserError("there is no such job", found=repr(name), remedy=remedy)
 
 
 def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -139,12 +157,6 @@ def _read(path: Path, otherwise: str | None = None) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise missing_file("there is no such recipe", path, otherwise)
-        if path.stat().st_size > 4 * MAX_CHARACTERS:
-            raise UserError(
-                "the recipe is no recipe",
-                found=f"{path}: {path.stat().st_size} bytes",
-                remedy="name the YAML file of a recipe; data are named in it under data.path",
-            )
         value = parse_yaml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(
@@ -160,15 +172,10 @@ def _read(path: Path, otherwise: str | None = None) -> dict[str, Any]:
         ) from None
     except UnicodeDecodeError as error:
         raise UserError("the recipe is not UTF-8 text", found=f"{path}: {error}", remedy="save it as UTF-8") from None
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UserError(
-            "a recipe is a mapping of keys to values",
-            found=f"{path}: {_KINDS.get(type(value), f'the value {value!r}')}",
-            remedy="write lines like `steps: 100`",
-        )
-    return value
+    if isinstance(value, dict | None):
+        return value or {}
+    found = f"{path}: {shortened(value)} ({type(value).__name__})"
+    raise UserError("a recipe is a mapping of keys to values", found=found, remedy="write lines like `steps: 100`")
 
 
 def _merge(data: dict[str, Any], fragment: dict[str, Any]) -> None:
@@ -201,12 +208,6 @@ def _apply(data: dict[str, Any], override: str) -> None:
             found=f"{shortened(text)}: {yaml_complaint(error)[0]}",
             remedy=f"quote it twice, for the shell and for YAML: {dotted}='\"…\"'",
         ) from None
-    if len(keys) > MAX_DEPTH:
-        raise UserError(
-            "an override goes deeper than any recipe",
-            found=f"{len(keys)} keys in {dotted[:40]}…",
-            remedy="for example actor.train.optim.lr=1e-6",
-        )
     if isinstance(value, str) and text.lstrip()[:1] not in ("'", '"', "|", ">", "!", "&"):
         value = text.lstrip()  # the shell's quotes are enough: YAML drops line breaks, comments and spaces at the end
     here: Any = data

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, JsonValue, SecretStr, field_validator
 
-from quartet.config.strict import Strict
-from quartet.config.units import Rows, Steps
+from quartet.config.strict import Rows, Steps, Strict
 
 
 class TensorBoardConfig(Strict):

@@ -27,7 +27,7 @@ from pydantic import Field, field_validator
 
 from quartet.config.common import Strict
 from quartet.config.errors import UserError
-from quartet.config.units import Processes
+from quartet.config.strict import Processes
 
 Role = Literal["actor", "critic", "reference", "reward", "rollout", "heads"]
 Stage = Literal[

@@ -85,6 +85,27 @@ class DrafterType:
 
 
 @dataclass(frozen=True)
+class Starter:
+    """What ``quartet init`` writes first for a job.
+
+    Args:
+        data: a name for its data.
+        columns: that these need.
+        keys: further keys by their addresses, in their order. A last name ``# key`` is commented out.
+        reward: address of a reward, which ``--reward`` chooses, in ``keys`` with None.
+        rl: section that is a recipe of ``rl``, without rewards.
+        is_tuned: a supervised job trains the model itself, in a precision or with adapters.
+    """
+
+    data: str
+    columns: tuple[str, ...]
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    reward: str | None = None
+    rl: str | None = None
+    is_tuned: bool = True
+
+
+@dataclass(frozen=True)
 class Job:
     """A command with a recipe: ``quartet NAME recipe.yaml``.
 
@@ -97,7 +118,7 @@ class Job:
         reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.
         sections: ``module:function`` that says for a recipe which ``Section`` of data it has, by key, where these are
             not those of a supervised job.
-        starter: ``module:name`` of the ``quartet.config.starter.Starter`` that ``quartet init`` writes.
+        starter: ``module:name`` of a ``Starter``; without one ``quartet init`` writes no recipe.
         methods: address of the choice in the recipe that ``quartet init --method`` makes.
         words: parts of the name of a run's directory from which it is guessed that this job writes it.
         folder: what it makes, in the run's directory.

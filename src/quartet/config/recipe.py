@@ -39,8 +39,8 @@ from quartet.config.plugins import sections
 from quartet.config.preference import DoubtfulPairs
 from quartet.config.reward_types import RewardConfig
 from quartet.config.speculation import DRAFTERS, Speculation
+from quartet.config.strict import Batches, Groups, Nats, Pairs, Prompts, Rows
 from quartet.config.supervised import SupervisedRecipe
-from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows
 
 
 class SFTRecipe(SupervisedRecipe):

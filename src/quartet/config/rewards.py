@@ -27,7 +27,7 @@ from pydantic import Field
 
 from quartet.config.common import HubConfig, ShardingConfig, Strict
 from quartet.config.remote import DAY_S, BreakerConfig, RemoteServer
-from quartet.config.units import Processes, Responses, Tokens
+from quartet.config.strict import Processes, Responses, Tokens
 
 OnError = Literal["stop", "leave_out"]
 

@@ -1,17 +1,33 @@
-"""The base of every section of a recipe."""
+"""The base of every section of a recipe, and what its numbers count (shown by `quartet config`, checked nowhere)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
+from annotated_types import Unit
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from quartet.config.addresses import secret_in
 from quartet.config.errors import UserError
 from quartet.config.schema import item_annotation
 from quartet.config.validation import explain
+
+Tokens = Annotated[int, Unit("tokens")]
+Rows = Annotated[int, Unit("rows")]
+Steps = Annotated[int, Unit("steps")]
+Pairs = Annotated[int, Unit("pairs")]
+Batches = Annotated[int, Unit("batches")]
+Prompts = Annotated[int, Unit("prompts")]
+Groups = Annotated[int, Unit("groups")]
+Responses = Annotated[int, Unit("responses")]
+Samples = Annotated[int, Unit("samples")]
+Sequences = Annotated[int, Unit("sequences")]
+Processes = Annotated[int, Unit("processes")]
+Devices = Annotated[int, Unit("devices")]
+Nats = Annotated[float, Unit("nats")]
+
 
 _FILES = ("path", "output_dir", "tokenizer", "chat_template", "cache", "directory", "target")
 """Keys that name files or directories."""

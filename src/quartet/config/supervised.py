@@ -8,7 +8,7 @@ from pydantic import Field
 
 from quartet.config.cluster import LocalCluster, SupervisedClusterConfig, device_misfits
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, ShardingConfig, TrainConfig, TrainingRecipe
-from quartet.config.units import Processes
+from quartet.config.strict import Processes
 
 
 class SupervisedRecipe(TrainingRecipe):

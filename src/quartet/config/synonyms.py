@@ -172,56 +172,31 @@ _THEIRS: dict[str, str] = {
 
 
 _ANSWERS: dict[str, str] = {
-    # Done by itself
     "leave it out: {sharding.shard} cuts a model over its processes (FSDP2)": "deepspeed fsdp fsdp_config zero_stage "
     "ds3_gather_for_generation actor.strategy critic.strategy ref.strategy reward_model.strategy",
     "leave it out: sequences are packed without padding, up to {train.token_budget} tokens": "packing packing_strategy "
     "padding_free use_remove_padding use_dynamic_bsz log_prob_use_dynamic_bsz group_by_length pad_to_multiple_of",
-    "leave it out: evaluations fill their batches by themselves": "per_device_eval_batch_size val_batch_size "
-    "eval_packing eval_accumulation_steps",
-    "leave it out: processes get equal work": "balance_batch",
-    "leave it out: dropout is off, so that sampler and trainer agree": "disable_dropout lora_dropout",
-    "leave it out: {seed} gives every pass over the rows an order of its own": "shuffle_dataset shuffle",
-    "leave it out: columns that are not mapped stay, for the rewards": "remove_unused_columns",
-    "leave it out: rows are read and tokenised ahead of the step": "dataloader_num_workers dataset_num_proc "
-    "dataloader_pin_memory dataset_kwargs",
-    "leave it out: prompts that are messages go through the chat template": "return_raw_chat",
-    "leave it out: completions and the assistant's turns alone carry loss": "assistant_only_loss completion_only_loss",
-    "leave it out: these tokens are the tokenizer's": "eos_token pad_token",
-    "leave it out: every step is logged": "logging_steps logging_strategy logging_first_step",
-    "leave it out: checkpoints hold what --resume needs, and the run exports a model at its end": "save_only_model "
-    "save_contents load_contents save_safetensors",
-    "leave it out: a directory that holds a run is never overwritten": "overwrite_output_dir",
     "leave it out: a run is called as its {output_dir}": "run_name experiment_name",
-    "leave it out: attention is that of the packed forward (docs/models.md)": "attn_implementation "
-    "use_flash_attention_2",
-    "leave it out: {model.revision}, {model.trust_remote_code} and {train.precision} are keys": "model_init_kwargs "
-    "ref_model_init_kwargs override_config",
-    "leave it out: only the logits of {train.logprob_chunk} tokens exist at a time": "use_liger_kernel use_liger "
-    "use_liger_loss use_fused_kernels cast_lm_head_to_fp32",
-    "leave it out: {placement.type} says which roles share devices": "hybrid_engine colocate_all_models",
-    "leave it out: the engine has a cache of its own, and computes a prompt once for all of its responses": ""
-    "enable_prefix_caching cache_implementation use_transformers_paged",
-    "leave it out: the sampler's log-probabilities are always kept": "calculate_log_probs",
-    "leave it out: engines get the actor's weights before they sample": "load_format",
-    "leave it out: rewards are asked as soon as a chunk of groups is complete": "launch_reward_fn_async",
-    "leave it out: the run evaluates before its first step": "val_before_train",
-    "leave it out: processes find each other": "ddp_timeout ddp_backend ddp_find_unused_parameters local_rank",
-    "leave it out: with {train.lora} the reference is the model without its adapters": "model_adapter_name "
-    "ref_adapter_name",
+    "leave it out: a row's columns and roles say what carries loss (docs/data.md)": "assistant_only_loss "
+    "completion_only_loss remove_unused_columns return_raw_chat dataset_kwargs",
     "leave it out: name your code as a target, as in {rewards.0.target}, or use the Python API": "external_lib "
     "custom_cls custom_cls.path custom_cls.name",
-    "leave it out: reports have every prompt": "wandb_log_unique_prompts log_unique_prompts",
-    "leave it out: this job has one loss": "loss_type",
-    "leave it out: {algorithm.name} decides whether there is a critic": "critic.enable",
-    # Written otherwise
+    "leave it out: that is done by itself, or decided by other keys (docs/comparison.md)": ""
+    "per_device_eval_batch_size val_batch_size eval_packing eval_accumulation_steps balance_batch disable_dropout "
+    "lora_dropout shuffle_dataset shuffle dataloader_num_workers dataset_num_proc dataloader_pin_memory eos_token "
+    "pad_token logging_steps logging_strategy logging_first_step save_only_model save_contents load_contents "
+    "save_safetensors overwrite_output_dir attn_implementation use_flash_attention_2 model_init_kwargs "
+    "ref_model_init_kwargs override_config use_liger_kernel use_liger use_liger_loss use_fused_kernels "
+    "cast_lm_head_to_fp32 hybrid_engine colocate_all_models enable_prefix_caching cache_implementation "
+    "use_transformers_paged calculate_log_probs load_format launch_reward_fn_async val_before_train ddp_timeout "
+    "ddp_backend ddp_find_unused_parameters local_rank model_adapter_name ref_adapter_name wandb_log_unique_prompts "
+    "log_unique_prompts loss_type critic.enable tf32",
     "the optimizer is AdamW: set its keys in {train.optim}": "optim optimizer optim_args",
     "set {optim.schedule} and {optim.min_lr_ratio}": "lr_scheduler_kwargs",
     "write {train.precision}: bf16; fp16 is not there": "fp16 half",
-    "leave it out: {train.precision} is fp32 or bf16": "tf32",
-    "write {rollout.engine.type}: vllm": "use_vllm vllm_model_impl",
     "write {rollout.engine.type}: vllm, which starts its engines by itself where {placement.type} has rollout": ""
-    "vllm_mode vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout vllm_group_port",
+    "use_vllm vllm_model_impl vllm_mode vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout "
+    "vllm_group_port",
     "write {placement.type}: asynchronous for sampling that runs ahead": "rollout.mode",
     "write {sampling.temperature}: 0 for greedy answers": "do_sample",
     "set {prompts_per_step} and {responses_per_prompt}, whose product it is": "generation_batch_size",
@@ -233,28 +208,17 @@ _ANSWERS: dict[str, str] = {
     "write {loss.name}: simpo or orpo": "reference_free",
     "set {data.max_tokens}, for prompt and answer together": "max_completion_length",
     "add --resume to the command": "resume_from_checkpoint resume_mode resume_from_path",
-    "use the command quartet eval": "val_only",
-    "use the command quartet generate on the exported model": "generate_during_eval",
+    "use the commands quartet eval and quartet generate": "val_only generate_during_eval",
     "use the command quartet push when the run is done": "push_to_hub hub_model_id hub_token hub_private_repo "
     "hub_strategy",
-    # Not there
-    "not there: {rollout.sampling} has temperature, top_p, top_k and min_p": "repetition_penalty "
-    "presence_penalty frequency_penalty generation_kwargs",
-    "not there: a response ends at an end-of-text token": "ignore_eos",
-    "not there: {missing_eos_penalty} and {algorithm.overlong} take score from cut off responses": ""
-    "mask_truncated_completions",
-    "not there: the reference stays as it starts (online_dpo of rl can renew it)": "sync_ref_model "
-    "ref_model_sync_steps ref_model_mixup_alpha",
-    "not there: {kl.estimator} has k1, k2 and k3": "use_bias_correction_kl",
     "not there: {export_every} with {metric_for_best_model} keeps the best export": "load_best_model_at_end",
-    "not there: weights are fp32 or bf16; {train.lora} needs less memory": "load_in_4bit load_in_8bit",
-    "not there: {activation_checkpointing} needs less memory": "activation_offloading enable_activation_offload",
-    "not there: no noise is added to embeddings": "neftune_noise_alpha",
-    "not there: there is one {loss.name}, and {loss.sft_coef} beside it": "loss_weights use_weighting ld_alpha "
-    "f_divergence_type",
-    "not there: models are cut by {sharding.shard}, {sharding.tensor} and {sharding.context}": ""
-    "pipeline_model_parallel_size pipeline_parallel_size expert_parallel_size expert_model_parallel_size",
-    "not there: models read text alone": "image_key video_key",
+    "not there: {train.lora} and {activation_checkpointing} need less memory": "load_in_4bit load_in_8bit "
+    "activation_offloading enable_activation_offload",
+    "not there: see docs/comparison.md": "repetition_penalty presence_penalty frequency_penalty generation_kwargs "
+    "ignore_eos mask_truncated_completions sync_ref_model ref_model_sync_steps ref_model_mixup_alpha "
+    "use_bias_correction_kl neftune_noise_alpha loss_weights use_weighting ld_alpha f_divergence_type "
+    "pipeline_model_parallel_size pipeline_parallel_size expert_parallel_size expert_model_parallel_size image_key "
+    "video_key",
 }
 """What to do about keys that have no counterpart, by their names; keys of ours are in braces."""
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -298,57 +262,61 @@ def usual_columns(needs: Iterable[str], row: Mapping[str, Any]) -> dict[str, str
 
 
 def synonyms(path: str, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` (dotted) that mean what another system calls the key at ``path``; the nearest to it."""
+    """Returns those of ``names`` (dotted) that mean what another system calls the key at ``path``; the likeliest."""
     known = list(names)
-    key, section = path.rpartition(".")[2], _section(path)
-    if key in PASSES_OVER_DATA and f"{section}.minibatches".strip(".") in known:
+    section = _section(path)
+    if path.rpartition(".")[2] in PASSES_OVER_DATA and f"{section}.minibatches".strip(".") in known:
         return [f"{section}.steps".strip(".")]
     for ending in _endings(path):
         meant = [ours for ours, theirs in _THEIRS.items() if ending in theirs.split()]
         for ours in (meant, [name.rpartition(".")[2] for name in meant]):
-            found = [name for name in known if any(f".{name}".endswith(f".{end}") for end in ours)]
-            if found:
-                return _nearest(found, section)
+            if found := [name for name in known if any(f".{name}".endswith(f".{end}") for end in ours)]:
+                return likeliest(found, path)
         if ending in _ANSWERED:
             return []
     return []
 
 
 def answer(path: str, names: Iterable[str]) -> str | None:
-    """What to do about another system's key that has no counterpart among ``names``; None where nothing is known."""
+    """Says what to do about another system's key without a counterpart among ``names``; None where nothing is known."""
     known = list(names)
     text = next((_ANSWERED[ending] for ending in _endings(path) if ending in _ANSWERED), None)
-    return None if text is None else re.sub(r"\{([\w.]+)\}", lambda key: _in_full(key[1], known, _section(path)), text)
+
+    def in_full(key: re.Match[str]) -> str:
+        found = [name for name in known if f".{name}".endswith(f".{key[1]}")]
+        return likeliest(found, path)[0] if found else key[1]
+
+    return None if text is None else re.sub(r"\{([\w.]+)\}", in_full, text)
 
 
 _ANSWERED = {name: text for text, names in _ANSWERS.items() for name in names.split()}
 
 
+def likeliest(names: Iterable[str], path: str) -> list[str]:
+    """Returns those of ``names`` that share most sections with ``path``, then words, and are in fewest others; keys of
+    rewards last, of which any may be meant.
+    """
+    section, words = _section(path).split("."), set(re.split(r"[._]", path) if "." in path else ())
+
+    def fit(name: str) -> tuple[int, ...]:
+        own = set(re.split(r"[._]", name))
+        shared = next(
+            (n for n, (a, b) in enumerate(zip(name.split("."), section, strict=False)) if a != b), len(section)
+        )
+        return shared, len(words & own), -name.count("."), -len(own - words)
+
+    fits = {name: fit(name) for name in names}
+    best = max(fits.values(), default=())
+    return sorted((name for name in fits if fits[name] == best), key=lambda name: "rewards" in name)
+
+
 def _endings(path: str) -> list[str]:
-    """``a.b.c``, ``b.c``, ``c``."""
+    """Returns ``a.b.c``, ``b.c``, ``c``."""
     parts = path.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def _section(path: str) -> str:
-    """Where the key at ``path`` would be in a recipe."""
+    """Returns where the key at ``path`` would be in a recipe."""
     sections = [_THEIR_SECTIONS.get(section, section) for section in path.split(".")[:-1]]
     return ".".join(filter(None, sections))
-
-
-def _in_full(ending: str, known: list[str], section: str) -> str:
-    found = [name for name in known if f".{name}".endswith(f".{ending}")]
-    return _nearest(found, section)[0] if found else ending
-
-
-def _nearest(found: list[str], section: str) -> list[str]:
-    """Those that share most sections with ``section``, of these those in fewest sections."""
-    nearest = max(_shared_sections(name, section) for name in found)
-    near = [name for name in found if _shared_sections(name, section) == nearest]
-    fewest = min(name.count(".") for name in near)
-    return [name for name in near if name.count(".") == fewest]
-
-
-def _shared_sections(name: str, section: str) -> int:
-    pairs = zip(name.split("."), section.split("."), strict=False)
-    return next((depth for depth, (a, b) in enumerate(pairs) if a != b), len(section.split(".")))

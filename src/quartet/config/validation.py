@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.schema import dotted_fields, flatten, item_annotation, members, tags
-from quartet.config.synonyms import answer, synonyms
+from quartet.config.synonyms import answer, likeliest, synonyms
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -24,27 +24,20 @@ _EXPECTED = {
     "list_type": "a list",
     "finite_number": "a finite number",
 }
-_MAX_LINE = 600
-"""Characters of each half of a line, of a list of mistakes."""
-
-_DEEPEST = 6
-"""Sections of another system that are taken apart, one in the other."""
-_MOST = 100
-"""Mistakes that are explained; a hostile request has hundreds of thousands."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
     """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
-    details = error.errors(include_url=False)[:_MOST]
+    details = error.errors(include_url=False)
     # A default that follows from a field which has a mistake of its own.
     details = [detail for detail in details if detail["type"] != "default_factory_not_called"]
     mistakes = [mistake for detail in details for mistake in _mistakes(detail, model)]
     if len(mistakes) == 1:
         found, remedy = mistakes[0]
         return UserError(f"{label} is not valid", found=found, remedy=remedy)
-    lines = (f"\n    {n}. {_cut(found)}: {_cut(remedy)}" for n, (found, remedy) in enumerate(mistakes, 1))
+    lines = (f"\n    {n}. {found}: {remedy}" for n, (found, remedy) in enumerate(mistakes, 1))
     return UserError(
-        f"{label} is not valid in {'at least ' * (error.error_count() > _MOST)}{len(mistakes)} places",
+        f"{label} is not valid in {len(mistakes)} places",
         found="".join(lines),
         remedy="change each as it says there",
     )
@@ -87,10 +80,6 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
 
 def _show(value: Any) -> str:
     return f"{shortened(value)} ({type(value).__name__})"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}…"
 
 
 def shortened(value: Any) -> str:
@@ -151,19 +140,11 @@ def _unknown_keys(
     known = list(parent.model_fields) if parent is not None else []
     fields = _fields(root)
     inner = flatten(value, path) if isinstance(value, dict) else {}
-    # No other system has deeper keys, and each is looked for by all of its ends.
-    deepest = path.count(".") + 1 + _DEEPEST
-    cut = (".".join(re.sub(r"(\.\d+)+$", "", key).split(".")[:deepest]) for key in inner)
-    keys = list(dict.fromkeys(cut))[:_MOST] or [path]
+    keys = list(dict.fromkeys(re.sub(r"(\.\d+)+$", "", key) for key in inner)) or [path]
     if _of_a_choice(path, fields):
         meant = [name for name in synonyms(path, fields) if name.rpartition(".")[2] in known]
-        return [
-            (
-                _unknown(path),
-                f"that key belongs to another choice of {section}; "
-                + (f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"),
-            )
-        ]
+        remedy = f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"
+        return [(_unknown(path), f"that key belongs to another choice of {section}; {remedy}")]
     near = nearest(name, known)
     told = {key: _foreign(key, fields) for key in keys}
     above = {key: _of_sections(key, path, fields) for key in keys}
@@ -195,14 +176,13 @@ def _of_a_choice(path: str, fields: Iterable[str]) -> bool:
 
 def _foreign(path: str, fields: Mapping[str, str | None]) -> str | None:
     """What to do about another system's key."""
-    meant = _likeliest(path, synonyms(path, fields)) if "." in path else synonyms(path, fields)
-    return _did_you_mean(meant, fields) or answer(path, fields)
+    return _did_you_mean(synonyms(path, fields), fields) or answer(path, fields)
 
 
 def _elsewhere(path: str, fields: Mapping[str, str | None]) -> str | None:
     """What to do about a key that other sections have."""
     key = path.rpartition(".")[2]
-    return _did_you_mean(_likeliest(path, [name for name in fields if name.rpartition(".")[2] == key]), fields)
+    return _did_you_mean(likeliest([name for name in fields if name.rpartition(".")[2] == key], path), fields)
 
 
 def _of_sections(key: str, path: str, fields: Mapping[str, str | None]) -> str | None:
@@ -219,19 +199,3 @@ def _did_you_mean(names: list[str], fields: Mapping[str, str | None]) -> str | N
     if len(names) == 1 and fields[names[0]]:
         return f"did you mean {names[0]}? ({fields[names[0]]})"
     return f"did you mean {', '.join(names[:3])}?" if names else None
-
-
-def _likeliest(path: str, names: list[str]) -> list[str]:
-    """Those of ``names`` that have most words of ``path``, and of these those with the fewest others; keys of rewards
-    last, of which any may be meant.
-    """
-
-    def words(name: str) -> set[str]:
-        return set(re.split(r"[._]", name))
-
-    def shared(name: str) -> tuple[int, int]:
-        return len(words(path) & words(name)), -len(words(name) - words(path))
-
-    most = max(map(shared, names), default=(0, 0))
-    found = [name for name in names if shared(name) == most]
-    return sorted(found, key=lambda name: ("rewards" in name, name.count(".")))

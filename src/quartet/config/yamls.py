@@ -2,52 +2,33 @@
 
 PyYAML reads YAML 1.1, where ``1e-6`` is a string, ``no`` is false, ``1:30`` is ninety and ``2026-01-01`` is a
 date. Here a scalar is null, true/false, an integer, a float or a string, for the loader and the dumper alike.
-
-Text from anywhere is refused quickly where it is far larger than any recipe: long, deeply nested, or short and
-expanded by aliases into millions of values.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
-MAX_CHARACTERS = 200_000
-MAX_DEPTH = 64
-MAX_DIGITS = 300
-MAX_VALUES = 20_000
-"""Values of a document, each as often as aliases repeat it."""
-
 _RESOLVERS = [
-    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
     (
-        "tag:yaml.org,2002:float",
+        "float",
         r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
         r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         list("-+0123456789."),
     ),
-    ("tag:yaml.org,2002:merge", r"<<", ["<"]),
+    ("merge", r"<<", ["<"]),
 ]
-
-
-_PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
-_CONSTRUCTORS = {
-    tag: constructor
-    for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
-    if tag is None or tag.rpartition(":")[2] in _PLAIN
-}
-"""PyYAML has more (dates, sets, bytes), which no recipe can hold."""
+_TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own way of declaring it
-    yaml_constructors = dict(_CONSTRUCTORS)  # noqa: RUF012
 
 
 class _Dumper(yaml.SafeDumper):
@@ -57,26 +38,23 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-for _tag, _pattern, _first in _RESOLVERS:
+for _name, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
-
-
-def _refused(problem: str, where: yaml.Event | yaml.Node) -> yaml.YAMLError:
-    mark: Any = where.start_mark
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        _class.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
+        if key_node.tag == _TAG + "merge":
             continue
-        key = loader.construct_object(key_node, deep=True)
+        key, problem = loader.construct_object(key_node, deep=True), None
         if not isinstance(key, str):
-            raise _refused(f"the key {key!r} is not text; put it into quotes", key_node)
-        if key in seen:
-            raise _refused(f"the key {key!r} stands here and in line {seen[key]}", key_node)
+            problem = f"the key {key!r} is not text; put it into quotes"
+        elif key in seen:
+            problem = f"the key {key!r} stands here and in line {seen[key]}"
+        if problem is not None:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
         seen[key] = key_node.start_mark.line + 1
     loader.flatten_mapping(node)
     return {
@@ -84,92 +62,56 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     }
 
 
-def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
-    if len(node.value) <= MAX_DIGITS:
-        return int(node.value)
-    raise _refused(f"a number of {len(node.value)} digits, more than {MAX_DIGITS}", node)
-
-
-def _string(loader: _Loader, node: yaml.ScalarNode) -> str:
-    text = str(loader.construct_scalar(node))
-    half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
-    if half is not None:
-        raise _refused(f"half a character, U+{ord(half):04X}, which no text can hold", node)
-    return text
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-_Loader.add_constructor("tag:yaml.org,2002:str", _string)
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor(_TAG + "map", _mapping)
 
 
 def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
     # PyYAML writes these line breaks as they are in single quotes and reads them back as spaces or "\n".
-    style = '"' if any(c in value for c in "\x85\u2028\u2029") else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+    style = '"' if any(c in value for c in "\n\x85\u2028\u2029") else None
+    return dumper.represent_scalar(f"{_TAG}str", value, style=style)
+
+
+def _number(dumper: _Dumper, value: float) -> yaml.ScalarNode:
+    text = re.sub(r"e([-+])0+", r"e\1", repr(value)) if abs(value) < float("inf") else yaml.dump(value).split()[0]
+    return dumper.represent_scalar(f"{_TAG}float", text)
 
 
 _Dumper.add_representer(str, _text)
+_Dumper.add_representer(float, _number)
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of one YAML document.
+    """Returns the value of one YAML document.
 
     Raises:
-        yaml.YAMLError: malformed text, a duplicate key, a key that is not text, a tag that is not plain data, or more
-            of it than a recipe can need.
+        yaml.YAMLError: malformed text, a duplicate key, a key that is not text, or a tag that is not plain data.
     """
-    if len(text) > MAX_CHARACTERS:
-        raise yaml.MarkedYAMLError(problem=f"{len(text)} characters, more than {MAX_CHARACTERS}")
-    _check_size(yaml.parse(text, Loader=_Loader))
     return yaml.load(text, Loader=_Loader)
 
 
-def _check_size(events: Iterator[yaml.Event]) -> None:
-    """Counts before anything is built: PyYAML builds recursively, and follows aliases into what grows exponentially."""
-    anchored: dict[str, int] = {}
-    # Per open collection its anchor and the values in it so far; the document itself at the bottom.
-    open_collections: list[tuple[str | None, int]] = [(None, 0)]
-    for event in events:
-        anchor, size = getattr(event, "anchor", None), 0
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_collections.append((anchor, 1))
-            if len(open_collections) > MAX_DEPTH:
-                raise _refused(f"more than {MAX_DEPTH} levels of nesting", event)
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = open_collections.pop()
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in anchored:
-                raise _refused(f"the alias *{event.anchor} names nothing that is complete before it", event)
-            anchor, size = None, anchored[event.anchor]
-        elif isinstance(event, yaml.ScalarEvent):
-            size = 1
-        if anchor is not None:
-            anchored[anchor] = size
-        above, total = open_collections[-1]
-        open_collections[-1] = above, total + size
-        if sum(count for _, count in open_collections) > MAX_VALUES:
-            raise _refused(f"more than {MAX_VALUES} values, aliases written out", event)
-
-
 def override_word(key: str, text: str) -> str:
-    """``key=text`` as a word for the shell that is read as this very text, and not as a number, say."""
+    """Returns ``key=text`` as a word for the shell that is read as this very text, and not as a number, say."""
     try:
         is_text = parse_yaml(text) == text
     except yaml.YAMLError:
         is_text = False
-    quoted = yaml.dump(text, Dumper=_Dumper, default_style='"', allow_unicode=True, width=MAX_CHARACTERS).rstrip("\n")
-    return shlex.quote(f"{key}={text if is_text else quoted}")
+    word = text if is_text else one_line(text, default_style='"')
+    return shlex.quote(f"{key}={word}")
 
 
 def dump_yaml(value: Any) -> str:
-    """Plain data as block YAML in its own key order; ``parse_yaml`` gives it back."""
+    """Writes plain data as block YAML in its own key order; ``parse_yaml`` gives it back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+def one_line(value: Any, **options: Any) -> str:
+    """Writes plain data as YAML in one line, which ``parse_yaml`` reads back."""
+    shape: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": 1 << 30}
+    return yaml.dump(value, Dumper=_Dumper, **shape, **options).removesuffix("\n").removesuffix("\n...")
+
+
 def yaml_complaint(error: yaml.YAMLError) -> tuple[str, int | None]:
-    """What PyYAML disliked in one line, and the line number (from 1) where it knows one."""
+    """Returns what PyYAML disliked in one line, and the line number (from 1) where it knows one."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     text = getattr(error, "problem", None) or str(error)
     return " ".join(str(text).split()), None if mark is None else mark.line + 1

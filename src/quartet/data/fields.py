@@ -1,23 +1,91 @@
-"""One row's values, checked as they are taken."""
+r"""One row's values, checked as they are taken; and dialogues written as one text, as HH-RLHF has them:
+``"\n\nHuman: …\n\nAssistant: …"``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import operator
 import re
 import reprlib
 import shlex
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.synonyms import usual_columns
-from quartet.data.dialogues import as_dialogue
-from quartet.data.json_rows import Unreadable, loads
 from quartet.text.examples import ROLES, AnswerText, Message, Messages, PromptText, is_empty
+
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_SIDES = {"Human": "user", "Assistant": "assistant"}
+
+
+def is_dialogue(text: str) -> bool:
+    """Whether a text begins with a turn."""
+    return _TURN.match(text) is not None
+
+
+def is_whole_dialogue(text: str) -> bool:
+    """Whether a text begins with the human's turn, as no answer does."""
+    first = _TURN.match(text)
+    return first is not None and first[1] == "Human"
+
+
+def as_dialogue(text: str) -> Messages:
+    """The turns as messages, without white space around them.
+
+    Turns of one side that follow each other become one message, text before the first turn the system's, text without
+    any turn the user's. An open ``Assistant:`` at the end, where an answer belongs, becomes none.
+    """
+    marks = list(_TURN.finditer(text))
+    if not marks:
+        return [{"role": "user", "content": text.strip()}]
+    before = text[: marks[0].start()].strip()
+    turns = [("system", before)] if before else []
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    turns += [(_SIDES[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
+    if turns[-1] == ("assistant", ""):
+        turns.pop()
+    return [
+        {"role": role, "content": "\n\n".join(content for _, content in group)}
+        for role, group in groupby(turns, key=lambda turn: turn[0])
+    ]
+
+
+def split_dialogues(chosen: str, rejected: str) -> int | None:
+    """Where the answers of two dialogues begin: behind the last ``Assistant:`` that both share; None where more than
+    the last turn differs."""
+    shared = _num_shared(chosen, rejected)
+    ends = [mark.end() for mark in _TURN.finditer(chosen) if mark[1] == "Assistant" and mark.end() <= shared]
+    if not ends or any(_TURN.search(text, ends[-1]) for text in (chosen, rejected)):
+        return None
+    return ends[-1]
+
+
+def split_texts(chosen: str, rejected: str) -> int | None:
+    """Where the answers of two texts begin: before the word in which they first differ, so that no token is torn, and
+    early enough that neither is empty; None where that leaves no prompt."""
+    shared = _num_shared(chosen, rejected)
+    both_end_words = all(text[shared : shared + 1].isspace() for text in (chosen, rejected))
+    places = [mark.start() for mark in re.finditer(r"\s+", chosen[:shared])] + [shared] * both_end_words
+    for place in reversed(places):
+        if not chosen[:place].strip():
+            return None
+        if chosen[place:].strip() and rejected[place:].strip():
+            return place
+    return None
+
+
+def _num_shared(one: str, other: str) -> int:
+    # Comparing whole beginnings is much faster than comparing characters: texts may have millions.
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda n: one[: n + 1] != other[: n + 1])
+
 
 Turns = Literal["text", "messages"]
 
@@ -111,8 +179,8 @@ class Fields:
         value = self.values.get(name)
         if name not in _SPOKEN or not isinstance(value, str) or not _LIST.match(value):
             return value
-        with contextlib.suppress(Unreadable):
-            found = loads(value)
+        with contextlib.suppress(ValueError):
+            found = json.loads(value)
             speakers = [_speaker(turn) for turn in found]
             is_talk = _SPEAKERS.issuperset(speakers) and speakers[-1] in ("assistant", "gpt")
             if None not in speakers and (name == "prompt" or is_talk):
@@ -125,8 +193,8 @@ class Fields:
         """A value; of text in JSON, as CSV has lists, what it says."""
         value = self.values.get(name)
         if isinstance(value, str):
-            with contextlib.suppress(Unreadable):
-                return loads(value)
+            with contextlib.suppress(ValueError):
+                return json.loads(value)
         return value
 
     def has(self, *names: str) -> bool:
@@ -242,11 +310,11 @@ def _objects(value: Any, name: str, place: str, what: str, shape: str) -> list[d
         UserError: JSON text that cannot be read, or anything but objects.
     """
     try:
-        found = loads(value) if isinstance(value, str) and value.strip() else without_nulls(value)
+        found = json.loads(value) if isinstance(value, str) and value.strip() else without_nulls(value)
         objects = [found] if isinstance(found, dict) else found if isinstance(found, list) else [found]
         # Some tables have a list of JSON texts.
-        objects = [loads(one) if isinstance(one, str) and one.strip() else one for one in objects]
-    except Unreadable as error:
+        objects = [json.loads(one) if isinstance(one, str) and one.strip() else one for one in objects]
+    except ValueError as error:
         remedy = f"write a list of {what}, or the JSON text of one"
         raise _refused(f"`{name}` is not valid JSON: {error}", place, value, remedy) from None
     objects = [one for one in objects if not _is_null(one) and one not in ("", {})]

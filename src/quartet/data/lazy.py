@@ -1,6 +1,6 @@
 """Rows that are read, checked and tokenised when they are drawn: those behind the first ``check_rows`` of a source.
 
-They stay where they are (JSON Lines), or in a temporary file (any other format). Memory holds 16 bytes per row.
+They wait in a temporary file. Memory holds eight bytes per row.
 """
 
 from __future__ import annotations
@@ -9,97 +9,126 @@ import hashlib
 import io
 import os
 import pickle
+import tempfile
+from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
-from pathlib import Path
-from typing import Any, TypeVar
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+from typing import Any, BinaryIO, TypeVar, overload
 
-from quartet.config.common import SourceConfig
 from quartet.config.errors import UserError
-from quartet.data.files import decoded, located, opened, raw_lines
+from quartet.config.foreign import described
 from quartet.data.formats import NothingLeft, Parsed
-from quartet.data.json_rows import parse_line
 from quartet.data.readers import Row
-from quartet.data.spool import Rows, Spool
 
 T = TypeVar("T")
-_LINES = {".jsonl", ".ndjson"}
+_IN_MEMORY = 4 << 20
+"""Bytes that wait in memory to be written; few rows never reach the disk."""
 
 
-def remaining_rows(source: SourceConfig | None, rows: Iterator[Row], first: int) -> Rows[Row]:
-    """The rows that ``rows`` would still give, by number; what is malformed in JSON Lines is found when it is drawn.
+class Rows(Sequence[T]):
+    """A sequence that says how to get one of its objects."""
 
-    Args:
-        source: of the rows; None where Python code passes them.
-        first: rows that ``rows`` has given already.
-    """
-    head = list(islice(rows, 1))
-    if not head or source is None:
-        return Spool(chain(head, rows))
-    path = located(str(source.path))
-    if path.suffix.lower() in _LINES and path.is_file() and not _is_array(path):
-        return JsonLines(path, source, first)
-    return Spool(chain(head, rows))
+    @abstractmethod
+    def _one(self, number: int) -> T: ...
 
-
-def _is_array(path: Path) -> bool:
-    with path.open("rb") as file:
-        while (head := file.read(4096)) and not (text := head.lstrip(b"\xef\xbb\xbf \t\r\n")):
-            pass
-        return bool(head) and text.startswith(b"[")
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self._one(number) for number in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._one(number)
 
 
-class JsonLines(Rows[Row]):
-    """The rows of a JSON Lines file from number ``first`` on, each read where it stands.
+class Spool(Rows[T]):
+    """Objects kept, pickled, in a temporary file that vanishes with the process.
 
-    Raises:
-        UserError: a row is read of a file that has been written to since.
+    They may be read by several threads at a time, and by forked processes.
     """
 
-    def __init__(self, path: Path, source: SourceConfig, first: int) -> None:
-        self._path, self._source = path, source
-        self._offsets, self._sizes, self._lines = array("Q"), array("I"), array("I")
-        self._digest = hashlib.sha256()
-        offset = number = 0
-        with opened(path) as file:
-            self._file = os.fdopen(os.dup(file.fileno()), "rb")
-            self._state = self._state_now()
-            for line, data in raw_lines(file, path):
-                if data[:1] == b"{" or decoded(data, path, line).strip():  # as checked rows: Unicode's spaces, too
-                    if number == source.limit:
-                        break
-                    number += 1
-                    if number > first:
-                        self._offsets.append(offset)
-                        self._sizes.append(len(data))
-                        self._lines.append(line)
-                        self._digest.update(data)
-                offset += len(data)
-
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 of the rows as they stand there."""
-        return self._digest.digest()
-
-    def _state_now(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._offsets = array("Q", [0])
+        self._waiting = bytearray()
+        self._file: BinaryIO | None = None
+        self._written = 0
+        for item in items:
+            self.append(item)
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._offsets) - 1
 
-    def _one(self, number: int) -> Row:
-        if (now := self._state_now()) != self._state:
+    def append(self, item: T) -> None:
+        """Adds an object.
+
+        Raises:
+            UserError: the temporary file cannot be written, or the object cannot be pickled.
+        """
+        data = _pickled(item)
+        self._waiting += data
+        self._offsets.append(self._offsets[-1] + len(data))
+        if len(self._waiting) > _IN_MEMORY:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="quartet-rows-")  # noqa: SIM115 - held as long as the rows
+            self._file.write(self._waiting)
+            self._file.flush()
+        except OSError as error:
             raise UserError(
-                "the data file was written to while the run reads from it",
-                found=f"{self._path}: {self._state[0]:,} bytes when it began, {now[0]:,} now",
-                remedy="put the file back as it was and go on with --resume; let new rows go to another file",
-            )
-        line = self._lines[number]
-        data = os.pread(self._file.fileno(), self._sizes[number], self._offsets[number])
-        values = parse_line(self._path, line, decoded(data, self._path, line))
-        return Row(values, str(self._source.path), line)
+                "rows cannot be kept in a temporary file",
+                found=f"{error.strerror or error} in {tempfile.gettempdir()}",
+                remedy="make room there, or set TMPDIR to a directory on a larger disk",
+            ) from error
+        self._written += len(self._waiting)
+        self._waiting = bytearray()
+
+    def _one(self, number: int) -> T:
+        start, stop = self._offsets[number], self._offsets[number + 1]
+        if self._file is None or start >= self._written:
+            data = bytes(self._waiting[start - self._written : stop - self._written])
+        else:
+            data = os.pread(self._file.fileno(), stop - start, start)
+        item: T = pickle.loads(data)
+        return item
+
+
+def _pickled(item: Any) -> bytes:
+    try:
+        return pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # objects of users may raise anything
+        raise UserError(
+            "a row of the data cannot be kept: it holds what is no plain data",
+            found=f"{getattr(item, 'place', 'a row')}: {described(error)}",
+            remedy="keep text, numbers, lists and dicts in the columns, and make the rest from them where it is used",
+        ) from error
+
+
+class Chained(Rows[T]):
+    """Sequences one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[T]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def parts(self) -> Iterator[Sequence[T]]:
+        """Those that are not chained themselves, in their order."""
+        for part in self._parts:
+            yield from part.parts() if isinstance(part, Chained) else (part,)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _one(self, number: int) -> T:
+        part = bisect_right(self._ends, number)
+        return self._parts[part][number - (self._ends[part - 1] if part else 0)]
 
 
 class Unchecked(Rows[T]):
@@ -125,8 +154,6 @@ class Unchecked(Rows[T]):
     @property
     def digest(self) -> bytes:
         """SHA-256 of the rows in their order, wherever they stand and whatever is made of them."""
-        if isinstance(self.rows, JsonLines):
-            return self.rows.digest
         state, data = hashlib.sha256(), io.BytesIO()
         pickler = pickle.Pickler(data, pickle.HIGHEST_PROTOCOL)
         pickler.fast = True  # equal rows alike, whether or not equal values in them are one object

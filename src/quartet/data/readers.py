@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import gzip
 import io
 import itertools
-from collections import deque
+import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from quartet.config.addresses import is_url
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
-from quartet.data.files import (
-    INSTALL,
-    MAX_ROW_BYTES,
-    check_blank,
-    format_of,
-    located,
-    numbered_lines,
-    opened,
-    too_long,
-    whole_text,
-)
-from quartet.data.json_rows import check_orientation, document_rows, is_one_document, parse_line, shortened_row
+from quartet.config.plugins import storage
 
 Values = Iterator[tuple[int, dict[str, Any]]]
+INSTALL = "pip install 'quartet-rl[data]'"
+ROWS_KEY = "data"
+"""Where a file that is one object has its rows."""
+_COMPRESSIONS = (".gz", ".zst")
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+_LONGEST_CELL = 1 << 24
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data file; ``line`` counts from 1 (rows of Parquet and hub data have no line, but a
-    number).
+    """One row of a data file.
+
+    Args:
+        line: from 1; of documents, Parquet files and hub data the number of the row.
     """
 
     values: Mapping[str, Any]
@@ -49,7 +48,7 @@ class Row:
 
 
 def shown_places(places: Sequence[str], most: int = 5) -> str:
-    """``a.jsonl:3, 17, 20, …`` for the first ``most`` places; the file is named once."""
+    """Writes ``a.jsonl:3, 17, 20, …`` for the first ``most`` places; the file is named once."""
     shown: list[str] = []
     last = None
     for place in places[:most]:
@@ -60,7 +59,7 @@ def shown_places(places: Sequence[str], most: int = 5) -> str:
 
 
 def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
-    """All rows (the first ``config.limit``) under the file's own column names; read in pieces, but for JSON documents.
+    """Reads all rows (the first ``config.limit``) under the file's own column names; in pieces, but for JSON documents.
 
     A path with a known ending, or one that exists, is a file; anything else is the name of a hub data set.
 
@@ -70,8 +69,8 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
     name = config.path
     if name is None:
         raise ValueError("the data have no path of their own")
-    path = located(name)
-    reader = _READERS.get(format_of(path))
+    path = _located(name)
+    reader = _READERS.get(_format_of(path))
     if path.is_file() and reader is None:
         raise UserError(
             "the data file's format is not known", found=name, remedy=f"use one of {', '.join(sorted(_READERS))}"
@@ -103,42 +102,176 @@ def _check_file_options(config: DataConfig | SourceConfig) -> None:
             )
 
 
+# Files as text -------------------------------------------------------------------------------------------
+
+
+def _located(name: str) -> Path:
+    """Returns the path on this machine; of a URL, of the copy that is brought here once."""
+    return storage(name).local_copy() if is_url(name) else Path(name).expanduser()
+
+
+def _format_of(path: Path) -> str:
+    """Returns the ending that says what a file holds, in lower case and without that of its compression."""
+    ending = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if ending in _COMPRESSIONS else ending
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for its bytes, decompressed.
+
+    Raises:
+        UserError: it cannot be read, here or while it is being read.
+    """
+    try:
+        with path.open("rb") as file:
+            match path.suffix.lower():
+                case ".gz":
+                    yield io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20)
+                case ".zst":
+                    stream: Any = _pyarrow("files compressed with zstd", path).CompressedInputStream(file, "zstd")
+                    yield io.BufferedReader(stream, 1 << 20)
+                case _:
+                    yield file
+    except (EOFError, zlib.error, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(
+            "the data file cannot be read", found=f"{path}: {reason}", remedy="write the file again, or name another"
+        ) from error
+
+
+def _pyarrow(what: str, path: Path) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{what} need pyarrow", found=str(path), remedy=INSTALL) from None
+    return pyarrow
+
+
+def _decoded(data: bytes, path: Path, line: int) -> str:
+    """Decodes a line.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig" if line == 1 else "utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        line += data.count(b"\n", 0, error.start)
+        raise UserError(
+            "the data file is not UTF-8 text", found=f"{path}:{line}: {error.reason}", remedy="save it as UTF-8"
+        ) from None
+
+
+# JSON ----------------------------------------------------------------------------------------------------
+
+
+def _parse_line(path: Path, line: int, text: str) -> dict[str, Any]:
+    """Reads the row in one line of a JSON Lines file.
+
+    Raises:
+        UserError: it is not valid JSON, or not an object.
+    """
+    try:
+        return _as_object(json.loads(text), path, line)
+    except json.JSONDecodeError as error:
+        raise _malformed(path, line, text, error) from None
+
+
+def _malformed(path: Path, line: int, text: str, error: json.JSONDecodeError) -> UserError:
+    found = f"{path}:{line}: {error.msg}: {_shortened(text)}"
+    return UserError("a row is not valid JSON", found=found, remedy="mend or remove that row")
+
+
+def _as_object(value: Any, path: Path, line: int) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    found = f"{path}:{line}: {_shortened(json.dumps(value))}"
+    raise UserError("a row is not an object", found=found, remedy='write each row as {"column": value, …}')
+
+
+def _shortened(text: str) -> str:
+    text = text.strip()
+    return repr(text if len(text) <= 60 else text[:57] + "…")
+
+
 def _json(path: Path) -> Values:
-    """A document, or JSON lines; both are common under this ending."""
-    text = whole_text(path)
-    if is_one_document(path, text):
-        return document_rows(path, text)
-    return _json_lines(path)
+    """Reads a document (an array of rows, or an object with them under ``data``), or JSON lines; both are common."""
+    with _opened(path) as file:
+        text = _decoded(file.read(), path, 1)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and not text.lstrip().startswith("["):
+            yield from _json_lines(path)
+            return
+        if text.strip():
+            raise _malformed(path, error.lineno, text.splitlines()[error.lineno - 1], error) from None
+        value = []
+    if isinstance(value, dict):
+        _check_orientation(path, value)
+        rows = value.get(ROWS_KEY)
+        value = rows if isinstance(rows, list) and all(isinstance(row, dict) for row in rows) else [value]
+    if not isinstance(value, list):
+        value = [value]
+    yield from ((number, _as_object(row, path, number)) for number, row in enumerate(value, start=1))
 
 
 def _json_lines(path: Path) -> Values:
-    """One object per line; some write an array under this ending too."""
+    """Reads one object per line; some write an array under this ending too.
+
+    Lines end with a line feed alone: JSON strings may hold characters such as U+2028.
+    """
     is_first = True
-    for line, text in numbered_lines(path):
-        if not text.strip():
-            continue
-        if is_first and text.lstrip().startswith("["):
-            yield from document_rows(path, whole_text(path))
-            return
-        row = parse_line(path, line, text)
-        if is_first:
-            check_orientation(path, row)
-        is_first = False
-        yield line, row
+    with _opened(path) as file:
+        for line, data in enumerate(file, start=1):
+            text = _decoded(data, path, line)
+            if not text.strip():
+                continue
+            if is_first and text.lstrip().startswith("["):
+                yield from _json(path)
+                return
+            row = _parse_line(path, line, text)
+            if is_first:
+                _check_orientation(path, row)
+            is_first = False
+            yield line, row
+
+
+def _check_orientation(path: Path, value: dict[str, Any]) -> None:
+    """Refuses an object that is a whole table, as pandas and ``datasets`` write them unless they are told otherwise."""
+    inner, orientation = list(value.values()), None
+    if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
+        orientation = None if all(isinstance(row, dict) for row in value["data"]) else "split"
+    elif inner and all(isinstance(part, dict) and part for part in inner):
+        by_column = all(key.isdecimal() for part in inner for key in part)
+        orientation = "columns" if by_column else "index" if all(map(str.isdecimal, value)) else None
+    elif len(inner) > 1 and all(isinstance(part, list) and part for part in inner):
+        firsts = {type(part[0]) for part in inner}
+        is_table = str in firsts and not firsts & {dict, list} and len({len(part) for part in inner}) == 1
+        orientation = "list" if is_table else None
+    if orientation is not None:
+        raise UserError(
+            f"the file is a table written as a whole, and not row by row (orient={orientation!r} of pandas)",
+            found=f"{path}: an object of {', '.join(map(_shortened, list(value)[:4]))}",
+            remedy=f"write it by rows: df.to_json({path.name!r}, orient='records', lines=True)",
+        )
+
+
+# Tables --------------------------------------------------------------------------------------------------
 
 
 def _csv(path: Path, delimiter: str = ",") -> Values:
-    """CSV with a header; a row that spans several lines has the number of its first."""
+    """Reads CSV with a header; a row that spans several lines has the number of its first."""
     header: list[str] | None = None
-    line, blank, limit = 1, 0, csv.field_size_limit(MAX_ROW_BYTES)
+    line, limit = 1, csv.field_size_limit(_LONGEST_CELL)
     try:
-        with opened(path) as file:
-            reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+        with _opened(path) as file:
+            lines = (_decoded(data, path, number) + "\n" for number, data in enumerate(file, start=1))
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
             for cells in reader:
                 first, line = line, reader.line_num + 1
-                blank = 0 if cells else blank + 1
                 if not cells:
-                    check_blank(blank, path, first)
                     continue
                 if header is not None:
                     yield first, _cells(path, first, header, cells)
@@ -151,9 +284,6 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
                         found=f"{path}:{first}: {header[:20]}",
                         remedy="give each column a name of its own in the first line",
                     )
-    except UnicodeDecodeError:
-        deque(numbered_lines(path), maxlen=0)  # for its error, which names the line
-        raise
     except csv.Error as error:
         raise UserError(
             "the file is not valid CSV", found=f"{path}:{line}: {error}", remedy="mend or remove that row"
@@ -168,7 +298,7 @@ def _check_separator(path: Path, line: int, header: list[str], delimiter: str) -
     if other is not None:
         raise UserError(
             f"the file's cells are separated by {_SEPARATORS[other]}",
-            found=f"{path}:{line}: {shortened_row(header[0])}",
+            found=f"{path}:{line}: {_shortened(header[0])}",
             remedy=f"write it with {_SEPARATORS[delimiter]}, or as JSON lines: "
             f"pd.read_csv({path.name!r}, sep={other!r}).to_json('rows.jsonl', orient='records', lines=True)",
         )
@@ -178,28 +308,19 @@ def _cells(path: Path, line: int, header: list[str], cells: list[str]) -> dict[s
     if len(cells) != len(header):
         raise UserError(
             "a row does not have one cell per column",
-            found=f"{path}:{line}: {len(cells)} for {len(header)} columns: {shortened_row(str(cells[:20]))}",
+            found=f"{path}:{line}: {len(cells)} for {len(header)} columns: {_shortened(str(cells[:20]))}",
             remedy="mend that row (text with commas or line breaks needs quotes)",
         )
     return dict(zip(header, cells, strict=True))
 
 
 def _parquet(path: Path) -> Values:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError("Parquet files need pyarrow", found=str(path), remedy=INSTALL) from None
+    pyarrow = _pyarrow("Parquet files", path)
     try:
         # Else pyarrow has whole row groups in memory, or the whole file, and each of its threads keeps some of its own.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 16) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024, use_threads=False):
-                for values in batch.to_pylist():
-                    number += 1
-                    if any(isinstance(value, (str, bytes)) and len(value) > MAX_ROW_BYTES for value in values.values()):
-                        raise too_long(path, number)
-                    yield number, values
+            batches = file.iter_batches(batch_size=1024, use_threads=False)
+            yield from enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
             "the Parquet file cannot be read", found=f"{path}: {error}", remedy="write the file again"
@@ -207,7 +328,7 @@ def _parquet(path: Path) -> Values:
 
 
 def _hub(name: str, config: str | None, split: str) -> Values:
-    """A data set from the hub, or a directory that ``datasets`` understands."""
+    """Reads a data set from the hub, or a directory that ``datasets`` understands."""
     try:
         import datasets
     except ImportError:
@@ -231,7 +352,7 @@ def _hub(name: str, config: str | None, split: str) -> Values:
 
 
 def _saved(found: Any, name: str, split: str) -> Any:
-    """The rows of what ``save_to_disk`` has written: of one split by its name, or of a data set without splits."""
+    """Returns the rows of what ``save_to_disk`` has written: of one split, or of a data set without splits."""
     splits = found if isinstance(found, dict) else {"train": found}
     if split not in splits:
         raise UserError(

@@ -1,7 +1,7 @@
 """What a model directory must hold before transformers loads it, and what was found out by loading.
 
-transformers takes most of this as it comes: it would build any number of layers, read whole numbers as weights, follow
-an index out of the directory, draw what is missing at random and leave out what is too much.
+transformers takes most of this as it comes: it would read whole numbers as weights, draw what is missing at random and
+leave out what is too much.
 """
 
 from __future__ import annotations
@@ -10,31 +10,97 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
 from quartet.config import UserError
-from quartet.models.weight_files import INDEX, stored_tensors, weight_paths
-from quartet.text.loading import needs_own_code
+from quartet.text.loading import local_or_hub, needs_own_code
 
-_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "vocab_size",
-)
+INDEX = "model.safetensors.index.json"
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file, or one in memory in its place.
+
+    Args:
+        source: a slice of safetensors, or a tensor (of a file that is mapped into memory, say).
+    """
+
+    shape: tuple[int, ...]
+    source: Any
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> StoredTensor:
+        return cls(tuple(tensor.shape), tensor)
+
+    def read(self, part: Slices | None = None) -> Tensor:
+        """The part, or all of it."""
+        found: Tensor = self.source[part] if part else self.source[...]
+        return found
+
+
+def weight_paths(source: str) -> list[Path]:
+    """The files with the weights of a model directory or hub name; safetensors files where there are any.
+
+    Raises:
+        OSError: there are none.
+    """
+    folder = Path(local_or_hub(source, "model"))
+    for name in ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        if not name.endswith(".json"):
+            return [file]
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return [folder / shard for shard in sorted(set(weight_map.values()))]
+    raise OSError(f"no file named model.safetensors or pytorch_model.bin in {source}")
+
+
+@contextmanager
+def stored_tensors(source: str) -> Iterator[Mapping[str, StoredTensor]]:
+    """Within, all tensors of a model directory or hub name, by the names that the files have.
+
+    Raises:
+        OSError: there are none.
+    """
+    found: dict[str, StoredTensor] = {}
+    with contextlib.ExitStack() as opened:
+        for path in weight_paths(source):
+            if path.suffix == ".safetensors":
+                file = opened.enter_context(safe_open(str(path), "pt"))
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                # safetensors keeps a tensor of two names under one of them, and notes the other.
+                noted = (file.metadata() or {}).items()
+                slices |= {name: slices[kept] for name, kept in noted if kept in slices and name not in slices}
+                found |= {name: StoredTensor(tuple(part.get_shape()), part) for name, part in slices.items()}
+            else:
+                tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                found |= {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
+        yield found
+
+
+def checkpoint_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Gives the shape of every tensor of the safetensors files in a folder, by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
 _FLOATING = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 _NAMED = 3
 """Tensors named in a message; their number follows."""
@@ -74,10 +140,10 @@ def _line(error: BaseException) -> str:
 
 
 def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of a model directory, once its sizes and the directory's weights have been looked at.
+    """Reads the config of a model directory, once the directory's weights have been looked at.
 
     Raises:
-        UserError: sizes that no model has, quantised weights, or an index that leads nowhere.
+        UserError: quantised weights, or an index that leads nowhere.
     """
     if Path(source, "adapter_config.json").is_file() and not Path(source, "config.json").exists():
         raise UserError(
@@ -85,21 +151,10 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
             found="adapter_config.json without config.json",
             remedy="add them to their base first (model = model.merge_and_unload()) and save that, or name model/",
         )
-    # Some configs divide by these sizes while they are made. Where layers differ, a size is a list.
-    values, _ = PreTrainedConfig.get_config_dict(source)
-    parts = [values, values.get("text_config")] if isinstance(values, dict) else []
-    sizes = [(name, part.get(name)) for part in parts if isinstance(part, dict) for name in _SIZES]
-    for name, value in sizes:
-        if isinstance(value, int) and value < 1:
-            raise _nonsense(source, f"{name}: {value}")
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         raise _quantised(source, f"quantization_config: {quantised}")
     tensors = _tensors(Path(source))
-    # Of pickled weights nothing is known before they are read.
-    if tensors and num_layers > len(tensors):
-        raise _nonsense(source, f"num_hidden_layers: {num_layers} for {len(tensors)} tensors")
     other = sorted(n for n, (dtype, _) in tensors.items() if n.endswith("weight") and dtype not in _FLOATING)
     if other:
         raise _quantised(source, f"{tensors[other[0]][0]} numbers in {named(other)}")
@@ -111,12 +166,6 @@ def _quantised(source: str, found: str) -> UserError:
         f"the weights of {source!r} are quantised, or no floating-point numbers",
         found=found,
         remedy="use the model's weights in fp32, bf16 or fp16",
-    )
-
-
-def _nonsense(source: str, found: str) -> UserError:
-    return UserError(
-        f"config.json of {source!r} describes no model", found=found, remedy="restore the model's own config.json"
     )
 
 
@@ -174,33 +223,25 @@ def load_weights(
     Raises:
         UserError: tensors of another shape than the config's, which are named.
     """
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    made = partial(kind.from_config, config, trust_remote_code=trust_remote_code)
-    try:
-        if empty:
-            options |= {"state_dict": _headers(source), "device_map": "meta"}
-            with torch.device("meta"):
-                found = type(made()) if trust_remote_code else kind._model_mapping[type(config)]
-            model, info = found.from_pretrained(None, **options)
-            model.name_or_path = model.config.name_or_path = source
-            _tie_equal(model, source)
-        else:
-            model, info = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-        return model, info
-    except RuntimeError as error:
-        # transformers prints the shapes and raises without them; to draw the weights anew could take any memory.
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if empty:
+        options |= {"state_dict": _headers(source), "device_map": "meta"}
         with torch.device("meta"):
-            expected = {name: list(values.shape) for name, values in made().state_dict().items()}
-        tensors = _tensors(Path(source))
-        wrong = sorted(name for name, (_, shape) in tensors.items() if expected.get(name, shape) != shape)
-        first = [f"{n} is {_shape(tensors[n][1])}, by the config {_shape(expected[n])}" for n in wrong[:1]]
+            made = kind.from_config(config, trust_remote_code=True) if trust_remote_code else None
+        found = kind._model_mapping[type(config)] if made is None else type(made)
+        model, info = found.from_pretrained(None, **options)
+        model.name_or_path = model.config.name_or_path = source
+        _tie_equal(model, source)
+    else:
+        model, info = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    if wrong := sorted((name, _shape(stored), _shape(own)) for name, stored, own in info["mismatched_keys"]):
+        more = f"; {len(wrong) - 1} more" if wrong[1:] else ""
         raise UserError(
             f"the weights of {source!r} do not fit its config.json",
-            found="; ".join([*first, *([f"{len(wrong) - 1} more"] if wrong[1:] else [])]) or "tensors of other shapes",
+            found=f"{wrong[0][0]} is {wrong[0][1]}, by the config {wrong[0][2]}{more}",
             remedy="restore the config.json that these weights were saved with",
-        ) from error
+        )
+    return model, info
 
 
 def _tie_equal(model: PreTrainedModel, source: str) -> None:
@@ -223,7 +264,7 @@ def has_one_label(source: str) -> bool:
     return [shape[0] for shape in heads] == [1]
 
 
-def _shape(sizes: list[int]) -> str:
+def _shape(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes)) or "one number"
 
 

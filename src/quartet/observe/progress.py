@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
-from quartet.config.printable import printable
+from quartet.config.errors import printable
 
 Figure = float | int | str
 

@@ -8,7 +8,6 @@ and credentials are huggingface_hub's own (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -25,12 +24,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import WeakFileLock
 
 from quartet.config.errors import UserError
 from quartet.config.file_errors import write_error
 
-_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "README.md"]
 _OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "*/*.bin"]
 """The same weights once more, or those of other models."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -46,9 +44,9 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def fetch(name: str, *, weights: bool = True) -> Path:
-    """The directory of the cache with the model's files, all of them there; its name is the commit.
+    """Returns the directory of the cache with the model's files, all of them there; its name is the commit.
 
-    Of several processes of a machine one downloads, and the others wait. What is there is not asked for again.
+    What is there of a commit is not asked for again.
 
     Args:
         weights: False for a tokenizer.
@@ -60,25 +58,22 @@ def fetch(name: str, *, weights: bool = True) -> Path:
     repo, revision = split_name(name)
     ignored = _OTHER_WEIGHTS if weights else [*_OTHER_WEIGHTS, "*.safetensors"]
     with _explained(name):
-        get = partial(snapshot_download, repo, ignore_patterns=ignored)
-        listing = _cache_of(repo) / "trees" / f"{revision}.json"
-        if listing.is_file():  # of a commit: what belongs to it is known
+        get = partial(snapshot_download, repo, allow_patterns=_FILES, ignore_patterns=ignored)
+        cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+        if (cache / "trees" / f"{revision}.json").is_file():  # of a commit: what belongs to it is known
             with contextlib.suppress(LocalEntryNotFoundError):
-                found = Path(get(revision=revision, allow_patterns=_FILES, local_files_only=True))
+                found = Path(get(revision=revision, local_files_only=True))
                 if not weights or any(found.glob("*.safetensors")):
                     return found
-        with _once_per_machine(repo) as is_writable:
-            get = partial(get, local_files_only=not is_writable)
-            found = Path(get(revision=revision, allow_patterns=_FILES))
-            pickled = weights and not any(found.glob("*.safetensors"))
-            more = ["README.md", *(["pytorch_model*.bin"] if pickled else [])]
+        found = Path(get(revision=revision))
+        if weights and not any(found.glob("*.safetensors")):
             with contextlib.suppress(LocalEntryNotFoundError):  # who loads it says which weights are missing
-                get(revision=found.name, allow_patterns=more)
+                snapshot_download(repo, revision=found.name, allow_patterns=["pytorch_model*.bin"])
     return found
 
 
 def pin(name: str, *, weights: bool = True) -> tuple[str, str | None]:
-    """``owner/name@commit`` of what the revision is now, and a remark where only the cache could tell.
+    """Returns ``owner/name@commit`` of what the revision is now, and a remark where only the cache could tell.
 
     Raises:
         UserError: as of ``fetch``.
@@ -86,22 +81,16 @@ def pin(name: str, *, weights: bool = True) -> tuple[str, str | None]:
     repo, revision = split_name(name)
     if revision is not None and _COMMIT.fullmatch(revision):
         return name, None
-    remark = None
-    with _explained(name):
-        try:
-            HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_S)
-        except _FAILURES as error:
-            if not _is_unreachable(error):
-                raise
-            remark = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no answer: {_line(error)}"
-    commit = fetch(name, weights=weights).name
-    if remark is not None:
-        remark = f"{name}: the hub was not asked ({remark}); the cache's commit {commit[:12]} is used"
-    return f"{repo}@{commit}", remark
+    is_known = current_commit(name) is not None
+    commit = fetch(name, weights=weights).name  # by its branch, which the cache then knows offline, too
+    if is_known:
+        return f"{repo}@{commit}", None
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no answer"
+    return f"{repo}@{commit}", f"{name}: the hub was not asked ({why}); the cache's commit {commit[:12]} is used"
 
 
 def current_commit(name: str) -> str | None:
-    """The commit that the revision is now; None where the hub does not say."""
+    """Returns the commit that the revision is now; None where the hub does not say."""
     repo, revision = split_name(name)
     try:
         return HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_S).sha
@@ -136,24 +125,6 @@ def push(
         return api.upload_folder(
             repo_id=repo, folder_path=folder, revision=revision, commit_message=message or "Upload a model"
         ).commit_url
-
-
-# One download per machine -----------------------------------------------------------------------------------
-
-
-def _cache_of(repo: str) -> Path:
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
-
-
-@contextlib.contextmanager
-def _once_per_machine(repo: str) -> Iterator[bool]:
-    """Within, no other process on this cache fetches ``repo``; False: the cache can be read, and not written."""
-    locks = _cache_of(repo).parent / ".locks" / _cache_of(repo).name
-    with contextlib.suppress(OSError):
-        locks.mkdir(parents=True, exist_ok=True)
-    is_writable = os.access(locks, os.W_OK)
-    with WeakFileLock(locks / "quartet.lock") if is_writable else contextlib.nullcontext():
-        yield is_writable
 
 
 # Errors -----------------------------------------------------------------------------------------------------
@@ -225,11 +196,6 @@ def _upload_problem(name: str, error: Exception, folder: Path) -> tuple[str, str
 
 def _status(error: Exception) -> int | None:
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
-
-
-def _is_unreachable(error: Exception) -> bool:
-    status = _status(error)
-    return status is None or status >= 500 or status == 429
 
 
 def _line(error: Exception) -> str:

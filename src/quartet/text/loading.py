@@ -13,9 +13,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from quartet.config.addresses import is_url
 from quartet.config.errors import UserError
-from quartet.config.nearest import missing_file
+from quartet.config.nearest import has_older_model, made_by, missing_file
 from quartet.config.plugins import storage
-from quartet.config.stages import has_older_model, made_by
 from quartet.remote.hub import fetch, split_name
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from quartet.config.errors import UserError
-from quartet.text import chat
+from quartet.text import templates
 from quartet.text.examples import (
     AnswerText,
     Conversation,
@@ -175,7 +175,7 @@ class TextCodec:
             return prompt_ids, [*self._continue(prompt_ids, self._encode_text, prompt, completion), self.eos_id]
         head = self.render(prompt)
         whole = self.render([*prompt, answer_turn(completion)], generation_prompt=False)
-        text = chat.continuation(head, whole, "the conversation with its answer", "the prompt")
+        text = templates.continuation(head, whole, "the conversation with its answer", "the prompt")
         return prompt_ids, self._end(self._continue(prompt_ids, self._plain, head, text))
 
     def encode_continuation(self, text: str) -> list[int]:
@@ -228,9 +228,9 @@ class TextCodec:
             UserError: no assistant turn, one before any other turn, or a template that changes earlier text
                 when a turn is added.
         """
-        messages = chat.until_last_learned(messages)
-        if chat.MARKS.search(chat.template_of(self.tokenizer, chat.tools_of(messages))):
-            ids, mask = chat.marked_by_template(self.tokenizer, messages)
+        messages = templates.until_last_learned(messages)
+        if templates.MARKS.search(templates.template_of(self.tokenizer, templates.tools_of(messages))):
+            ids, mask = templates.marked_by_template(self.tokenizer, messages)
         else:
             ids, mask = self._turn_by_turn(messages)
         if True not in mask:  # cut off before the answer, see ``limited``
@@ -246,7 +246,7 @@ class TextCodec:
         self, messages: Messages, *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
         """Messages as the chat template writes them."""
-        return chat.render(self.tokenizer, messages, generation_prompt=generation_prompt, variables=variables)
+        return templates.render(self.tokenizer, messages, generation_prompt=generation_prompt, variables=variables)
 
     # Decoding --------------------------------------------------------------------------------------------
 
@@ -425,9 +425,9 @@ class TextCodec:
             if message["role"] != "assistant" or k == 0:
                 continue
             head = self.render(messages[:k])
-            between = chat.continuation(text, head, f"the text before turn {k + 1}", "the turns before")
+            between = templates.continuation(text, head, f"the text before turn {k + 1}", "the turns before")
             whole = self.render(messages[: k + 1], generation_prompt=False)
-            turn = chat.continuation(head, whole, f"turn {k + 1}", "the generation prompt")
+            turn = templates.continuation(head, whole, f"turn {k + 1}", "the generation prompt")
             lead = self._continue(ids, self._plain, text, between) if ids else self._plain(between)
             ids, mask = ids + lead, mask + [False] * len(lead)
             answer = self._continue(ids, self._plain, head, turn)

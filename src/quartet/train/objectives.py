@@ -38,12 +38,6 @@ from quartet.algorithms.segments import keep, segment_sum
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
     PPO,
-    OffPolicyConfig,
-    PolicyGradient,
-    keeps_trajectories_whole,
-    kl_term,
-)
-from quartet.config.policy_losses import (
     UNCLIPPED_LOSSES,
     CISPOLoss,
     ClipCovLoss,
@@ -51,9 +45,13 @@ from quartet.config.policy_losses import (
     GMPOLoss,
     GSPOLoss,
     KLCovLoss,
+    OffPolicyConfig,
+    PolicyGradient,
     ReinforceLoss,
     SAPOLoss,
     SequenceClippedLoss,
+    keeps_trajectories_whole,
+    kl_term,
 )
 from quartet.models.truncation import Limits
 from quartet.train.engine import Objective

@@ -10,8 +10,7 @@ from transformers import PreTrainedConfig
 from quartet.config import UserError
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RLRecipe
-from quartet.models.directories import loading, read_config
-from quartet.models.weight_files import stored_tensors
+from quartet.models.directories import loading, read_config, stored_tensors
 from quartet.observe.memory import available_bytes, total_bytes
 from quartet.text.loading import local_or_hub
 from quartet.trainers.devices import precision_on

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import UserError
+from quartet.config.errors import printable
 from quartet.config.nearest import missing_file
-from quartet.config.printable import printable
 from quartet.data.datasets import PromptItem
 from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects, read_rows, replace_atomically
 from quartet.observe.trackers import Row

@@ -22,15 +22,13 @@ from quartet.config.plugins import load
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
 from quartet.config.validation import shortened
-from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, joined
+from quartet.data.datasets import Mixture, Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
-from quartet.data.lazy import Unchecked, remaining_rows
-from quartet.data.order import Mixture
+from quartet.data.lazy import Chained, Spool, Unchecked
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process_rewards import ProcessData, step_labelled
 from quartet.data.readers import Row, iter_rows
-from quartet.data.spool import Chained
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.packing_probe import model_context_length
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
@@ -404,7 +402,7 @@ def _read_source(
 ) -> D:
     """The data of one source, of which the first ``num`` rows are checked; all where that is None."""
     data = read(islice(rows, num), 0)
-    rest = remaining_rows(source, rows, num) if num is not None else ()
+    rest = Spool[Row](rows if num is not None else ())
     if num is None or not rest:
         return data
 

@@ -27,7 +27,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe, StepLossConfig
-from quartet.data.order import draws
+from quartet.data.datasets import draws
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.models.directories import on_meta
 from quartet.models.loading import load_causal_lm, packed_causal_lm

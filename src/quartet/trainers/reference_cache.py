@@ -33,9 +33,8 @@ from transformers import PreTrainedModel
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.data.lazy import Unchecked
+from quartet.data.lazy import Chained, Unchecked
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.spool import Chained
 from quartet.observe.jsonl import replace_atomically
 from quartet.train.engine import TrainEngine
 from quartet.train.preference_objectives import answer_logprobs

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.config.common import ModelConfig, TrainConfig
 from quartet.config.jobs import jobs, recipes
+from quartet.config.nearest import has_older_model
 from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, RLRecipe
-from quartet.config.stages import has_older_model
 from quartet.config.supervised import SupervisedRecipe
 from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model, save_step_separator
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel

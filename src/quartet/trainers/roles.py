@@ -25,8 +25,7 @@ from quartet.config.algorithms import (
 )
 from quartet.config.cross_checks import without_effect
 from quartet.config.recipe import EnvironmentConfig, RLRecipe
-from quartet.data.datasets import PromptData, PromptItem
-from quartet.data.order import draw
+from quartet.data.datasets import PromptData, PromptItem, draw
 from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import Environment, EnvironmentFactory, environment_factory
 from quartet.envs.transcript import SOURCE

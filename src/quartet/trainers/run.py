@@ -30,9 +30,9 @@ from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
 from quartet.config.addresses import is_url
 from quartet.config.load import dump_recipe
+from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
-from quartet.config.stages import OLDER_MODEL
 from quartet.observe import cpu
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
@@ -55,8 +55,7 @@ from quartet.train.checkpoint import (
     set_aside_after,
 )
 from quartet.trainers.devices import check_torch, device_changes
-from quartet.trainers.model_card import write_cards
-from quartet.trainers.pinned import pinned
+from quartet.trainers.hub_models import pinned, write_cards
 from quartet.trainers.run_files import (
     OTHER_LENGTH,
     Resume,

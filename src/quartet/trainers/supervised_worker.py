@@ -26,8 +26,7 @@ from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.supervised import SupervisedRecipe
-from quartet.data.datasets import Batches
-from quartet.data.order import steps_for
+from quartet.data.datasets import Batches, steps_for
 from quartet.data.prefetch import Prefetcher
 from quartet.models.directories import on_meta
 from quartet.models.loading import (

@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.off_policy import SampledTokens, is_accepted
-from quartet.algorithms.segments import gather_owner, masked_owner
-from quartet.algorithms.token_selection import covariance, drawn_between, top_share
+from quartet.algorithms.segments import covariance, drawn_between, gather_owner, masked_owner, top_share
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
+    ClipCovLoss,
+    KLCovLoss,
     PolicyGradient,
     RejectionConfig,
 )
 from quartet.config.common import Strict
-from quartet.config.policy_losses import (
-    ClipCovLoss,
-    KLCovLoss,
-)
 from quartet.train.objectives import HIGH_COVARIANCE, HIGH_ENTROPY, trajectory_index
 
 ENTROPIES = "old_entropies"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from quartet.trainers.data_rows import DataRows, sections_of
 from safetensors.torch import load_file
 
 from breaking import fails_at
@@ -24,7 +25,6 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.callbacks import Callback
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.seeds import sample_seed
-from quartet.trainers.data_rows import DataRows, sections_of
 from quartet.trainers.evaluation import run_to_end
 from quartet.trainers.supervised_worker import Given
 

@@ -14,7 +14,6 @@ from quartet.config import UserError
 from quartet.config import plugins as config_plugins
 from quartet.config.addresses import is_url
 from quartet.config.common import DataConfig
-from quartet.data.lazy import remaining_rows
 from quartet.data.readers import iter_rows
 from quartet.extras.storage.store import Store, StoreError
 from quartet.text.loading import local_or_hub
@@ -125,9 +124,6 @@ def test_rows_at_a_url(url: str) -> None:
     config = DataConfig(path=f"{url}/rows.jsonl")
     rows = list(iter_rows(config))
     assert [row.values["prompt"] for row in rows] == ["a", "b"] and rows[1].place == f"{url}/rows.jsonl:2"
-    (source,) = config.parts
-    later = remaining_rows(source, iter_rows(source), 0)
-    assert [later[number].values["prompt"] for number in range(len(later))] == ["a", "b"]
 
 
 def test_a_disk_that_fills_while_something_is_brought(url: str) -> None:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.algorithms.scan import BLOCK, reverse_linear_scan
+from quartet.algorithms.advantages import BLOCK, reverse_linear_scan
 
 
 def slow_scan(inputs, coefficients):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quartet.algorithms.token_selection import covariance, drawn_between, top_share
+from quartet.algorithms.segments import covariance, drawn_between, top_share
 
 NAN = float("nan")
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.batch.balancing import balanced, balanced_under, best_fit, largest_differencing, longest_first
+from quartet.batch.partition import balanced, balanced_under, best_fit, largest_differencing, longest_first
 
 COSTS = st.lists(st.one_of(st.integers(1, 100), st.integers(1, 5)), max_size=60)
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.batch.balancing import longest_first
-from quartet.batch.partition import AtomTree, plan_micro_batches
+from quartet.batch.partition import AtomTree, longest_first, plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 

@@ -16,8 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import quartet
 from quartet.cli import main as cli
 from quartet.cli.show import show_run
-from quartet.config.errors import UserError
-from quartet.config.printable import _UNSAFE, printable
+from quartet.config.errors import _UNSAFE, UserError, printable
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.observe.progress import Progress
 

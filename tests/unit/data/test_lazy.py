@@ -20,10 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.lazy import JsonLines, remaining_rows
-from quartet.data.order import Mixture
-from quartet.data.readers import Row, iter_rows
-from quartet.data.spool import Chained, Spool
+from quartet.data.datasets import Mixture
+from quartet.data.lazy import Chained, Spool
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.input_sources import (
     demonstration_reader,
@@ -148,16 +146,12 @@ def test_the_next_row_stands_for_one_that_is_left_out(tmp_path: Path, codec: Tex
         ('{"prompt": "a"}', "completion"),
         ('{"prompt": "a", "completion": ""}', "is empty"),
         ('{"prompt": "a", "completion": "b b b b b b b b b"}', "longer than allowed"),
-        ("{oops", "not valid JSON"),
-        ("[1]", "not an object"),
-        (b'{"prompt": "\xff", "completion": "a"}', "not UTF-8"),
     ],
 )
-def test_a_bad_row_is_named_when_it_is_met(line: str | bytes, found: str, tmp_path: Path, codec: TextCodec) -> None:
+def test_a_bad_row_is_named_when_it_is_met(line: str, found: str, tmp_path: Path, codec: TextCodec) -> None:
     """At the start among those that are checked, else when it is drawn; other rows are not in its way."""
     path = tmp_path / "rows.jsonl"
-    data = line if isinstance(line, bytes) else line.encode()
-    path.write_bytes(b'{"prompt": "a", "completion": "b"}\n' * 6 + data + b"\n")
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 6 + line + "\n")
     with pytest.raises(UserError) as raised:
         read(DataConfig(path=str(path)), codec, room=9)
     later = read(DataConfig(path=str(path), check_rows=3), codec, room=9)
@@ -175,26 +169,6 @@ def test_rows_of_another_kind_are_named(tmp_path: Path, codec: TextCodec) -> Non
     with pytest.raises(UserError, match="some rows hold pairs and others answers") as raised:
         _ = data.items[13]
     assert raised.value.found.endswith(":28")
-
-
-@pytest.mark.parametrize("change", [lambda data: data + b'{"prompt": "a"}\n', lambda data: data[:-40]])
-def test_a_file_that_grows_or_shrinks_under_way_stops_the_run(
-    change: Callable[[bytes], bytes], tmp_path: Path, codec: TextCodec
-) -> None:
-    """Rows that were checked do not need it any more."""
-    path = _jsonl(tmp_path)
-    data = read(DataConfig(path=str(path), check_rows=4), codec)
-    size, before = path.stat().st_size, list(data.items)
-    path.write_bytes(changed := change(path.read_bytes()))
-    assert data.items[:4] == before[:4]
-    with pytest.raises(UserError, match="was written to while the run reads from it") as raised:
-        _ = data.items[4]
-    assert f"{path}: {size:,} bytes when it began, {len(changed):,} now" in raised.value.found
-    # One that takes its place by name leaves the run the former.
-    data = read(DataConfig(path=str(path), check_rows=4), codec)
-    (tmp_path / "other").write_text("{}")
-    (tmp_path / "other").replace(path)
-    assert data.items[4] == before[4]
 
 
 # Memory --------------------------------------------------------------------------------------------------
@@ -245,8 +219,8 @@ def _sizes(path: Path, num: int, write: str, check_rows: int) -> tuple[float, in
 def test_memory_holds_a_few_bytes_per_row(
     write: str, check_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty times the rows, of half a kilobyte each: 16 bytes of place and 4 of order for each, and no object."""
-    monkeypatch.setattr("quartet.data.spool._IN_MEMORY", 1 << 17)
+    """Twenty times the rows, of half a kilobyte each: 8 bytes of place and 4 of order for each, and no object."""
+    monkeypatch.setattr("quartet.data.lazy._IN_MEMORY", 1 << 17)
     _sizes(tmp_path / f"warm.{write}", 50, write, 300)
     few, many = (_sizes(tmp_path / f"{num}.{write}", num, write, check_rows) for num in (300, 6_000))
     assert many[1] - few[1] < 300, "none for each row"
@@ -254,7 +228,7 @@ def test_memory_holds_a_few_bytes_per_row(
 
 
 def test_a_spool_is_read_from_disk_and_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quartet.data.spool._IN_MEMORY", 1000)
+    monkeypatch.setattr("quartet.data.lazy._IN_MEMORY", 1000)
     rows = [{"n": n, "text": "ü" * (n % 50)} for n in range(200)]
     spool = Spool(rows)
     assert spool._file is not None and spool._waiting, "a part is written, a part waits"
@@ -273,14 +247,3 @@ def test_a_spool_is_read_from_disk_and_from_memory(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match="temporary file") as raised:
         Spool(rows)
     assert "No space left" in raised.value.found and "TMPDIR" in raised.value.remedy
-
-
-def test_json_lines_stay_where_they_are(tmp_path: Path) -> None:
-    source = DataConfig(path=str(_jsonl(tmp_path))).parts[0]
-    given = iter_rows(source)
-    first = [next(given) for _ in range(3)]
-    rest = remaining_rows(source, given, 3)
-    assert isinstance(rest, JsonLines) and [*first, *rest] == list(iter_rows(source))
-    passed = iter([Row({"prompt": "a"}, "mine", n) for n in range(5)])
-    assert [row.line for row in remaining_rows(None, passed, 0)] == list(range(5))
-    assert len(remaining_rows(source, iter(()), 13)) == 0

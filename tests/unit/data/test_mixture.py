@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.data.order import Mixture, draw, draws
+from quartet.data.datasets import Mixture, draw, draws
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=4)
 

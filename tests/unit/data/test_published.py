@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.data.datasets import SFTData, TokenLimit
-from quartet.data.dialogues import as_dialogue, split_texts
-from quartet.data.fields import Reading
+from quartet.data.fields import Reading, as_dialogue, split_texts
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.process_rewards import step_labelled
 from quartet.data.readers import Row

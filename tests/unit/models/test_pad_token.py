@@ -33,10 +33,10 @@ from quartet.models.loading import (
     save_scalar_model,
     scalar_model_from,
     seen_tokens,
+    with_pad_token,
 )
 from quartet.models.packed_model import PackedScalarModel
 from quartet.models.packing import pack
-from quartet.models.pad_token import with_pad_token
 from quartet.text.loading import PAD_TOKEN, load_tokenizer, reads_the_same
 from quartet.train.forward import Needs, forward_only
 

@@ -115,38 +115,10 @@ def test_a_function_that_raises_is_shown_with_its_cause() -> None:
     assert "prompt 'one?', completion '1'" in caught.value.found
 
 
-class Unprintable(BaseException):
-    def __str__(self) -> str:
-        raise ValueError("no words")
-
-    __repr__ = __str__
-
-
-class NoNumber:
-    def __float__(self) -> float:
-        raise ValueError("no number")
-
-    def __repr__(self) -> str:
-        raise SystemExit(0)
-
-
-class NoItem(NoNumber):
-    ndim = 0
-
-    def item(self) -> None:
-        raise Unprintable
-
-
-class GreatFloat(float):
-    def __abs__(self) -> float:
-        return 0.0
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
     ("error", "what"),
     [
-        (Unprintable(), "raised Unprintable, whose message cannot be shown (ValueError in its str)"),
         (GeneratorExit("over"), "raised RuntimeError: it raised GeneratorExit"),
         (SystemExit(0), "raised SystemExit: 0"),
         (StopIteration(), "raised "),
@@ -170,9 +142,7 @@ def test_whatever_a_function_raises_is_a_failure(error: BaseException, what: str
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        (NoNumber(), "returned NoNumber that cannot be shown (SystemExit in its repr) (NoNumber) for sample 0"),
-        (NoItem(), "returned NoItem that cannot be read as a number (Unprintable, whose message cannot be shown"),
-        (GreatFloat(1e300), "returned a number beyond what float32 holds for sample 0"),
+        (1e300, "returned a number beyond what float32 holds for sample 0"),
         (1j, "returned 1j (complex) for sample 0"),
         (Decimal("0.5"), "returned Decimal('0.5') (Decimal) for sample 0"),
         (np.complex64(1j), "returned 1j (complex) for sample 0"),

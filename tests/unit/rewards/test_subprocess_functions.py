@@ -191,7 +191,6 @@ def test_whatever_it_raises_is_a_failure_of_the_reward(made: Make, function: str
         "KeyboardInterrupt": "raised KeyboardInterrupt",
         "GeneratorExit": "raised GeneratorExit: over",
         "CancelledError": "raised CancelledError",
-        "Unprintable": "raised Unprintable, whose message cannot be shown",
         "long": "raised ValueError: xxx",
         "recursion": "raised RecursionError: maximum recursion",
     }
@@ -209,9 +208,6 @@ def test_whatever_it_raises_is_a_failure_of_the_reward(made: Make, function: str
     ("kind", "what"),
     [
         ("NoNumber", "returned NoNumber that cannot be shown (ValueError in its repr) (NoNumber) for sample 0"),
-        ("NoItem", "returned NoItem that cannot be read as a number (SystemExit: 0) for sample 0"),
-        ("ListInName", "raised KeyboardInterrupt"),
-        ("GreatFloat", "returned a number beyond what float32 holds for sample 0"),
         ("complex", "returned 1j (complex) for sample 0"),
         ("text", "returned '1.0' (str) for sample 0"),
         ("huge", "returned a number beyond what float32 holds for sample 0"),

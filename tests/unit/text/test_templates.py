@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quartet.config.common import ModelConfig
 from quartet.config.errors import UserError
-from quartet.text.templates import template_effects, template_warnings, with_template
+from quartet.text.templates import template_warnings, with_template
 from quartet.text.tokenizer import TextCodec
 
 Build = Callable[..., PreTrainedTokenizerFast]
@@ -130,50 +130,9 @@ def test_a_template_of_its_own_for_tools(plain: Any) -> None:
     assert template_warnings(both, has_tools=False) == ["the chat template does not read `x` of chat_template_kwargs"]
 
 
-def test_a_template_that_writes_the_date_says_so_unless_it_is_given(plain: Any) -> None:
-    """As those of Llama 3.1 and later, whose rows have other tokens on another day."""
-    plain.chat_template = (
-        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-        "{{ date_string }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    given = with_template(plain, None, {"date_string": "26 Nov 2026"})
-    said = [[line for line in template_effects(one) if line.startswith("date:")] for one in (plain, given)]
-    assert said == [["date: that of the day on which a row is read"], []]
-
-
 def test_what_a_template_does_not_read(chat: TextCodec, plain: Any) -> None:
     deaf = with_template(chat.tokenizer, None, {"thinking": False})
     assert template_warnings(chat.tokenizer, has_tools=False) == []
     assert [line.split("`")[1] for line in template_warnings(deaf, has_tools=True)] == ["thinking", "tools"]
     plain.chat_template = THINKING
     assert template_warnings(with_template(plain, None, {"thinking": False}), has_tools=True) == []
-
-
-def test_effects(chat: TextCodec, marked: TextCodec, plain: Any) -> None:
-    plain.chat_template = THINKING
-    effects = {
-        name: "\n".join(template_effects(tokenizer))
-        for name, tokenizer in {
-            "chat": chat.tokenizer,
-            "marked": marked.tokenizer,
-            "thinking": plain,
-            "quiet": with_template(plain, None, {"thinking": False}),
-        }.items()
-    }
-    assert "loss: on every assistant turn" in effects["chat"] and "kept in every turn" in effects["chat"]
-    assert "before an answer: '<|im_start|>assistant\\n'" in effects["chat"] and "not used" in effects["chat"]
-    assert "tokens inside {% generation %}" in effects["marked"]
-    assert "left out of earlier turns, kept in the last" in effects["thinking"] and "tools: used" in effects["thinking"]
-    assert "thinking (default False)" in effects["quiet"]
-    assert "rendered differently from what a prompt ends with" in effects["quiet"]
-
-
-def test_effects_of_a_template_that_rewrites_turns(plain: Any) -> None:
-    plain.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert "rendered differently from what a prompt ends with" in "\n".join(template_effects(plain))
-    plain.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' or loop.last %}<{{ m.content }}>{% endif %}{% endfor %}"
-    )
-    assert "conversations with several assistant turns are refused" in "\n".join(template_effects(plain))
-    plain.chat_template = "{{ raise_exception('only one turn') }}"
-    assert "only one turn" in "\n".join(template_effects(plain))

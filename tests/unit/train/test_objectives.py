@@ -21,21 +21,19 @@ from quartet.config.algorithms import (
     PPO,
     RLOO,
     SAPO,
-    Distillation,
-    KLConfig,
-    OffPolicyConfig,
-    kl_term,
-)
-from quartet.config.policy_losses import (
     CISPOLoss,
     ClipCovLoss,
     ClippedLoss,
+    Distillation,
     GMPOLoss,
     GSPOLoss,
+    KLConfig,
     KLCovLoss,
+    OffPolicyConfig,
     ReinforceLoss,
     SAPOLoss,
     SequenceClippedLoss,
+    kl_term,
 )
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.preference_objectives import PairwiseObjective

@@ -18,15 +18,16 @@ from quartet.config.algorithms import (
     PPO,
     RLOO,
     AlgorithmConfig,
+    ClipCovLoss,
     DrGRPO,
     KLConfig,
+    KLCovLoss,
     OffPolicyConfig,
     PassAtK,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     RejectionConfig,
 )
-from quartet.config.policy_losses import ClipCovLoss, KLCovLoss
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.experience import Assembler, Experience
 

@@ -14,7 +14,7 @@ from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import SFTRecipe
-from quartet.data.order import Mixture
+from quartet.data.datasets import Mixture
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation_job import Evaluator

@@ -30,11 +30,16 @@ from quartet.config.algorithms import (
     RLOO,
     SAPO,
     BestOfN,
+    CISPOLoss,
+    ClipCovLoss,
+    ClippedLoss,
     Distillation,
     DrGRPO,
+    GMPOLoss,
     GroupAlgorithm,
     GroupRelative,
     KLConfig,
+    KLCovLoss,
     OnlineDPO,
     OptimalTokenBaseline,
     OverlongConfig,
@@ -42,17 +47,10 @@ from quartet.config.algorithms import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
+    SequenceClippedLoss,
 )
 from quartet.config.common import LogConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
-from quartet.config.policy_losses import (
-    CISPOLoss,
-    ClipCovLoss,
-    ClippedLoss,
-    GMPOLoss,
-    KLCovLoss,
-    SequenceClippedLoss,
-)
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics

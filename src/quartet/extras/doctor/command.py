@@ -23,8 +23,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object with all findings.")] = False,
 ) -> None:
     """Examines an RL recipe before its run."""
+    from quartet.config.errors import printable
     from quartet.config.load import load_recipe
-    from quartet.config.printable import printable
     from quartet.config.recipe import RLRecipe
     from quartet.extras.doctor.examine import examine
 

@@ -11,10 +11,10 @@ from quartet.config.common import DataConfig, SamplingConfig, Strict, TrainingRe
 from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, draw_misfits
 from quartet.config.evaluation import untrained
+from quartet.config.plugins import Starter
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.reward_types import RewardConfig
-from quartet.config.starter import Asked, Line, Starter, reward_lines, rl_lines, train_lines
-from quartet.config.units import Prompts, Samples
+from quartet.config.strict import Prompts, Samples
 
 
 class CollectConfig(Strict):
@@ -72,17 +72,22 @@ class IteratedRecipe(TrainingRecipe):
             )
 
 
-def _lines(asked: Asked) -> Iterator[Line]:
-    yield Line("rounds", 2)
-    yield from reward_lines("collect.labeller.", asked.reward or "function")
-    yield Line("collect.prompts_per_round", 256)
-    yield Line("collect.samples_per_prompt", 4)
-    yield Line("collect.sampling.max_new_tokens", 256)
-    yield Line("reward_model.model.path", "runs/sft/model")
-    yield Line("reward_model.data", {"path": "pairs.jsonl"}, is_example=True)
-    yield Line("reward_model.centring", 0.01)
-    yield from train_lines("reward_model.train.", 1e-5)
-    yield from rl_lines(asked, "rl.")
-
-
-STARTER = Starter("prompts.jsonl", _lines, is_rewarded=True)
+STARTER = Starter(
+    "prompts.jsonl",
+    ("prompt",),
+    {
+        "rounds": 2,
+        "collect.labeller": None,
+        "collect.prompts_per_round": 256,
+        "collect.samples_per_prompt": 4,
+        "collect.sampling.max_new_tokens": 256,
+        "reward_model.model.path": "runs/sft/model",
+        "reward_model.# data": {"path": "pairs.jsonl"},
+        "reward_model.centring": 0.01,
+        "reward_model.train.# precision": "bf16",
+        "reward_model.train.# lora": {"rank": 16},
+        "reward_model.train.optim.lr": 1e-5,
+    },
+    reward="collect.labeller",
+    rl="rl",
+)

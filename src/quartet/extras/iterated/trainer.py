@@ -32,10 +32,9 @@ from quartet.config.common import DataConfig, ModelConfig
 from quartet.config.file_errors import read_file
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
-from quartet.data.datasets import PromptData
+from quartet.data.datasets import PromptData, draws
 from quartet.data.fields import Reading
 from quartet.data.formats import preferences
-from quartet.data.order import draws
 from quartet.data.readers import iter_rows
 from quartet.extras.iterated.config import CollectConfig, IteratedRecipe
 from quartet.models.loading import load_causal_lm

@@ -16,7 +16,7 @@ from rich.text import Text
 from quartet.cli.options import Resume, as_argument
 from quartet.cli.show import command_name, line, metric_table, shown_path
 from quartet.config import UserError
-from quartet.config.printable import printable
+from quartet.config.errors import printable
 
 if TYPE_CHECKING:
     from quartet.extras.quickstart.run import QuickstartResult

@@ -12,8 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quartet.config.errors import UserError
-from quartet.config.printable import printable
+from quartet.config.errors import UserError, printable
 from quartet.extras.report.collect import collect_run
 from quartet.extras.report.samples import ReportLimits
 from quartet.observe.jsonl import replace_atomically

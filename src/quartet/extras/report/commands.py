@@ -18,7 +18,7 @@ import typer
 import yaml
 
 from quartet.config import UserError
-from quartet.config.printable import printable
+from quartet.config.errors import printable
 from quartet.trainers.signals import stop_signals
 
 RunPath = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
@@ -102,8 +102,8 @@ def sweep(
 ) -> None:
     """Runs of a recipe with several values and seeds."""
     from quartet.config.addresses import is_url
-    from quartet.config.describe import inline
     from quartet.config.load import job_named, load_recipe
+    from quartet.config.yamls import one_line
     from quartet.extras.report.compare import build_comparison
 
     job, base = job_named(recipe, overrides or ()), list(overrides or ())
@@ -115,11 +115,11 @@ def sweep(
     out = Path(first.output_dir or Path("runs") / f"sweep-{recipe.stem}")
     runs = sweep_runs(over or (), range(first.seed, first.seed + seeds))
     for name, changes in runs.items():  # a mistake in the last one is told before the first begins
-        load_recipe(job, recipe, [*base, *changes, f"output_dir={inline(str(out / name))}"])
+        load_recipe(job, recipe, [*base, *changes, f"output_dir={one_line(str(out / name))}"])
     failed = []
     for number, (name, changes) in enumerate(runs.items(), start=1):
         typer.echo(f"run {number} of {len(runs)}: {printable(name)}")
-        words = [*base, *changes, f"output_dir={inline(str(out / name))}", "--resume=auto"]
+        words = [*base, *changes, f"output_dir={one_line(str(out / name))}", "--resume=auto"]
         status = _status([sys.executable, "-m", "quartet", job, str(recipe), *words])
         if status < 0 or status > 128:
             typer.echo("the sweep was stopped: the same command goes on with it", err=True)
@@ -157,8 +157,7 @@ def sweep_runs(over: Sequence[str], seeds: range) -> dict[str, list[str]]:
         UserError: no values, or values of what differs anyway, or runs that have the same name, or too few or too many
             to compare.
     """
-    from quartet.config.describe import inline
-    from quartet.config.yamls import parse_yaml
+    from quartet.config.yamls import one_line, parse_yaml
     from quartet.extras.report.compare import MAX_RUNS
 
     axes: list[list[tuple[str, str]]] = []
@@ -181,7 +180,7 @@ def sweep_runs(over: Sequence[str], seeds: range) -> dict[str, list[str]]:
                 remedy="each run has its own output_dir; --seeds N with seed=FIRST for seeds; all values of a key in "
                 "one --over",
             )
-        axes.append([(key, inline(value)) for value in values])
+        axes.append([(key, one_line(value)) for value in values])
     found: dict[str, list[str]] = {}
     for chosen, seed in itertools.product(itertools.product(*axes), seeds):
         parts = [f"{key.rpartition('.')[2]}={value}" for key, value in chosen]

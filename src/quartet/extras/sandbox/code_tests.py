@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from quartet.config.errors import UserError
-from quartet.config.printable import printable
+from quartet.config.errors import UserError, printable
 from quartet.extras.sandbox.child import PYTEST_NAMES, is_check
 from quartet.extras.sandbox.config import CodeReward, Isolation
 from quartet.extras.sandbox.run import (

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from quartet.config.remote import DAY_S
 from quartet.config.rewards import Fallible
-from quartet.config.units import Processes, Responses
+from quartet.config.strict import Processes, Responses
 
 Isolation = Literal["namespaces", "process"]
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from quartet.config.addresses import HTTPAddress
 from quartet.config.engines import RoutedEngine
 from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.config.units import Devices
+from quartet.config.strict import Devices
 
 
 class _Server(RoutedEngine):

@@ -12,7 +12,7 @@ from quartet.extras.servers.openai import OpenAIEngine
 from quartet.extras.servers.published import PublishedWeights
 from quartet.extras.servers.sglang import SGLangEngine
 from quartet.extras.servers.sglang_group import GroupWeights
-from quartet.models.weight_files import checkpoint_shapes
+from quartet.models.directories import checkpoint_shapes
 from quartet.trainers.engines import Policy
 
 

@@ -11,7 +11,7 @@ from quartet.config.common import OptimConfig, Strict
 from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig
 from quartet.config.placement import AsynchronousPlacement
 from quartet.config.speculation import Speculation
-from quartet.config.units import Tokens
+from quartet.config.strict import Tokens
 
 if TYPE_CHECKING:
     from quartet.config.recipe import RLRecipe

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig
 from quartet.config.evaluation import untrained
-from quartet.config.starter import Line, Starter, supervised
+from quartet.config.plugins import Starter
+from quartet.config.strict import Rows, Samples, Tokens
 from quartet.config.supervised import SupervisedRecipe
-from quartet.config.units import Rows, Samples, Tokens
 
 
 class HeadsConfig(Strict):
@@ -68,5 +68,9 @@ class MedusaRecipe(SupervisedRecipe):
             yield "; ".join(found)
 
 
-_OWN_LINES = Line("heads.depth", 3), Line("sampling.max_new_tokens", 256)
-STARTER = Starter("prompts.jsonl", lambda asked: supervised(asked, ("prompt",), *_OWN_LINES, lr=1e-3, is_tuned=False))
+STARTER = Starter(
+    "prompts.jsonl",
+    ("prompt",),
+    {"heads.depth": 3, "sampling.max_new_tokens": 256, "train.optim.lr": 1e-3},
+    is_tuned=False,
+)

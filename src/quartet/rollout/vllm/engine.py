@@ -23,7 +23,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from quartet.config import UserError
-from quartet.models.weight_files import checkpoint_shapes
+from quartet.models.directories import checkpoint_shapes
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,

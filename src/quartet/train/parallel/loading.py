@@ -23,12 +23,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.config import UserError
-from quartet.models.conversions import Conversion, conversions_to_load, meta_twin
-from quartet.models.directories import loading, named
+from quartet.models.directories import StoredTensor, loading, named, stored_tensors
 from quartet.models.loading import fresh_head
 from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedModel, PackedScalarModel
-from quartet.models.weight_files import StoredTensor, stored_tensors
+from quartet.models.saving import Conversion, conversions_to_load, meta_twin
 from quartet.train.parallel.fsdp import sharded, stays_on_host
 from quartet.train.parallel.tensors import local, local_slices, write_part
 from quartet.weights.gather import gather

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from quartet.config import UserError
-from quartet.config.printable import printable
+from quartet.config.errors import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quartet.trainers.data_rows import DataRows, ShownRow, Span
+    from quartet.extras.data_rows.rows import DataRows, ShownRow, Span
 
 _CONTEXT, _LEARNED = ("grey85 on grey19", "grey85 on grey30"), ("white on dark_green", "white on green4")
 """Of the tokens of a run, in turn."""
@@ -43,7 +43,7 @@ def data(
 ) -> None:
     """Rows as they will be trained on, token by token."""
     from quartet.config.load import job_named, load_recipe
-    from quartet.trainers.data_rows import DataRows, sections_of
+    from quartet.extras.data_rows.rows import DataRows, sections_of
 
     job = job_named(recipe, overrides or [])
     sections = sections_of(load_recipe(job, recipe, overrides or []))
@@ -68,7 +68,7 @@ def _chosen(source: str | None, keys: Sequence[str]) -> tuple[str, int | None]:
 
 def show(found: DataRows, title: str, rows: int, start: int, tokens: int, console: Console) -> None:
     """Prints rows as they are read, then what there is to say of all."""
-    from quartet.text.templates import template_effects
+    from quartet.extras.data_rows.effects import template_effects
 
     is_plain = not console.is_terminal or console.no_color
 

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
-from quartet.cli.data import show
 from quartet.cli.main import app
 from quartet.config import UserError
 from quartet.config.load import load_recipe
-from quartet.trainers.data_rows import DataRows, ShownRow, sections_of
+from quartet.extras.data_rows.command import show
+from quartet.extras.data_rows.rows import DataRows, ShownRow, sections_of
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects

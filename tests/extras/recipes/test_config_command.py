@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from quartet.cli import main as cli
-from quartet.cli.reference import pages
 from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
-from quartet.config.reference import sections
+from quartet.extras.recipes.commands import pages
+from quartet.extras.recipes.reference import sections
 
 ROOT = Path(__file__).parents[3]
 Run = Callable[..., tuple[int, str, str]]

@@ -10,17 +10,17 @@ import pytest
 
 from quartet.config.errors import UserError
 from quartet.config.jobs import recipes
-from quartet.config.load import load_recipe
-from quartet.config.reference import meaning_at, methods, sections
+from quartet.config.load import load_recipe, methods
 from quartet.config.reward_types import RewardConfig
 from quartet.config.schema import members, tags
-from quartet.config.starter import REWARDS, starter, starter_of
+from quartet.extras.recipes.reference import sections
+from quartet.extras.recipes.starter import REWARDS, starter
 
 COMBINATIONS = [
     (job, method, reward)
     for job in recipes()
     for method, reward in product(
-        [None, *methods().get(job, ())], [None, *(REWARDS if starter_of(job).is_rewarded else ())]
+        [None, *methods().get(job, ())], [None, *(REWARDS if is_rewarded(job) else ())]
     )
     if job != "iterated-reward-model" or None in (method, reward)  # whose rewards do not meet its methods
 ]
@@ -69,13 +69,9 @@ def _as_overrides(job: str, text: str, folder: Path) -> list[str]:
 
 def test_comments_are_the_keys_own_descriptions() -> None:
     text = re.sub(r"\s+(# )?", " ", re.sub(r"\n +# ", " ", starter("rl", method="grpo", reward="math")))
-    for address in (
-        "algorithm.grpo",
-        "algorithm.grpo.kl.coef",
-        "rollout.sampling.max_new_tokens",
-        "rewards.math.column",
-    ):
-        assert meaning_at("rl", address) in text, address
+    assert sections("rl", "algorithm")[0].variants["grpo"] in text
+    for address in ("algorithm.grpo.kl.coef", "rollout.sampling.max_new_tokens", "rewards.math.column"):
+        assert sections("rl", address)[0].keys[0].meaning in text, address
 
 
 @pytest.mark.parametrize("job", recipes())

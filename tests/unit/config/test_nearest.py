@@ -12,10 +12,10 @@ import pytest
 from quartet.config.errors import UserError
 from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
+from quartet.config.nearest import _words, made_by
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RLRecipe
 from quartet.config.schema import members, tags
-from quartet.config.stages import _words, made_by
 from quartet.extras.report.build import build_report
 from quartet.models.loading import load_causal_lm, load_scalar_model
 from quartet.text.loading import load_tokenizer, local_directory
@@ -60,17 +60,7 @@ def test_every_method_has_a_word_that_leads_to_its_job() -> None:
     ):
         for method in tags(members(field.annotation))[1]:
             assert f"with quartet {job} (" in str(made_by(Path(f"runs/{method.replace('_', '-')}/model"))), method
-    assert set(_words().values()) == set(recipes())
-
-
-@pytest.mark.parametrize("folder", ["", "recipes/"])
-def test_a_recipe_that_writes_there_is_named(tmp_path: Path, folder: str) -> None:
-    (tmp_path / "recipes").mkdir()
-    text = "# sft\njob: sft\noutput_dir: 'runs/odd'   # where\nsteps: 1\n"
-    (tmp_path / f"{folder}odd.yaml").write_text(text, encoding="utf-8")
-    (tmp_path / "broken.yaml").write_bytes(b"\xff\xfe: [")
-    assert made_by(Path("runs/odd/model")) == f"make it first: quartet sft {folder}odd.yaml"
-    assert made_by(tmp_path / "runs/odd/model") == f"make it first: quartet sft {folder}odd.yaml"
+    assert set(_words()) == set(recipes())
 
 
 @pytest.mark.parametrize("status", ["running", "interrupted", "failed"])
@@ -92,8 +82,6 @@ def test_commands_are_quoted_for_the_shell(tmp_path: Path) -> None:
     (run / "run.json").write_text(json.dumps({"job": "quickstart", "status": "failed"}), encoding="utf-8")
     command = str(made_by(Path("a b/12/model"))).removeprefix("let its run end first: ")
     assert shlex.split(command) == ["quartet", "quickstart", "--out", "a b/12", "--resume"]
-    Path("r r.yaml").write_text("job: sft\noutput_dir: runs/odd", encoding="utf-8")
-    assert made_by(Path("runs/odd/model")) == "make it first: quartet sft 'r r.yaml'"
 
 
 def test_what_a_finished_run_does_not_have_will_not_come(tmp_path: Path) -> None:

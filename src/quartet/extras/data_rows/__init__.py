@@ -1,0 +1,1 @@
+"""Rows of a recipe's data as they will be trained on."""

@@ -1,0 +1,1 @@
+"""Answers of a model on the command line."""

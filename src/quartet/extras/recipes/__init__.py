@@ -1,0 +1,1 @@
+"""Recipes to begin with, and every key of a recipe."""

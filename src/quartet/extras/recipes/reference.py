@@ -1,0 +1,336 @@
+"""Every key of every job: its address, type, default and meaning, read off the recipes' pydantic fields.
+
+`quartet config` prints what is collected here, docs/reference holds it, and shell completion offers the names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from quartet.config.errors import UserError
+from quartet.config.jobs import jobs, recipes
+from quartet.config.load import no_such_job
+from quartet.config.nearest import nearest
+from quartet.config.schema import bare, dotted_fields, item_annotation, members, tags
+from quartet.config.synonyms import synonyms
+from quartet.config.yamls import one_line
+
+_SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text", SecretStr: "text"}
+_BOUNDS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section.
+
+    Args:
+        default: as YAML in one line; None where it must be set.
+        section: address at which the keys below it are listed, or ``job <name>``; None for a value.
+    """
+
+    name: str
+    type: str
+    default: str | None
+    meaning: str
+    section: str | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section with its keys, or the choices of a tagged union.
+
+    Args:
+        address: dotted, as in overrides; '' for the whole recipe.
+        variants: for a choice, what each of its values is for.
+        tag: the key that tells them apart, and in the section of a variant what it then says.
+    """
+
+    address: str
+    meaning: str
+    keys: tuple[Key, ...] = ()
+    variants: Mapping[str, str] = field(default_factory=dict)
+    tag: str = ""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Something with keys below it: one model, or the variants of a choice; with the default that it has here."""
+
+    models: Mapping[str, type[BaseModel]]
+    default: BaseModel | None
+    meaning: str
+
+    @property
+    def is_choice(self) -> bool:
+        return len(self.models) > 1
+
+    @property
+    def model(self) -> type[BaseModel]:
+        return next(iter(self.models.values()))
+
+    @property
+    def tag(self) -> str:
+        return tags([self.model])[0]
+
+    def variant(self, name: str) -> _Place:
+        model = self.models[name]
+        return _Place({name: model}, self.default if type(self.default) is model else None, purpose(model))
+
+
+# One key in words -------------------------------------------------------------------------------------------
+
+
+def meaning(model: type[BaseModel], name: str) -> str:
+    """Says in one line what the key ``name`` of ``model`` is for; '' where nothing says it.
+
+    A key that a variant only gives another default keeps its parent's words; a section is described by its class.
+    """
+    for parent in model.__mro__:
+        fields = getattr(parent, "__pydantic_fields__", {})
+        if name in fields and fields[name].description:
+            return _plain(fields[name].description)
+    held = _held_models(model.model_fields[name].annotation)
+    return purpose(held[0]) if len(held) == 1 else ""
+
+
+def purpose(model: type[BaseModel]) -> str:
+    """Returns the first paragraph of a class's docstring, in one line."""
+    return _plain(inspect.cleandoc(model.__dict__.get("__doc__") or "").partition("\n\n")[0])
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
+
+
+def type_words(info: FieldInfo) -> str:
+    """Says the type as a reader of YAML would: ``integer (tokens) ≥ 1``, ``fp32 | bf16``, ``list of text``."""
+    words = _bounded(_words(info.annotation), info.metadata)
+    is_optional = type(None) in get_args(bare(info.annotation))
+    return f"{words}, or null" if is_optional and info.default is not None else words
+
+
+def _bounded(words: str, metadata: Iterable[Any]) -> str:
+    for part in metadata:
+        if isinstance(part, FieldInfo):
+            words = _bounded(words, part.metadata)
+        elif isinstance(part, Unit):
+            words += f" ({part.unit})"
+        elif isinstance(part, MinLen):
+            words += ", not empty"
+        elif type(part) in _BOUNDS:
+            sign, attribute = _BOUNDS[type(part)]
+            words += f"{',' * words[-1].isdigit()} {sign} {one_line(getattr(part, attribute))}"
+    return words
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _bounded(_words(arguments[0]), arguments[1:])
+    if origin is Literal:
+        return " | ".join(one_line(part) for part in arguments)
+    if origin in (Union, types.UnionType):
+        if len(members(annotation)) > 1:
+            return f"choice by {tags(members(annotation))[0]}"
+        return " or ".join(dict.fromkeys(_words(part) for part in arguments if part is not type(None)))
+    if origin in (tuple, list):
+        each = [_words(part) for part in arguments if part is not Ellipsis]
+        return f"list of {each[0]}" if len(each) == 1 else f"[{', '.join(each)}]"
+    if origin is dict:
+        return f"mapping of {_words(arguments[0])} to {_words(arguments[1])}"
+    return "section" if members(annotation) else _SCALARS.get(annotation, "any value")
+
+
+def _held_models(annotation: Any) -> list[type[BaseModel]]:
+    """Returns the models of a section: its own, those of a list's items, or those of a mapping's values."""
+    found = members(annotation) or members(item_annotation(annotation))
+    if not found and get_origin(bare(annotation)) is dict:
+        found = members(get_args(bare(annotation))[1])
+    return list(dict.fromkeys(found))
+
+
+def _choices(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Returns the variants of a tagged union by their tag; empty for anything else."""
+    models = _held_models(annotation)
+    return tags(models)[1] if len(models) > 1 else {}
+
+
+# What is asked for ---------------------------------------------------------------------------------------
+
+
+def sections(job: str, address: str = "", *, variants: bool = False) -> list[Section]:
+    """Lists the sections of a job's recipe at ``address`` and below, in the order of the recipe.
+
+    What has the keys and defaults of a section that came before is not listed again: its key names that section. A
+    choice lists its variants; one that ``address`` names, as in ``algorithm.ppo``, and with ``variants`` all of them,
+    their keys too.
+
+    Raises:
+        UserError: no such job, or nothing at that address; the nearest names are given.
+    """
+    name, place, key = _find(job, address)
+    if key is not None:
+        return [Section(name.rpartition(".")[0], "", (key,))]
+    return list(_walk(name, place, variants, []))
+
+
+def purposes() -> dict[str, str]:
+    """Says what each job is for, by its name."""
+    return {job: purpose(recipe) for job, recipe in recipes().items()}
+
+
+def children(job: str, address: str = "") -> list[str]:
+    """Returns names that may follow ``address`` after a dot, for completion; none at a value."""
+    _, place, key = _find(job, address)
+    if key is not None:
+        return []
+    return list(place.models) if place.is_choice else list(_keys_of(place.model))
+
+
+def _walk(
+    address: str, place: _Place, variants: bool, seen: list[tuple[str, Any, BaseModel | None]]
+) -> Iterator[Section]:
+    seen.append((address, place.models, place.default))
+    if place.is_choice:
+        words = {name: purpose(model) for name, model in place.models.items()}
+        yield Section(address, place.meaning, variants=words, tag=place.tag)
+        for name in place.models if variants else ():
+            first, *others = _walk(_join(address, name), place.variant(name), variants, seen)
+            yield replace(first, tag=f"{place.tag}: {name}")
+            yield from others
+        return
+    keys: list[Key] = []
+    below: list[tuple[str, _Place]] = []
+    for name, info in _keys_of(place.model).items():
+        key, inner, where = _key(place, name, info), _below(place, name, info), _join(address, name)
+        if inner is not None:
+            job = next(
+                (job for job, recipe in recipes().items() if not inner.is_choice and recipe is inner.model), None
+            )
+            known = (old for old, models, default in seen if _is_same(inner, models, default))
+            listed = f"job {job}" if job is not None else next(known, None)
+            key = replace(key, section=listed or where)
+            if listed is None:
+                seen.append((where, inner.models, inner.default))
+                below.append((where, inner))
+        keys.append(key)
+    yield Section(address, place.meaning, tuple(keys))
+    for where, inner in below:
+        yield from _walk(where, inner, variants, seen)
+
+
+def _is_same(place: _Place, models: Mapping[str, type[BaseModel]], default: BaseModel | None) -> bool:
+    """Whether a place has the keys of one that is listed; choices list none of their defaults."""
+    return place.models == models and (place.is_choice or place.default in (None, default))
+
+
+def _keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Returns keys a recipe may set; those with one possible value that nothing is said about are only tags."""
+    return {
+        name: info
+        for name, info in model.model_fields.items()
+        if not (get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1) or meaning(model, name)
+    }
+
+
+def _key(place: _Place, name: str, info: FieldInfo) -> Key:
+    default = _default(place, name, info)
+    if info.is_required() and place.default is None:
+        shown = None
+    elif isinstance(default, BaseModel):
+        shown = ""
+        if tagged := _choices(info.annotation):  # its name, and what else it says differently from its own defaults
+            tag = tags(list(tagged.values()))[0]
+            changed = {tag: getattr(default, tag), **default.model_dump(mode="json", exclude_defaults=True)}
+            shown = one_line(changed)
+    elif default is None and info.default_factory is not None:
+        shown = ""
+    else:
+        dumped = place.model.model_construct(**{name: default}).model_dump(mode="json", include={name})
+        shown = one_line(dumped[name])
+    return Key(name, type_words(info), shown, meaning(place.model, name))
+
+
+def _below(place: _Place, name: str, info: FieldInfo) -> _Place | None:
+    models = _held_models(info.annotation)
+    if not models:
+        return None
+    default = _default(place, name, info)
+    by_name = _choices(info.annotation) or {"": models[0]}
+    words = meaning(place.model, name) if len(by_name) > 1 else purpose(models[0])
+    return _Place(by_name, default if isinstance(default, BaseModel) else None, words)
+
+
+def _default(place: _Place, name: str, info: FieldInfo) -> Any:
+    """Returns the key's default at its place; None too where it follows from other keys."""
+    if info.default_factory_takes_validated_data:
+        return None
+    if place.default is not None:
+        return getattr(place.default, name)
+    return None if info.is_required() else info.get_default(call_default_factory=True)
+
+
+# Addresses -----------------------------------------------------------------------------------------------
+
+
+def _find(job: str, address: str) -> tuple[str, _Place, Key | None]:
+    """Returns what is at an address, under the name it has there; a key where it is a value.
+
+    List indices may be given or left out. A key of a choice is looked for in its default first, then in the others.
+    """
+    if job not in jobs():
+        raise no_such_job(job)
+    place, name = _Place({job: recipes()[job]}, None, purpose(recipes()[job])), ""
+    parts = [part for part in address.split(".") if part]
+    while parts:
+        part = parts.pop(0)
+        if place.is_choice:
+            if part.isdecimal():
+                continue
+            if part in place.models:
+                name, place = _join(name, part), place.variant(part)
+                continue
+            usual_first = sorted(place.models, key=lambda one: type(place.default) is not place.models[one])
+            holder = next((one for one in usual_first if part in place.models[one].model_fields), None)
+            if holder is None:
+                raise _unknown(job, address, part, name, place)
+            name, place = _join(name, holder), place.variant(holder)
+        info = place.model.model_fields.get(part)
+        if info is None:
+            raise _unknown(job, address, part, name, place)
+        below = _below(place, part, info)
+        name = _join(name, part)
+        if below is None:
+            if parts:
+                raise UserError(f"{name} has no parts", found=address, remedy=f"quartet config {job} {name}")
+            return name, place, _key(place, part, info)
+        place = below
+        is_mapping = get_origin(bare(info.annotation)) is dict
+        if parts and (parts[0].isdecimal() or is_mapping):
+            # The name or number of one of several; a key of theirs may also follow at once.
+            parts = parts if any(parts[0] in model.model_fields for model in place.models.values()) else parts[1:]
+    return name, place, None
+
+
+def _unknown(job: str, address: str, part: str, name: str, place: _Place) -> UserError:
+    known = list(place.models) if place.is_choice else list(_keys_of(place.model))
+    names = list(dict(dotted_fields(recipes()[job])))
+    elsewhere = synonyms(_join(name, part), names) or [full for full in names if full.rpartition(".")[2] == part]
+    meant = nearest(part, known) or (f"did you mean {', '.join(elsewhere[:3])}?" if elsewhere else None)
+    return UserError(
+        f"the recipe of {job} has no {address}",
+        found=f"{part!r} {f'in {name}' if name else 'at the top'}",
+        remedy=meant or f"use one of {', '.join(known)}",
+    )
+
+
+def _join(address: str, name: str) -> str:
+    return f"{address}.{name}" if address and name else address or name
