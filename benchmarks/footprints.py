@@ -1,4 +1,4 @@
-"""Memory of a rank by role and placement: the formula of docs/memory.md, and what it says beside what is measured.
+"""Memory of a rank by role and placement: the formula of docs/benchmarks.md, and what it says beside what is measured.
 
     python benchmarks/footprints.py --model 7b --devices 8 --gib 80      the tables
     python benchmarks/footprints.py --model 70b --devices 64 --tokens 32768 --meshes    one role on several meshes

@@ -1,4 +1,4 @@
-"""The formula of docs/memory.md beside the tensors of a real update."""
+"""The formula of docs/benchmarks.md beside the tensors of a real update."""
 
 from __future__ import annotations
 
