@@ -43,11 +43,14 @@ class Plugin:
         commands: functions that typer makes sub-commands of ``quartet`` of, by the heading of the help they stand below
             and their names. All are imported for each call of ``quartet``, so their modules import late what is heavy.
         rewards: sources of reward by ``type``. Their sections are imported with every recipe, and without torch.
+        checks: look at an RL run that is about to begin: functions of its ``RLRoles`` and directory, which return what
+            is to be said, as texts.
         report: writes a report of the run in a directory, and returns where it is.
     """
 
     commands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rewards: Mapping[str, RewardType] = field(default_factory=dict)
+    checks: tuple[str, ...] = ()
     report: str | None = None
 
 
