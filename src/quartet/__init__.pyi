@@ -27,7 +27,7 @@ from .config.algorithms import (
     RejectionConfig as RejectionConfig,
     SAPO as SAPO,
 )
-from .config.policy_losses import (
+from .config.algorithms import (
     CISPOLoss as CISPOLoss,
     ClipCovLoss as ClipCovLoss,
     ClippedLoss as ClippedLoss,

@@ -17,6 +17,7 @@ _IN_THE_WAY = f"something else stands there: move it away, {_AGAIN}, or {ELSEWHE
 _REMEDIES = {
     errno.ENOSPC: f"free some space, {_AGAIN}, or {ELSEWHERE}",
     errno.EDQUOT: f"your quota there is used up: delete files of your own or ask for a larger one, {_AGAIN}",
+    errno.EFBIG: f"raise the limit of a file's size (ulimit -f), {_AGAIN}, or {ELSEWHERE} on another file system",
     errno.EROFS: f"the file system is read-only: mount it writable, {_AGAIN}, or {ELSEWHERE}",
     errno.EACCES: f"get the permission to write there (chmod or chown), {_AGAIN}, or {ELSEWHERE}",
     errno.EPERM: f"get the permission to change it (chown; lsattr shows what is immutable), {_AGAIN}, or {ELSEWHERE}",
