@@ -60,6 +60,10 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
             "math",
         ),
         (
+            'from quartet import Plugin, EngineType as T\nPLUGIN = Plugin(engines={"vllm": T("os:path", "os:path")})',
+            "vllm",
+        ),
+        (
             'from quartet import Plugin, RewardType as T\nPLUGIN = Plugin(rewards={"new": T("os:path", "os:path")})',
             "os:path",
         ),
@@ -71,6 +75,7 @@ def test_a_reward_of_a_package_is_a_type_like_any_other(world: Any, installed: P
         "a command of a plug-in",
         "no function",
         "a reward of Quartet",
+        "an engine of Quartet",
         "no section",
     ],
 )
