@@ -31,6 +31,8 @@ END = signal.SIGRTMIN
 _FOR_THE_STARTER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Sent to a whole job. The process that starts others ends its step first, and needs them for it."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)
+_STOP_S = 10.0
 _MAX_BYTES, _MAX_UNTRUSTED_BYTES = 1 << 31, 64 << 20
 _READ_BYTES = 1 << 20
 
@@ -133,7 +135,7 @@ class Process(abc.ABC):
         passed: descriptors that stay open there.
 
     Attributes:
-        pid: told with the first message.
+        pid: of its keeper, until its first message tells its own.
         lost: why there is nothing to be expected any more.
         was_killed: by this side.
 
@@ -178,7 +180,7 @@ class Process(abc.ABC):
         finally:
             theirs.close()
             os.close(lifeline)
-        self.pid = 0
+        self.pid = self._process.pid
         self.lost: str | None = None
         self._grace_s = self.dies_within_s
         self.was_killed = self._is_reaped = False
@@ -271,10 +273,96 @@ def how_it_ended(status: int) -> str:
     return f"it was ended by {name}{hint}"
 
 
+# Programs of others --------------------------------------------------------------------------------------
+
+
+def die_with_parent(number: int) -> None:
+    """Has this process get the signal when the one that started it has ended, however that came about."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def with_parent() -> None:
+    """In a child, before its program begins: signals that we ignore are not ignored there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent(signal.SIGTERM)
+
+
+def ended(process: subprocess.Popen[bytes]) -> None:
+    """Asks a process to end, and sees to it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Keeper:
+    """A process that waits until this one has closed it, or ended in whatever way, and then kills what is left of
+    others: Ray's agents wait for a minute before they follow a Ray that was killed.
+
+    Args:
+        processes: by number, and when each began.
+    """
+
+    def __init__(self, processes: Mapping[int, str]) -> None:
+        lifeline, self._lifeline = os.pipe()
+        places = [f"{pid}:{began}" for pid, began in processes.items()]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, "", str(lifeline), *places],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[lifeline],
+            start_new_session=True,
+        )
+        os.close(lifeline)
+
+    def close(self) -> None:
+        os.close(self._lifeline)
+        self._process.wait()
+
+
+def _outlive(lifeline: int, places: Sequence[str]) -> None:
+    os.read(lifeline, 1)
+    for pid, began in (place.split(":") for place in places):
+        if beginning(int(pid)) == began:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Finds all processes below one, and when each began: a number may be given to another process later."""
+    parents: dict[int, int] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        if (fields := _stat(int(name))) is not None:
+            parents[int(name)] = int(fields[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {child: beginning(child) for child in found - {pid}}
+
+
+def beginning(pid: int) -> str:
+    """When the process began, in the kernel's ticks; nothing where there is none."""
+    fields = _stat(pid)
+    return fields[19] if fields is not None else ""
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of ``/proc/<pid>/stat`` behind the command's name."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
+    return None
+
+
 # In the process itself -----------------------------------------------------------------------------------
 
 
 def main() -> None:
+    if not sys.argv[1]:
+        return _outlive(int(sys.argv[2]), sys.argv[3:])
     end, lifeline = (int(text) for text in sys.argv[1:])
     sys.argv[1:] = []
     for fd in (end, lifeline):
@@ -300,12 +388,12 @@ def _serve_under_keeper(end: int, lifeline: int) -> set[signal.Signals]:
     its starter has ended, or the starter says so. Then it ends as the child did.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, END, *_FOR_THE_STARTER})
-    libc, keeper = ctypes.CDLL(None), os.getpid()
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    keeper = os.getpid()
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _end_with_starter(lifeline)
     child = os.fork()
     if not child:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent(signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(1)
         os.close(lifeline)
@@ -319,21 +407,12 @@ def _serve_under_keeper(end: int, lifeline: int) -> set[signal.Signals]:
         status = ended[1] if ended[0] == child else None
     with contextlib.suppress(ChildProcessError):
         while True:
-            for pid in _children(keeper):
+            for pid in descendants(keeper):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             pid, last = os.waitpid(-1, 0)
             status = last if pid == child else status
     _end_as(status or 0)
-
-
-def _children(parent: int) -> list[int]:
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            if int(file.read().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(pid))
-    return found
 
 
 def _end_as(status: int) -> NoReturn:

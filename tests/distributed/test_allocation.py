@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from quartet.cluster.ray_node import RAY_ARGUMENTS, beginning, descendants
+from quartet.cluster.ray_node import RAY_ARGUMENTS
 from quartet.cluster.worker import free_port
+from quartet.processes import beginning, descendants
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from quartet.cluster.ray_node import RAY_ARGUMENTS, ended
+from quartet.cluster.ray_node import RAY_ARGUMENTS
 from quartet.cluster.worker import free_port
+from quartet.processes import ended
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 ONE_PROCESS = "--num-cpus=1 --object-store-memory=100000000"

@@ -124,6 +124,10 @@ def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Pa
             "math",
         ),
         (
+            'from quartet import Plugin, EngineType as T\nPLUGIN = Plugin(engines={"vllm": T("os:path", "os:path")})',
+            "vllm",
+        ),
+        (
             'from quartet import Plugin, RewardType as T\nPLUGIN = Plugin(rewards={"new": T("os:path", "os:path")})',
             "os:path",
         ),
@@ -142,6 +146,7 @@ def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Pa
         "a job that a plug-in has as a command",
         "no recipe",
         "a reward of Quartet",
+        "an engine of Quartet",
         "no section",
         "a drafter of a plug-in",
     ],

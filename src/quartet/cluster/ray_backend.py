@@ -34,9 +34,9 @@ from torch import Tensor
 from quartet.cluster.backend import Backend, WorkerHandle, forget
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.ray_address import NAMESPACE, check_same, join_cluster
-from quartet.cluster.ray_node import Keeper, descendants
 from quartet.cluster.resource_pool import Node, ResourcePool, check_pool, refused
 from quartet.cluster.worker_process import ProcessInfo, WorkerProcess
+from quartet.processes import Keeper, descendants
 
 _open: list[RayBackend] = []
 """Back ends of this process that are not closed; Ray is one connection for all of them."""

@@ -1,8 +1,7 @@
-"""A Ray node of this machine as a child process that takes what it has started with it; how processes end together."""
+"""A Ray node of this machine as a child process that takes what it has started with it."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import shutil
@@ -16,10 +15,10 @@ from pathlib import Path
 
 from quartet.cluster.worker import free_port
 from quartet.config.errors import UserError
+from quartet.processes import beginning, descendants, ended, with_parent
 
 RAY_ARGUMENTS = "QUARTET_RAY_ARGS"
 """Variable with further arguments of ``ray start`` on this node, ``--object-store-memory=1000000000`` say."""
-STOP_S = 10.0
 _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
 _LOG_LINES = 20
@@ -112,103 +111,7 @@ class RayNode:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-# Processes -----------------------------------------------------------------------------------------------
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(number: int) -> None:
-    """This process gets the signal when the one that started it has ended, however that came about."""
-    if _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-
-
-def with_parent() -> None:
-    """In a child, before its program begins: signals that we ignore are not ignored there."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    die_with_parent(signal.SIGTERM)
-
-
 def _apart() -> None:
     """As ``with_parent``; what a scheduler sends to all processes of a job is for the command, not for its Ray."""
     with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def ended(process: subprocess.Popen[bytes]) -> None:
-    """Asks a process to end, and sees to it."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-_KEEPER = """
-import os, sys
-os.read(int(sys.argv[1]), 1)
-for place in sys.argv[2:]:
-    pid, began = place.split(":")
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            if file.read().rpartition(")")[2].split()[19] == began:
-                os.kill(int(pid), 9)
-    except OSError:
-        pass
-"""
-
-
-class Keeper:
-    """A process that waits until this one has closed it, or ended in whatever way, and then kills what is left of
-    others: Ray's agents wait for a minute before they follow a Ray that was killed.
-
-    Args:
-        processes: by number, and when each began.
-    """
-
-    def __init__(self, processes: Mapping[int, str]) -> None:
-        lifeline, self._lifeline = os.pipe()
-        places = [f"{pid}:{began}" for pid, began in processes.items()]
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _KEEPER, str(lifeline), *places],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[lifeline],
-            start_new_session=True,
-        )
-        os.close(lifeline)
-
-    def close(self) -> None:
-        os.close(self._lifeline)
-        self._process.wait()
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """All processes below one, with when each began: a number alone may be given to another process later."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))) is not None:
-            parents[int(entry.name)] = int(fields[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {child: beginning(child) for child in found - {pid}}
-
-
-def beginning(pid: int) -> str:
-    """When the process began, in the kernel's ticks; nothing where there is none."""
-    fields = _stat(pid)
-    return fields[19] if fields is not None else ""
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/<pid>/stat`` behind the command's name."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None

@@ -32,9 +32,10 @@ from typing import Any
 
 from torch import distributed
 
-from quartet.cluster.ray_node import RayNode, die_with_parent, ended, with_parent
+from quartet.cluster.ray_node import RayNode
 from quartet.cluster.worker import LOOPBACK, free_port
 from quartet.config.errors import UserError
+from quartet.processes import die_with_parent, ended, with_parent
 
 POLL_S = 0.2
 HEARTBEAT_S = 1.0

@@ -10,11 +10,11 @@ from quartet.config.plugins import load
 from quartet.config.reward_types import PLUGIN_REWARDS, RewardConfig
 from quartet.config.rewards import Fallible, RewardSourceConfig
 from quartet.rewards import builtin
+from quartet.rewards.functions import SubprocessFunction
 from quartet.rewards.judge import judge_source
 from quartet.rewards.mathematics import MathSource
 from quartet.rewards.remote import HTTPSource
 from quartet.rewards.source import Columns, GuardedReward, RewardSource, Scores
-from quartet.rewards.subprocess_functions import SubprocessFunction
 from quartet.text.examples import PromptText
 
 RULES: dict[str, Callable[..., list[float | None]]] = {

@@ -1,5 +1,4 @@
-"""Calls a user's function in a process of its own; the trainer's side is
-:mod:`quartet.rewards.subprocess_functions`."""
+"""Calls a user's function in a process of its own; the trainer's side is :mod:`quartet.rewards.functions`."""
 
 from __future__ import annotations
 

@@ -5,23 +5,33 @@ A function receives, by keyword, those of ``prompts``, ``completions`` and the d
 "does not apply to this sample". It may be ``async``. For chat prompts both are conversational: a prompt is
 its list of messages, a completion ``[{"role": "assistant", "content": …}]``.
 
-A function that a recipe names is called in processes of its own (``subprocess_functions.py``), one that Python code
+A function that a recipe names is called in processes of its own (``SubprocessFunction``), one that Python code
 passes in this process while nothing else computes (``PassedFunction``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import sys
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quartet.config.errors import UserError
-from quartet.config.foreign import excerpt
+from quartet.config.foreign import described, excerpt
+from quartet.config.rewards import FunctionReward
 from quartet.observe.global_state import RandomStateGuard
+from quartet.processes import ProcessDied
 from quartet.rewards.called import BadReturn, Parameters, scores_of
-from quartet.rewards.source import Columns, RewardError, RewardSource, Scores
+from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
+from quartet.rewards.subprocesses import Subprocess, SubprocessPool
 from quartet.text.examples import PromptText
+
+_WORKER = "quartet.rewards.function_worker:serve"
 
 
 class FunctionSource(RewardSource):
@@ -123,3 +133,157 @@ class PassedFunction(FunctionSource):
     def warnings(self) -> list[str]:
         """Which random numbers it draws."""
         return self._guard.warnings()
+
+
+# In processes of their own ----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    """One call: the process that computes it, and whether its caller was cancelled (set by the event loop's thread)."""
+
+    process: Subprocess | None = None
+    is_abandoned: bool = False
+
+
+class SubprocessFunction(FunctionSource):
+    """A function in processes of its own, beside generation.
+
+    They are started here, keep what the module keeps between calls, and are killed with everything that they started by
+    a deadline or the end of the run. What the function does to its process (its end, directory, streams, threads)
+    reaches no other; the next call gets a fresh one.
+
+    Raises:
+        UserError: there is no such file, module or name, its module fails while it is imported, or it is no function.
+    """
+
+    def __init__(self, config: FunctionReward) -> None:
+        start = partial(_start, config.target, config.concurrency if config.thread else 0)
+        self._pool = SubprocessPool(start, config.processes)
+        try:
+            self._pool.fill()
+            with self._pool.taken() as process:
+                said = process.greeting
+        except BaseException:
+            self._pool.close()
+            raise
+        # A lambda is called "<lambda>", which no metric may be.
+        self.name = config.name or str(said["name"])[:100].strip("<>")
+        self._parameters = Parameters(dict(said["named"]), bool(said["takes_all"]))
+        # A plain function has one call per process, and the others wait here.
+        num_calls = config.concurrency if config.thread or said["is_async"] else config.processes
+        self._threads = Threads(num_calls, self.name)
+        self._starts = Threads(1, f"{self.name}-start")
+        self._end = weakref.finalize(self, _close, self._pool, self._threads, self._starts)
+
+    async def ready(self) -> None:
+        """Waits for the start of a process in place of one that is gone."""
+        if not self._pool.is_full:
+            await self._starts.run(self._pool.fill)
+
+    async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
+        """As ``PassedFunction.score``. A call that is cancelled while it is under way costs its process.
+
+        Raises:
+            RewardError: the function or its process failed.
+            UserError: the function asks for a column that is not there, or the data cannot be handed to a process.
+        """
+        arguments = self._arguments(prompts, completions, columns)
+        call = _Call()
+        try:
+            answer = await self._threads.run(self._ask, arguments, call)
+            return self._read(answer, len(completions))
+        except asyncio.CancelledError:
+            call.is_abandoned = True
+            if (process := call.process) is not None:
+                # What has begun cannot be interrupted otherwise. Where the call has just ended, and its process serves
+                # another one, that one is made again (``_ask``), as all that share a killed process are.
+                process.kill()
+            raise
+        except ProcessDied as error:
+            what = f"lost its process: {error} (os._exit, a crash in native code, too much memory)"
+            raise self._failure(BadReturn(what), prompts, completions) from error
+        except BadReturn as fault:
+            cause = _Traceback(fault.traceback) if fault.traceback else None
+            raise self._failure(fault, prompts, completions) from cause
+
+    def close(self) -> None:
+        self._end()
+
+    def _ask(self, arguments: dict[str, Any], call: _Call) -> Any:
+        """In a thread of its own."""
+        while True:
+            try:
+                with self._pool.taken() as call.process:
+                    # Looked at after the process is known, so that one of the two threads ends what begins here.
+                    if call.is_abandoned:
+                        raise ProcessDied("its caller was cancelled")
+                    try:
+                        return call.process.ask(arguments)
+                    finally:  # before another call takes the process
+                        call.process = None
+            except ProcessDied as error:
+                if call.is_abandoned:
+                    # The next call's time is not to be spent on a start.
+                    with contextlib.suppress(ProcessDied, UserError):
+                        self._pool.fill()
+                    raise
+                if not error.was_killed:
+                    raise
+                # Another call was late and its process was ended, this one's too: once more.
+            except UserError:
+                raise
+            except Exception as error:  # What pickling the user's objects raises.
+                raise self._not_plain(described(error)) from error
+
+    def _read(self, answer: Any, num: int) -> list[float | None]:
+        """The scores in an answer, which may be any JSON."""
+        match answer:
+            case {"scores": list() as values}:
+                return scores_of(values, num)
+            case {"what": str() as what, "sample": int() as sample, "where": str() | None as where, "traceback": text}:
+                raise BadReturn(what, sample, where, str(text) if text else None)
+            case {"unreadable": str() as why}:
+                raise self._not_plain(why)
+        raise BadReturn("answered with something that is no answer")
+
+    def _not_plain(self, why: str) -> UserError:
+        return UserError(
+            f"the data cannot be handed to the process of the reward {self.name!r}",
+            found=why,
+            remedy="keep plain values in the columns (text, numbers, lists), or pass the function from Python",
+        )
+
+
+class _Traceback(Exception):
+    """The traceback of another process, as the cause of an error in this one."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _start(target: str, num_threads: int) -> Subprocess:
+    """A process that has loaded the function; its greeting is the function's name and parameters."""
+    problem = f"the process of the function {target!r} does not start"
+    remedy = "correct what its module does while it is imported"
+    torch = sys.modules.get("torch")
+    settings = {"target": target, "threads": num_threads}
+    try:
+        process = Subprocess(_WORKER, settings, threads=None if torch is None else torch.get_num_threads())
+    except ProcessDied as error:
+        raise UserError(problem, found=str(error), remedy=f"see what it printed; {remedy}") from error
+    match process.greeting:
+        case {"name": _, "named": dict(), "takes_all": _, "is_async": _}:
+            return process
+        case {"error": [str() as told, str() as found, str() as advice]}:
+            refusal = UserError(told, found=found, remedy=advice)
+        case said:
+            refusal = UserError(problem, found=f"it said {said!r}"[:400], remedy=remedy)
+    process.close()
+    raise refusal
+
+
+def _close(pool: SubprocessPool, *threads: Threads) -> None:
+    for some in threads:
+        some.close()
+    pool.close()

@@ -19,9 +19,7 @@ from quartet.extras.recipes.starter import REWARDS, starter
 COMBINATIONS = [
     (job, method, reward)
     for job in recipes()
-    for method, reward in product(
-        [None, *methods().get(job, ())], [None, *(REWARDS if is_rewarded(job) else ())]
-    )
+    for method, reward in product([None, *methods().get(job, ())], [None, *(REWARDS if is_rewarded(job) else ())])
     if job != "iterated-reward-model" or None in (method, reward)  # whose rewards do not meet its methods
 ]
 IMPOSSIBLE = {("rl", "remax", "process_model"): "pays steps one by one"}

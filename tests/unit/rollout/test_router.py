@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.config import UserError
-from quartet.rollout import routing
+from quartet.rollout import router as router_module
 from quartet.rollout.ledger import RequestsRefused
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import (
@@ -259,7 +259,7 @@ def answered_all(asked: Counter[str], answered: Sequence[Completion], failed: Co
 
 
 def test_processes_killed_at_random_lose_and_double_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "_MAX_FAILURES", 100)
+    monkeypatch.setattr(router_module, "_MAX_FAILURES", 100)
     draw = random.Random(0)
     specs = [targets.spec("engine_faults:scripted", kwargs={"step_s": 0.002}, name=f"engine {i}") for i in range(3)]
     engines = [EngineProcess(spec) for spec in specs]
@@ -301,7 +301,7 @@ def test_requests_of_a_failed_engine_go_elsewhere_from_the_start_before_others()
 
 
 def test_restarts_are_bounded_and_then_every_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "_MAX_FAILURES", 100)
+    monkeypatch.setattr(router_module, "_MAX_FAILURES", 100)
     engines = [Restartable(fails_to=["complete"]), Restartable(fails_to=["submit"])]
     with routed(engines, max_restarts=2, names=["left", "right"]) as router:
         router.submit([ask("r")])

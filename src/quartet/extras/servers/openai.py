@@ -8,8 +8,10 @@ from typing import Any
 from quartet.config.remote import RemoteServer
 from quartet.extras.servers.checks import Part
 from quartet.extras.servers.client import LARGEST_SEED, HTTPEngine
+from quartet.extras.servers.config import ServerEngineConfig
 from quartet.rollout.protocol import Request
 from quartet.rollout.stop_strings import Decode
+from quartet.trainers.engines import Policy
 
 
 class OpenAIEngine(HTTPEngine):
@@ -68,3 +70,11 @@ class OpenAIEngine(HTTPEngine):
         if choice["finish_reason"] not in ("stop", "length"):
             raise ValueError(f"it ended by {choice['finish_reason']!r}")
         return Part(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+
+
+def server_engines(config: ServerEngineConfig, policy: Policy) -> list[OpenAIEngine]:
+    """Makes an engine for each address."""
+    return [
+        OpenAIEngine(server, model=config.model, vocab_size=policy.vocab_size, decode=policy.decode)
+        for server in config.servers
+    ]

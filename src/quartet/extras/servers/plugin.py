@@ -2,11 +2,10 @@
 
 from quartet.config.plugins import EngineType, Plugin
 
-_OPEN = "quartet.extras.servers.open"
-_CONFIG = "quartet.extras.servers.config"
+_HERE = "quartet.extras.servers"
 PLUGIN = Plugin(
     engines={
-        "sglang": EngineType(f"{_CONFIG}:SGLangEngineConfig", f"{_OPEN}:sglang_engines"),
-        "server": EngineType(f"{_CONFIG}:ServerEngineConfig", f"{_OPEN}:server_engines"),
+        "sglang": EngineType(f"{_HERE}.config:SGLangEngineConfig", f"{_HERE}.sglang:sglang_engines"),
+        "server": EngineType(f"{_HERE}.config:ServerEngineConfig", f"{_HERE}.openai:server_engines"),
     }
 )

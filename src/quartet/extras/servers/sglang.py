@@ -7,17 +7,21 @@ version of every token is known, and nothing computed from older weights is used
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer
 from quartet.extras.servers.checks import Part
 from quartet.extras.servers.client import LARGEST_SEED, HTTPEngine
+from quartet.extras.servers.config import SGLangEngineConfig
 from quartet.extras.servers.published import PublishedWeights
 from quartet.extras.servers.sglang_group import GroupWeights
+from quartet.models.directories import checkpoint_shapes
 from quartet.remote.json_client import RemoteError
 from quartet.rollout.protocol import Request
 from quartet.rollout.stop_strings import Decode
+from quartet.trainers.engines import Policy
 from quartet.weights.sink import TensorSink
 
 _REGIONS = {1: ["kv_cache"], 2: ["kv_cache", "weights"]}
@@ -176,3 +180,33 @@ class SGLangEngine(HTTPEngine):
         if self._weights is not None:
             self._weights.detach(self._take_commit)
         super().close()
+
+
+def sglang_engines(config: SGLangEngineConfig, policy: Policy) -> list[SGLangEngine]:
+    """Makes an engine for each address, and the way of new weights to it.
+
+    Raises:
+        UserError: adapters are trained.
+    """
+    if policy.lora is not None:
+        raise UserError(
+            "sglang takes whole models here, not adapters",
+            found="actor.train.lora",
+            remedy="leave lora out, or use another rollout.engine",
+        )
+    text: dict[str, Any] = {"vocab_size": policy.vocab_size, "decode": policy.decode}
+    ways = _ways(config, policy)
+    return [SGLangEngine(server, weights=way, **text) for server, way in zip(config.servers, ways, strict=True)]
+
+
+def _ways(config: SGLangEngineConfig, policy: Policy) -> Sequence[PublishedWeights | GroupWeights | None]:
+    """By which new weights come to each server."""
+    if policy.staging is None:
+        return [None] * len(config.urls)
+    if config.weights == "distributed":
+        options: dict[str, Any] = {"num_workers": config.tensor_parallel_size, "device": policy.device}
+        shapes = checkpoint_shapes(Path(policy.path))
+        return [GroupWeights(policy.staging, server, shapes=shapes, **options) for server in config.servers]
+    assert config.weights_directory is not None, "training needs one, see cross_checks"
+    shared = PublishedWeights(policy.staging, Path(config.weights_directory), Path(policy.path))
+    return [shared] * len(config.urls)
