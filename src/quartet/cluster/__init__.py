@@ -7,7 +7,7 @@
 - ``futures``, ``manifests``: calls in flight, results that travel from worker to worker
 - ``processes``, ``errors``: starting, calling, watching, naming what went wrong
 - ``torchrun``, ``ray_node``: Ray inside an allocation that torchrun has started
-- ``backend``: the interface; ``ray_backend`` (with ``ray_address``) fills it
+- ``backend``: the interface; ``ray_backend`` fills it
 """
 
 from quartet.cluster.backend import connect
