@@ -24,8 +24,7 @@ from common import arguments, markdown, write_results
 
 from quartet.batch import ColumnSet, RaggedBatch
 from quartet.cluster import BROADCAST, RANK_ZERO, SPLIT, ResourcePool, Worker, WorkerGroup, connect, dispatch
-from quartet.cluster.balance import plan_parts
-from quartet.cluster.structure import Structure
+from quartet.cluster.split import plan_parts, table_of
 
 MIB = 2**20
 
@@ -40,8 +39,8 @@ class Echo(Worker):
         return value
 
     @dispatch(SPLIT)
-    def same(self, batch: RaggedBatch) -> RaggedBatch:
-        return batch
+    def same(self, batch: RaggedBatch) -> ColumnSet:
+        return ColumnSet(batch.ids, dict(batch.token))
 
     @dispatch(SPLIT)
     def logprobs(self, batch: RaggedBatch) -> ColumnSet:
@@ -136,15 +135,15 @@ def calls(group: WorkerGroup, raw: Sequence[Any], args: Any) -> list[dict[str, A
 
     array, tensor = np.ones(MIB, np.uint8), torch.ones(MIB, dtype=torch.uint8)
     batch = ragged(10 * MIB)
-    plan = plan_parts(len(batch), len(raw), Structure.of(batch))
+    plan = plan_parts(table_of(batch), len(raw))
     parts = [batch.select(part) for part in plan]
     everyone, first = list(raw), list(raw[:1])
 
     def by_hand(method: str) -> Callable[[], Any]:
         def run() -> None:
             found = ray.get([getattr(a, method).remote(batch.select(p)) for a, p in zip(raw, plan, strict=True)])
-            if isinstance(found[0], RaggedBatch):
-                RaggedBatch.concat(found)
+            if isinstance(found[0], ColumnSet):
+                ColumnSet.concat(found)
 
         return run
 
@@ -205,7 +204,7 @@ def moved(backend: Any, group: WorkerGroup, batch: RaggedBatch) -> dict[str, Any
         begun = time.perf_counter()
         back = group.same(batch)
         seconds = time.perf_counter() - begun
-    assert back.ids == batch.ids and torch.equal(back.input_ids, batch.input_ids)
+    assert back.ids == batch.ids and all(torch.equal(back.token[name], batch.token[name]) for name in batch.token)
     future = group.same.submit(batch)
     future.wait()
     returned = sum(context.serialize(ray.get(ref)).total_bytes for ref in future.parts)

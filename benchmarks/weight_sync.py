@@ -2,23 +2,21 @@
 
     python benchmarks/weight_sync.py [--threads 1] [--repeats 5] [--megabytes 200] [--cases shared_memory,collective]
 
-The sender is a thread of this process, the engine another process of the same machine. A sync is timed from the
-driver's first message to its last answer, when the engine has verified every digest and serves the new version; all
-weights have changed before. ``memcpy`` copies as many bytes between two buffers that exist already, with the same
-number of threads, right before each sync; the faster of torch's and numpy's copy counts. Medians; the first sync,
-which makes memory and forms groups, is left out. The engine's process verifies while the sender copies, so it wants a
-core of its own. The parts are measured alone: the copy block by block, the sender's copy with its digest, the
-receiver's digest, and the messages of a sync without data.
+The sender is this process, the engine another one of the same machine. A sync is timed from the offer to the engine's
+answer, when it has verified every digest and serves the new version; all weights have changed before. ``memcpy`` copies
+as many bytes between two buffers that exist already, with the same number of threads, right before each sync; the
+faster of torch's and numpy's copy counts. Medians; the first sync, which makes memory and forms groups, is left out.
+The engine's process copies and verifies while the sender copies, so it wants a core of its own. The parts are measured
+alone: the copy block by block, the sender's copy with its digest, the receiver's digest, and the messages of a sync
+without data.
 """
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,22 +26,13 @@ import torch
 from common import arguments, markdown, write_results
 from torch import Tensor
 
-from quartet.weights import control
 from quartet.weights.digest import BLOCK_BYTES, piece_digest
-from quartet.weights.endpoint import TRANSPORTS, Transport, WeightReceiver, WeightSender
-from quartet.weights.in_process import sync_in_process
+from quartet.weights.in_process import NamedSource, sync_in_process
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import NamedSource
+from quartet.weights.sync import Transport, WeightReceiver, WeightSender
 
 HIDDEN, INNER = 1024, 2816
-CASES: dict[str, tuple[Transport, bool]] = {
-    "shared, zero copies": ("shared", True),
-    "shared, copied": ("shared", False),
-    "shared_memory, in place": ("shared_memory", True),
-    "shared_memory, copied out": ("shared_memory", False),
-    "collective, gloo": ("collective", False),
-}
-"""Transport, and whether the sink adopts its memory."""
+CASES: tuple[Transport, ...] = ("shared", "shared_memory", "collective")
 
 
 def shapes(num_bytes: int) -> dict[str, tuple[int, ...]]:
@@ -104,18 +93,16 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def engine(kind: Transport, adopts: bool, num_bytes: int, threads: int, pipe: Connection) -> None:
-    """The other process: answers requests until there are no more."""
+def engine(num_bytes: int, threads: int, pipe: Connection) -> None:
+    """The other process: takes offers until there are no more."""
     torch.set_num_threads(threads)
-    receiver = WeightReceiver(TensorSink(zeros(num_bytes).items(), adopts=adopts))
-    receiver.use(TRANSPORTS[kind][1](timeout_s=300))
-    pipe.send(None)
-    while (request := pipe.recv()) is not None:
-        pipe.send(receiver.answer(*request))
-    receiver.disconnect()
+    receiver = WeightReceiver(TensorSink(zeros(num_bytes).items()))
+    pipe.send(receiver.describe())
+    while (offer := pipe.recv()) is not None:
+        pipe.send(receiver.receive(offer, 0))
 
 
-def sync_seconds(kind: Transport, adopts: bool, args: Any, num_bytes: int) -> list[tuple[float, float]]:
+def sync_seconds(kind: Transport, args: Any, num_bytes: int) -> list[tuple[float, float]]:
     """Of ``repeats`` syncs after the first one: of a memory copy, and of the sync that followed it."""
     weights = zeros(num_bytes)
     memcpy = Memcpy(sum(tensor.nbytes for tensor in weights.values()))
@@ -133,33 +120,25 @@ def sync_seconds(kind: Transport, adopts: bool, args: Any, num_bytes: int) -> li
         return pairs[1:]
 
     if kind == "shared":
-        sink = TensorSink(zeros(num_bytes).items(), adopts=adopts)
+        sink = TensorSink(zeros(num_bytes).items())
         return repeat(lambda version: sync_in_process(source, [sink], version))
     sender = WeightSender(lambda: weights.items(), device=torch.device("cpu"))
-    sender.use(TRANSPORTS[kind][0](timeout_s=300))
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
-    process = context.Process(target=engine, args=(kind, adopts, num_bytes, args.threads, other))
+    process = context.Process(target=engine, args=(num_bytes, args.threads, other))
     process.start()
-    pipe.recv()
-    thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(args.threads,))
+    assert sender.connect([pipe.recv()], kind, 300.0) == kind
 
-    async def ask_sender(request: str, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(thread, sender.answer, request, *args)
+    def send(version: int) -> None:
+        pipe.send(sender.offer(version))
+        for answer in (sender.send(), pipe.recv()):
+            if answer is not None:
+                raise answer
 
-    def asked(*request: Any) -> Any:
-        pipe.send(request)
-        return pipe.recv()
-
-    async def ask_engine(request: str, *args: Any) -> Any:
-        return await asyncio.to_thread(asked, request, *args)
-
-    with asyncio.Runner() as runner:
-        pairs = repeat(lambda version: runner.run(control.sync(ask_sender, [ask_engine], version, timeout_s=300)))
+    pairs = repeat(send)
     pipe.send(None)
     process.join()
     sender.disconnect()
-    thread.shutdown()
     return pairs
 
 
@@ -175,16 +154,16 @@ def measure(args: Any) -> dict[str, Any]:
     wanted = 2**22 if args.smoke else args.megabytes * 10**6
     num_bytes = sum(tensor.nbytes for tensor in zeros(wanted).values())
     rows = {}
-    for case, (kind, adopts) in CASES.items():
-        if args.cases and kind not in args.cases.split(","):
+    for case in CASES:
+        if args.cases and case not in args.cases.split(","):
             continue
-        pairs = sync_seconds(kind, adopts, args, wanted)
+        pairs = sync_seconds(case, args, wanted)
         rows[case] = {
             "memcpy_s": statistics.median(copied for copied, _ in pairs),
             "sync_s": statistics.median(seconds for _, seconds in pairs),
             "share": statistics.median(copied / seconds for copied, seconds in pairs),
         }
-    control_s = statistics.median(seconds for _, seconds in sync_seconds("shared_memory", True, args, 1))
+    control_s = statistics.median(seconds for _, seconds in sync_seconds("shared_memory", args, 1))
     alone = {**parts(num_bytes, args.repeats), "control (messages of a sync without data)": control_s}
     return {"processor": processor(), "bytes": num_bytes, "alone": alone, "syncs": rows}
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.models.saving import Gather, meta_twin, save_gathered
 from quartet.observe.memory import held_bytes
 from quartet.schedule.model_worker import TrainWorker
+from quartet.schedule.role_group import LocalGroup
+from quartet.schedule.weight_sync import WeightReceiverMixin, open_weight_sync, sync_weights
 from quartet.train.checkpoint import (
     Share,
     ShareWriter,
@@ -51,11 +54,9 @@ from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import snapshot, tensors_of
-from quartet.weights.control import connect_endpoints, sync
-from quartet.weights.endpoint import WeightReceiver
 from quartet.weights.gather import gather
+from quartet.weights.in_process import NamedSource
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import NamedSource
 
 
 def run_calls(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -325,9 +326,12 @@ def sync_of_workers(path: str, cut: Cut) -> list[str]:
     worker, rank = TrainWorker(make_engine(path, mesh_of(cut))), dist.get_rank()
     steps(worker.engine, 1)
 
-    async def ask(request: str, *args: Any) -> Any:
-        dist.broadcast_object_list([(request, args)])
-        return worker.send_weights(request, *args)
+    class Ranks:
+        """All of them, from the first one."""
+
+        async def call(self, method: Any, *args: Any) -> Any:
+            dist.broadcast_object_list([(method.__name__, args)])
+            return getattr(worker, method.__name__)(*args)
 
     if rank:
         while True:
@@ -335,18 +339,16 @@ def sync_of_workers(path: str, cut: Cut) -> list[str]:
             dist.broadcast_object_list(asked)
             if asked[0] is None:
                 break
-            answer = worker.send_weights(asked[0][0], *asked[0][1])
-            assert not isinstance(answer, Exception)
+            assert getattr(worker, asked[0][0])(*asked[0][1]) is None
     served = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in worker.engine.trained.items()}
     if not rank:
-        receiver = WeightReceiver(TensorSink(served.items()))
-
-        async def receive(request: str, *args: Any) -> Any:
-            return receiver.answer(request, *args)
+        sink, receiving = TensorSink(served.items()), WeightReceiverMixin()
+        receiving.engine = SimpleNamespace(weight_sink=lambda: sink)  # type: ignore[assignment]
 
         async def run() -> None:
-            assert await connect_endpoints(ask, [receive]) == "shared"
-            await sync(ask, [receive], 1)
+            trainer: Any = Ranks()
+            assert await open_weight_sync(trainer, [LocalGroup(receiving)]) == "shared"
+            await sync_weights(trainer, [LocalGroup(receiving)], 1)
 
         asyncio.run(run())
         dist.broadcast_object_list([None])

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,71 +24,63 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import forkserver
-from quartet.weights.cuda_ipc import CudaHandles
-from quartet.weights.digest import tensor_digest
-from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
-from quartet.weights.shared_memory import Segment
+from quartet.schedule.weight_sync import WeightReceiverMixin, WeightSenderMixin
+from quartet.weights import transports
+from quartet.weights.digest import BLOCK_BYTES, tensor_digest
 from quartet.weights.sink import TensorSink
-from quartet.weights.transport import ReceiveTransport, SendTransport
+from quartet.weights.sync import Endpoint, WeightSender
 
-BETWEEN_PROCESSES = ("shared_memory", "cuda_ipc", "collective")
+BETWEEN_PROCESSES = ("shared_memory", "collective")
 KINDS = ("shared", *BETWEEN_PROCESSES)
-BUCKET_BYTES = 1024
-"""Small, so that tensors are cut and buffers used again and again."""
+SMALL_BUCKETS = {"memory": BLOCK_BYTES + 1024, "collective": BLOCK_BYTES + 1024}
+"""Tensors are cut, and buffers used again and again."""
+ELSEWHERE = (os.getppid(), 1)
+"""Processes that live as long as this one: threads that are to be taken for other processes say that they are these."""
 
 
-class SegmentHandles(CudaHandles):
-    """In the place of CUDA handles: memory of the machine that another process opens by a path."""
-
-    def __init__(self) -> None:
-        self._segments: list[Segment] = []
-        self._of: dict[int, Segment] = {}
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        segment = Segment.create(num_bytes)
-        self._segments.append(segment)
-        self._of[segment.bytes.data_ptr()] = segment
-        return segment.bytes
-
-    def export(self, buffer: Tensor) -> Mapping[str, Any]:
-        segment = self._of[buffer.data_ptr()]
-        return {"path": f"/proc/{os.getpid()}/fd/{segment.descriptor}", "bytes": segment.num_bytes}
-
-    def open(self, handle: Mapping[str, Any]) -> Tensor:
-        descriptor = os.open(handle["path"], os.O_RDONLY)
-        segment = Segment(descriptor, handle["bytes"], owner=False)
-        segment.close()
-        return segment.bytes
-
-    def synchronize(self) -> None:
-        pass
+class Sending(WeightSenderMixin):
+    def __init__(self, weights: Mapping[str, Tensor], rank: int = 0) -> None:
+        self.weight_sender = WeightSender(weights.items, device=torch.device("cpu"), rank=rank)
 
 
-def send_transport(kind: str, num_receivers: int = 1, timeout_s: float = 20.0) -> SendTransport:
-    options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
-    if kind in ("cuda_ipc", "collective"):
-        options["bucket_bytes"] = BUCKET_BYTES
-    return TRANSPORTS[kind][0](num_receivers, timeout_s=timeout_s, **options)  # type: ignore[index]
+class Receiving(WeightReceiverMixin):
+    def __init__(self, sink: TensorSink) -> None:
+        self.engine: Any = SimpleNamespace(weight_sink=lambda: sink)
 
 
-def receive_transport(kind: str, rank: int = 0, timeout_s: float = 20.0) -> ReceiveTransport:
-    options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
-    return TRANSPORTS[kind][1](rank, timeout_s=timeout_s, **options)  # type: ignore[index]
+class Worker:
+    """An end that answers one call after the other on a thread of its own; these come as they do from elsewhere.
 
+    Args:
+        pid: of the process that it says it is.
+    """
 
-def sender_of(weights: Mapping[str, Tensor]) -> WeightSender:
-    return WeightSender(lambda: weights.items(), device=torch.device("cpu"))
+    def __init__(self, host: Any, pid: int | None = None) -> None:
+        self.host = host
+        self.thread = ThreadPoolExecutor(1)
+        self._pid = pid
+
+    async def call(self, method: Any, *args: Any) -> Any:
+        sent, bound = pickle.dumps(args), getattr(self.host, method.__name__)
+        answer = await asyncio.get_running_loop().run_in_executor(self.thread, lambda: bound(*pickle.loads(sent)))
+        if isinstance(answer, Endpoint) and self._pid is not None:
+            answer = replace(answer, pid=self._pid)
+        return pickle.loads(pickle.dumps(answer))
+
+    def idle(self) -> None:
+        """Returns when no call is under way."""
+        self.thread.submit(lambda: None).result(30)
 
 
 def layer_weights(seed: int = 0) -> dict[str, Tensor]:
-    """A layer, and what does not divide by the number of ranks."""
+    """A layer of more than one bucket each, and what does not divide by the number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {
-        "embed.weight": (37, 16),
-        "layers.0.self_attn.qkv_proj.weight": (32, 16),
+        "embed.weight": (37, 4000),
+        "layers.0.self_attn.qkv_proj.weight": (32, 5000),
         "layers.0.self_attn.qkv_proj.bias": (32,),
-        "layers.0.mlp.gate_up_proj.weight": (44, 16),
-        "layers.0.mlp.down_proj.weight": (16, 22),
+        "layers.0.mlp.gate_up_proj.weight": (44, 4000),
+        "layers.0.mlp.down_proj.weight": (16, 9002),
         "norm.weight": (15,),
     }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -129,9 +124,9 @@ class Process:
         self.tell(request, *args)
         return self.heard()
 
-    async def answer(self, request: str, *args: Any) -> Any:
-        """To a request of a sync; one after the other, as a worker's calls."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.ask, "answer", request, *args)
+    async def call(self, method: Any, *args: Any) -> Any:
+        """One after the other, as a worker's calls."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.ask, method.__name__, *args)
 
     def idle(self) -> None:
         """Returns when no request is under way."""
@@ -156,30 +151,18 @@ def _serve(pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
 
 
 class Engine:
-    def __init__(self) -> None:
-        self.receiver: WeightReceiver | None = None
-
-    def hold(self, adopts: bool = False) -> None:
+    def hold(self) -> None:
         self.weights = empty_like(layer_weights())
-        self.sink = TensorSink(self.weights.items(), adopts=adopts)
-        if self.receiver is not None:
-            self.receiver.disconnect()
-        self.receiver = WeightReceiver(self.sink)
-
-    def use(self, kind: str, rank: int, timeout_s: float) -> None:
-        assert self.receiver is not None
-        self.receiver.use(receive_transport(kind, rank, timeout_s))
-
-    def answer(self, request: str, *args: Any) -> Any:
-        assert self.receiver is not None
-        return self.receiver.answer(request, *args)
+        self.sink = TensorSink(self.weights.items())
+        receiving = Receiving(self.sink)
+        self.describe_weights, self.receive_weights = receiving.describe_weights, receiving.receive_weights
 
     def state(self) -> dict[str, Any]:
         digests = [tensor_digest(tensor) for tensor in self.weights.values()]
         return {"version": self.sink.version, "status": str(self.sink.status), "digests": digests}
 
 
-class Trainer:
+class Trainer(Sending):
     """One rank of a trainer whose weights, ``layer_weights``, are cut twice: over two tensor ranks, and by FSDP."""
 
     def __init__(self, rank: int, world: int, store: str) -> None:
@@ -191,11 +174,22 @@ class Trainer:
             kind = Shard(1) if "down" in name else Replicate() if "norm" in name else Shard(0)
             module[name.replace(".", "/")] = nn.Parameter(distribute_tensor(tensor, mesh["tensor"], [kind]))
         fully_shard(module, mesh=mesh["replicate", "shard"])
-        self.weights = {name.replace("/", "."): parameter.detach() for name, parameter in module.named_parameters()}
-        self.sender = WeightSender(self.weights.items, device=torch.device("cpu"), rank=rank)
+        named = {name.replace("/", "."): parameter.detach() for name, parameter in module.named_parameters()}
+        super().__init__(named, rank)
+        transports.BUCKET_BYTES |= SMALL_BUCKETS
 
-    def use(self, kind: str) -> None:
-        self.sender.use(send_transport(kind))
 
-    def answer(self, request: str, *args: Any) -> Any:
-        return self.sender.answer(request, *args)
+class Ranks:
+    """All ranks of a trainer, which get every call; the first one answers."""
+
+    def __init__(self, ranks: list[Process]) -> None:
+        self._ranks = ranks
+
+    async def call(self, method: Any, *args: Any) -> Any:
+        return await asyncio.to_thread(self._called, method.__name__, *args)
+
+    def _called(self, *asked: Any) -> Any:
+        for rank in self._ranks:
+            rank.tell(*asked)
+        first, *_ = [rank.heard() for rank in self._ranks]
+        return first

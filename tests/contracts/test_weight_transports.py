@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import pickle
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quartet.weights import control
-from quartet.weights.endpoint import WeightReceiver, WeightSender
+from quartet.schedule import weight_sync
+from quartet.schedule.weight_sync import open_weight_sync, sync_weights
+from quartet.weights import transports
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable, WeightSyncError, WeightSyncTimeout
-from quartet.weights.in_process import sync_in_process
+from quartet.weights.in_process import NamedSource
 from quartet.weights.manifest import WeightManifest
 from quartet.weights.sink import Status, TensorSink
-from quartet.weights.source import NamedSource
 
 sys.path.append(str(Path(__file__).parents[1]))  # where processes of the tests find it, too
 ends: Any = importlib.import_module("weight_ends")
@@ -41,7 +38,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
         "a.bias": torch.randn(33, generator=generator).bfloat16(),
         "scale": torch.randn((), generator=generator),
         "nothing": torch.empty(0, 4),
-        "large.weight": torch.randn(40, 50, generator=generator),
+        "large.weight": torch.randn(400, 700, generator=generator),
         "strided": torch.randn(6, 4, generator=generator).t(),
         "steps": torch.randint(0, 99, (3,), generator=generator),
         "flags": torch.rand(9, generator=generator) < 0.5,
@@ -54,42 +51,32 @@ def source_of(named: dict[str, Tensor]) -> NamedSource:
     return NamedSource(lambda: named.items())
 
 
-class Worker:
-    """An end that answers one request after the other on a thread of its own; these come as they do from elsewhere."""
-
-    def __init__(self, end: WeightSender | WeightReceiver) -> None:
-        self.end = end
-        self.thread = ThreadPoolExecutor(1)
-
-    async def ask(self, request: str, *args: Any) -> Any:
-        sent = pickle.dumps(args)
-        answer = await asyncio.get_running_loop().run_in_executor(
-            self.thread, lambda: self.end.answer(request, *pickle.loads(sent))
-        )
-        return pickle.loads(pickle.dumps(answer))
-
-
 class Ends:
     """A sender and its receivers over one transport."""
 
-    def __init__(self, kind: str, sinks: Sequence[TensorSink], timeout_s: float, limit_s: float) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, sinks: Sequence[TensorSink], timeout_s: float) -> None:
+        self.kind: Any = kind
         self.sinks = list(sinks)
         self.timeout_s = timeout_s
-        self.sender = Worker(ends.sender_of({}))
-        self.receivers = [Worker(WeightReceiver(sink)) for sink in sinks]
-        self._transport = partial(ends.send_transport, kind, len(sinks), timeout_s)
-        for rank, worker in enumerate(self.receivers):
-            worker.end.use(ends.receive_transport(kind, rank, limit_s))
-        self._in_use: Any = None
+        self.sender = ends.Worker(ends.Sending({}))
+        self.receivers = [self._worker(rank) for rank in range(len(sinks))]
+        self._is_open = False
 
-    def sync(self, source: Any, version: int) -> WeightManifest:
-        self.sender.end._source = source
-        if self._in_use is None:
-            self._in_use = self._transport()
-            self.sender.end.use(self._in_use)
-        receivers = [worker.ask for worker in self.receivers]
-        return asyncio.run(control.sync(self.sender.ask, receivers, version, timeout_s=self.timeout_s))
+    def _worker(self, rank: int) -> Any:
+        return ends.Worker(ends.Receiving(self.sinks[rank]), None if self.kind == "shared" else ends.ELSEWHERE[rank])
+
+    def sync(self, source: NamedSource | None, version: int) -> None:
+        """None: of the weights that the trainer has."""
+        asyncio.run(self._sync(source, version))
+
+    async def _sync(self, source: NamedSource | None, version: int) -> None:
+        if not self._is_open:
+            chosen = await open_weight_sync(self.sender, self.receivers, self.kind, timeout_s=self.timeout_s)
+            assert chosen == self.kind
+            self._is_open = True
+        if source is not None:
+            self.sender.host.weight_sender.source = source
+        await sync_weights(self.sender, self.receivers, version, timeout_s=self.timeout_s)
 
     def failure(self, source: Any, version: int) -> BaseException:
         """What the sync raises."""
@@ -100,14 +87,12 @@ class Ends:
     def replace(self, rank: int, sink: TensorSink) -> None:
         """Another receiver in the place of one; all ends are connected anew."""
         self.sinks[rank] = sink
-        self.receivers[rank] = Worker(WeightReceiver(sink))
-        self._in_use = None
-        for number, worker in enumerate(self.receivers):
-            worker.end.use(ends.receive_transport(self.kind, number, self.timeout_s))
+        self.receivers[rank] = self._worker(rank)
+        self._is_open = False
 
     def close(self) -> None:
+        self.sender.host.weight_sender.disconnect()
         for worker in (self.sender, *self.receivers):
-            worker.thread.submit(worker.end.disconnect).result(30)
             worker.thread.shutdown()
 
 
@@ -119,12 +104,17 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+several = pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
+"""Transports that lead to several engines."""
+
+
 @pytest.fixture
-def open_ends(kind: str) -> Iterator[Open]:
+def open_ends(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    monkeypatch.setattr(transports, "BUCKET_BYTES", ends.SMALL_BUCKETS)
     with contextlib.ExitStack() as stack:
 
-        def opened(*sinks: TensorSink, timeout_s: float = 10.0, receiver_timeout_s: float | None = None) -> Ends:
-            made = Ends(kind, sinks, timeout_s, receiver_timeout_s or timeout_s)
+        def opened(*sinks: TensorSink, timeout_s: float = 10.0) -> Ends:
+            made = Ends(kind, sinks, timeout_s)
             stack.callback(made.close)
             return made
 
@@ -141,21 +131,21 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # What arrives --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adopts", [False, True], ids=["in_place", "adopts"])
-def test_weights_arrive_bit_for_bit_again_and_again(open_ends: Open, adopts: bool) -> None:
+def test_weights_arrive_bit_for_bit_again_and_again(open_ends: Open) -> None:
     held = ends.empty_like(weights())
     committed: list[int] = []
-    sink = TensorSink(held.items(), adopts=adopts, on_commit=committed.append)
+    sink = TensorSink(held.items(), on_commit=committed.append)
     transport = open_ends(sink)
     assert sink.status is Status.EMPTY
     for version in (1, 2, 3):
-        manifest = transport.sync(source_of(weights(version)), version)
+        transport.sync(source_of(weights(version)), version)
         assert_equal(held, weights(version))
-        assert (sink.version, sink.status, manifest.version) == (version, Status.READY, version)
+        assert (sink.version, sink.status) == (version, Status.READY)
         sink.require(version)
     assert committed == [1, 2, 3]
 
 
+@several
 def test_two_engines_get_the_same(open_ends: Open) -> None:
     held = [ends.empty_like(weights()) for _ in range(2)]
     transport = open_ends(*(TensorSink(h.items()) for h in held))
@@ -163,14 +153,6 @@ def test_two_engines_get_the_same(open_ends: Open) -> None:
         transport.sync(source_of(weights(version)), version)
         for h in held:
             assert_equal(h, weights(version))
-
-
-def test_digests_do_not_depend_on_the_transport(open_ends: Open) -> None:
-    transport = open_ends(TensorSink(ends.empty_like(weights()).items()))
-    manifest = transport.sync(source_of(weights()), 1)
-    alone = sync_in_process(source_of(weights()), [TensorSink(ends.empty_like(weights()).items())], 7)
-    assert (manifest.digests, manifest.digest) == (alone.digests, alone.digest)
-    assert manifest.version == 1
 
 
 def test_strided_destinations_are_filled_where_they_are(open_ends: Open) -> None:
@@ -194,11 +176,12 @@ def test_tied_weights_go_under_one_name(open_ends: Open) -> None:
     assert torch.equal(embed, 2 * new)
 
 
-def test_the_source_sends_the_engines_dtype(open_ends: Open) -> None:
+def test_the_trainer_sends_the_engines_dtype(open_ends: Open) -> None:
     held = {"w": torch.zeros(3, 5, dtype=torch.bfloat16), "n": torch.zeros(2, dtype=torch.int64)}
     new = {"w": torch.randn(3, 5), "n": torch.tensor([4, 5])}
     transport = open_ends(TensorSink(held.items()))
-    transport.sync(NamedSource(lambda: new.items(), like={"w": torch.bfloat16}), 1)
+    transport.sender = ends.Worker(ends.Sending(new))
+    transport.sync(None, 1)
     assert_equal(held, {"w": new["w"].bfloat16(), "n": new["n"]})
 
 
@@ -215,29 +198,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
         rank.end()
 
 
-@pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
+@several
 def test_weights_cut_by_tensor_ranks_and_by_fsdp_are_served_whole(kind: str, ranks: list[Any]) -> None:
-    """All four ranks get every request; rank 0 sends."""
+    """All four ranks get every call; rank 0 sends."""
     whole = ends.layer_weights()
     held = ends.empty_like(whole)
-    receiver = Worker(WeightReceiver(TensorSink(held.items())))
-    receiver.end.use(ends.receive_transport(kind))
+    receiver = ends.Worker(ends.Receiving(TensorSink(held.items())))
+    trainer: Any = ends.Ranks(ranks)
 
-    def all_ranks(request: str, *args: Any) -> Any:
-        for rank in ranks:
-            rank.tell(request, *args)
-        first, *_ = [rank.heard() for rank in ranks]
-        return first
+    async def run() -> None:
+        await open_weight_sync(trainer, [receiver], kind, timeout_s=30)  # type: ignore[arg-type]
+        await sync_weights(trainer, [receiver], 1, timeout_s=30)
 
-    async def ask(request: str, *args: Any) -> Any:
-        return await asyncio.to_thread(all_ranks, "answer", request, *args)
-
-    all_ranks("use", kind)
-    manifest = asyncio.run(control.sync(ask, [receiver.ask], 1, timeout_s=30))
-    alone = sync_in_process(source_of(whole), [TensorSink(ends.empty_like(whole).items())], 1)
-    assert manifest.digest == alone.digest
+    asyncio.run(run())
     assert_equal(held, whole)
-    receiver.end.disconnect()
     receiver.thread.shutdown()
 
 
@@ -279,24 +253,17 @@ class Counting(NamedSource):
             yield tensor
 
 
-def test_a_refused_sync_gathers_nothing(open_ends: Open) -> None:
-    """The trainer's other ranks hear of the refusal before anything is gathered."""
-    transport = open_ends(TensorSink([("w", torch.zeros(1))]))
-    source = Counting(lambda: weights().items())
-    assert isinstance(transport.failure(source, 1), WeightsRefused)
-    assert source.gathered == 0
+class Refusing(TensorSink):
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        raise WeightSyncError("the engine is full", found=name, remedy="none")
 
 
-def test_a_sync_that_fails_takes_part_in_every_gather(open_ends: Open) -> None:
+@pytest.mark.parametrize("sink", [Refusing(ends.empty_like(weights()).items()), TensorSink([("w", torch.zeros(1))])])
+def test_a_sync_that_fails_takes_part_in_every_gather(open_ends: Open, sink: TensorSink) -> None:
     """The trainer's other ranks wait in their collectives for the one that sends."""
-
-    class Full(TensorSink):
-        def write(self, name: str, start: int, values: Tensor) -> None:
-            raise WeightSyncError("the engine is full", found=name, remedy="none")
-
-    transport = open_ends(Full(ends.empty_like(weights()).items()), timeout_s=2.0)
     source = Counting(lambda: weights().items())
-    assert "the engine is full" in str(transport.failure(source, 1))
+    said = open_ends(sink, timeout_s=2.0).failure(source, 1)
+    assert isinstance(said, WeightsRefused) or "the engine is full" in str(said)
     assert source.gathered == len(weights())
 
 
@@ -342,6 +309,7 @@ def test_other_contents_are_an_error_that_names_the_tensor_and_both_digests(open
     sink.require(2)
 
 
+@several
 def test_no_engine_serves_a_version_that_another_one_did_not_get(open_ends: Open) -> None:
     good, bad = (kind(ends.empty_like(weights()).items()) for kind in (TensorSink, Corrupting))
     transport = open_ends(good, bad)
@@ -385,10 +353,6 @@ def test_a_sync_that_breaks_off_leaves_no_mixture(open_ends: Open, error: BaseEx
     sink.require(2)
 
 
-WATCHED = ("shared_memory", "cuda_ipc", "collective")
-"""Transports whose two ends run at once and watch each other."""
-
-
 class Slow(TensorSink):
     """Does not come to an end when asked to take the tensor ``large.weight``."""
 
@@ -400,14 +364,13 @@ class Slow(TensorSink):
         super().arrived(name, stop)
 
 
-@pytest.mark.parametrize("kind", WATCHED, indirect=True)
+@several
 def test_a_receiver_that_hangs_is_named_and_keeps_no_call_of_the_sender(
     open_ends: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where another receiver, which waits no longer, gives up before the sender does."""
-    monkeypatch.setattr(control, "GRACE_S", 1.5)
+    monkeypatch.setattr(weight_sync, "GRACE_S", 1.5)
     quick, slow = TensorSink(ends.empty_like(weights()).items()), Slow(ends.empty_like(weights()).items())
-    transport = open_ends(quick, slow, timeout_s=1.0, receiver_timeout_s=1.0)
+    transport = open_ends(quick, slow, timeout_s=1.0)
     transport.sync(source_of(weights(1)), 1)
     slow.stop = threading.Event()
     begin = time.monotonic()
@@ -415,10 +378,10 @@ def test_a_receiver_that_hangs_is_named_and_keeps_no_call_of_the_sender(
     assert time.monotonic() - begin < 8
     assert isinstance(said, WeightSyncTimeout) and said.rank == 1 and "rank 1" in str(said)
     assert said.tensor == "large.weight"
-    transport.sender.thread.submit(lambda: None).result(3)  # it answers already
+    transport.sender.idle()  # it answers already
     slow.stop.set()
     for worker in transport.receivers:
-        worker.thread.submit(lambda: None).result(30)
+        worker.idle()
     for sink in (quick, slow):
         assert sink.status is not Status.READY
     slow.stop = None
@@ -427,23 +390,25 @@ def test_a_receiver_that_hangs_is_named_and_keeps_no_call_of_the_sender(
         sink.require(2)
 
 
-def test_an_end_that_does_not_answer_is_named(open_ends: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of the data nothing but the driver notices it."""
-    monkeypatch.setattr(control, "GRACE_S", 0.2)
+def test_an_end_that_does_not_answer_is_named(open_ends: Open, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sync, "GRACE_S", 0.2)
     release = threading.Event()
 
     class Stuck(TensorSink):
         def verify(self, manifest: WeightManifest) -> None:
             release.wait(30)
 
-    transport = open_ends(
-        TensorSink(ends.empty_like(weights()).items()), Stuck(ends.empty_like(weights()).items()), timeout_s=0.5
-    )
+    quick = [] if kind == "shared" else [TensorSink(ends.empty_like(weights()).items())]
+    transport = open_ends(*quick, Stuck(ends.empty_like(weights()).items()), timeout_s=0.5)
     said = transport.failure(source_of(weights(1)), 1)
     release.set()
-    assert isinstance(said, WeightSyncTimeout) and said.rank == 1 and "did not answer" in said.problem
+    assert isinstance(said, WeightSyncTimeout) and said.rank == len(quick)
+    assert ("did not answer" if kind == "shared" else "did nothing for 0.5 s") in said.problem
+    for sink in quick:
+        assert sink.status is Status.UNUSABLE
 
 
+@several
 def test_a_receiver_that_was_lost_is_replaced(open_ends: Open) -> None:
     held = [ends.empty_like(weights()) for _ in range(3)]
     transport = open_ends(*(TensorSink(h.items()) for h in held[:2]))
@@ -455,20 +420,8 @@ def test_a_receiver_that_was_lost_is_replaced(open_ends: Open) -> None:
     assert_equal(held[1], weights(1))
 
 
-@pytest.mark.parametrize("kind", ["shared_memory"], indirect=True)
-def test_who_was_given_up_on_keeps_its_weights_whole(open_ends: Open) -> None:
-    """An engine that lives on behind a lost connection still reads the memory that it adopted."""
-    lost, held = ends.empty_like(weights()), ends.empty_like(weights())
-    transport = open_ends(TensorSink(lost.items(), adopts=True))
-    transport.sync(source_of(weights(1)), 1)
-    transport.replace(0, TensorSink(held.items(), adopts=True))
-    transport.sync(source_of(weights(2)), 2)
-    assert_equal(held, weights(2))
-    assert_equal(lost, weights(1))
-
-
-def test_a_sync_that_another_engine_refuses_takes_nothing_from_one_that_adopted(open_ends: Open) -> None:
-    """What stands in the memory of both has not been touched."""
+@several
+def test_a_sync_that_another_engine_refuses_takes_nothing_from_one_that_serves(open_ends: Open) -> None:
     held = [ends.empty_like(weights()) for _ in range(2)]
     sleeps = False
 
@@ -478,7 +431,7 @@ def test_a_sync_that_another_engine_refuses_takes_nothing_from_one_that_adopted(
                 raise WeightsRefused("the engine sleeps", found="no room", remedy="wake it")
             super().begin(specs, version)
 
-    transport = open_ends(TensorSink(held[0].items(), adopts=True), Sleeper(held[1].items()))
+    transport = open_ends(TensorSink(held[0].items()), Sleeper(held[1].items()))
     transport.sync(source_of(weights(1)), 1)
     sleeps = True
     said = transport.failure(source_of(weights(2)), 2)

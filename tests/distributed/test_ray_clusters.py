@@ -39,8 +39,8 @@ class Scorer(Worker):
         return ColumnSet(batch.ids, {"score": batch.input_ids.float()})
 
     @dispatch(SPLIT)
-    def update(self, batch: RaggedBatch, columns: ColumnSet) -> ColumnSet:
-        return ColumnSet(batch.ids, {"twice": 2 * join(batch, columns).token["score"]})
+    def update(self, batch: RaggedBatch) -> ColumnSet:
+        return ColumnSet(batch.ids, {"twice": 2 * batch.token["score"]})
 
     @dispatch(RANK_ZERO, blocking=False)
     def large(self, num_bytes: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def test_workers_of_two_nodes_form_a_group(spread: WorkerGroup) -> None:
 
 def test_a_batch_is_split_over_nodes(spread: WorkerGroup) -> None:
     batch = RaggedBatch.from_groups([[1, 2], [3]], [[[4], [5, 6]], [[7]]], ["a", "b", "c"])
-    columns = spread.update(batch, spread.score(batch))
+    columns = spread.update(join(batch, spread.score(batch)))
     assert torch.equal(join(batch, columns).token["twice"], 2.0 * batch.input_ids)
 
 

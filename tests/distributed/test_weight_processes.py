@@ -17,19 +17,23 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from quartet.weights import control
+from quartet.schedule import weight_sync
+from quartet.schedule.weight_sync import open_weight_sync, sync_weights
+from quartet.weights import transports
 from quartet.weights.digest import tensor_digest
-from quartet.weights.endpoint import WeightReceiver
 from quartet.weights.errors import WeightSyncError, WeightSyncTimeout
-from quartet.weights.manifest import WeightManifest
+from quartet.weights.in_process import NamedSource
 from quartet.weights.sink import Status, TensorSink
-from quartet.weights.source import NamedSource
 
 sys.path.append(str(Path(__file__).parents[1]))  # where processes of the tests find it, too
 ends: Any = importlib.import_module("weight_ends")
 
-IN_PIECES = ("shared_memory", "cuda_ipc", "collective")
-"""Transports over which half a sync can be in the receiver's memory."""
+BETWEEN = pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES)
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "BUCKET_BYTES", ends.SMALL_BUCKETS)
 
 
 @pytest.fixture(scope="module")
@@ -55,37 +59,24 @@ def engines(running: list[Any]) -> list[Any]:
 class Sync:
     """A sender in this process and engines in others, over one transport."""
 
-    def __init__(self, kind: str, engines: list[Any], timeout_s: float, engine_timeout_s: float) -> None:
+    def __init__(self, kind: str, engines: list[Any], timeout_s: float) -> None:
         self.engines = engines
         self.timeout_s = timeout_s
-        self._sender = ends.sender_of({})
-        self._transport = ends.send_transport(kind, len(engines), timeout_s)
-        self._sender.use(self._transport)
-        for rank, engine in enumerate(engines):
-            engine.ask("use", kind, rank, engine_timeout_s)
+        self.trainer = ends.Worker(ends.Sending({}))
+        asyncio.run(open_weight_sync(self.trainer, engines, kind, timeout_s=timeout_s))  # type: ignore[arg-type]
 
-    def run(self, source: Any, version: int) -> WeightManifest:
-        self._sender._source = source
-
-        async def ask(request: str, *args: Any) -> Any:
-            return await asyncio.to_thread(self._sender.answer, request, *args)
-
-        calls = [engine.answer for engine in self.engines]
-        return asyncio.run(control.sync(ask, calls, version, timeout_s=self.timeout_s))
-
-    def close(self) -> None:
-        self._sender.disconnect()
+    def run(self, source: NamedSource, version: int) -> None:
+        self.trainer.host.weight_sender.source = source
+        asyncio.run(sync_weights(self.trainer, self.engines, version, timeout_s=self.timeout_s))
 
 
 @contextlib.contextmanager
-def connected(
-    kind: str, engines: list[Any], *, timeout_s: float = 20.0, engine_timeout_s: float = 20.0
-) -> Iterator[Sync]:
-    sync = Sync(kind, engines, timeout_s, engine_timeout_s)
+def connected(kind: str, engines: list[Any], *, timeout_s: float = 20.0) -> Iterator[Sync]:
+    sync = Sync(kind, engines, timeout_s)
     try:
         yield sync
     finally:
-        sync.close()
+        sync.trainer.host.weight_sender.disconnect()
 
 
 def source_of(seed: int) -> NamedSource:
@@ -119,12 +110,11 @@ def shared_memory_names() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-@pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES)
-@pytest.mark.parametrize("adopts", [False, True], ids=["in_place", "adopts"])
-def test_engines_in_other_processes_serve_what_was_sent(kind: str, adopts: bool, engines: list[Any]) -> None:
+@BETWEEN
+def test_engines_in_other_processes_serve_what_was_sent(kind: str, engines: list[Any]) -> None:
     before = shared_memory_names()
     for engine in engines:
-        engine.ask("hold", adopts)
+        engine.ask("hold")
     with connected(kind, engines) as sync:
         for version in (1, 2):
             sync.run(source_of(version), version)
@@ -133,7 +123,7 @@ def test_engines_in_other_processes_serve_what_was_sent(kind: str, adopts: bool,
     assert shared_memory_names() == before
 
 
-@pytest.mark.parametrize("kind", IN_PIECES)
+@BETWEEN
 def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines: list[Any]) -> None:
     before = shared_memory_names()
     for engine in engines:
@@ -165,11 +155,11 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines
     assert shared_memory_names() == before
 
 
-@pytest.mark.parametrize("kind", IN_PIECES)
+@BETWEEN
 def test_an_engine_that_stands_still_is_named_after_the_time_limit(
     kind: str, engines: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "GRACE_S", 0.5)
+    monkeypatch.setattr(weight_sync, "GRACE_S", 0.5)
     for engine in engines:
         engine.ask("hold")
     with connected(kind, engines, timeout_s=1.5) as sync:
@@ -189,13 +179,13 @@ def test_an_engine_that_stands_still_is_named_after_the_time_limit(
             assert state["status"] != "ready" or state["digests"] == digests(1)
 
 
-@pytest.mark.parametrize("kind", IN_PIECES)
+@BETWEEN
 def test_a_trainer_that_stands_still_is_named_with_the_tensor(kind: str, engines: list[Any]) -> None:
     for engine in engines:
         engine.ask("hold")
-    with connected(kind, engines, engine_timeout_s=0.7) as sync:
+    with connected(kind, engines, timeout_s=0.6) as sync:
         sync.run(source_of(1), 1)
-        with pytest.raises(WeightSyncTimeout, match=r"the sender of weights .*did nothing for 0.7 s") as caught:
+        with pytest.raises(WeightSyncTimeout, match=r"the sender of weights .*did nothing for 0.9 s") as caught:
             sync.run(Interrupted(2, lambda: time.sleep(2)), 2)
         assert caught.value.tensor == THIRD
         for engine in engines:
@@ -205,7 +195,7 @@ def test_a_trainer_that_stands_still_is_named_with_the_tensor(kind: str, engines
         assert [engine.ask("state")["digests"] for engine in engines] == [digests(2)] * 2
 
 
-@pytest.mark.parametrize("kind", IN_PIECES)
+@BETWEEN
 def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,36 +211,34 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
                 os.kill(rank.pid, signal.SIGKILL)
             super().arrived(name, stop)
 
-    def told(request: str, *args: Any) -> Any:
-        for rank in ranks:
-            rank.tell(request, *args)
-        first, *_ = [rank.heard() for rank in ranks]
-        return first
-
-    async def ask(request: str, *args: Any) -> Any:
-        return await asyncio.to_thread(told, "answer", request, *args)
-
     sink = Killing(ends.empty_like(ends.layer_weights()).items())
-    receiver = WeightReceiver(sink)
-    receiver.use(ends.receive_transport(kind, timeout_s=30))
-    told_end: list[BaseException] = []
+    receiver, trainer = ends.Worker(ends.Receiving(sink)), ends.Ranks(ranks)
 
-    async def receive(request: str, *args: Any) -> Any:
-        try:
-            return await asyncio.to_thread(receiver.answer, request, *args)
-        except BaseException as error:
-            told_end.append(error)
-            raise
+    async def run() -> None:
+        await open_weight_sync(trainer, [receiver], kind, timeout_s=30)  # type: ignore[arg-type]
+        await sync_weights(trainer, [receiver], 1, timeout_s=30)
 
     try:
-        told("use", kind)
         begin = time.monotonic()
         with pytest.raises(WeightSyncError, match="the trainer failed") as caught:
-            asyncio.run(control.sync(ask, [receive], 1, timeout_s=30))
-        assert time.monotonic() - begin < 20 and caught.value.tensor is not None and not told_end
+            asyncio.run(run())
+        assert time.monotonic() - begin < 20 and caught.value.tensor is not None
         assert sink.status is Status.UNUSABLE
     finally:
-        receiver.disconnect()
         for rank in ranks:
             rank.end()
     assert shared_memory_names() == before
+
+
+@BETWEEN
+def test_an_engine_that_is_dead_before_a_sync_is_named_at_once(kind: str, engines: list[Any]) -> None:
+    for engine in engines:
+        engine.ask("hold")
+    with connected(kind, engines) as sync:
+        sync.run(source_of(1), 1)
+        os.kill(engines[1].pid, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(WeightSyncError) as caught:
+            sync.run(source_of(2), 2)
+        assert time.monotonic() - begin < 8 and caught.value.rank == 1
+        assert engines[0].ask("state") == {"version": 1, "status": "ready", "digests": digests(1)}

@@ -112,15 +112,9 @@ class Scorer(Worker):
     def tokens(self, batch: RaggedBatch) -> int:
         return batch.num_tokens
 
-    @dispatch(SPLIT, blocking=False)
+    @dispatch(RANK_ZERO, blocking=False)
     def double(self, texts: list[str]) -> list[str]:
         return [2 * text for text in texts]
-
-    @dispatch(SPLIT)
-    def respond(self, prompts: list[list[int]], number: int) -> RaggedBatch:
-        """``number`` responses to each prompt."""
-        ids = [f"{p[0]}.{i}" for p in prompts for i in range(number)]
-        return RaggedBatch.from_groups(prompts, [[[p[0], i] for i in range(number)] for p in prompts], ids)
 
     @dispatch(RANK_ZERO, blocking=False)
     def marked(self, batch: RaggedBatch) -> RaggedBatch:
@@ -128,23 +122,19 @@ class Scorer(Worker):
         return batch.with_sequence(mark=batch.sequence.get("mark", torch.zeros(len(batch))) + 1)
 
     @dispatch(SPLIT)
-    def update(self, batch: RaggedBatch, columns: ColumnSet, weights: Tensor) -> Tensor:
-        """Per sequence: its summed score times its weight."""
-        scored = join(batch, columns)
-        spans = [scored.leaf_span(s) for s in range(len(scored))]
-        return torch.stack([scored.token["score"][a:b].sum() for a, b in spans]) * weights if spans else weights
+    def update(self, batch: RaggedBatch, weight: float) -> Tensor:
+        """Per sequence: its summed score times the weight."""
+        spans = [batch.leaf_span(s) for s in range(len(batch))]
+        sums = [batch.token["score"][a:b].sum() for a, b in spans]
+        return torch.stack(sums) * weight if sums else torch.zeros(0)
 
     @dispatch()
     def count(self, batch: RaggedBatch) -> int:
         return len(batch)
 
     @dispatch(SPLIT)
-    def whole(self, items: list[int], table: tuple[int, ...]) -> list[int]:
-        return [item + sum(table) for item in items]
-
-    @dispatch(SPLIT)
-    def odd_number(self, items: list[int]) -> list[int]:
-        return items[1:]
+    def fewer(self, batch: RaggedBatch) -> ColumnSet:
+        return ColumnSet(batch.ids[1:], {}, {"n": torch.zeros(len(batch.ids[1:]))})
 
     @dispatch()
     def seen(self) -> list[list[str]]:
@@ -264,13 +254,9 @@ def test_fewer_items_than_parts(scorers: tuple[WorkerGroup, WorkerGroup]) -> Non
     assert torch.equal(join(one, scorers[1].score(one)).token["score"], one.input_ids * 10.0)
 
 
-def test_what_is_whole_is_not_split(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
-    assert scorers[1].whole([1, 2, 3, 4], (10, 20)) == [31, 32, 33, 34]
-
-
-def test_results_that_cannot_be_put_back_are_refused(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
-    with pytest.raises(ValueError, match="1 results for 2 items"):
-        scorers[0].odd_number([1, 2, 3, 4])
+def test_columns_of_other_sequences_are_refused(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    with pytest.raises(ValueError, match="not of the part's sequences"):
+        scorers[0].fewer(BATCH)
 
 
 # Futures -------------------------------------------------------------------------------------------------
@@ -351,15 +337,10 @@ def test_an_awaited_call_fails_as_one_that_blocks(four: WorkerGroup) -> None:
     assert str(caught.value).count("Traceback (most recent call last)") == 1
 
 
-def test_responses_to_split_prompts_come_back_in_order(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
-    prompts = [[10 * i] * (i + 1) for i in range(1, 6)]
-    batch = scorers[0].respond(prompts, 2)
-    assert batch.ids == tuple(f"{p[0]}.{i}" for p in prompts for i in range(2))
-    scored = join(batch, scorers[1].score(batch))
-    weights = torch.arange(10.0)
-    expected = torch.stack([scored.token["score"][slice(*scored.leaf_span(s))].sum() for s in range(10)]) * weights
-    columns = ColumnSet(scored.ids, {"score": scored.token["score"]})
-    assert torch.equal(scorers[1].update(batch, columns, weights), expected)
+def test_a_split_calls_tensors_come_back_in_order(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    scored = join(BATCH, scorers[1].score(BATCH))
+    sums = [scored.token["score"][slice(*scored.leaf_span(s))].sum() for s in range(len(BATCH))]
+    assert torch.equal(scorers[1].update(scored, 2.0), torch.stack(sums) * 2.0)
 
 
 def test_a_result_of_one_rank_goes_from_group_to_group(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
@@ -373,7 +354,7 @@ def test_a_result_of_one_rank_goes_from_group_to_group(scorers: tuple[WorkerGrou
 def test_a_future_is_not_split_and_only_one_ranks_is_passed_on(
     four: WorkerGroup, scorers: tuple[WorkerGroup, WorkerGroup]
 ) -> None:
-    with pytest.raises(ValueError, match="a future cannot be split"):
+    with pytest.raises(ValueError, match="one ragged batch among its arguments"):
         scorers[1].score(scorers[0].marked(BATCH))
     with pytest.raises(ValueError, match=r"4 ranks leave a result of four\.plain: only one's can be passed on"):
         four.own(four.call("plain", 5, blocking=False))

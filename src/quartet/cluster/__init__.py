@@ -3,11 +3,11 @@
 - ``worker``: a process's place among others, from environment variables; process groups
 - ``resource_pool``: processes per node and what each needs, checked before anything starts
 - ``group``: worker groups
-- ``dispatch``: how a call becomes calls on workers, and results one; ``layout`` and ``balance`` say who gets what
+- ``dispatch``: how a call becomes calls on workers, and results one; ``layout`` and ``split`` say who gets what
 - ``futures``, ``manifests``: calls in flight, results that travel from worker to worker
 - ``processes``, ``errors``: starting, calling, watching, naming what went wrong
 - ``torchrun``, ``ray_node``: Ray inside an allocation that torchrun has started
-- ``backend``: the interface; ``ray_backend`` (with ``ray_address``) fills it
+- ``backend``: the interface; ``ray_backend`` fills it
 """
 
 from quartet.cluster.backend import connect

@@ -3,7 +3,7 @@
 | mode | who is called | arguments | result |
 |---|---|---|---|
 | ``BROADCAST`` | everyone | the same for all | list with one entry per rank |
-| ``SPLIT`` | everyone | items split over data-parallel parts, the rest whole | items in order, else list of parts' |
+| ``SPLIT`` | everyone | a batch split over data-parallel parts, the rest whole | in the batch's order, or a list |
 | ``RANK_ZERO``, ``OneRank(r)`` | one rank | as given | that rank's |
 | ``ONE_COPY`` | the ranks that hold the first copy of a role's model | the same for all | rank 0's |
 | ``Custom(distribute, collect)`` | as ``distribute`` says | as ``distribute`` says | what ``collect`` makes |
@@ -18,11 +18,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.balance import plan_parts
-from quartet.cluster.futures import BatchFuture
-from quartet.cluster.items import Positions, Share, arrange, cut, is_items, num_items, placed
 from quartet.cluster.layout import Layout
-from quartet.cluster.structure import Structure
+from quartet.cluster.split import Share, merge_results, shares_of, table_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -146,31 +143,30 @@ class Custom:
 
 @dataclass(frozen=True)
 class Split:
-    """Items are split over the data-parallel parts; all ranks of a part get the same, and one of them answers.
+    """A ragged batch is split over the data-parallel parts; all ranks of a part get the same, and one of them answers.
 
-    Ragged batches, column sets, tensors, arrays and lists hold an entry per item and must hold equally many; all other
-    arguments go to every rank. A ragged batch decides who gets what: parts have about equal tokens, groups stay whole
-    where that is possible. Without one, items are dealt out in order. Where there are fewer items than parts, some
-    parts are empty.
-
-    Results that hold an entry per item of their part (or equally many for each) are put back in the order of the
-    arguments, tuples of them one by one; others form a list with an entry per part.
+    All other arguments go to every rank. Parts have about equal tokens, groups stay whole where that is possible. Where
+    there are fewer sequences than parts, some parts are empty. For results see ``merge_results``.
     """
 
     def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        if any(isinstance(value, BatchFuture) for value in (*args, *kwargs.values())):
-            raise ValueError("a future cannot be split: wait for its result, or pass it to a call that is not split")
-        structure, count = survey([*args, *kwargs.values()])
-        calls = []
-        for part in plan_parts(count, layout.parts, structure):
-            share = Share(part, structure.select(part) if structure is not None else None)
-            call = Call.each(partial(portion, part=part, structure=structure), args, kwargs)
+        batches = [value for value in (*args, *kwargs.values()) if isinstance(value, RaggedBatch)]
+        if len(batches) != 1:
+            raise ValueError(f"a split call needs one ragged batch among its arguments, found {len(batches)}")
+        table, calls = table_of(batches[0]), []
+        for share in shares_of(table, layout.parts):
+            part = batches[0].select(share.positions)
+            call = Call.each(partial(_instead, batches[0], part), args, kwargs)
             calls.append(replace(call, share=share))
         return CallPlan(
             [calls[part] for part in layout.part_of],
             layout.answering,
-            lambda results, shares: merge_results(results, shares, structure),
+            lambda results, shares: merge_results(results, [share for share in shares if share is not None], table),
         )
+
+
+def _instead(batch: RaggedBatch, part: RaggedBatch, value: Any) -> Any:
+    return part if value is batch else value
 
 
 @dataclass(frozen=True)
@@ -187,40 +183,6 @@ class Within:
 BROADCAST, RANK_ZERO, SPLIT = Broadcast(), OneRank(0), Split()
 ONE_COPY = FirstRanks(1)
 """Of a model that several ranks hold between them all these ranks: who calls a role's workers knows how many."""
-
-
-def survey(values: Sequence[Any]) -> tuple[Structure | None, int]:
-    """The structure of the batch among the values, if there is one, and the number of items of all.
-
-    Raises:
-        ValueError: nothing holds items, or values hold different numbers of them.
-    """
-    found = [value for value in values if is_items(value)]
-    counts = {num_items(value) for value in found}
-    if len(counts) != 1:
-        kinds = [f"{type(value).__name__} of {num_items(value)}" for value in found]
-        raise ValueError(f"a split call needs arguments with equally many items, found {', '.join(kinds) or 'none'}")
-    batch = next((value for value in found if isinstance(value, RaggedBatch)), None)
-    return Structure.of(batch) if batch is not None else None, counts.pop()
-
-
-def portion(value: Any, part: Positions, structure: Structure | None) -> Any:
-    """What a part gets of an argument."""
-    return cut(value, part, structure) if is_items(value) else value
-
-
-def merge_results(results: Sequence[Any], shares: Sequence[Share | None], target: Structure | None) -> Any:
-    """Results of parts as one value; ``shares`` are what the parts were given, ``target`` the table of all items."""
-    first = results[0]
-    if isinstance(first, tuple) and all(isinstance(r, tuple) and len(r) == len(first) for r in results):
-        return tuple(merge_results(each, shares, target) for each in zip(*results, strict=True))
-    if all(result is None for result in results):
-        return None
-    if not all(is_items(result) for result in results):
-        return list(results)
-    made = [placed(result, share) for result, share in zip(results, shares, strict=True)]
-    kept = all(given is not None and own.table is given.table for own, given in zip(made, shares, strict=True))
-    return arrange(results, made, target if kept else None)
 
 
 # The mark ------------------------------------------------------------------------------------------------

@@ -10,10 +10,14 @@ that have them, and the worker that receives it as an argument puts them in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import Failure, Lost
 
@@ -110,3 +114,34 @@ def _batches(value: Any) -> Sequence[RaggedBatch]:
         return [value]
     is_plain = type(value) in (list, tuple)
     return value if is_plain and all(isinstance(item, RaggedBatch) for item in value) else ()
+
+
+# How large -----------------------------------------------------------------------------------------------
+
+LARGE = 64 * 2**10
+"""Bytes from which one stored copy is cheaper than several sent ones."""
+_DEPTH = 3
+_LOOKED_AT = 1000
+
+
+def is_large(value: Any) -> bool:
+    return num_bytes(value) >= LARGE
+
+
+def num_bytes(value: Any, depth: int = _DEPTH) -> int:
+    """Bytes of the tensors, arrays and strings in a value; what lies deeper than a few containers is not looked at."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return int(value.nbytes)
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    if isinstance(value, (RaggedBatch, ColumnSet)):
+        fields = [*value.token.values(), *value.sequence.values()]
+        # Ids that are elsewhere are a view of one element.
+        fields += [value.input_ids] if isinstance(value, RaggedBatch) and value.has_ids else []
+        return sum(f.nbytes for f in fields)
+    if depth and isinstance(value, Mapping):
+        value = list(value.values())
+    if depth and isinstance(value, (list, tuple)):
+        looked = value[:_LOOKED_AT]
+        return sum(num_bytes(item, depth - 1) for item in looked) * len(value) // max(len(looked), 1)
+    return 8

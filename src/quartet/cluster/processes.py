@@ -13,7 +13,7 @@ from quartet.cluster.backend import Backend, Ref, WorkerHandle
 from quartet.cluster.dispatch import CallPlan
 from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, WorkerError, last_error
 from quartet.cluster.futures import BatchFuture, Pending
-from quartet.cluster.items import is_large
+from quartet.cluster.manifests import is_large
 from quartet.cluster.resource_pool import ResourcePool
 from quartet.cluster.worker import LOOPBACK, RankInfo
 from quartet.cluster.worker_process import CallHead, ClassWithArgs, ProcessInfo

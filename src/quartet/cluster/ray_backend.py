@@ -1,6 +1,6 @@
 """The back end: one actor of Ray per worker, one placement group per pool, data in Ray's object store.
 
-Imported by ``connect`` alone: this module and ``ray_address`` need Ray, nothing else does.
+Imported by ``connect`` alone: this module needs Ray, nothing else does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import contextlib
 import io
 import os
 import signal
+import socket
 import stat
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,13 +35,14 @@ from torch import Tensor
 
 from quartet.cluster.backend import Backend, WorkerHandle, forget
 from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.ray_address import NAMESPACE, check_same, join_cluster
 from quartet.cluster.resource_pool import Node, ResourcePool, check_pool, refused
 from quartet.cluster.worker_process import ProcessInfo, WorkerProcess
+from quartet.config.errors import UserError
 from quartet.processes import Keeper, descendants
 
 _open: list[RayBackend] = []
 """Back ends of this process that are not closed; Ray is one connection for all of them."""
+NAMESPACE = "quartet"
 _READ_TIMEOUT_S = 5.0
 _REASON_LINES = 6
 
@@ -147,12 +150,12 @@ class RayBackend(Backend):
         self._is_private = False  # a cluster of this machine alone, which ends with us
         self._keeper: Keeper | None = None
         if not self._started_ray:
-            check_same(address)
+            _check_same(address)
         else:
             address = address or os.environ.get("RAY_ADDRESS")
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             if address and address != "local":
-                join_cluster(address, connect_timeout_s, log_to_driver)
+                _join_cluster(address, connect_timeout_s, log_to_driver)
             else:
                 self._is_private = True
                 others = descendants(os.getpid())
@@ -331,6 +334,73 @@ def read_tails(paths: Sequence[str], count: int) -> list[str]:
             text = file.read().decode(errors="replace").splitlines()
             lines += [line for line in text if line.strip() and not line.startswith(":")][-count:]
     return lines[-count:]
+
+
+# The cluster's address, checked before Ray itself is asked, which would try for a minute ---------------------
+
+
+def _check_same(address: str | None) -> None:
+    """A process has one connection to Ray; a second back end shares it."""
+    there = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", "local", there):
+        raise UserError(
+            "this process is connected to another Ray cluster",
+            found=f"address={address!r}, connected to {there!r}",
+            remedy="close that back end first, or leave the address out",
+        )
+
+
+def _join_cluster(address: str, timeout_s: float, log_to_driver: bool) -> None:
+    if address.startswith("ray://"):
+        raise UserError(
+            "Ray's client protocol cannot carry worker groups",
+            found=f"address={address!r}",
+            remedy="submit the program as a Ray job, or run it on a node of the cluster with address='auto'",
+        )
+    if address not in ("auto", "local"):
+        _check_answers(address, timeout_s)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver)
+    except (ConnectionError, RuntimeError) as error:
+        raise _unreachable(address, str(error).strip().splitlines()[0]) from error
+
+
+def _check_answers(address: str, timeout_s: float) -> None:
+    """Ray itself would go on trying for a minute, or end the process."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(
+            "this is no address of a Ray cluster",
+            found=f"address={address!r}",
+            remedy="write host:port as `ray start --head` prints it (the port is 6379 by default), or auto",
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        raise _unreachable(address, str(error)) from error
+    answer: list[BaseException | None] = []
+
+    def ask() -> None:
+        try:
+            ray._raylet.GcsClient(address=address)
+            answer.append(None)
+        except RayError as error:
+            answer.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    if answer != [None]:
+        raise _unreachable(address, str(answer[0]) if answer else f"no answer within {timeout_s:g} s")
+
+
+def _unreachable(address: str, why: str) -> UserError:
+    return UserError(
+        "the Ray cluster does not answer",
+        found=f"address={address!r}: {why}",
+        remedy="check the address and that `ray status --address …` answers from this machine, start one with "
+        "`ray start --head`, or leave the address out to start Ray on this machine",
+    )
 
 
 # Tensors in Ray's object store ---------------------------------------------------------------------------

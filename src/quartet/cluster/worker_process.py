@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.items import is_large
-from quartet.cluster.manifests import Noted, ObjectManifest, Upstream, fetched
+from quartet.cluster.manifests import Noted, ObjectManifest, Upstream, fetched, is_large
 from quartet.cluster.worker import reserved_port
 
 USERS_OWN = (Exception, SystemExit)

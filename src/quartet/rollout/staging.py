@@ -9,7 +9,6 @@ that of the transport ``shared_memory``, and goes with its last user.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.progress import open_shared, path_of
 from quartet.weights.shared_memory import Segment, layout
 from quartet.weights.sink import Status, TensorSink
 
@@ -45,12 +43,7 @@ class StagedHandle:
         Raises:
             WeightSyncError: the process that staged them is gone, or out of reach.
         """
-        descriptor = open_shared(self.path, os.O_RDONLY)
-        try:
-            segment = Segment(descriptor, self.num_bytes, owner=False)
-        finally:
-            os.close(descriptor)  # the mapping stays with the tensors
-        yield from segment.tensors(self.specs).items()
+        yield from Segment.open(self.path, self.num_bytes).tensors(self.specs).items()
 
 
 class StagedWeights:
@@ -73,11 +66,10 @@ class StagedWeights:
         specs = tuple(first.values())
         self._segment = Segment.create(layout(specs)[1])
         ties = tuple((name, own) for name, own in names.items() if name != own)
-        self.handle = StagedHandle(path_of(self._segment.descriptor), self._segment.num_bytes, specs, ties)
+        self.handle = StagedHandle(self._segment.path, self._segment.num_bytes, specs, ties)
         tensors = self._segment.tensors(specs)
         self._sink = TensorSink([(name, tensors[own]) for name, own in names.items()], on_commit=self._load)
         self._loads: list[Load] = []
-        self._is_closed = False
 
     def weight_sink(self) -> TensorSink:
         return self._sink
@@ -102,6 +94,4 @@ class StagedWeights:
 
     def close(self) -> None:
         """Gives the memory back once no process reads it."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._segment.close()
+        self._segment.close()

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
@@ -173,11 +173,9 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
 
     # Weights and memory ----------------------------------------------------------------------------------
 
-    def receive_weights(self, request: str, *args: Any) -> Any:
-        if request == "announce":
-            self._pause()  # until something is to be generated
-            self._canary_of = None
-        return super().receive_weights(request, *args)
+    def before_weights(self) -> None:
+        self._pause()  # until something is to be generated
+        self._canary_of = None
 
     def make_offloadable(self, config: OffloadConfig) -> None:
         """The engines keep by themselves what leaves the devices."""

@@ -6,16 +6,16 @@ transport and connects them, ``sync_weights`` brings a version::
     transport = await open_weight_sync(actor, engines)
     num_bytes = await sync_weights(actor, engines, version)
 
-``auto`` takes what is nearest: the engine's memory itself within one process, CUDA IPC on one GPU, shared memory on one
-machine, else a collective.
+``auto`` takes what is nearest: the trainer's tensors themselves within one process, CUDA IPC on one GPU, shared memory
+on one machine, else a collective.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Concatenate, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -24,10 +24,26 @@ from quartet.rollout.protocol import StepEngine
 from quartet.schedule.clock import drained
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.train.engine import TrainEngine
-from quartet.weights.control import TIMEOUT_S, Ask, connect_endpoints, sync
-from quartet.weights.endpoint import Transport, WeightReceiver, WeightSender
+from quartet.weights.errors import (
+    OtherEndFailed,
+    WeightMismatch,
+    WeightsRefused,
+    WeightsUnusable,
+    WeightSyncError,
+    WeightSyncTimeout,
+    at_rank,
+    at_tensor,
+)
+from quartet.weights.sync import Endpoint, Offer, Transport, WeightReceiver, WeightSender
 
-W = TypeVar("W")
+TIMEOUT_S = 120.0
+GRACE_S = 5.0
+"""Beyond its own limit an end gets so much to say how it ended."""
+SLOWEST_BYTES_PER_S = 1e7
+"""Slower data are a fault: the driver's limit for moving them all."""
+Choice = Transport | Literal["auto"]
+Calls = dict[int | None, Awaitable[Any]]
+"""Calls of ends: of the receivers by their ranks, of the sender under None."""
 
 
 class WeightSenderMixin:
@@ -54,9 +70,19 @@ class WeightSenderMixin:
         return self.engine.weights()
 
     @dispatch(ONE_COPY)
-    def send_weights(self, request: str, *args: Any) -> Any:
-        """Answers one request of a weight sync."""
-        return self.weight_sender.answer(request, *args)
+    def connect_weights(self, engines: Sequence[Endpoint], transport: Choice, timeout_s: float) -> Any:
+        """As ``WeightSender.connect``."""
+        return self.weight_sender.connect(engines, transport, timeout_s)
+
+    @dispatch(ONE_COPY)
+    def offer_weights(self, version: int) -> Any:
+        """As ``WeightSender.offer``."""
+        return self.weight_sender.offer(version)
+
+    @dispatch(ONE_COPY)
+    def send_weights(self) -> WeightSyncError | None:
+        """As ``WeightSender.send``."""
+        return self.weight_sender.send()
 
 
 class WeightReceiverMixin:
@@ -66,17 +92,24 @@ class WeightReceiverMixin:
 
     @cached_property
     def weight_receiver(self) -> WeightReceiver:
-        return WeightReceiver(self.engine.weight_sink())
+        return WeightReceiver(self.engine.weight_sink(), self.before_weights)
 
-    def receive_weights(self, request: str, *args: Any) -> Any:
-        """Answers one request of a weight sync."""
-        return self.weight_receiver.answer(request, *args)
+    def before_weights(self) -> None:
+        """Called when new weights are about to come."""
+
+    def describe_weights(self) -> Endpoint:
+        """As ``WeightReceiver.describe``."""
+        return self.weight_receiver.describe()
+
+    def receive_weights(self, offer: Offer, rank: int) -> WeightSyncError | None:
+        """As ``WeightReceiver.receive``."""
+        return self.weight_receiver.receive(offer, rank)
 
 
 async def open_weight_sync(
     trainer: RoleGroup[WeightSenderMixin],
     engines: Sequence[RoleGroup[WeightReceiverMixin]],
-    transport: Transport | Literal["auto"] = "auto",
+    transport: Choice = "auto",
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> Transport:
@@ -91,8 +124,17 @@ async def open_weight_sync(
         UserError: the transport does not lead from the trainer to these engines.
         WeightSyncError: an end failed.
     """
-    sender, receivers = _ends(trainer, engines)
-    return await drained(connect_endpoints(sender, receivers, transport, timeout_s=timeout_s))
+
+    async def connect() -> Transport:
+        ends: Sequence[Endpoint] = await _answers(
+            {rank: engine.call(WeightReceiverMixin.describe_weights) for rank, engine in enumerate(engines)}, timeout_s
+        )
+        connected = trainer.call(WeightSenderMixin.connect_weights, ends, transport, timeout_s)
+        chosen: Transport
+        (chosen,) = await _answers({None: connected}, timeout_s)
+        return chosen
+
+    return await drained(connect())
 
 
 async def sync_weights(
@@ -112,22 +154,106 @@ async def sync_weights(
 
     Raises:
         WeightSyncError: of all that the ends report the one that says most; where a worker died it is the cause.
+            Every receiver serves one version as a whole, or is unusable.
     """
-    sender, receivers = _ends(trainer, engines)
-    manifest = await drained(sync(sender, receivers, version, timeout_s=timeout_s))
-    return manifest.num_bytes
+
+    async def sync() -> int:
+        offer: Offer
+        (offer,) = await _answers({None: trainer.call(WeightSenderMixin.offer_weights, version)}, timeout_s)
+        # The ends watch each other, and one that gives up may wait as long again for its connections to close; the
+        # driver's own limit is for the case that all of them stand still.
+        limit_s = 4 * timeout_s + offer.num_bytes / SLOWEST_BYTES_PER_S
+        calls: Calls = {None: _soon(trainer, trainer.call(WeightSenderMixin.send_weights))}
+        for rank, engine in enumerate(engines):
+            calls[rank] = _soon(engine, engine.call(WeightReceiverMixin.receive_weights, offer, rank))
+        await _answers(calls, limit_s, silence_s=2 * timeout_s)
+        return offer.num_bytes
+
+    return await drained(sync())
 
 
-def _ends(
-    trainer: RoleGroup[WeightSenderMixin], engines: Sequence[RoleGroup[WeightReceiverMixin]]
-) -> tuple[Ask, list[Ask]]:
-    def ask(group: RoleGroup[W], method: Callable[Concatenate[W, ...], Any]) -> Ask:
-        async def asked(request: str, *args: Any) -> Any:
-            if isinstance(group, LocalGroup):
-                await asyncio.sleep(0)  # it may compute at once: calls to other processes go before
-            return await group.call(method, request, *args)
+async def _soon(group: RoleGroup[Any], call: Awaitable[Any]) -> Any:
+    """The answer of a call of ``group``."""
+    if isinstance(group, LocalGroup):
+        await asyncio.sleep(0)  # it may compute at once: calls to other processes go before
+    return await call
 
-        return asked
 
-    receivers = [ask(engine, WeightReceiverMixin.receive_weights) for engine in engines]
-    return ask(trainer, WeightSenderMixin.send_weights), receivers
+async def _answers(calls: Calls, limit_s: float, *, silence_s: float = 0.0) -> list[Any]:
+    """What several ends answer that are called side by side.
+
+    Args:
+        limit_s: for all of them.
+        silence_s: how long the others take to notice that one has failed.
+
+    Raises:
+        WeightSyncError: an end failed, or has not answered.
+    """
+    if not calls:
+        return []
+    limit_s += GRACE_S
+    tasks = {rank: asyncio.ensure_future(_answer(rank, call)) for rank, call in calls.items()}
+    _, waiting = await asyncio.wait(tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+    if waiting and any(task.done() and task.exception() is not None for task in tasks.values()):
+        # The others notice that one has failed by themselves; one that stands still must not keep the driver.
+        await asyncio.wait(tasks.values(), timeout=silence_s + GRACE_S)
+    errors: list[tuple[int | None, BaseException]] = []
+    for rank, task in tasks.items():
+        if not task.done():
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())
+            errors.append((rank, _silent(rank, limit_s)))
+        elif (raised := task.exception()) is not None:
+            errors.append((rank, raised))
+    if errors:
+        _raise_best(errors)
+    return [task.result() for task in tasks.values()]
+
+
+async def _answer(rank: int | None, call: Awaitable[Any]) -> Any:
+    answer = await call
+    if isinstance(answer, WeightSyncError):
+        raise at_rank(answer, rank)
+    return answer
+
+
+def _who(rank: int | None) -> str:
+    return "the trainer" if rank is None else f"the engine of rank {rank}"
+
+
+def _silent(rank: int | None, limit_s: float) -> WeightSyncTimeout:
+    return WeightSyncTimeout(
+        f"{_who(rank)} did not answer in a weight sync within {limit_s:g} s",
+        found="a call that does not end",
+        remedy="see its log; start it again, or raise weight_sync.timeout_s if it only needs longer",
+        rank=rank,
+    )
+
+
+def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
+    """Raises the error that says most; what is no error of a sync (a dead worker) is its cause, or raised itself."""
+    others = [(rank, error) for rank, error in errors if not isinstance(error, WeightSyncError)]
+
+    def order(pair: tuple[int | None, WeightSyncError]) -> tuple[int, bool]:
+        # What is wrong with the weights; then what the sender saw, which knows all receivers; then what they saw. That
+        # another end has failed or that an engine has no weights now says least.
+        rank, error = pair
+        if isinstance(error, WeightMismatch | WeightsRefused):
+            return 0, False
+        return (2 if isinstance(error, OtherEndFailed | WeightsUnusable) else 1), rank is not None
+
+    best = sorted(((rank, e) for rank, e in errors if isinstance(e, WeightSyncError)), key=order)
+    if not others:
+        raise best[0][1]
+    rank, cause = others[0]
+    if best and order(best[0])[0] == 0:
+        raise best[0][1] from cause
+    if not isinstance(cause, Exception):
+        raise cause
+    tensor = next((error.tensor for _, error in best if error.tensor is not None), None)
+    raise WeightSyncError(
+        f"{_who(rank)} failed in a weight sync",
+        found=f"{type(cause).__name__}: {cause}{at_tensor(tensor)}",
+        remedy="see its log for the reason; the next sync starts anew, with a dead worker replaced",
+        rank=rank,
+        tensor=tensor,
+    ) from cause

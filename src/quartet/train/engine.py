@@ -20,10 +20,7 @@ from torch import Tensor, nn
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch, sent
-from quartet.cluster.balance import plan_parts
-from quartet.cluster.dispatch import merge_results
-from quartet.cluster.items import Share
-from quartet.cluster.structure import Structure
+from quartet.cluster.split import Share, merge_results, shares_of, table_of
 from quartet.config.common import TrainConfig
 from quartet.models.memory import drop_derived
 from quartet.models.packed_model import PackedModel
@@ -167,16 +164,16 @@ class TrainEngine(Generic[Model]):
         """
         if self._exchange is None:
             return [(batch, forward(batch)) for batch in batches]
-        mesh, own, plans = self._exchange.root.mesh, [], []
+        mesh, own = self._exchange.root.mesh, []
+        plans: list[tuple[RaggedBatch, list[Share], RaggedBatch]] = []
         with self.reporting_failures():
             for batch in batches:
-                structure = Structure.of(batch)
-                parts = plan_parts(len(batch), mesh.num_data_ranks, structure)
-                plans.append((batch, [Share(part, structure.select(part)) for part in parts], structure))
-                own.append(forward(batch.select(parts[mesh.data_rank])))
+                table = table_of(batch)
+                plans.append((batch, shares_of(table, mesh.num_data_ranks), table))
+                own.append(forward(batch.select(plans[-1][1][mesh.data_rank].positions)))
             of_ranks = self._exchange.gather(own if mesh.is_first_peer else [])[mesh.first_peers]
         by_batch = zip(plans, zip(*of_ranks, strict=True), strict=True)
-        return [(batch, merge_results(found, shares, structure)) for (batch, shares, structure), found in by_batch]
+        return [(batch, merge_results(found, shares, table)) for (batch, shares, table), found in by_batch]
 
     def of_first_rank(self, function: Callable[[], T]) -> T:
         """What ``function`` returns on the first rank, which alone calls it, on all of them. Collective.

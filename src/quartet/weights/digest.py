@@ -158,9 +158,10 @@ def piece_digest(data: Tensor, first_block: int = 0, target: Tensor | None = Non
         target: takes a copy of the bytes, block by block while they are in the cache (flat uint8 on the CPU).
         threads: as many as torch uses when left out.
     """
+    if target is not None and not (data.device.type == target.device.type == "cpu"):
+        target.copy_(data)
+        target = None
     if data.device.type != "cpu":
-        if target is not None:
-            target.copy_(data)
         return _device_digest(data, first_block)
     read, written = data.numpy(), None if target is None else target.numpy()
 

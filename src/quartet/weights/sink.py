@@ -25,12 +25,11 @@ class Status(StrEnum):
 class TensorSink:
     """Tensors that are refreshed in place: the parameters of an engine's model.
 
-    A sync calls ``begin``, ``write`` (or ``adopt`` and ``arrived``), ``verify``, ``commit``; ``abort`` at any point.
+    A sync calls ``begin``, ``write``, ``verify``, ``commit``; ``abort`` at any point.
     One that fails after the first byte leaves the sink unusable.
 
     Args:
         destinations: by name; two names of one tensor are tied, and one of them is enough. May be strided.
-        adopts: takes over memory that a transport offers in place of the destinations' own, zero copies.
         on_commit: called with the new version: forget what was computed from the old weights.
         version: what stands in the destinations already; None: nothing that may be served.
     """
@@ -39,13 +38,11 @@ class TensorSink:
         self,
         destinations: Iterable[tuple[str, Tensor]],
         *,
-        adopts: bool = False,
         on_commit: Callable[[int], None] = lambda version: None,
         version: int | None = None,
     ) -> None:
         # Not their memory: an engine that sleeps gives it back, and gets other memory when it wakes.
         self._owners = dict(destinations)
-        self.adopts = adopts
         self._on_commit = on_commit
         self._reason: str | None = None
         self.version = version
@@ -130,23 +127,6 @@ class TensorSink:
         """The destinations in the memory that they have now."""
         return {name: tensor.detach() for name, tensor in self._owners.items()}
 
-    def adopt(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Offers memory in which the weights of this sync stand, or will stand when it is through.
-
-        Returns:
-            True: this memory is served from now on. It is written to by this sync and every later one.
-            False: the weights must be brought by ``write``.
-        """
-        if not self.adopts:
-            return False
-        if any(tensor.device != self._owners[name].device for name, tensor in tensors.items()):
-            return False
-        self._touched = True
-        for name, tensor in tensors.items():
-            self._owners[name].data = tensor
-        self._targets = self._views()
-        return True
-
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Takes the next elements, from ``start`` on, of a flattened tensor. ``values`` is flat, of its dtype, and
         reused afterwards.
@@ -160,9 +140,7 @@ class TensorSink:
         self.arrived(name, start + values.numel())
 
     def arrived(self, name: str, stop: int) -> None:
-        """All elements of the flattened tensor before ``stop`` are there, written or in adopted memory: they are
-        digested while others come.
-        """
+        """All elements of the flattened tensor before ``stop`` are there: they are digested while others come."""
         target = self._targets[name]
         if not target.is_contiguous():
             if stop == target.numel():
@@ -216,13 +194,9 @@ class TensorSink:
         self.version, self._reason = version, None
         self._end()
 
-    def abort(self, reason: str, *, is_overwritten: bool = False) -> None:
-        """The sync failed: back to the old version as a whole, or unusable until a sync succeeds.
-
-        Args:
-            is_overwritten: the memory that this sink adopted earlier may have been written to.
-        """
-        if (self._touched or is_overwritten) and self._reason is None:
+    def abort(self, reason: str) -> None:
+        """The sync failed: back to the old version as a whole, or unusable until a sync succeeds."""
+        if self._touched and self._reason is None:
             self._reason = f"the sync of version {self._incoming} broke off halfway: {reason}"
         self._end()
 

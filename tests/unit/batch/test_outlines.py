@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 
 from quartet.batch import RaggedBatch
-from quartet.cluster.balance import plan_parts
-from quartet.cluster.dispatch import merge_results, portion, survey
-from quartet.cluster.items import Share, num_bytes
+from quartet.cluster.manifests import num_bytes
+from quartet.cluster.split import shares_of, table_of
 
 
 @st.composite
@@ -71,21 +70,13 @@ def test_what_is_done_to_an_outline_and_filled_is_what_is_done_to_the_batch(data
 
 
 @given(st.data())
-def test_an_outline_is_split_and_put_back_as_its_batch(data: Any) -> None:
+def test_an_outline_is_split_as_its_batch(data: Any) -> None:
     batch = data.draw(trees())
     outline = batch.outline(["here"])
-    structure, count = survey([outline])
-    assert structure is not None
-    plan = plan_parts(count, data.draw(st.integers(1, 4)), structure)
-    shares = [Share(part, structure.select(part)) for part in plan]
-    parts = [portion(outline, part, structure) for part in plan]
-    assert all(map(holds_no_ids, parts))
-    filled = [part.filled([batch]) for part in parts]
-    for mine, part in zip(filled, plan, strict=True):
-        assert_same(mine, portion(batch, part, structure))
-    assert_same(merge_results(filled, shares, structure), batch)
-    together = merge_results(parts, shares, structure)
-    assert holds_no_ids(together) and together.elsewhere == ("here",)
+    for share in shares_of(table_of(outline), data.draw(st.integers(1, 4))):
+        part = outline.select(share.positions)
+        assert holds_no_ids(part)
+        assert_same(part.filled([batch]), batch.select(share.positions))
 
 
 def batch_of(num_tokens: int = 4) -> RaggedBatch:

@@ -15,11 +15,14 @@ from quartet.cluster import SPLIT, Layout
 BATCHES = 60
 
 
-def work(batch: RaggedBatch, weights: Tensor, names: list[str]) -> Any:
-    assert list(batch.ids) == names
-    sums = [batch.input_ids[slice(*batch.leaf_span(s))].sum() for s in range(len(batch))]
-    scores = torch.stack(sums).double() * weights if sums else weights
-    return ColumnSet(batch.ids, {"twice": 2 * batch.input_ids}, {"score": scores}), [n + "!" for n in names], batch
+def work(batch: RaggedBatch, factor: float) -> ColumnSet:
+    return ColumnSet(batch.ids, {"twice": factor * batch.input_ids}, {"score": factor * sums(batch)})
+
+
+def sums(batch: RaggedBatch) -> Tensor:
+    """Of each sequence's last segment."""
+    found = [batch.input_ids[slice(*batch.leaf_span(s))].sum() for s in range(len(batch))]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 @pytest.fixture(params=[(1, 1), (2, 1), (3, 1), (4, 2), (6, 2)])
@@ -28,10 +31,10 @@ def layout(request: pytest.FixtureRequest) -> Layout:
     return Layout.fit(size, {"tensor": tensor})
 
 
-def called(layout: Layout, *args: Any) -> Any:
+def called(layout: Layout, function: Any, *args: Any) -> Any:
     """What a group of such ranks returns."""
     plan = SPLIT.plan(layout, args, {})
-    results = [work(*call.args) if call is not None else None for call in plan.calls]
+    results = [function(*call.args) if call is not None else None for call in plan.calls]
     return plan.collect([results[rank] for rank in plan.answers], plan.shares)
 
 
@@ -55,32 +58,13 @@ def any_batch(draw: random.Random) -> RaggedBatch:
     return RaggedBatch(tokens, tuple(lengths), tuple(parents), tuple(leaves), tuple(map(str, range(len(leaves)))))
 
 
-def sequences(batch: RaggedBatch) -> list[tuple[str, list[list[int]]]]:
-    """Ids and tokens, segment by segment."""
-    segments = [part.tolist() for part in batch.input_ids.split(batch.segment_lengths)] if len(batch) else []
-    found = []
-    for s, k in enumerate(batch.leaves):
-        chain = []
-        while k >= 0:
-            chain.append(segments[k])
-            k = batch.parents[k]
-        found.append((batch.ids[s], chain[::-1]))
-    return found
-
-
-def check(batch: RaggedBatch, weights: Tensor, result: Any) -> None:
-    columns, names, back = result
-    assert names == [f"{i}!" for i in batch.ids]
-    assert sequences(back) == sequences(batch)
-    joined = join(batch, columns)
-    for s in range(len(batch)):
-        span = slice(*batch.leaf_span(s))
-        assert torch.equal(joined.token["twice"][span], 2 * batch.input_ids[span])
-        assert joined.sequence["score"][s] == batch.input_ids[span].sum().double() * weights[s]
-
-
-def test_a_split_batch_comes_back_in_order(layout: Layout) -> None:
+def test_a_split_batchs_columns_come_back_in_order(layout: Layout) -> None:
     for seed in range(BATCHES):
         batch = any_batch(random.Random(seed))
-        weights = torch.rand(len(batch), dtype=torch.float64)
-        check(batch, weights, called(layout, batch, weights, list(batch.ids)))
+        joined = join(batch, called(layout, work, batch, 2.0))
+        for s in range(len(batch)):
+            for k in batch.chain(s):
+                span = slice(*batch.segment_offsets[k : k + 2])
+                assert torch.equal(joined.token["twice"][span], 2.0 * batch.input_ids[span])
+        assert torch.equal(joined.sequence["score"], 2.0 * sums(batch))
+        assert torch.equal(called(layout, sums, batch), sums(batch))

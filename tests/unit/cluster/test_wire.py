@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quartet.batch import ColumnSet, RaggedBatch
-from quartet.cluster.items import LARGE, is_large, num_bytes
+from quartet.cluster.manifests import LARGE, is_large, num_bytes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 wire = pytest.importorskip("quartet.cluster.ray_backend")

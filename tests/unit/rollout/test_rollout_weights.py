@@ -17,8 +17,7 @@ from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.weight_copies import MIN_PACKED
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
-from quartet.weights.in_process import sync_in_process
-from quartet.weights.source import NamedSource
+from quartet.weights.in_process import NamedSource, sync_in_process
 
 Build = Callable[..., Any]
 Make = Callable[..., Request]

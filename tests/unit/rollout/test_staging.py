@@ -20,10 +20,9 @@ from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Request, SamplingParams
 from quartet.rollout.staging import StagedWeights
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
-from quartet.weights.in_process import sync_in_process
+from quartet.weights.in_process import NamedSource, sync_in_process
 from quartet.weights.manifest import WeightManifest
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import NamedSource
 
 targets: Any = importlib.import_module("engine_targets")
 LORA = {"rank": 4, "alpha": 8}

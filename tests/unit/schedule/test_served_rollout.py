@@ -21,7 +21,7 @@ from quartet.schedule.served_rollout_worker import ServedRolloutWorker
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.sink import TensorSink
-from quartet.weights.transport import Announcement
+from quartet.weights.sync import Offer
 
 SINK = TensorSink([("w", torch.zeros(2))])
 PROBE = CanaryProbe("p", 3, tolerance=1e-3)
@@ -128,8 +128,8 @@ def test_every_engine_sings_and_weights_come_in_a_pause() -> None:
     assert len(probed) == 3
     assert len(set(probed.ids)) == 3
     assert int(probed.token["loss_mask"].sum()) == 9
-    announced = Announcement(1, 1, "shared", (), {})
-    assert isinstance(worker.receive_weights("announce", announced), WeightSyncError)  # it is connected with no trainer
+    offer = Offer("shared", 1, (), {"sender": "elsewhere"}, 0, 1.0, "here")
+    assert isinstance(worker.receive_weights(offer, 0), WeightSyncError)  # no trainer is here
     assert all(engine.log[-1] == "pause" for engine in engines)
 
 

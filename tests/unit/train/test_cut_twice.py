@@ -18,7 +18,7 @@ from quartet.train.parallel.mesh import Mesh
 from quartet.train.parallel.tensors import is_first_holder, local, local_slices, with_local, write_part
 from quartet.train.state import make_optimizer_tensors, optimizer_tensors, shapes_of, snapshot
 from quartet.weights.gather import gather
-from quartet.weights.source import NamedSource
+from quartet.weights.in_process import NamedSource
 from rank_forks import run_ranks
 
 Dims = dict[str, Any]

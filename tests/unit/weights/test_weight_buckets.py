@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,154 +10,133 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
-from torch.distributed import HashStore
 
-from quartet.weights.buckets import ALIGNMENT, Bucket, BucketSend, plan_buckets
-from quartet.weights.cuda_ipc import CudaHandles, CudaIpcSend
-from quartet.weights.digest import bytes_of
+from quartet.weights import transports
+from quartet.weights.digest import BLOCK_BYTES, bytes_of, tensor_digest
 from quartet.weights.manifest import DTYPES, TensorSpec
-from quartet.weights.progress import StoreBoard
-from quartet.weights.transport import Offer
+from quartet.weights.shared_memory import ALIGNMENT
+from quartet.weights.sink import TensorSink
+from quartet.weights.transports import (
+    Bucket,
+    MemorySend,
+    ReceiveTransport,
+    SendTransport,
+    plan_buckets,
+    receive_tensors,
+    send_tensors,
+)
 
-shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+shapes = st.one_of(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.tuples(st.integers(0, 2 * BLOCK_BYTES // 8)))
 specs_of = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=8).map(
     lambda rows: [TensorSpec(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(rows)]
 )
+bucket_sizes = st.integers(BLOCK_BYTES, 3 * BLOCK_BYTES)
 
 
-@given(specs_of, st.integers(ALIGNMENT, 400))
-def test_every_element_has_one_place(specs: list[TensorSpec], bucket_bytes: int) -> None:
+@given(specs_of, bucket_sizes)
+def test_every_byte_has_one_place_and_cuts_are_between_blocks(specs: list[TensorSpec], bucket_bytes: int) -> None:
     buckets = plan_buckets(specs, bucket_bytes)
     assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
-    placed: dict[str, list[tuple[int, int]]] = {spec.name: [] for spec in specs}
+    sizes = [*(spec.num_bytes for spec in specs), 16 * len(specs)]
+    placed: list[list[tuple[int, int]]] = [[] for _ in sizes]
     for bucket in buckets:
         end = 0
         for span in bucket.spans:
-            assert span.offset % ALIGNMENT == 0 and span.offset >= end and span.count > 0
+            assert span.offset % ALIGNMENT == 0 and span.offset >= end and span.num_bytes > 0
+            assert span.start % BLOCK_BYTES == 0
             end = span.offset + span.num_bytes
-            placed[span.spec.name].append((span.start, span.start + span.count))
+            placed[span.tensor].append((span.start, span.start + span.num_bytes))
         assert bucket.num_bytes == end <= bucket_bytes
-    for spec in specs:
-        edges = placed[spec.name]
+    for size, edges in zip(sizes, placed, strict=True):
         assert [start for start, _ in edges] == [0, *(end for _, end in edges[:-1])][: len(edges)]
-        assert (edges[-1][1] if edges else 0) == spec.num_elements
+        assert (edges[-1][1] if edges else 0) == size
 
 
-class Packing(BucketSend):
-    """Unpacks every bucket where it is shipped."""
-
-    kind = "cuda_ipc"
-
-    def __init__(self, bucket_bytes: int, found: dict[str, Tensor]) -> None:
-        super().__init__(0)
-        self._bucket_bytes = bucket_bytes
-        self._buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
-        self._found = found
-        self.freed: list[int] = []
-        self.shipped: list[int] = []
-
-    def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
-        self._watch(StoreBoard(HashStore()), specs)
-        return {}
-
-    def _wait_until_free(self, number: int) -> None:
-        self.freed.append(number)
-
-    def _ship(self, bucket: Bucket, data: Tensor) -> None:
-        assert data.numel() == bucket.num_bytes
-        self.shipped.append(bucket.number)
-        for piece in bucket.spans:
-            self._found[piece.spec.name].view(-1)[piece.start : piece.start + piece.count] = piece.view(data)
-
-
-@given(specs_of, st.integers(ALIGNMENT, 200))
-def test_what_is_packed_comes_out_again(specs: list[TensorSpec], bucket_bytes: int) -> None:
-    tensors = {s.name: torch.randint(0, 2, s.shape).to(s.torch_dtype) for s in specs}
-    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    packing = Packing(bucket_bytes, found)
-    packing.open(specs, 1)
-    packing.send(specs, iter(tensors.values()))
-    assert packing.shipped == list(range(len(plan_buckets(specs, bucket_bytes))))
-    assert packing.freed == [number - 2 for number in packing.shipped]
-    assert all(torch.equal(bytes_of(found[name]), bytes_of(tensors[name])) for name in tensors)
-
-
-def test_a_bucket_that_holds_no_element_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 16"):
+def test_a_bucket_that_holds_no_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"at least {BLOCK_BYTES}"):
         plan_buckets([], 8)
 
 
-# A buffer in use -----------------------------------------------------------------------------------------
-
-
-class Handles(CudaHandles):
-    """Of buffers in this process; notes how often each was waited for."""
-
-    def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
-        self.synchronized = 0
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        self.buffers.append(torch.zeros(num_bytes, dtype=torch.uint8))
-        return self.buffers[-1]
-
-    def export(self, buffer: Tensor) -> Mapping[str, Any]:
-        return {"number": next(i for i, own in enumerate(self.buffers) if own is buffer)}
-
-    def open(self, handle: Mapping[str, Any]) -> Tensor:
-        return self.buffers[handle["number"]]
-
-    def synchronize(self) -> None:
-        self.synchronized += 1
+# What comes through them ---------------------------------------------------------------------------------
 
 
 class Noting:
     """In the place of a progress: says what was noted and waited for, in order."""
 
-    def __init__(self, handles: Handles) -> None:
+    def __init__(self, look: Callable[[int], Tensor] | None = None) -> None:
         self.events: list[tuple[str, int]] = []
-        self._handles = handles
-        self._announced: dict[int, list[int]] = {}
+        self._look = look
+        self._shipped: dict[int, Tensor] = {}
 
-    def note(self, *, step: int | None = None, tensor: str | None = None) -> None:
-        if step is not None:
-            assert self._handles.synchronized == step, "noted before the copies into it were through"
-            self._announced[step] = self._handles.buffers[(step - 1) % 2].tolist()
+    def note(self, **changes: int) -> None:
+        if self._look is not None and "step" in changes:
+            step = changes["step"]
+            self._shipped[step] = self._look(step).clone()
             self.events.append(("filled", step))
 
     def wait(self, step: int) -> None:
-        if step > 0:
+        assert self._look is not None
+        if step in self._shipped:
             # A slow receiver reads only now, right before it notes that it has.
-            if step < 4:
-                assert self._handles.buffers[(step - 1) % 2].tolist() == self._announced[step], "filled again before"
-            self.events.append(("taken", step))
-
-    def fail(self, error: BaseException) -> None:
-        pass
+            assert torch.equal(self._look(step), self._shipped[step]), "filled again before"
+        self.events.append(("taken", step))
 
 
-def test_no_buffer_is_filled_before_its_last_contents_are_taken() -> None:
-    handles = Handles()
-    transport = CudaIpcSend(2, handles=handles, bucket_bytes=64)
-    spec = TensorSpec("w", "U8", (5 * 64,))
-    offer = transport.open([spec], 1)
-    assert offer["buffers"] == {str(rank): [{"number": 0}, {"number": 1}] for rank in range(2)}
-    noting = Noting(handles)
-    transport._progress = noting  # type: ignore[assignment]
-    transport.send([spec], iter([torch.arange(5 * 64).to(torch.uint8)]))
+class Shelf(SendTransport, ReceiveTransport):
+    """Keeps every bucket."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes = bucket_bytes
+        self.shipped: list[tuple[Bucket, Tensor]] = []
+
+    def empty(self, bucket: Bucket, at: Any) -> Tensor:
+        return torch.zeros(self.bucket_bytes, dtype=torch.uint8)
+
+    def ship(self, bucket: Bucket, data: Tensor, at: Any) -> None:
+        assert data.numel() == bucket.num_bytes
+        self.shipped.append((bucket, data))
+
+    def full(self, plan: Any, at: Any) -> Any:
+        return iter(self.shipped)
+
+    def open(self, *_: Any) -> Any: ...
+
+    def board(self, place: Any) -> Any: ...
+
+    def drop(self) -> None: ...
+
+
+@given(specs_of, bucket_sizes)
+def test_what_is_packed_comes_out_again(specs: list[TensorSpec], bucket_bytes: int) -> None:
+    tensors = {s.name: torch.randint(0, 2, s.shape).to(s.torch_dtype) for s in specs}
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    shelf, plan, sink = Shelf(bucket_bytes), plan_buckets(specs, bucket_bytes), TensorSink(found.items())
+    at: Any = Noting()
+    send_tensors(shelf, plan, iter(tensors.values()), at)
+    assert [bucket for bucket, _ in shelf.shipped] == plan
+    sink.begin(specs, 1)
+    assert receive_tensors(shelf, plan, specs, sink, at) == tuple(map(tensor_digest, tensors.values()))
+    assert all(torch.equal(bytes_of(found[name]), bytes_of(tensors[name])) for name in tensors)
+
+
+def test_no_buffer_is_filled_before_its_last_contents_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "NUM_IN_MEMORY", 2)
+    half = MemorySend(torch.device("cpu"))
+    spec = TensorSpec("w", "U8", (5 * half.bucket_bytes - 64,))
+    _, place = half.open(2)
+    assert [len(handles) for handles in place["handles"]] == [2, 2]
+    noting: Any = Noting(lambda step: half._rooms[step % 2][0])
+    plan = plan_buckets([spec], half.bucket_bytes)
+    send_tensors(half, plan, iter([torch.arange(spec.num_bytes).to(torch.uint8)]), noting)
     assert noting.events == [
-        ("filled", 1), ("filled", 2), ("taken", 1), ("filled", 3), ("taken", 2), ("filled", 4), ("taken", 3),
-        ("filled", 5), ("taken", 5),
+        ("taken", 0), ("filled", 2), ("taken", 1), ("filled", 3), ("taken", 2), ("filled", 4), ("taken", 3),
+        ("filled", 5), ("taken", 4), ("filled", 6),
     ]  # fmt: skip
-    transport.close()
 
 
 def test_after_a_failure_the_old_buffers_are_left_alone() -> None:
-    handles = Handles()
-    transport = CudaIpcSend(1, handles=handles, bucket_bytes=64)
-    spec = TensorSpec("w", "U8", (64,))
-    transport.open([spec], 1)
-    transport.fail(RuntimeError("the sync broke"))
-    offer = transport.open([spec], 1)
-    assert [handle["number"] for handle in offer["buffers"]["0"]] == [2, 3]
-    transport.close()
+    half = MemorySend(torch.device("cpu"))
+    _, first = half.open(1)
+    assert half.open(1)[1]["handles"] == first["handles"]
+    half.drop()
+    assert half.open(1)[1]["handles"] != first["handles"]

@@ -24,7 +24,8 @@ SPECS = [TensorSpec.of(name, tensor) for name, tensor in WEIGHTS.items()]
 def test_a_segment_has_no_name_and_reaches_only_who_opens_it() -> None:
     before = set(os.listdir("/dev/shm"))
     owner = Segment.create(4096)
-    other = Segment(os.open(f"/proc/self/fd/{owner.descriptor}", os.O_RDONLY), 4096, owner=False)
+    path = owner.path
+    other = Segment.open(path, 4096)
     owner.bytes[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     assert other.bytes[:4].tolist() == [1, 2, 3, 0]
     other.bytes[0] = 9  # its own copy of the page from now on
@@ -34,6 +35,12 @@ def test_a_segment_has_no_name_and_reaches_only_who_opens_it() -> None:
     owner.close()
     other.close()
     assert tensor[1] == 2
+    with pytest.raises(WeightSyncError, match="cannot be opened"):
+        Segment.open(path, 4096)
+    follower = Segment.create(4096)  # may have the number of the one that was closed
+    with pytest.raises(WeightSyncError, match="cannot be opened"):
+        Segment.open(path, 4096)
+    follower.close()
 
 
 def test_more_memory_than_there_is_fails_at_once() -> None:

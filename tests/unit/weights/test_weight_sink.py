@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from quartet.weights.digest import BLOCK_BYTES, tensor_digest
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
-from quartet.weights.in_process import sync_in_process
+from quartet.weights.in_process import NamedSource, sync_in_process
 from quartet.weights.manifest import TensorSpec, WeightManifest
 from quartet.weights.sink import Status, TensorSink
-from quartet.weights.source import NamedSource
 
 
 def send(sink: TensorSink, tensors: dict[str, Tensor], version: int) -> None:
@@ -63,12 +62,6 @@ def test_writing_needs_no_gradient_and_shows_in_the_version_counter() -> None:
     before = parameter._version
     send(TensorSink([("w", parameter)]), {"w": torch.ones(3)}, 1)
     assert parameter._version > before and parameter.requires_grad and parameter.is_leaf
-
-
-def test_adopted_memory_is_the_sources_own() -> None:
-    parameter, own = nn.Parameter(torch.zeros(3)), torch.ones(3)
-    send(TensorSink([("w", parameter)], adopts=True), {"w": own}, 1)
-    assert parameter.data_ptr() == own.data_ptr()
 
 
 def test_an_engine_asks_for_the_version_it_was_told() -> None:

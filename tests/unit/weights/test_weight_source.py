@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quartet.weights.source import NamedSource
+from quartet.weights.in_process import NamedSource
 
 
 def test_what_is_announced_is_what_comes() -> None:
