@@ -18,13 +18,14 @@ from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.policy_losses import KLCovLoss
 from quartet.config.preference import DPOLoss, KTOLoss
 from quartet.config.speculation import HeadTraining
+from quartet.extras.process_rewards.trainer import StepObjective
 from quartet.models.loading import scalar_model_from
 from quartet.models.medusa import MedusaHeads, trunk_digest
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.train.companion import Companion
 from quartet.train.engine import LossTerm, Objective, TrainEngine
-from quartet.train.objectives import PolicyObjective, SFTObjective, StepObjective, ValueObjective
+from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh

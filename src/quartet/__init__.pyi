@@ -130,7 +130,6 @@ from .config.recipe import (
     CriticConfig as CriticConfig,
     EnvironmentConfig as EnvironmentConfig,
     PTXConfig as PTXConfig,
-    ProcessRewardRecipe as ProcessRewardRecipe,
     RLRecipe as RLRecipe,
     ReferenceConfig as ReferenceConfig,
     RewardModelRecipe as RewardModelRecipe,
@@ -143,7 +142,6 @@ from .config.remote import (
     RetryConfig as RetryConfig,
 )
 from .config.rewards import (
-    DiscountedSteps as DiscountedSteps,
     ExactMatchReward as ExactMatchReward,
     FormatReward as FormatReward,
     FunctionReward as FunctionReward,
@@ -152,20 +150,25 @@ from .config.rewards import (
     JudgeReward as JudgeReward,
     LengthReward as LengthReward,
     MathReward as MathReward,
-    MinSteps as MinSteps,
     ModelReward as ModelReward,
     NumericReward as NumericReward,
     PairwiseJudge as PairwiseJudge,
     PointwiseJudge as PointwiseJudge,
-    ProcessModelReward as ProcessModelReward,
     RegexReward as RegexReward,
-    SumSteps as SumSteps,
 )
 from .extras.iterated.config import (
     CollectConfig as CollectConfig,
     IteratedRecipe as IteratedRecipe,
 )
 from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
+from .extras.process_rewards.config import (
+    DiscountedSteps as DiscountedSteps,
+    MinSteps as MinSteps,
+    ProcessModelReward as ProcessModelReward,
+    ProcessRewardRecipe as ProcessRewardRecipe,
+    SumSteps as SumSteps,
+)
+from .extras.process_rewards.trainer import ProcessRewardTrainer as ProcessRewardTrainer
 from .extras.sandbox.config import CodeReward as CodeReward
 from .envs.protocol import (
     Observation as Observation,
@@ -182,7 +185,6 @@ from .trainers.checks import Finding as Finding
 from .trainers.evaluation_job import Evaluator as Evaluator
 from .trainers.medusa import MedusaTrainer as MedusaTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
-from .trainers.process_reward import ProcessRewardTrainer as ProcessRewardTrainer
 from .trainers.reward_model import RewardModelTrainer as RewardModelTrainer
 from .trainers.rl import RLTrainer as RLTrainer
 from .trainers.sft import SFTTrainer as SFTTrainer

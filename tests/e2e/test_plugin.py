@@ -127,6 +127,11 @@ def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Pa
             'from quartet import Plugin, RewardType as T\nPLUGIN = Plugin(rewards={"new": T("os:path", "os:path")})',
             "os:path",
         ),
+        (
+            "from quartet import Plugin, RewardType as T\n"
+            'PLUGIN = Plugin(rewards={"new": T("quartet.config.rewards:MathReward", model="os:path")})',
+            "a subclass of ModelSource",
+        ),
     ],
     ids=[
         "no import",
@@ -139,6 +144,7 @@ def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Pa
         "no recipe",
         "a reward of Quartet",
         "no section",
+        "no section of a model",
     ],
 )
 def test_a_package_that_cannot_be_used_is_named(source: str, found: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from quartet.config.jobs import jobs
 RESUME = "--resume"
 GROUPS = {
     "Begin": ("init", "config"),
-    "Train": ("sft", "reward-model", "process-reward", "preference", "medusa", "rl"),
+    "Train": ("sft", "reward-model", "preference", "medusa", "rl"),
     "Look at data, a model or a run": (
         *("data", "eval", "generate"),
         *("export", "push", "upload"),

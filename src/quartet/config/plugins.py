@@ -29,10 +29,16 @@ class RewardType:
     Args:
         section: ``module:class`` of the recipe's section, a ``Fallible`` whose ``type`` is the name.
         source: ``module:function`` that makes a ``quartet.rewards.source.RewardSource`` of a section.
+        model: in place of a source, for a reward that is a model of the run's own: ``module:function`` that makes a
+            ``quartet.trainers.reward_roles.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
+            what frozen models are made with.
+        metrics: ``module:function`` of further figures of a step: of its batch, the rewards ``[N]`` and their weights.
     """
 
     section: str
-    source: str
+    source: str = ""
+    model: str | None = None
+    metrics: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Job:
             not those of a supervised job.
         starter: ``module:name`` of the ``quartet.config.starter.Starter`` that ``quartet init`` writes.
         methods: address of the choice in the recipe that ``quartet init --method`` makes.
+        beside: ``module:function`` that writes what belongs beside a trained model, of a recipe and the directory.
         words: parts of the name of a run's directory from which it is guessed that this job writes it.
     """
 
@@ -61,6 +68,7 @@ class Job:
     sections: str | None = None
     starter: str | None = None
     methods: str | None = None
+    beside: str | None = None
     words: tuple[str, ...] = ()
 
 

@@ -8,7 +8,7 @@ into ``minibatches`` (one optimizer update each), and the whole is gone through 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
@@ -49,6 +49,7 @@ class SFTRecipe(SupervisedRecipe):
 class RewardModelRecipe(SupervisedRecipe):
     """Pairwise (Bradley-Terry) reward model."""
 
+    is_scalar: ClassVar[bool] = True
     job: Literal["reward-model"] = "reward-model"
     pairs_per_step: Pairs = Field(32, ge=1, description="Pairs in each update.")
     centring: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)², keeps scores near 0.")
@@ -56,14 +57,6 @@ class RewardModelRecipe(SupervisedRecipe):
     doubtful_pairs: DoubtfulPairs = Field(
         "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
     )
-
-
-class ProcessRewardRecipe(SupervisedRecipe):
-    """Process reward model from step-labelled answers."""
-
-    job: Literal["process-reward"] = "process-reward"
-    separator: str = Field("\n\n", min_length=1, description="Ends every step but the last, which may have none.")
-    answers_per_step: Rows = Field(32, ge=1, description="Answers in each update.")
 
 
 class RolloutConfig(Strict):

@@ -18,8 +18,8 @@ from quartet.config.rewards import (
     LengthReward,
     MathReward,
     ModelReward,
+    ModelSource,
     NumericReward,
-    ProcessModelReward,
     RegexReward,
 )
 
@@ -28,7 +28,6 @@ PLUGIN_REWARDS: dict[str, RewardType] = {name: kind for plugin in plugins() for 
 
 OwnReward = (
     ModelReward
-    | ProcessModelReward
     | FunctionReward
     | ExactMatchReward
     | NumericReward
@@ -48,11 +47,13 @@ else:
             "a plug-in adds a type of reward that is Quartet's own", found=", ".join(both), remedy="uninstall it"
         )
     for _name, _section in _ADDED.items():
-        _fields = _section.model_fields if isinstance(_section, type) and issubclass(_section, Fallible) else {}
+        _base = Fallible if PLUGIN_REWARDS[_name].model is None else ModelSource
+        _fields = _section.model_fields if isinstance(_section, type) and issubclass(_section, _base) else {}
         if "type" not in _fields or _fields["type"].default != _name:
+            is_one = f'a subclass of {_base.__name__} with type: Literal["{_name}"] = "{_name}"'
             raise UserError(
                 f"the section of the reward type {_name}, which a plug-in adds, is none",
                 found=PLUGIN_REWARDS[_name].section,
-                remedy=f'mend it: a subclass of Fallible with type: Literal["{_name}"] = "{_name}"; or uninstall it',
+                remedy=f"mend it: {is_one}; or uninstall it",
             )
     RewardConfig = Annotated[Union[(OwnReward, *_ADDED.values())], Field(discriminator="type")]

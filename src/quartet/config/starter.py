@@ -214,9 +214,6 @@ _STARTERS: Mapping[str, Starter] = {
         "demonstrations.jsonl", lambda asked: supervised(asked, ("prompt", "completion"), model="Qwen/Qwen2.5-0.5B")
     ),
     "reward-model": Starter("pairs.jsonl", lambda asked: supervised(asked, _PAIRS, Line("centring", 0.01))),
-    "process-reward": Starter(
-        "steps.jsonl", lambda asked: supervised(asked, ("prompt", "steps", "labels"), Line("separator", "\n\n"))
-    ),
     "preference": Starter("pairs.jsonl", _preference),
     "medusa": Starter("prompts.jsonl", lambda asked: supervised(asked, ("prompt",), *_HEADS, lr=1e-3, is_tuned=False)),
     "rl": Starter("prompts.jsonl", rl_lines, is_rewarded=True),

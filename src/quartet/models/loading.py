@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -434,41 +433,3 @@ def seen_tokens(vocab_size: int, batches: Iterator[Tensor]) -> Tensor:
     for ids in batches:
         seen[ids] = True
     return seen
-
-
-# Process reward models: how the steps end that they were trained on -----------------------------------------
-
-_PROCESS_FILE = "process_reward.json"
-_PROCESS_KIND = "process reward model: the score at a step's last token is the logit of the step being right"
-
-
-def save_step_separator(separator: str, directory: Path) -> None:
-    """Writes what ends every step but perhaps the last into a model's directory."""
-    text = json.dumps({"kind": _PROCESS_KIND, "separator": separator}, indent=2, ensure_ascii=False)
-    (directory / _PROCESS_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def load_step_separator(path: str) -> str | None:
-    """The separator of a model directory or hub name; None where it has none.
-
-    Raises:
-        UserError: the file is there, but does not say how steps end.
-    """
-    file = Path(local_or_hub(path, "model"), _PROCESS_FILE)
-    if not file.is_file():
-        return None
-    try:
-        separator = json.loads(file.read_text(encoding="utf-8"))["separator"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
-    if not isinstance(separator, str) or not separator:
-        raise _damaged(path, f"separator: {separator!r}")
-    return separator
-
-
-def _damaged(path: str, found: str) -> UserError:
-    return UserError(
-        f"{_PROCESS_FILE} of a process reward model cannot be read",
-        found=f"{path}: {found}",
-        remedy='write {"separator": "…"} there, what ends a step',
-    )

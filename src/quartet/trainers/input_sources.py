@@ -21,7 +21,7 @@ from quartet.config.jobs import jobs
 from quartet.config.medusa import MedusaRecipe
 from quartet.config.plugins import load
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
-from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
+from quartet.config.recipe import RewardModelRecipe, SFTRecipe
 from quartet.config.validation import shortened
 from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading
@@ -29,7 +29,6 @@ from quartet.data.formats import demonstrations, has_judgements, judgements, pre
 from quartet.data.lazy import Unchecked, remaining_rows
 from quartet.data.order import Mixture
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.process_rewards import ProcessData, step_labelled
 from quartet.data.readers import Row, iter_rows
 from quartet.data.spool import Chained
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
@@ -488,13 +487,6 @@ def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData |
     return read
 
 
-def step_reader(separator: str) -> Reader[ProcessData]:
-    """Step-labelled answers, whose steps end with ``separator``."""
-    return lambda rows, how, codec, limit, _: ProcessData.build(
-        step_labelled(rows, separator, how), codec, separator, limit
-    )
-
-
 def prompt_reader(
     rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int, prefix: str = "p"
 ) -> PromptData:
@@ -510,8 +502,6 @@ def reader_of(recipe: Recipe) -> Reader[Any]:
             return pair_reader(recipe.doubtful_pairs)
         case PreferenceRecipe():
             return pair_or_judgement_reader(recipe.doubtful_pairs)
-        case ProcessRewardRecipe():
-            return step_reader(recipe.separator)
         case MedusaRecipe() if recipe.answers == "data":
             return demonstration_reader
         case _:
