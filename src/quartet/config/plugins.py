@@ -73,6 +73,21 @@ class Job:
 
 
 @dataclass(frozen=True)
+class WeightForm:
+    """Other ways to compute with a model's weights, of which no result changes but in its rounding.
+
+    Args:
+        copies: ``module:function`` that makes ``quartet.rollout.compute_dtype_weights.WeightCopy`` objects, which stand
+            in for weights within an engine's steps, of a packed model, the adapters by their layers, the rows that most
+            products have, and whether the model is the engine's own. What it leaves out is copied in its own form.
+        install: ``module:function`` that gives modules of a model quicker forwards, and returns these modules.
+    """
+
+    copies: str
+    install: str
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds, as ``module:name``, each imported when it is used.
 
@@ -81,6 +96,7 @@ class Plugin:
             and their names. All are imported for each call of ``quartet``, so their modules import late what is heavy.
         jobs: commands with recipes, by their names.
         rewards: sources of reward by ``type``. Their sections are imported with every recipe, and without torch.
+        weight_form: other ways to compute with weights, used wherever they are there.
         report: writes a report of the run in a directory, and returns where it is.
     """
 
@@ -88,6 +104,7 @@ class Plugin:
     jobs: Mapping[str, Job] = field(default_factory=dict)
     rewards: Mapping[str, RewardType] = field(default_factory=dict)
     report: str | None = None
+    weight_form: WeightForm | None = None
 
 
 @cache
@@ -150,6 +167,11 @@ def load(target: str) -> Any:
         raise UserError(
             f"a plug-in names {target}", found=problem, remedy="mend the package, or uninstall it"
         ) from error
+
+
+def weight_forms() -> list[WeightForm]:
+    """All that plug-ins add."""
+    return [plugin.weight_form for plugin in plugins() if plugin.weight_form is not None]
 
 
 def report_writer() -> Callable[[Path], Path] | None:
