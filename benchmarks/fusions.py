@@ -2,9 +2,9 @@
 
     python benchmarks/fusions.py --threads 1 [--models tiny small] [--rows 8 64]
 
-``norms`` are normalisation and rotary embedding in fewer passes (``models/fused.py``, decode steps and updates),
-``layers`` decoder layers as few operations (``rollout/merged_layers.py``), ``forms`` weights in the order that their
-product reads (``rollout/weight_copies.py``; both decode steps only). Each variant goes without one of them, ``none``
+Kernels of ``extras/cpu_kernels``: ``norms`` are normalisation and rotary embedding in fewer passes (decode steps and
+updates), ``layers`` decoder layers as few operations, ``forms`` weights in the order that their product reads (both
+decode steps only). Each variant goes without one of them, ``none``
 without all. A decode step has ``--rows`` running requests with a prompt of 24 tokens each; an update is forward, loss
 and backward of ``--tokens`` tokens in sequences of 128. Variants take turns in one process. Shown are medians of
 processor seconds of this process, so that other programs disturb little, and how much longer than with all of them.
@@ -22,14 +22,13 @@ from unittest import mock
 import torch
 from common import MODELS, arguments, build_model, markdown, write_results
 
-from quartet.models import fused
+from quartet.extras.cpu_kernels import forms, fused, merged_layers
+from quartet.extras.cpu_kernels.merged_layers import MergedLayers
 from quartet.models.attention import PackedAttention
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout import compute_dtype_weights, merged_layers
+from quartet.rollout.compute_dtype_weights import as_it_is
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.merged_layers import MergedLayers
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.rollout.weight_copies import as_it_is
 
 PROMPT, FIRST, LAST, LENGTH = 24, 32, 96, 128
 VARIANTS = {
@@ -50,7 +49,7 @@ def without(fusions: tuple[str, ...]) -> Iterator[None]:
         if "layers" in fusions:
             stack.enter_context(mock.patch.object(MergedLayers, "merge", return_value=None))
         if "forms" in fusions:
-            for module in (compute_dtype_weights, merged_layers):
+            for module in (forms, merged_layers):
                 stack.enter_context(mock.patch.object(module, "is_packed_best", return_value=False))
                 stack.enter_context(mock.patch.object(module, "plain_form", return_value=as_it_is))
         yield

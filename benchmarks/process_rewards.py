@@ -26,7 +26,6 @@ import torch
 from common import arguments, markdown, write_results
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from quartet.algorithms.process_rewards import CombinationRule, mean_gap, process_rewards, step_scores
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import ModelConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
@@ -35,24 +34,26 @@ from quartet.config.recipe import (
     CheckpointConfig,
     CriticConfig,
     LogConfig,
-    ProcessRewardRecipe,
     RLRecipe,
     RolloutConfig,
     SFTRecipe,
 )
-from quartet.config.rewards import FunctionReward, MinSteps, ProcessModelReward
+from quartet.config.rewards import FunctionReward
+from quartet.extras.process_rewards.config import MinSteps, ProcessModelReward, ProcessRewardRecipe
+from quartet.extras.process_rewards.data import step_reader
+from quartet.extras.process_rewards.scores import CombinationRule, mean_gap, process_rewards, step_scores
+from quartet.extras.process_rewards.steps import split_steps
+from quartet.extras.process_rewards.trainer import ProcessRewardTrainer, score_steps
 from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.checker import is_correct
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, packed_scalar_model
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import SamplingParams
-from quartet.text.steps import split_steps
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import TrainEngine
 from quartet.trainers.evaluation import generate
-from quartet.trainers.input_sources import read_data, step_reader
-from quartet.trainers.process_reward import ProcessRewardTrainer, score_steps
+from quartet.trainers.input_sources import read_data
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
 

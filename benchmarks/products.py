@@ -1,5 +1,5 @@
 """Products of a decode step: the weight as it is, transposed in memory, and packed
-for products of 1 and of 64 rows (``rollout/compute_dtype_weights.py``).
+for products of 1 and of 64 rows (``extras/cpu_kernels``).
 
     python benchmarks/products.py [--model small] [--rows 16 32 48 64] [--threads 2]
 
@@ -20,7 +20,7 @@ from common import MODELS, arguments, markdown, model_config, write_results
 from floor import trace
 from torch import Tensor
 
-from quartet.rollout.weight_copies import PackedProduct, transposed
+from quartet.extras.cpu_kernels.products import PackedProduct, transposed
 
 FORMS = ("as it is", "transposed", "packed for 1", "packed for 64")
 

@@ -35,10 +35,11 @@ from quartet.config.algorithms import (
 )
 from quartet.config.common import TrainConfig
 from quartet.config.preference import DPOLoss
+from quartet.extras.process_rewards.trainer import STEP_NEEDS, StepObjective
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs, forward_only
-from quartet.train.objectives import STEP_NEEDS, PolicyObjective, SFTObjective, StepObjective, ValueObjective
+from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.preference_objectives import PairwiseObjective, PreferenceObjective
 
 SIZES: dict[str, Any] = {

@@ -16,7 +16,7 @@ MODULES = (
     "quartet.trainers.evaluation",
     "quartet.extras.speculation.job",
     "quartet.trainers.preference",
-    "quartet.trainers.process_reward",
+    "quartet.extras.process_rewards.trainer",
     "quartet.trainers.reward_model",
     "quartet.trainers.rl",
     "quartet.trainers.sft",

@@ -16,6 +16,7 @@ from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.config.algorithms import GRPO, PPO, KLConfig, KLCovLoss, OffPolicyConfig
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss, KTOLoss
+from quartet.extras.process_rewards.trainer import StepObjective
 from quartet.extras.speculation.companion import Companion, CompanionWorker
 from quartet.extras.speculation.config import HeadTraining
 from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
@@ -23,7 +24,7 @@ from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.schedule.model_worker import Update
 from quartet.train.engine import LossTerm, Objective, TrainEngine
-from quartet.train.objectives import PolicyObjective, SFTObjective, StepObjective, ValueObjective
+from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh

@@ -14,14 +14,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss, KTOLoss, PreferenceRecipe
-from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
+from quartet.config.recipe import RewardModelRecipe, SFTRecipe
+from quartet.extras.process_rewards.config import ProcessRewardRecipe
+from quartet.extras.process_rewards.trainer import ProcessRewardWorker
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import scalar_model_from
 from quartet.train import forward
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.preference import PreferenceWorker
-from quartet.trainers.process_reward import ProcessRewardWorker
 from quartet.trainers.reward_model import RewardModelWorker
 from quartet.trainers.sft import SFTWorker
 from quartet.trainers.supervised_worker import Given, ScalarWorker

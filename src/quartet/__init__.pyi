@@ -128,7 +128,6 @@ from .config.recipe import (
     CriticConfig as CriticConfig,
     EnvironmentConfig as EnvironmentConfig,
     PTXConfig as PTXConfig,
-    ProcessRewardRecipe as ProcessRewardRecipe,
     RLRecipe as RLRecipe,
     ReferenceConfig as ReferenceConfig,
     RewardModelRecipe as RewardModelRecipe,
@@ -147,7 +146,6 @@ from .config.remote import (
     RetryConfig as RetryConfig,
 )
 from .config.rewards import (
-    DiscountedSteps as DiscountedSteps,
     ExactMatchReward as ExactMatchReward,
     FormatReward as FormatReward,
     FunctionReward as FunctionReward,
@@ -156,20 +154,25 @@ from .config.rewards import (
     JudgeReward as JudgeReward,
     LengthReward as LengthReward,
     MathReward as MathReward,
-    MinSteps as MinSteps,
     ModelReward as ModelReward,
     NumericReward as NumericReward,
     PairwiseJudge as PairwiseJudge,
     PointwiseJudge as PointwiseJudge,
-    ProcessModelReward as ProcessModelReward,
     RegexReward as RegexReward,
-    SumSteps as SumSteps,
 )
 from .extras.iterated.config import (
     CollectConfig as CollectConfig,
     IteratedRecipe as IteratedRecipe,
 )
 from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
+from .extras.process_rewards.config import (
+    DiscountedSteps as DiscountedSteps,
+    MinSteps as MinSteps,
+    ProcessModelReward as ProcessModelReward,
+    ProcessRewardRecipe as ProcessRewardRecipe,
+    SumSteps as SumSteps,
+)
+from .extras.process_rewards.trainer import ProcessRewardTrainer as ProcessRewardTrainer
 from .extras.sandbox.config import CodeReward as CodeReward
 from .extras.servers.config import (
     SGLangEngineConfig as SGLangEngineConfig,
@@ -190,7 +193,6 @@ from .extras.doctor.checks import Finding as Finding
 from .trainers.evaluation_job import Evaluator as Evaluator
 from .extras.speculation.job import MedusaTrainer as MedusaTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
-from .trainers.process_reward import ProcessRewardTrainer as ProcessRewardTrainer
 from .trainers.reward_model import RewardModelTrainer as RewardModelTrainer
 from .trainers.rl import RLTrainer as RLTrainer
 from .trainers.sft import SFTTrainer as SFTTrainer

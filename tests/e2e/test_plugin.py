@@ -134,6 +134,9 @@ def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Pa
         (
             'from quartet import DrafterType as T, Plugin\nPLUGIN = Plugin(drafters={"history": T("os:path", "")})',
             "history",
+            "from quartet import Plugin, RewardType as T\n"
+            'PLUGIN = Plugin(rewards={"new": T("quartet.config.rewards:MathReward", model="os:path")})',
+            "a subclass of ModelSource",
         ),
     ],
     ids=[
@@ -149,6 +152,7 @@ def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Pa
         "an engine of Quartet",
         "no section",
         "a drafter of a plug-in",
+        "no section of a model",
     ],
 )
 def test_a_package_that_cannot_be_used_is_named(source: str, found: str, tmp_path: Path) -> None:

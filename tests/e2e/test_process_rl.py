@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from quartet.extras.process_rewards.steps import split_steps
 from quartet.observe.rollouts import list_steps, read_step
 from quartet.observe.trackers import read_metrics
-from quartet.text.steps import split_steps
 
 RIGHT = "789"
 """A step is right where it ends in one of these."""

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.cluster import WorkerGroup
 from quartet.config import UserError
-from quartet.config.recipe import ProcessRewardRecipe
+from quartet.extras.process_rewards.config import ProcessRewardRecipe
+from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.schedule.role_group import RolesWorker
-from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.supervised_worker import SupervisedWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")

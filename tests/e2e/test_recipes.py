@@ -32,9 +32,10 @@ from quartet.config.preference import PreferenceLossConfig
 from quartet.config.recipe import LogConfig, SFTRecipe
 from quartet.config.schema import members, tags
 from quartet.config.yamls import parse_yaml
+from quartet.extras.process_rewards.steps import save_step_separator
 from quartet.extras.quickstart import task
 from quartet.extras.speculation.heads import MedusaHeads
-from quartet.models.loading import load_causal_lm, save_step_separator
+from quartet.models.loading import load_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.sft import SFTTrainer

@@ -65,7 +65,6 @@ from quartet.config.recipe import (
     CriticConfig,
     EnvironmentConfig,
     LogConfig,
-    ProcessRewardRecipe,
     PTXConfig,
     ReferenceConfig,
     RewardModelRecipe,
@@ -73,14 +72,14 @@ from quartet.config.recipe import (
     RolloutConfig,
     SFTRecipe,
 )
-from quartet.config.rewards import ProcessModelReward
 from quartet.envs.protocol import Item, Observation, StepResult
+from quartet.extras.process_rewards.config import ProcessModelReward, ProcessRewardRecipe
+from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.extras.quickstart import task
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.observe.cpu import processor
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer

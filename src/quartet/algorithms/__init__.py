@@ -12,7 +12,6 @@ method                 advantages                                     loss
 ====================== ============================================== ==================================
 SFT                    -                                              ``losses.sft_loss``
 reward model           -                                              ``losses.pairwise_reward_loss``
-process reward model   -                                              ``process.step_loss``
 PPO                    ``rewards.token_rewards``, ``advantages.gae``, ``policy_losses.policy_loss``,
                        ``segments.masked_whiten``                     ``losses.value_loss``
 GRPO, DAPO             ``advantages.group_relative`` (with std)       ``policy_losses.policy_loss``
@@ -45,7 +44,7 @@ online DPO             ``preference.best_and_worst``                  ``preferen
 best of n              ``preference.best_of_groups``                  ``losses.sft_loss``
 ====================== ============================================== ==================================
 
-Around them: ``process_rewards`` (rewards of steps), ``aggregate`` (four aggregations, global denominators), ``kl`` (k1,
-k2, k3, the adaptive coefficient), ``off_policy`` (importance weights), ``segments`` (what all of it is computed with;
-which tokens have high entropy, Clip-Cov, KL-Cov).
+Around them: ``aggregate`` (four aggregations, global denominators), ``kl`` (k1, k2, k3, the adaptive coefficient),
+``off_policy`` (importance weights), ``segments`` (what all of it is computed with; which tokens have high entropy,
+Clip-Cov, KL-Cov).
 """

@@ -14,7 +14,7 @@ from quartet.config.jobs import jobs
 RESUME = "--resume"
 GROUPS: dict[str, tuple[str, ...]] = {
     "Begin": (),
-    "Train": ("sft", "reward-model", "process-reward", "preference", "rl"),
+    "Train": ("sft", "reward-model", "preference", "rl"),
     "Look at data, a model or a run": ("eval", "export", "push"),
 }
 """Commands in the order of the help; each of them is in one group. Those of plug-ins stand below their heading."""

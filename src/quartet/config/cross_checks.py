@@ -29,7 +29,7 @@ from quartet.config.cluster import device_misfits
 from quartet.config.common import ShardingConfig
 from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, draw_misfits
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
-from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.config.rewards import ModelSource
 from quartet.config.speculation import DRAFTERS
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _environments(recipe: RLRecipe) -> Iterator[str]:
 
 def _rewards(recipe: RLRecipe) -> Iterator[str]:
     sources = (*recipe.rewards, *(recipe.evaluation.rewards if recipe.evaluation is not None else ()))
-    models = {source.name for source in sources if isinstance(source, ModelReward | ProcessModelReward)}
+    models = {source.name for source in sources if isinstance(source, ModelSource)}
     names = [source.name for source in recipe.rewards if source.name]
     names += ["environment"] if recipe.environment is not None else []
     if clash := sorted(models & set(ROLES) - {"reward"}):
@@ -229,7 +229,7 @@ def _rewards(recipe: RLRecipe) -> Iterator[str]:
             f"the gate of the reward {gated[0]!r} compares scores as they are, and "
             "algorithm.multi_objective_aggregation normalize_then_sum adds up normalised ones: leave either"
         )
-    steps = [source.name for source in recipe.rewards if isinstance(source, ProcessModelReward)]
+    steps = [source.name for source in recipe.rewards if isinstance(source, ModelSource) and source.pays_steps]
     if isinstance(recipe.algorithm, ReMax) and steps:
         yield (
             "algorithm remax takes the greedy response's whole score off every token, but the process reward "
@@ -270,7 +270,7 @@ def _shardings(recipe: RLRecipe) -> Iterator[str]:
         asked += [
             (f"{place}.{i}.sharding", "reward", source.sharding)
             for i, source in enumerate(sources)
-            if isinstance(source, ModelReward | ProcessModelReward)
+            if isinstance(source, ModelSource)
         ]
     compiled = {"actor": recipe.actor.train.compile, "critic": recipe.critic.train.compile}
     for key, role, sharding in asked:

@@ -25,13 +25,6 @@ OWN: Mapping[str, Job] = {
         "Reward model from preference pairs.",
         is_supervised=True,
     ),
-    "process-reward": Job(
-        "quartet.config.recipe:ProcessRewardRecipe",
-        "quartet:ProcessRewardTrainer",
-        "Process reward model from step-labelled answers.",
-        is_supervised=True,
-        words=("prm", "process"),
-    ),
     "preference": Job(
         "quartet.config.preference:PreferenceRecipe",
         "quartet:PreferenceTrainer",

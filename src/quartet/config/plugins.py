@@ -29,10 +29,16 @@ class RewardType:
     Args:
         section: ``module:class`` of the recipe's section, a ``Fallible`` whose ``type`` is the name.
         source: ``module:function`` that makes a ``quartet.rewards.source.RewardSource`` of a section.
+        model: in place of a source, for a reward that is a model of the run's own: ``module:function`` that makes a
+            ``quartet.trainers.reward_roles.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
+            what frozen models are made with.
+        metrics: ``module:function`` of further figures of a step: of its batch, the rewards ``[N]`` and their weights.
     """
 
     section: str
-    source: str
+    source: str = ""
+    model: str | None = None
+    metrics: str | None = None
 
 
 class Storage(Protocol):
@@ -120,6 +126,7 @@ class Job:
             not those of a supervised job.
         starter: ``module:name`` of a ``Starter``; without one ``quartet init`` writes no recipe.
         methods: address of the choice in the recipe that ``quartet init --method`` makes.
+        beside: ``module:function`` that writes what belongs beside a trained model, of a recipe and the directory.
         words: parts of the name of a run's directory from which it is guessed that this job writes it.
         folder: what it makes, in the run's directory.
         metrics: those that are shown at the end, as the names in its last row of metrics.
@@ -133,6 +140,7 @@ class Job:
     sections: str | None = None
     starter: str | None = None
     methods: str | None = None
+    beside: str | None = None
     words: tuple[str, ...] = ()
     folder: str = "model"
     metrics: tuple[str, ...] = ()
@@ -152,6 +160,21 @@ class EngineType:
 
 
 @dataclass(frozen=True)
+class WeightForm:
+    """Other ways to compute with a model's weights, of which no result changes but in its rounding.
+
+    Args:
+        copies: ``module:function`` that makes ``quartet.rollout.compute_dtype_weights.WeightCopy`` objects, which stand
+            in for weights within an engine's steps, of a packed model, the adapters by their layers, the rows that most
+            products have, and whether the model is the engine's own. What it leaves out is copied in its own form.
+        install: ``module:function`` that gives modules of a model quicker forwards, and returns these modules.
+    """
+
+    copies: str
+    install: str
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds, as ``module:name``, each imported when it is used.
 
@@ -164,6 +187,7 @@ class Plugin:
             is to be said, as texts.
         drafters: what drafts tokens for an engine, by ``type``. As for rewards.
         engines: what generates, by ``type``; as with rewards.
+        weight_form: other ways to compute with weights, used wherever they are there.
         report: writes a report of the run in a directory, and returns where it is.
         storage: a class of ``Storage``, for all URLs.
     """
@@ -176,6 +200,7 @@ class Plugin:
     engines: Mapping[str, EngineType] = field(default_factory=dict)
     report: str | None = None
     storage: str | None = None
+    weight_form: WeightForm | None = None
 
 
 @cache
@@ -272,6 +297,11 @@ def sections(
 
 def _default_type(section: Any) -> Any:
     return getattr(section.model_fields.get("type"), "default", None)
+
+
+def weight_forms() -> list[WeightForm]:
+    """All that plug-ins add."""
+    return [plugin.weight_form for plugin in plugins() if plugin.weight_form is not None]
 
 
 def report_writer() -> Callable[[Path], Path] | None:

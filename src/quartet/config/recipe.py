@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
@@ -53,6 +53,7 @@ class SFTRecipe(SupervisedRecipe):
 class RewardModelRecipe(SupervisedRecipe):
     """Pairwise (Bradley-Terry) reward model."""
 
+    is_scalar: ClassVar[bool] = True
     job: Literal["reward-model"] = "reward-model"
     pairs_per_step: Pairs = Field(32, ge=1, description="Pairs in each update.")
     centring: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)², keeps scores near 0.")
@@ -60,14 +61,6 @@ class RewardModelRecipe(SupervisedRecipe):
     doubtful_pairs: DoubtfulPairs = Field(
         "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
     )
-
-
-class ProcessRewardRecipe(SupervisedRecipe):
-    """Process reward model from step-labelled answers."""
-
-    job: Literal["process-reward"] = "process-reward"
-    separator: str = Field("\n\n", min_length=1, description="Ends every step but the last, which may have none.")
-    answers_per_step: Rows = Field(32, ge=1, description="Answers in each update.")
 
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from quartet.config.rewards import (
     LengthReward,
     MathReward,
     ModelReward,
+    ModelSource,
     NumericReward,
-    ProcessModelReward,
     RegexReward,
 )
 
@@ -27,7 +27,6 @@ PLUGIN_REWARDS: dict[str, RewardType] = {name: kind for plugin in plugins() for 
 
 OwnReward = (
     ModelReward
-    | ProcessModelReward
     | FunctionReward
     | ExactMatchReward
     | NumericReward
@@ -41,5 +40,8 @@ OwnReward = (
 if TYPE_CHECKING:
     RewardConfig = Annotated[OwnReward, Field(discriminator="type")]
 else:
-    _ADDED = sections("a type of reward", PLUGIN_REWARDS, Fallible, get_args(OwnReward))
+    _OWN = get_args(OwnReward)
+    _ADDED = sections("a type of reward", {n: k for n, k in PLUGIN_REWARDS.items() if k.model is None}, Fallible, _OWN)
+    _MODELS = {name: kind for name, kind in PLUGIN_REWARDS.items() if kind.model is not None}
+    _ADDED += sections("a type of reward", _MODELS, ModelSource, _OWN)
     RewardConfig = Annotated[Union[(OwnReward, *_ADDED)], Field(discriminator="type")]

@@ -3,8 +3,7 @@
 ==================== ==================================================================== ==================
 types                where a score is made                                                a failure
 ==================== ==================================================================== ==================
-``model``,           the trainer's own forward pass                                       stops the run
-``process_model``
+``model``            the trainer's own forward pass                                       stops the run
 ``exact_match``,     this process: rules about the text                                   stops the run
 ``numeric``,
 ``regex``,
@@ -21,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -74,58 +73,28 @@ class Fallible(RewardSourceConfig):
 # In this process ------------------------------------------------------------------------------------------
 
 
-class ModelReward(HubConfig, RewardSourceConfig):
+class ModelSource(HubConfig, RewardSourceConfig):
+    """A source that is a model among the run's own, run in the trainer's own forward."""
+
+    pays_steps: ClassVar[bool] = False
+    """Whether it says where in a response its score was earned."""
+
+    if TYPE_CHECKING:  # fields of every subclass, in their order there
+        type: str
+        path: str
+        tokenizer: str | None
+        name: str
+        forward_token_budget: int
+        sharding: ShardingConfig
+
+
+class ModelReward(ModelSource):
     """A sequence-classification model with one label, run in the trainer's own forward."""
 
     type: Literal["model"] = "model"
     path: str = Field(description="Model directory or hub name.")
     tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
     name: str = "reward_model"
-    forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
-    sharding: ShardingConfig = ShardingConfig()
-
-
-class SumSteps(Strict):
-    """The scores of all steps are added up."""
-
-    name: Literal["sum"] = "sum"
-
-
-class MinSteps(Strict):
-    """A response is worth its worst step."""
-
-    name: Literal["min"] = "min"
-
-
-class DiscountedSteps(Strict):
-    """A sum in which step k counts gamma^(k-1): many steps cannot pay more than 1 / (1 - gamma) good ones."""
-
-    name: Literal["discounted"] = "discounted"
-    gamma: float = Field(0.9, gt=0, lt=1, description="Discount per step.")
-
-
-CombineConfig = Annotated[SumSteps | MinSteps | DiscountedSteps, Field(discriminator="name")]
-
-
-class ProcessModelReward(HubConfig, RewardSourceConfig):
-    """A model that judges every step of a completion, as `quartet process-reward` trains it.
-
-    A step's score lands on its last token, where the method has rewards of tokens; elsewhere the combined score is one
-    number. Either is added to the outcome's rewards with its weight.
-    """
-
-    type: Literal["process_model"] = "process_model"
-    path: str = Field(description="Model directory or hub name.")
-    tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
-    name: str = "process_reward"
-    separator: str | None = Field(
-        None, min_length=1, description="Ends a step in the completion; what the model was trained with if left out."
-    )
-    score: Literal["probability", "signed", "logit"] = Field(
-        "probability",
-        description="What counts: the probability that a step is right, the same from -1 to 1, its logit.",
-    )
-    combine: CombineConfig = Field(MinSteps(), description="How the steps' scores make one number.")
     forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
     sharding: ShardingConfig = ShardingConfig()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -15,6 +16,9 @@ class SupervisedRecipe(TrainingRecipe):
     """What every job has that trains one model on rows."""
 
     job: str
+    is_scalar: ClassVar[bool] = False
+    """Whether what is trained is a model with a scalar head."""
+
     model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
     data: DataConfig | None = Field(None, description="Rows to train on; left out where Python passes them.")
     evaluation_data: DataConfig | None = Field(None, description="Held-out rows; no evaluation when left out.")

@@ -25,7 +25,8 @@ from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
-from quartet.models import attention, fused
+from quartet.config.plugins import load, weight_forms
+from quartet.models import attention
 from quartet.models.attention import AttentionContext
 from quartet.models.directories import load_warnings
 from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
@@ -90,9 +91,7 @@ class PackedModel:
         refuse_wrapped(model)
         align_storages(model)
         attention.install_attention(model)
-        # On a GPU whole layers may be compiled instead (``compiled``).
-        # One without contents may get them on the CPU.
-        self._fused = fused.install_fused(model) if self.device.type in ("cpu", "meta") else []
+        self._fused: list[nn.Module] = [m for form in weight_forms() for m in load(form.install)(model)]
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed: list[nn.Module] = []
@@ -232,7 +231,7 @@ class PackedModel:
 
     def unfuse(self) -> None:
         """Normalisation and rotary embedding run as the model has them from now on: a compiler sees whole layers."""
-        fused.restore_forwards(self._fused)
+        restore_forwards(self._fused)
 
     @cached_property
     def _row_step(self) -> int:
@@ -262,8 +261,8 @@ class PackedModel:
         attention.restore(self.model)
         if self.adapters is not None:
             self.adapters.fold()
-        fused.restore_forwards(self._checkpointed)
-        fused.restore_forwards(self._fused)
+        restore_forwards(self._checkpointed)
+        restore_forwards(self._fused)
         for dropout in self.disabled_dropout:
             setattr(dropout.module, dropout.attribute, dropout.rate)
         return self.model
@@ -462,3 +461,9 @@ _KEPT = {
 
 def _kept(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def restore_forwards(modules: list[nn.Module]) -> None:
+    """Takes the forward off that each instance has; its class's shows again. Empties the list."""
+    while modules:
+        vars(modules.pop()).pop("forward", None)

@@ -1,40 +1,173 @@
 """Copies of a model's weights in the form that its products want, used only inside engine steps.
 
-The trainer's master weights are fp32. Under bf16 autocast every product would cast its weight again at every step, so
-the engine keeps the cast weights. In fp32 on a CPU a product of few rows spends much of its time bringing the weight
-into the order its kernel reads; the engine keeps large weights in that order and small ones transposed
-(``benchmarks/products.py`` compares the three), and runs layers of the common kind as fewer operations
-(``merged_layers.py``).
+Shapes: D inputs, O outputs.
 
-A model with adapters computes with merged weights here: plain layers again, without the adapters' products in every
-step. Exact numerics keep the trainer's own products instead, whose bits a merged weight does not give.
+The trainer's master weights are fp32. Under bf16 autocast every product would cast its weight again at every step, so
+the engine keeps the cast weights. Plug-ins may have other forms (``weight_form``, docs/plugins.md).
+
+A copy follows its source, the trainer's parameter, and stands in the model only within engine steps. A model with
+adapters computes with merged weights here: plain layers again, without the adapters' products in every step. Exact
+numerics keep the trainer's own products instead, whose bits a merged weight does not give.
 """
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from quartet.config.plugins import load, weight_forms
 from quartet.models.lora import AdaptedLayer
 from quartet.models.memory import note_derived
-from quartet.models.packed_model import PackedCausalLM, decoder_layers
-from quartet.rollout.merged_layers import MergedLayers
-from quartet.rollout.weight_copies import (
-    ConvertedWeight,
-    CopySource,
-    Form,
-    PackedProduct,
-    WeightCopy,
-    as_it_is,
-    halved,
-    is_packed_best,
-    plain_form,
-)
+from quartet.models.packed_model import PackedCausalLM
+
+Adapted = Mapping[nn.Module, AdaptedLayer]
+Form = Callable[[Tensor], Tensor]
+"""A weight in another form."""
+
+
+# Forms ---------------------------------------------------------------------------------------------------
+
+
+def as_it_is(weight: Tensor) -> Tensor:
+    return weight
+
+
+def halved(weight: Tensor) -> Tensor:
+    return weight.to(torch.bfloat16)
+
+
+class FormedWeight:
+    """A weight ``[O, D]`` in one form, in the same memory from one version of the weight to the next.
+
+    Attributes:
+        tensor: None until ``take``, and after ``drop``.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self.tensor: Tensor | None = None
+        self.num_bytes = 0
+
+    @torch.no_grad()
+    def take(self, weight: Tensor) -> None:
+        if self.tensor is not None and self.tensor.is_mkldnn:
+            # The library gives no way to pack into memory that is there already, so that is given back first.
+            self.tensor = None
+        if self.tensor is None:
+            self.tensor = self._form(weight)
+        elif self.tensor.is_contiguous():
+            self.tensor.copy_(weight)
+        else:
+            # Seen from its contiguous side, a transposition is copied in blocks.
+            self.tensor.t().copy_(weight.t())
+        self.num_bytes = self.tensor.numel() * self.tensor.element_size()
+
+    def drop(self) -> None:
+        """Gives the memory back."""
+        self.tensor, self.num_bytes = None, 0
+
+
+# Copies --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CopySource:
+    """A parameter, and the adapter that adds to it where one does."""
+
+    parameter: Tensor
+    layer: AdaptedLayer | None = None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Differ after every change in place."""
+        tensors = (self.parameter,) if self.layer is None else self.layer.sources
+        return tuple(tensor._version for tensor in tensors)
+
+    @property
+    def is_trained(self) -> bool:
+        """An update changes it."""
+        return self.parameter.requires_grad if self.layer is None else True
+
+    def read(self) -> Tensor:
+        """The weight to compute with, now."""
+        return self.parameter.detach() if self.layer is None else self.layer.merged_weight()
+
+
+class WeightCopy(ABC):
+    """The weights of ``sources`` in forms that stand in for them while it is put in.
+
+    Args:
+        modules: those whose weights it has.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], sources: Sequence[CopySource], forms: Sequence[Form]) -> None:
+        self.modules = modules
+        self._sources = sources
+        self._weights = [FormedWeight(form) for form in forms]
+        self._versions: list[tuple[int, ...]] | None = None
+        self.refresh()
+
+    @property
+    def is_trained(self) -> bool:
+        """An update makes it stale."""
+        return any(source.is_trained for source in self._sources)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.num_bytes for weight in self._weights)
+
+    def refresh(self) -> None:
+        """Copies the sources anew."""
+        self._versions = [source.versions for source in self._sources]
+        for weight, values in zip(self._weights, self._read(), strict=True):
+            weight.take(values)
+
+    def _read(self) -> Iterator[Tensor]:
+        """What the forms are made of, one at a time."""
+        return (source.read() for source in self._sources)
+
+    def follow(self) -> None:
+        """Copies the sources anew if one was changed in place since, or the copy was dropped."""
+        if self._versions != [source.versions for source in self._sources]:
+            self.refresh()
+
+    def drop(self) -> None:
+        """Gives the memory back until the copy is wanted again."""
+        self._versions = None
+        for weight in self._weights:
+            weight.drop()
+
+    @abstractmethod
+    def put_in(self) -> None:
+        """From now on the model computes with the copy."""
+
+    @abstractmethod
+    def take_out(self) -> None:
+        """From now on the model computes with its own parameters."""
+
+
+class ConvertedWeight(WeightCopy):
+    """A dense tensor in the place of a module's parameter: in another dtype, or transposed in memory."""
+
+    def __init__(self, module: nn.Module, name: str, source: CopySource, form: Form) -> None:
+        self._module, self._name = module, name
+        super().__init__([module], [source], [form])
+
+    def put_in(self) -> None:
+        self._module._parameters[self._name] = self._weights[0].tensor  # type: ignore[assignment]
+
+    def take_out(self) -> None:
+        self._module._parameters[self._name] = self._sources[0].parameter  # type: ignore[assignment]
+
+
+# Of a whole model -----------------------------------------------------------------------------------------
 
 
 class ComputeWeights:
@@ -110,62 +243,48 @@ class ComputeWeights:
         if packed.numerics == "exact":
             return
         adapters = packed.adapters.layers if packed.adapters is not None else []
-        adapted: dict[nn.Module, AdaptedLayer] = {layer.base: layer for layer in adapters}
-        merged: set[nn.Module] = set()
-        if packed.precision == "fp32" and packed.device.type == "cpu":
-            kinds = MergedLayers()
-            with packed.without_adapters():
-                for module in decoder_layers(packed.body):
-                    layer = kinds.merge(module, self._num_rows, adapted)
-                    if layer is not None:
-                        merged.update(layer.linears)
-                        yield layer
-        yield from self._single_weights(adapted, merged)
+        adapted: Adapted = {layer.base: layer for layer in adapters}
+        done: set[nn.Module] = set()
+        for form in weight_forms():
+            for one in load(form.copies)(packed, adapted, self._num_rows, self._in_place):
+                done.update(one.modules)
+                yield one
+        kinds = (nn.Linear, Conv1D) if packed.precision == "bf16" else ()
 
-    def _single_weights(self, adapted: dict[nn.Module, AdaptedLayer], done: set[nn.Module]) -> Iterator[WeightCopy]:
-        packed = self._packed
-        uses = Counter(p for m in packed.model.modules() for p in m._parameters.values() if p is not None)
-        factors = {id(factor) for layer in adapted.values() for factor in layer.factors}
-        in_bf16 = packed.precision == "bf16"
-        kinds = (nn.Linear, Conv1D) if in_bf16 else (nn.Linear,)
-        for module in packed.model.modules():
-            layer = adapted.get(module)
-            if module in done or (type(module) not in kinds and layer is None):
+        def form_of(module: nn.Module, parameter: nn.Parameter) -> Form:
+            """Under autocast without a cast."""
+            is_cast = packed.precision == "bf16" and parameter.dtype == torch.float32
+            return halved if is_cast and (type(module) in kinds or module in adapted) else as_it_is
+
+        yield from converted(packed, adapted, done, form_of, in_place=self._in_place)
+
+
+def converted(
+    packed: PackedCausalLM,
+    adapted: Adapted,
+    done: Collection[nn.Module],
+    form_of: Callable[[nn.Module, nn.Parameter], Form],
+    *,
+    in_place: bool,
+) -> Iterator[WeightCopy]:
+    """Copies of single parameters that have another form, or that an adapter adds to.
+
+    Args:
+        adapted: adapters by the layer that they add to.
+        done: modules that have copies already.
+        in_place: as for ``ComputeWeights``.
+    """
+    uses = Counter(p for m in packed.model.modules() for p in m._parameters.values() if p is not None)
+    factors = {id(factor) for layer in adapted.values() for factor in layer.factors}
+    for module in packed.model.modules():
+        for name, parameter in module._parameters.items() if module not in done else ():
+            if parameter is None or id(parameter) in factors:
                 continue
-            if not in_bf16 and isinstance(module, nn.Linear) and id(module.weight) not in factors and _packs(module):
-                yield PackedProduct(module, self._num_rows, layer)
+            merged_by = adapted.get(module) if name == "weight" else None
+            form = form_of(module, parameter)
+            if form is as_it_is and merged_by is None:
                 continue
-            for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in factors:
-                    continue
-                merged_by = layer if name == "weight" else None
-                # Conv1D keeps its weight turned around already.
-                form = _form(parameter, in_bf16) if in_bf16 or isinstance(module, nn.Linear) else as_it_is
-                if form is as_it_is and merged_by is None:
-                    continue
-                if self._in_place and merged_by is None and uses[parameter] == 1:
-                    parameter.data = form(parameter.detach())
-                else:
-                    yield ConvertedWeight(module, name, CopySource(parameter, merged_by), form)
-
-
-def _form(parameter: nn.Parameter, in_bf16: bool) -> Form:
-    """The form in which products of few rows run fastest, or under autocast without a cast."""
-    if parameter.dtype != torch.float32:
-        return as_it_is
-    if in_bf16:
-        return halved
-    if parameter.dim() != 2 or parameter.device.type != "cpu":
-        return as_it_is
-    return plain_form(parameter.shape[1])
-
-
-def _packs(module: nn.Linear) -> bool:
-    """Whether a packed product can be had and is quicker."""
-    weight = module.weight
-    return (
-        "forward" not in vars(module)
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and is_packed_best(weight.numel())
-    )
+            if in_place and merged_by is None and uses[parameter] == 1:
+                parameter.data = form(parameter.detach())
+            else:
+                yield ConvertedWeight(module, name, CopySource(parameter, merged_by), form)

@@ -6,7 +6,6 @@ Shapes: T stored tokens, S sequences, N trajectories.
 ``SFTObjective``      negative log-likelihood of demonstrations (``loss_mask``)
 ``PolicyObjective``   policy loss, KL and entropy terms (``loss_mask``, ``advantages``, …)
 ``ValueObjective``    clipped value loss (``action_mask``, ``values``, ``returns``)
-``StepObjective``     a process reward model's loss over labelled steps (``step_mask``, ``step_labels``)
 ==================== =================================================================================
 """
 
@@ -33,7 +32,6 @@ from quartet.algorithms.policy_losses import (
     sapo_loss,
     sequence_policy_loss,
 )
-from quartet.algorithms.process_rewards import step_loss
 from quartet.algorithms.segments import keep, segment_sum
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
@@ -277,28 +275,4 @@ class ValueObjective(Objective):
         sums.total("loss/value", out.loss)
         sums.add("critic/clip_frac", out.num_clipped, out.num_tokens)
         sums.mean("critic/value_mean", values, mask)
-        return out.loss
-
-
-# Process rewards -----------------------------------------------------------------------------------------
-
-STEP_NEEDS = Needs(step_scores=True, mask="step_mask")
-"""A logit at the last token of every step."""
-
-
-@dataclass(frozen=True)
-class StepObjective(Objective):
-    """Binary cross-entropy over the labelled steps of the batch (``step_mask``, ``step_labels``), their mean."""
-
-    needs = STEP_NEEDS
-
-    def denominators(self, batch: RaggedBatch) -> int:
-        return int(batch.token["step_mask"].sum())
-
-    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
-        scores = required(outputs.step_scores, "step_scores")
-        out = step_loss(scores, batch.token["step_labels"], batch.token["step_mask"], denominators)
-        sums.total("loss/process_reward", out.loss)
-        sums.add("process_reward/accuracy", out.num_correct, out.num_decided)
-        sums.add("process_reward/calibration", out.probability_sum - out.label_sum, out.num_steps)
         return out.loss

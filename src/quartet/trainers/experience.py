@@ -22,11 +22,10 @@ from torch import Tensor
 
 from quartet.algorithms.advantages import normalised_in_groups
 from quartet.algorithms.kl import adaptive_kl_coef, kl_estimate
-from quartet.algorithms.process_rewards import mean_gap, right_answers
 from quartet.algorithms.segments import masked_mean, masked_owner, segment_count, segment_is_constant
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories, TrajectoryEnd
+from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, Trajectories, TrajectoryEnd
 from quartet.config.algorithms import (
     Distillation,
     GroupAlgorithm,
@@ -36,6 +35,8 @@ from quartet.config.algorithms import (
     SelectionConfig,
     kl_term,
 )
+from quartet.config.plugins import load
+from quartet.config.reward_types import PLUGIN_REWARDS
 from quartet.rewards.combine import LEFT_OUT_PREFIX, combine, effective_weights, source_metrics
 from quartet.schedule.groups import GREEDY
 from quartet.schedule.iteration import Chunk
@@ -170,11 +171,15 @@ class Assembler:
         metrics = {
             **kl_metrics,
             **token_metrics,
-            **process_metrics(batch, judged.rewards, self.weights),
+            **self._plugin_metrics(batch, judged),
             **self._score_metrics(batch, judged, result),
             **self._advantage_metrics(batch, result),
         }
         return Experience(batch, metrics, greedy)
+
+    def _plugin_metrics(self, batch: RaggedBatch, judged: ScoredGroups) -> dict[str, float]:
+        figures = [load(kind.metrics) for kind in PLUGIN_REWARDS.values() if kind.metrics is not None]
+        return {name: value for of in figures for name, value in of(batch, judged.rewards, self.weights).items()}
 
     def judge(self, batch: RaggedBatch, step: int | None = None) -> ScoredGroups:
         """Scores of a batch that has the columns of rewards; it needs no others.
@@ -331,49 +336,3 @@ def _wide_enough(scores_N: Tensor) -> Tensor:
 
 def _dense(labels_N: Tensor) -> Tensor:
     return torch.unique(labels_N, return_inverse=True)[1]
-
-
-# Process rewards -----------------------------------------------------------------------------------------
-
-
-def process_metrics(
-    batch: RaggedBatch, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
-) -> dict[str, float]:
-    """Figures of the process reward models among the sources; none without such a model.
-
-    The gaps compare mean rewards of right and wrong answers, under the outcome sources and under the process reward
-    models; several sources of a kind are added up with their weights (without, where all of these are 0). An answer is
-    right where its outcome lies above the middle of the smallest and the largest of the step.
-
-    Args:
-        rewards: ``[N]`` by source, NaN where it does not apply.
-        weights: of every source.
-    """
-    process = [name for name in rewards if STEP_SCORE_PREFIX + name in batch.token]
-    if not process:
-        return {}
-    num = len(rewards[process[0]])
-    scores = [batch.token[STEP_SCORE_PREFIX + name] for name in process]
-    found = {
-        "process/steps_mean": sum(float((~values.isnan()).sum()) for values in scores) / (num * len(process)),
-        "process/unscored": float(sum(rewards[name].isnan().sum() for name in process)),
-    }
-    outcome_N, judged_N = _combined(rewards, weights, [name for name in rewards if name not in process])
-    process_N, scored_N = _combined(rewards, weights, process)
-    both_N = judged_N & scored_N
-    right_N = right_answers(outcome_N, both_N)
-    if right_N is not None:
-        found["process/gap_outcome"] = float(mean_gap(outcome_N, right_N, both_N))
-        found["process/gap_process"] = float(mean_gap(process_N, right_N, both_N))
-    return found
-
-
-def _combined(
-    rewards: Mapping[str, Tensor], weights: Mapping[str, float], names: Sequence[str]
-) -> tuple[Tensor, Tensor]:
-    """``[N]`` weighted sum of the sources that apply, and whether any does."""
-    if not names:
-        num = len(next(iter(rewards.values())))
-        return torch.zeros(num, dtype=torch.float64), torch.zeros(num, dtype=torch.bool)
-    only_logged = not any(weights[name] for name in names)
-    return combine(rewards, {name: 1.0 if only_logged else weights[name] for name in names})

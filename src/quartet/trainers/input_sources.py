@@ -20,14 +20,13 @@ from quartet.config.common import DataConfig, ModelConfig, Recipe, SourceConfig
 from quartet.config.jobs import jobs
 from quartet.config.plugins import load
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
-from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
+from quartet.config.recipe import RewardModelRecipe, SFTRecipe
 from quartet.config.validation import shortened
 from quartet.data.datasets import Mixture, Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.lazy import Chained, Spool, Unchecked
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.process_rewards import ProcessData, step_labelled
 from quartet.data.readers import Row, iter_rows
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.packing_probe import model_context_length
@@ -485,13 +484,6 @@ def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData |
     return read
 
 
-def step_reader(separator: str) -> Reader[ProcessData]:
-    """Step-labelled answers, whose steps end with ``separator``."""
-    return lambda rows, how, codec, limit, _: ProcessData.build(
-        step_labelled(rows, separator, how), codec, separator, limit
-    )
-
-
 def prompt_reader(
     rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int, prefix: str = "p"
 ) -> PromptData:
@@ -507,8 +499,6 @@ def reader_of(recipe: Recipe) -> Reader[Any]:
             return pair_reader(recipe.doubtful_pairs)
         case PreferenceRecipe():
             return pair_or_judgement_reader(recipe.doubtful_pairs)
-        case ProcessRewardRecipe():
-            return step_reader(recipe.separator)
         case _:
             reader = jobs()[job_of(recipe)].reader
             return prompt_reader if reader is None else load(reader)(recipe)

@@ -18,7 +18,7 @@ from quartet.config.common import TrainConfig
 from quartet.config.plugins import load
 from quartet.config.recipe import RLRecipe
 from quartet.config.reward_types import RewardConfig
-from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.config.rewards import ModelSource
 from quartet.config.speculation import DRAFTERS
 from quartet.envs.protocol import Environment
 from quartet.models.directories import on_meta
@@ -245,7 +245,7 @@ class ModelLoader:
         if native := [role for role in self.reward_models if role.codec is None]:
             # From the directory once more where there is one: what is frozen may have rounded weights.
             for config in self.recipe.rewards:
-                if config.name == native[0].name and isinstance(config, ModelReward | ProcessModelReward):
+                if config.name == native[0].name and isinstance(config, ModelSource):
                     return self._load_scalar(config.path, trust_remote_code=config.trust_remote_code)
             return copy.deepcopy(native[0].model.model)
         # Fresh adapters add nothing, but their modules would come along.

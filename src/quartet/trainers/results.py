@@ -18,9 +18,10 @@ from quartet.config import UserError
 from quartet.config.common import ModelConfig, TrainConfig
 from quartet.config.jobs import jobs, recipes
 from quartet.config.nearest import has_older_model
-from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, RLRecipe
+from quartet.config.plugins import load
+from quartet.config.recipe import RLRecipe
 from quartet.config.supervised import SupervisedRecipe
-from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model, save_step_separator
+from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.remote.hub import push
 from quartet.rollout.owned_folders import OwnedFolder
@@ -28,7 +29,7 @@ from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import Checkpoint, Share, find_checkpoint, step_of
 from quartet.train.state import MODEL, check_fit, model_tensors, shapes_of
 from quartet.trainers.input_sources import resolve_model, resolve_scalar_model, resolve_tokenizer
-from quartet.trainers.run_files import MARKER, check_written, read_json, write_digests, writing
+from quartet.trainers.run_files import MARKER, check_written, job_of, read_json, write_digests, writing
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,8 @@ def _write_checkpoint(checkpoint: Checkpoint, target: Path, base: str | None, tr
         # Which tokens the data have is not known here, so that none of them pads.
         seen = torch.ones(packed.vocab_size, dtype=torch.bool)
         warning = save_scalar_model(packed, codec.tokenizer, target, seen=seen, eos_ids=codec.eos_ids)
-        if isinstance(recipe, ProcessRewardRecipe):
-            save_step_separator(recipe.separator, target)
+        if (beside := jobs()[job_of(recipe)].beside) is not None:
+            load(beside)(recipe, target)
         return warning
 
 
@@ -241,7 +242,7 @@ def _trained_model(
 ) -> tuple[PackedCausalLM | PackedScalarModel, TextCodec]:
     """The model of a checkpoint's share, whatever ranks wrote it, with its adapters if it has any."""
     packed: PackedCausalLM | PackedScalarModel
-    if isinstance(recipe, RewardModelRecipe | ProcessRewardRecipe):
+    if isinstance(recipe, SupervisedRecipe) and recipe.is_scalar:
         model, generation = resolve_scalar_model(section, None, seed=recipe.seed)
         packed = PackedScalarModel(model)
     else:

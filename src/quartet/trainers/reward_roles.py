@@ -52,6 +52,10 @@ class RewardModelRole:
         return ModelScorer(leases, self.name, model, Needs(scores=True), column, reads_text=reads_text)
 
 
+class EpisodeScorer:
+    """Marks a scorer that reads all turns of an episode, where others are given its last sequence alone."""
+
+
 class TextScoreWorker(ScoreWorker):
     """A reward model with another tokenizer than the policy's: reads the text of prompts and completions, for scores.
 

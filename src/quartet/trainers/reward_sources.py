@@ -12,11 +12,12 @@ from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.config.nearest import nearest
-from quartet.config.reward_types import RewardConfig
-from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.config.plugins import load
+from quartet.config.reward_types import PLUGIN_REWARDS, RewardConfig
+from quartet.config.rewards import ModelReward, ModelSource
 from quartet.data.datasets import PromptData
 from quartet.data.fields import column_at
-from quartet.models.loading import load_scalar_model, load_step_separator
+from quartet.models.loading import load_scalar_model
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.metrics import METRICS, find_metric
 from quartet.rewards.build import RuleSource, build_reward
@@ -33,7 +34,6 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers.devices import META, FrozenModels
 from quartet.trainers.input_sources import vocabulary_size
-from quartet.trainers.process_reward_roles import ProcessModelRole
 from quartet.trainers.reward_roles import FunctionScorer, RewardFunctionRole, RewardModelRole
 
 Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
@@ -119,7 +119,7 @@ def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[
     found = [
         RewardFunctionRole(build_reward(config), config.weight, config.gate)
         for config in configs
-        if not isinstance(config, ModelReward | ProcessModelReward)
+        if not isinstance(config, ModelSource)
     ]
     passed = [reward for reward in rewards if not isinstance(reward, PreTrainedModel)]
     return found + [RewardFunctionRole(GuardedReward(PassedFunction(reward)), 1.0) for reward in passed]
@@ -143,22 +143,22 @@ def fit_to_data(functions: Sequence[RewardFunctionRole], data: PromptData, codec
 def reward_models(
     configs: Sequence[RewardConfig], rewards: Rewards, codec: TextCodec, train: TrainConfig, frozen: FrozenModels
 ) -> list[RewardModelRole]:
-    """The recipe's reward models, then those passed from Python (which share the policy's tokenizer), then the recipe's
-    process reward models.
+    """The recipe's reward models, then those passed from Python (which share the policy's tokenizer), then those of
+    plug-ins.
 
     Args:
         codec: the policy's.
 
     Raises:
-        UserError: a model cannot be loaded, or does not go with its tokenizer; of a process reward model it is not
-            known how its steps end, or a tokenizer loses the separator.
+        UserError: a model cannot be loaded, or does not go with its tokenizer.
     """
     roles = [_reward_model(config, codec, frozen) for config in configs if isinstance(config, ModelReward)]
     for name, reward in user_models(configs, rewards).items():
         check_vocabulary(codec.tokenizer, vocabulary_size(reward))
         packed = frozen.scalar(reward, is_user_object=True)
         roles.append(RewardModelRole(name, packed, forward_budget(train), None, 1.0))
-    return roles + [_process_model(one, codec, frozen) for one in configs if isinstance(one, ProcessModelReward)]
+    others = [one for one in configs if isinstance(one, ModelSource) and not isinstance(one, ModelReward)]
+    return roles + [load(PLUGIN_REWARDS[one.type].model or "")(one, codec, frozen) for one in others]
 
 
 def user_models(configs: Sequence[RewardConfig], rewards: Rewards) -> dict[str, PreTrainedModel]:
@@ -174,48 +174,14 @@ def forward_budget(train: TrainConfig) -> TokenBudget:
 
 
 def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -> RewardModelRole:
-    tokenizer, packed, budget = _loaded(config, frozen)
+    tokenizer, packed, budget = load_source(config, frozen)
     same = reads_the_same(tokenizer, codec.tokenizer)
     foreign = None if same else TextCodec.of(tokenizer, load_generation_config(config.path))
     return RewardModelRole(config.name, packed, budget, foreign, config.weight, config.gate)
 
 
-def _process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenModels) -> ProcessModelRole:
-    own_separator = load_step_separator(config.path) or config.separator
-    if own_separator is None:
-        raise UserError(
-            f"it is not known how the steps of process reward {config.name!r} end",
-            found=f"{config.path} has no process_reward.json, and the recipe no separator",
-            remedy="set separator to what ended the steps it was trained on",
-        )
-    separator = config.separator or own_separator
-    tokenizer, packed, budget = _loaded(config, frozen)
-    own = TextCodec.of(tokenizer, load_generation_config(config.path))
-    for reader, text, whose in ((codec, separator, "policy"), (own, own_separator, f"process reward {config.name!r}")):
-        kept = reader.decode(reader.encode_prompt(f"1{text}1"), skip_special=False)
-        if text not in kept:  # no step would ever end
-            raise UserError(
-                f"the tokenizer of the {whose} does not keep the separator of steps",
-                found=f"{f'1{text}1'!r} becomes {kept!r}",
-                remedy="choose a separator that it knows",
-            )
-    reads_tokens = reads_the_same(tokenizer, codec.tokenizer) and separator == own_separator
-    return ProcessModelRole(
-        name=config.name,
-        model=packed,
-        budget=budget,
-        codec=None if reads_tokens else own,
-        weight=config.weight,
-        gate=config.gate,
-        config=config,
-        policy_codec=codec,
-        separator=separator,
-        own_separator=own_separator,
-    )
-
-
-def _loaded(
-    config: ModelReward | ProcessModelReward, frozen: FrozenModels
+def load_source(
+    config: ModelSource, frozen: FrozenModels
 ) -> tuple[PreTrainedTokenizerBase, PackedScalarModel, TokenBudget]:
     """The model's own tokenizer, the model, and its token budget."""
     trust = config.trust_remote_code

@@ -57,9 +57,8 @@ from quartet.trainers.input_sources import (
     vocabulary_size,
 )
 from quartet.trainers.model_loader import ModelLoader, UserObjects
-from quartet.trainers.process_reward_roles import ProcessScorer
 from quartet.trainers.ptx import build_ptx
-from quartet.trainers.reward_roles import RewardModelRole
+from quartet.trainers.reward_roles import EpisodeScorer, RewardModelRole
 from quartet.trainers.reward_sources import RewardSources, fit_to_data, reward_functions, reward_weights
 from quartet.trainers.sharded_models import check_cuts, shardings
 from quartet.trainers.token_selection import ENTROPIES
@@ -276,7 +275,7 @@ class RLRoles:
         found += self.evaluation_rewards.scorers(leases, self.groups) if held_out else []
         if self.environment is None:
             return found
-        return [scorer if isinstance(scorer, ProcessScorer) else PartScorer(scorer, last_ones) for scorer in found]
+        return [scorer if isinstance(scorer, EpisodeScorer) else PartScorer(scorer, last_ones) for scorer in found]
 
     def column_scorers(self, leases: LeaseContext) -> list[ModelScorer]:
         """The columns that this recipe's algorithm really reads, beside the rewards."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.config.common import ShardingConfig
 from quartet.config.recipe import RLRecipe
-from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.config.rewards import ModelSource
 from quartet.schedule.model_worker import ScoreWorker, TrainWorker
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.group import DataParallelGroup
@@ -43,10 +43,10 @@ def shardings(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, Sharding
     }
 
 
-def model_rewards(recipe: RLRecipe) -> list[ModelReward | ProcessModelReward]:
+def model_rewards(recipe: RLRecipe) -> list[ModelSource]:
     """Those that the recipe names, of training and of evaluation."""
     only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
-    return [source for source in (*recipe.rewards, *only) if isinstance(source, ModelReward | ProcessModelReward)]
+    return [source for source in (*recipe.rewards, *only) if isinstance(source, ModelSource)]
 
 
 def check_cuts(loader: ModelLoader, of_role: Mapping[str, ShardingConfig]) -> None:

@@ -28,7 +28,7 @@ from quartet.config.placement import (
     resolve,
 )
 from quartet.config.recipe import RLRecipe
-from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.config.rewards import ModelSource
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import LeaseMode
@@ -78,7 +78,7 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
         kinds[HEADS] = HEADS
     only = recipe.held_out.rewards
     for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
-        named = [config.name for config in configs if isinstance(config, ModelReward | ProcessModelReward)]
+        named = [config.name for config in configs if isinstance(config, ModelSource)]
         kinds |= dict.fromkeys([*named, *user_models(configs, rewards)], "reward")
     if recipe.placement is None:
         return local_placement(kinds)

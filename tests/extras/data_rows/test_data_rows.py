@@ -20,11 +20,11 @@ from quartet.config import UserError
 from quartet.config.load import load_recipe
 from quartet.extras.data_rows.command import show
 from quartet.extras.data_rows.rows import DataRows, ShownRow, sections_of
+from quartet.extras.process_rewards.trainer import ProcessRewardWorker
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceWorker
-from quartet.trainers.process_reward import ProcessRewardWorker
 from quartet.trainers.reference_cache import data_digest
 from quartet.trainers.reward_model import RewardModelWorker
 from quartet.trainers.roles import RLRoles

@@ -12,8 +12,8 @@ from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, judgements, preferences, prompts
-from quartet.data.process_rewards import step_labelled
 from quartet.data.readers import Row, iter_rows
+from quartet.extras.process_rewards.data import step_labelled
 
 USER, YES, NO = ({"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "yes"), ("assistant", "no")))
 KIND, OWN = {"role": "system", "content": "kind"}, {"role": "system", "content": "own"}

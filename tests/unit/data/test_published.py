@@ -14,8 +14,8 @@ from quartet.config.errors import UserError
 from quartet.data.datasets import SFTData, TokenLimit
 from quartet.data.fields import Reading, as_dialogue, split_texts
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
-from quartet.data.process_rewards import step_labelled
 from quartet.data.readers import Row
+from quartet.extras.process_rewards.data import step_labelled
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.examples import Conversation, Demonstration, Document, Judgement, Preference, Prompt, Tokenised
 from quartet.text.tokenizer import TextCodec

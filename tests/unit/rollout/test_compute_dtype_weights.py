@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from quartet.config.common import LoRAConfig
+from quartet.config.plugins import weight_forms
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm
 from quartet.models.memory import drop_derived
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout import weight_copies
 from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.merged_layers import MergedLayers
 from quartet.rollout.protocol import Completion, Request
 
 Make = Callable[..., Request]
@@ -37,17 +36,16 @@ def places(weights: ComputeWeights) -> list[int]:
 
 
 @pytest.fixture
-def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers run as the model has them."""
-    monkeypatch.setattr(MergedLayers, "merge", lambda *_: None)
+def formed() -> None:
+    """In fp32 a plug-in alone has copies."""
+    if not weight_forms():
+        pytest.skip("no plug-in has a weight form")
 
 
-@pytest.mark.usefixtures("unmerged")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_logits_have_the_same_bits_with_copies(family: Any, precision: Any) -> None:
-    """Under bf16 the copies are those that autocast makes; in fp32 on one thread a transposed weight sums alike."""
+def test_logits_have_the_same_bits_with_copies(family: Any) -> None:
+    """The copies are those that autocast makes."""
     family.packed.release()
-    packed = PackedCausalLM(copy.deepcopy(family.twin), precision)
+    packed = PackedCausalLM(copy.deepcopy(family.twin), "bf16")
     expected = logits(packed)
     weights = ComputeWeights(packed)
     with weights.active():
@@ -68,6 +66,7 @@ def test_only_what_autocast_would_cast_is_copied(build_tiny: Callable[..., Any])
     assert all(p.dtype == torch.float32 for p in packed.model.parameters())
 
 
+@pytest.mark.usefixtures("formed")
 def test_the_model_is_itself_again_after_an_error(tiny: Any) -> None:
     before = {n: p for n, p in tiny.packed.model.named_parameters()}
     weights = ComputeWeights(tiny.packed)
@@ -77,6 +76,7 @@ def test_the_model_is_itself_again_after_an_error(tiny: Any) -> None:
     assert all(p is before[n] for n, p in tiny.packed.model.named_parameters())
 
 
+@pytest.mark.usefixtures("formed")
 @pytest.mark.parametrize("how", ["in place", "behind autograd's back", "released"])
 def test_copies_follow_the_weights(tiny: Any, tolerances: Any, how: str) -> None:
     weights = ComputeWeights(tiny.packed)
@@ -120,6 +120,7 @@ def test_own_weights_are_not_held_twice(build_tiny: Callable[..., Any], make_req
         assert run_all(own, requests) == expected
 
 
+@pytest.mark.usefixtures("formed")
 def test_copies_are_given_back(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     engine = tiny.engine()
     run_all(engine, [make_request("r", max_new_tokens=3)])
@@ -135,79 +136,7 @@ def test_exact_numerics_compute_with_the_trainers_own_weights(tiny: Any) -> None
         assert weights.num_bytes == 0
 
 
-# Packed products -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def all_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small weights are packed as large ones are."""
-    monkeypatch.setattr(weight_copies, "MIN_PACKED", 1)
-
-
-@pytest.mark.usefixtures("all_packed", "unmerged")
-def test_packed_products_agree_and_leave_no_trace(family: Any, tolerances: Any) -> None:
-    packed = family.packed
-    before = {name: dict(vars(module)) for name, module in packed.model.named_modules()}
-    expected = logits(packed)
-    weights = ComputeWeights(packed)
-    with weights.active():
-        linear = [m for m in packed.model.modules() if type(m) is torch.nn.Linear]
-        assert linear and all("forward" in vars(m) for m in linear)
-        atol, rtol = tolerances[torch.float32]
-        torch.testing.assert_close(logits(packed), expected, atol=atol, rtol=rtol)
-    assert weights.num_bytes == sum(m.weight.numel() * 4 for m in linear)
-    assert torch.equal(logits(packed), expected)
-    assert {n: vars(m).keys() for n, m in packed.model.named_modules()} == {n: v.keys() for n, v in before.items()}
-
-
-@pytest.mark.usefixtures("all_packed")
-@pytest.mark.parametrize("how", ["in place", "behind autograd's back"])
-def test_packed_products_follow_the_weights(tiny: Any, tolerances: Any, how: str) -> None:
-    weights = ComputeWeights(tiny.packed)
-    with weights.active():
-        old = logits(tiny.packed)
-    with torch.no_grad():
-        for parameter in tiny.packed.model.parameters():
-            (parameter if how == "in place" else parameter.data).mul_(1.1)
-    if how != "in place":
-        weights.refresh()
-    with weights.active():
-        found = logits(tiny.packed)
-    atol, rtol = tolerances[torch.float32]
-    torch.testing.assert_close(found, logits(tiny.packed), atol=atol, rtol=rtol)
-    assert not torch.allclose(found, old, atol=1e-3)
-
-
-@pytest.mark.usefixtures("all_packed")
-def test_packed_products_give_a_request_the_same_bits_in_any_batch(
-    tiny: Any, make_request: Make, run_all: RunAll
-) -> None:
-    requests = [make_request(f"r{i}", length=5 + 3 * i, seed=i, max_new_tokens=6 + i) for i in range(9)]
-    together = run_all(tiny.engine(), requests)
-    for request in requests:
-        assert run_all(tiny.engine(), [request])[request.request_id] == together[request.request_id]
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_rows_of_a_packed_product_do_not_see_each_other(threads: int) -> None:
-    layer = torch.nn.Linear(512, 512)
-    generator = torch.Generator().manual_seed(0)
-    layer.weight.data.normal_(generator=generator)
-    copy_ = weight_copies.PackedProduct(layer, 64)
-    x = torch.randn(130, 512, generator=generator)
-    former = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        copy_.put_in()
-        with torch.no_grad():
-            together = layer(x)
-            for num in (16, 17, 31, 64, 100):
-                assert torch.equal(layer(x[:num].clone()), together[:num])
-    finally:
-        torch.set_num_threads(former)
-        copy_.take_out()
-
-
+@pytest.mark.usefixtures("formed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4, alpha=8)])
 def test_what_an_update_makes_stale_is_dropped_before_it(build_tiny: Any, precision: Any, lora: Any) -> None:

@@ -15,7 +15,6 @@ from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.rollout.protocol import Completion, Request
-from quartet.rollout.weight_copies import MIN_PACKED
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
 from quartet.weights.in_process import NamedSource, sync_in_process
 
@@ -88,26 +87,6 @@ def test_an_own_engine_gives_the_bits_of_one_that_shares(
         before = expected
     apart.release_cache()
     assert run_all(apart, sent) == before
-
-
-def test_layers_that_are_merged_and_packed_follow_the_sync(make_request: Make, run_all: RunAll) -> None:
-    """A model whose products are large enough for packed blocks, so nothing but copies computes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=160,
-    )  # fmt: skip
-    trainer = packed_causal_lm(LlamaForCausalLM(config))
-    shared, apart = NativeEngine(trainer), NativeEngine(own_copy(trainer), owns_weights=True)
-    assert apart._weights.num_bytes > 4 * MIN_PACKED, "nothing is packed here"
-    sent = requests_of(make_request)
-    for version in (1, 2):
-        train(trainer, version)
-        shared.update_weights(None, version)
-        apart.update_weights(source_of(trainer), version)
-        assert run_all(apart, sent) == run_all(shared, sent)
 
 
 def test_requests_under_way_go_on_with_the_new_weights(tiny: Any, make_request: Make, run_all: RunAll) -> None:

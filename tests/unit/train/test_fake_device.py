@@ -16,7 +16,7 @@ WAITS = {
     "train gspo bf16": "policy_losses.py",
     "train dpo": "preference_objectives.py",
     "train pairwise": "preference_objectives.py",
-    "train steps": "algorithms/process_rewards.py",
+    "train steps": "process_rewards/scores.py",
 }
 """Cases that ask the device for a content once in a micro-batch: which is whole, which pairs and steps there are."""
 

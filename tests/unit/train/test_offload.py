@@ -18,7 +18,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.rollout.weight_copies import ConvertedWeight, CopySource, transposed
+from quartet.rollout.compute_dtype_weights import ConvertedWeight, CopySource
 from quartet.train import offload as module
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs, forward_only
@@ -294,7 +294,7 @@ def test_copies_of_weights_are_made_anew_after_an_update_and_not_after_a_hand_ov
 
     engine = build("causal")
     layer = engine.packed.model.model.layers[1].mlp.up_proj
-    weight = Counting(layer, "weight", CopySource(layer.weight), transposed)
+    weight = Counting(layer, "weight", CopySource(layer.weight), lambda values: values.t().contiguous().t())
     engine.offloading(files)
     for _ in range(2):
         engine.offloading().offload()

@@ -14,11 +14,12 @@ from quartet.config import UserError
 from quartet.config.common import CheckpointConfig
 from quartet.config.logs import CallbackConfig, LogConfig
 from quartet.config.preference import PreferenceRecipe
-from quartet.config.recipe import ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
+from quartet.config.recipe import RewardModelRecipe, SFTRecipe
+from quartet.extras.process_rewards.config import ProcessRewardRecipe
+from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.sft import SFTTrainer
 

@@ -21,25 +21,15 @@ from quartet.config import UserError
 from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.jobs import recipes
-from quartet.config.recipe import (
-    ActorConfig,
-    CheckpointConfig,
-    ProcessRewardRecipe,
-    RewardModelRecipe,
-    SFTRecipe,
-)
-from quartet.models.loading import (
-    load_causal_lm,
-    load_scalar_model,
-    load_step_separator,
-    packed_causal_lm,
-    save_causal_lm,
-)
+from quartet.config.recipe import ActorConfig, CheckpointConfig, RewardModelRecipe, SFTRecipe
+from quartet.extras.process_rewards.config import ProcessRewardRecipe
+from quartet.extras.process_rewards.steps import load_step_separator
+from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
+from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, save_causal_lm
 from quartet.observe.callbacks import Callback
 from quartet.observe.progress import Progress
 from quartet.text.loading import load_tokenizer, local_directory
 from quartet.trainers.evaluation_job import Evaluator
-from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.results import export, exported, model_directory
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.run_files import completed_run

@@ -15,6 +15,7 @@ from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import SFTRecipe
 from quartet.data.datasets import Mixture
+from quartet.extras.process_rewards.data import step_reader
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation_job import Evaluator
@@ -24,7 +25,6 @@ from quartet.trainers.input_sources import (
     pair_reader,
     prompt_data,
     read_data,
-    step_reader,
 )
 from quartet.trainers.sft import SFTTrainer
 

@@ -13,9 +13,10 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, OptimConfig, TrainConfig
-from quartet.config.recipe import CheckpointConfig, LogConfig, ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
+from quartet.config.recipe import CheckpointConfig, LogConfig, RewardModelRecipe, SFTRecipe
+from quartet.extras.process_rewards.config import ProcessRewardRecipe
+from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.train.engine import TrainEngine
-from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.sft import SFTTrainer, SFTWorker
 from quartet.trainers.supervised_worker import Given

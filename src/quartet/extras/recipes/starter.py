@@ -39,7 +39,6 @@ _SUPERVISED: Mapping[str, Starter] = {
     "sft": Starter("demonstrations.jsonl", ("prompt", "completion"), {"model.path": "Qwen/Qwen2.5-0.5B"}),
     "reward-model": Starter("pairs.jsonl", ("prompt", "chosen", "rejected"), {"centring": 0.01}),
     "preference": Starter("pairs.jsonl", ("prompt", "chosen", "rejected"), {"train.optim.lr": 1e-6}),
-    "process-reward": Starter("steps.jsonl", ("prompt", "steps", "labels"), {"separator": "\n\n"}),
 }
 _EXAMPLE = "# "
 """Before the last name of a key that is commented out."""

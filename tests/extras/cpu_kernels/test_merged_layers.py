@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from quartet.extras.cpu_kernels import merged_layers, products
+from quartet.extras.cpu_kernels.merged_layers import MergedLayer, MergedLayers
 from quartet.models.attention import PackedAttention
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout import merged_layers, weight_copies
 from quartet.rollout.compute_dtype_weights import ComputeWeights
-from quartet.rollout.merged_layers import MergedLayer, MergedLayers
 from quartet.rollout.protocol import Completion, Request
 
 Build = Callable[..., Any]
@@ -44,7 +44,7 @@ def test_common_layers_are_merged_and_agree(
     name: str, blocked: bool, build_architecture: Build, tolerances: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if blocked:
-        monkeypatch.setattr(weight_copies, "MIN_PACKED", 1)
+        monkeypatch.setattr(products, "MIN_PACKED", 1)
     packed = PackedCausalLM(build_architecture(name))
     expected = hidden(packed)
     weights = ComputeWeights(packed)
@@ -168,7 +168,7 @@ def test_a_request_gets_the_same_bits_in_any_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if blocked:
-        monkeypatch.setattr(weight_copies, "MIN_PACKED", 1)
+        monkeypatch.setattr(products, "MIN_PACKED", 1)
     requests = [make_request(f"r{i}", length=5 + 3 * i, seed=i, max_new_tokens=6 + i) for i in range(9)]
     engine = tiny.engine()
     together = run_all(engine, requests)

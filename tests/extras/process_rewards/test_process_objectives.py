@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.extras.process_rewards.trainer import STEP_NEEDS, StepObjective
 from quartet.train.forward import Needs
-from quartet.train.objectives import STEP_NEEDS, StepObjective
 from unshared import unshared
 
 

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quartet.extras.cpu_kernels.fused import SignedSin
+from quartet.extras.cpu_kernels.products import is_packed_best, packed_for, plain_form, product
 from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, RecordedAttention
-from quartet.models.fused import SignedSin
 from quartet.models.lora import AdaptedLayer
-from quartet.rollout.weight_copies import CopySource, WeightCopy, is_packed_best, packed_for, plain_form
+from quartet.rollout.compute_dtype_weights import CopySource, WeightCopy
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -98,7 +99,7 @@ class MergedLayer(WeightCopy):
             [mlp.gate_proj, mlp.up_proj],
             [mlp.down_proj],
         )
-        self.linears = [linear for part in self._parts for linear in part]
+        linears = [linear for part in self._parts for linear in part]
         numels = [sum(linear.weight.numel() for linear in part) for part in self._parts]
         forms = [
             packed_for(num_rows) if is_packed_best(numel) else plain_form(part[0].in_features)
@@ -107,9 +108,9 @@ class MergedLayer(WeightCopy):
         self._num_heads = [attention.q_proj.out_features // self._head_size]
         self._num_heads += [attention.k_proj.out_features // self._head_size] * 2
         self._former: Any = None
-        sources = [CopySource(linear.bias) for linear in self.linears if linear.bias is not None]
-        sources += [CopySource(linear.weight, adapted.get(linear)) for linear in self.linears]
-        super().__init__(sources, forms)
+        sources = [CopySource(linear.bias) for linear in linears if linear.bias is not None]
+        sources += [CopySource(linear.weight, adapted.get(linear)) for linear in linears]
+        super().__init__(linears, sources, forms)
 
     def _read(self) -> Iterator[Tensor]:
         values = super()._read()
@@ -145,7 +146,7 @@ class MergedLayer(WeightCopy):
         return self._product(3, F.silu(gate).mul_(up)).add_(hidden).unsqueeze(0)
 
     def _product(self, i: int, x: Tensor) -> Tensor:
-        return self._weights[i].product(x, self._biases[i])
+        return product(self._weights[i].tensor, x, self._biases[i])
 
     def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
         """``[R, D] → [R, H Dh]``"""

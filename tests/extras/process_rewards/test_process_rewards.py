@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.algorithms.process_rewards import (
+from quartet.extras.process_rewards.scores import (
     calibration_error,
     mean_gap,
     process_rewards,

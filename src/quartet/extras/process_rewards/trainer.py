@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.algorithms.process_rewards import calibration_error, step_loss
+from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
-from quartet.config.recipe import ProcessRewardRecipe
-from quartet.data.process_rewards import ProcessData
-from quartet.models.loading import save_step_separator, saved_paths
+from quartet.extras.process_rewards.config import ProcessRewardRecipe
+from quartet.extras.process_rewards.data import ProcessData
+from quartet.extras.process_rewards.scores import calibration_error, step_loss
+from quartet.extras.process_rewards.steps import save_step_separator
+from quartet.models.loading import saved_paths
 from quartet.train.engine import TrainEngine
-from quartet.train.objectives import STEP_NEEDS, StepObjective
+from quartet.train.forward import Needs, Outputs
+from quartet.train.metrics import MetricSums
+from quartet.train.objectives import Objective, required
 from quartet.trainers.run_files import writing
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import ScalarWorker
 
 _ANSWERS_PER_PASS = 128
+STEP_NEEDS = Needs(step_scores=True, mask="step_mask")
+"""A logit at the last token of every step."""
+
+
+@dataclass(frozen=True)
+class StepObjective(Objective):
+    """Binary cross-entropy over the labelled steps of the batch (``step_mask``, ``step_labels``), their mean."""
+
+    needs = STEP_NEEDS
+
+    def denominators(self, batch: RaggedBatch) -> int:
+        return int(batch.token["step_mask"].sum())
+
+    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
+        scores = required(outputs.step_scores, "step_scores")
+        out = step_loss(scores, batch.token["step_labels"], batch.token["step_mask"], denominators)
+        sums.total("loss/process_reward", out.loss)
+        sums.add("process_reward/accuracy", out.num_correct, out.num_decided)
+        sums.add("process_reward/calibration", out.probability_sum - out.label_sum, out.num_steps)
+        return out.loss
 
 
 class ProcessRewardWorker(ScalarWorker[ProcessRewardRecipe, ProcessData]):

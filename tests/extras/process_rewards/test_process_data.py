@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from quartet.config.errors import UserError
 from quartet.data.datasets import TokenLimit
 from quartet.data.fields import Reading
-from quartet.data.process_rewards import ProcessData, StepLabelled, step_labelled
 from quartet.data.readers import Row
+from quartet.extras.process_rewards.data import ProcessData, StepLabelled, step_labelled
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
 

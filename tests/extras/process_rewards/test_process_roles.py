@@ -19,9 +19,10 @@ from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, KLConfig, ReinforcePlusPlus, ReMax
 from quartet.config.common import TrainConfig
 from quartet.config.recipe import RLRecipe
-from quartet.config.rewards import DiscountedSteps, MinSteps, ProcessModelReward, SumSteps
 from quartet.data.datasets import PromptItem
-from quartet.models.loading import save_step_separator
+from quartet.extras.process_rewards.config import DiscountedSteps, MinSteps, ProcessModelReward, SumSteps
+from quartet.extras.process_rewards.roles import ProcessModelRole, steps_of
+from quartet.extras.process_rewards.steps import save_step_separator
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.lease_context import LeaseContext
@@ -30,7 +31,6 @@ from quartet.schedule.role_group import LocalGroup
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.experience import Assembler, Experience
-from quartet.trainers.process_reward_roles import ProcessModelRole, steps_of
 from quartet.trainers.reward_sources import reward_models
 from split_workers import SplitWorkers, without_ids
 

@@ -14,9 +14,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from quartet.models import fused
+from quartet.extras.cpu_kernels import fused
 from quartet.models.attention import PackedAttention
-from quartet.models.packed_model import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM, restore_forwards
 
 Build = Callable[..., PreTrainedModel]
 Close = Callable[..., None]
@@ -204,7 +204,7 @@ def test_removed_without_a_trace(build_architecture: Build) -> None:
         patches = fused.install_fused(model)
         assert patches
         assert not torch.equal(model(input_ids=tokens()).logits, expected), "nothing was replaced"
-        fused.restore_forwards(patches)
+        restore_forwards(patches)
         assert torch.equal(model(input_ids=tokens()).logits, expected)
     assert not patches
     assert {name: vars(module).keys() for name, module in model.named_modules()} == {
@@ -331,7 +331,7 @@ def test_a_forward_of_the_instance_s_own_stays() -> None:
     norm = Qwen2RMSNorm(24)
     norm.forward = lambda x: 2 * x
     patches = fused.install_fused(norm)
-    fused.restore_forwards(patches)
+    restore_forwards(patches)
     assert torch.equal(norm(torch.ones(24)), torch.full((24,), 2.0))
 
 

@@ -10,11 +10,16 @@ answer's last token (its end-of-text).
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
+from quartet.config import UserError
+from quartet.extras.process_rewards.config import ProcessRewardRecipe
+from quartet.text.loading import local_or_hub
 from quartet.text.tokenizer import TextCodec
 
 _CONTEXT = 8
@@ -68,3 +73,46 @@ def answer_pieces(codec: TextCodec, before: Sequence[int], ids: Sequence[int]) -
     context = list(before[-_CONTEXT:])
     pieces = codec.token_texts([*context, *ids])[len(context) :]
     return ["" if token in codec.eos_ids else piece for token, piece in zip(ids, pieces, strict=True)]
+
+
+# In a model's directory: how the steps end that it was trained on -------------------------------------------
+
+_PROCESS_FILE = "process_reward.json"
+_PROCESS_KIND = "process reward model: the score at a step's last token is the logit of the step being right"
+
+
+def save_step_separator(separator: str, directory: Path) -> None:
+    """Writes what ends every step but perhaps the last into a model's directory."""
+    text = json.dumps({"kind": _PROCESS_KIND, "separator": separator}, indent=2, ensure_ascii=False)
+    (directory / _PROCESS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def load_step_separator(path: str) -> str | None:
+    """The separator of a model directory or hub name; None where it has none.
+
+    Raises:
+        UserError: the file is there, but does not say how steps end.
+    """
+    file = Path(local_or_hub(path, "model"), _PROCESS_FILE)
+    if not file.is_file():
+        return None
+    try:
+        separator = json.loads(file.read_text(encoding="utf-8"))["separator"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+    if not isinstance(separator, str) or not separator:
+        raise _damaged(path, f"separator: {separator!r}")
+    return separator
+
+
+def _damaged(path: str, found: str) -> UserError:
+    return UserError(
+        f"{_PROCESS_FILE} of a process reward model cannot be read",
+        found=f"{path}: {found}",
+        remedy='write {"separator": "…"} there, what ends a step',
+    )
+
+
+def write_separator(recipe: ProcessRewardRecipe, directory: Path) -> None:
+    """Writes beside a trained model what its steps end with."""
+    save_step_separator(recipe.separator, directory)

@@ -38,6 +38,14 @@ _ROTARY = "apply_rotary_pos_emb"
 """The name under which transformers' attention modules call their rotary function."""
 
 
+def install_on_cpu(model: nn.Module) -> list[nn.Module]:
+    """As ``install_fused`` where the model is on the CPU; one without contents may get them there.
+
+    On a GPU whole layers may be compiled instead.
+    """
+    return install_fused(model) if next(model.parameters()).device.type in ("cpu", "meta") else []
+
+
 def install_fused(model: nn.Module) -> list[nn.Module]:
     """Replaces the forward of every recognised module of ``model``; returns these modules, for ``restore_forwards``."""
     replaced: list[nn.Module] = []
@@ -56,12 +64,6 @@ def install_fused(model: nn.Module) -> list[nn.Module]:
                 module.forward = types.MethodType(forward, module)
                 replaced.append(module)
     return replaced
-
-
-def restore_forwards(modules: list[nn.Module]) -> None:
-    """Takes the forward off that each instance has; its class's shows again. Empties the list."""
-    while modules:
-        vars(modules.pop()).pop("forward", None)
 
 
 def _chunks(width: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:

@@ -10,30 +10,41 @@ from these columns: their sequences may have been read by different workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from quartet.algorithms.process_rewards import process_rewards, step_credits, step_scores
 from quartet.algorithms.segments import gather_owner, segment_count
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
 from quartet.config import UserError
-from quartet.config.rewards import DiscountedSteps, ProcessModelReward
+from quartet.extras.process_rewards.config import DiscountedSteps, ProcessModelReward
+from quartet.extras.process_rewards.scores import mean_gap, process_rewards, right_answers, step_credits, step_scores
+from quartet.extras.process_rewards.steps import (
+    Step,
+    answer_pieces,
+    join_steps,
+    last_tokens,
+    load_step_separator,
+    split_steps,
+)
+from quartet.extras.process_rewards.trainer import STEP_NEEDS
+from quartet.rewards.combine import combine
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.scorers import ModelScorer
-from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, split_steps
+from quartet.text.loading import load_generation_config, reads_the_same
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs
-from quartet.train.objectives import STEP_NEEDS
-from quartet.trainers.reward_roles import RewardModelRole, encode_answer
+from quartet.trainers.devices import FrozenModels
+from quartet.trainers.reward_roles import EpisodeScorer, RewardModelRole, encode_answer
+from quartet.trainers.reward_sources import load_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +164,7 @@ class ProcessScoreWorker(ScoreWorker):
         return ColumnSet(batch.ids, {"step_scores": logits_T, "step_mask": _mask(batch, targets)})
 
 
-class ProcessScorer:
+class ProcessScorer(EpisodeScorer):
     """Columns of a process reward model; all token columns stand on the policy's tokens.
 
     ``reward/<name>`` ``[S]`` is the trajectory's process reward on its last sequence, NaN where it has none and on the
@@ -198,3 +209,91 @@ class ProcessScorer:
             },
             sequence={REWARD_PREFIX + name: reward_S},
         )
+
+
+def process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenModels) -> ProcessModelRole:
+    """The role of one source of a recipe.
+
+    Args:
+        codec: the policy's.
+
+    Raises:
+        UserError: the model cannot be loaded; it is not known how its steps end, or a tokenizer loses the separator.
+    """
+    own_separator = load_step_separator(config.path) or config.separator
+    if own_separator is None:
+        raise UserError(
+            f"it is not known how the steps of process reward {config.name!r} end",
+            found=f"{config.path} has no process_reward.json, and the recipe no separator",
+            remedy="set separator to what ended the steps it was trained on",
+        )
+    separator = config.separator or own_separator
+    tokenizer, packed, budget = load_source(config, frozen)
+    own = TextCodec.of(tokenizer, load_generation_config(config.path))
+    for reader, text, whose in ((codec, separator, "policy"), (own, own_separator, f"process reward {config.name!r}")):
+        kept = reader.decode(reader.encode_prompt(f"1{text}1"), skip_special=False)
+        if text not in kept:  # no step would ever end
+            raise UserError(
+                f"the tokenizer of the {whose} does not keep the separator of steps",
+                found=f"{f'1{text}1'!r} becomes {kept!r}",
+                remedy="choose a separator that it knows",
+            )
+    reads_tokens = reads_the_same(tokenizer, codec.tokenizer) and separator == own_separator
+    return ProcessModelRole(
+        name=config.name,
+        model=packed,
+        budget=budget,
+        codec=None if reads_tokens else own,
+        weight=config.weight,
+        gate=config.gate,
+        config=config,
+        policy_codec=codec,
+        separator=separator,
+        own_separator=own_separator,
+    )
+
+
+# Figures -------------------------------------------------------------------------------------------------
+
+
+def process_metrics(
+    batch: RaggedBatch, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Figures of the process reward models among the sources; none without such a model.
+
+    The gaps compare mean rewards of right and wrong answers, under the outcome sources and under the process reward
+    models; several sources of a kind are added up with their weights (without, where all of these are 0). An answer is
+    right where its outcome lies above the middle of the smallest and the largest of the step.
+
+    Args:
+        rewards: ``[N]`` by source, NaN where it does not apply.
+        weights: of every source.
+    """
+    process = [name for name in rewards if STEP_SCORE_PREFIX + name in batch.token]
+    if not process:
+        return {}
+    num = len(rewards[process[0]])
+    scores = [batch.token[STEP_SCORE_PREFIX + name] for name in process]
+    found = {
+        "process/steps_mean": sum(float((~values.isnan()).sum()) for values in scores) / (num * len(process)),
+        "process/unscored": float(sum(rewards[name].isnan().sum() for name in process)),
+    }
+    outcome_N, judged_N = _combined(rewards, weights, [name for name in rewards if name not in process])
+    process_N, scored_N = _combined(rewards, weights, process)
+    both_N = judged_N & scored_N
+    right_N = right_answers(outcome_N, both_N)
+    if right_N is not None:
+        found["process/gap_outcome"] = float(mean_gap(outcome_N, right_N, both_N))
+        found["process/gap_process"] = float(mean_gap(process_N, right_N, both_N))
+    return found
+
+
+def _combined(
+    rewards: Mapping[str, Tensor], weights: Mapping[str, float], names: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """``[N]`` weighted sum of the sources that apply, and whether any does."""
+    if not names:
+        num = len(next(iter(rewards.values())))
+        return torch.zeros(num, dtype=torch.float64), torch.zeros(num, dtype=torch.bool)
+    only_logged = not any(weights[name] for name in names)
+    return combine(rewards, {name: 1.0 if only_logged else weights[name] for name in names})

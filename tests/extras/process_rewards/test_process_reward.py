@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from quartet.config import UserError
 from quartet.config.common import LogConfig, OptimConfig, TrainConfig
-from quartet.config.recipe import ProcessRewardRecipe
-from quartet.models.loading import load_step_separator
-from quartet.trainers.process_reward import ProcessRewardTrainer
+from quartet.extras.process_rewards.config import ProcessRewardRecipe
+from quartet.extras.process_rewards.steps import load_step_separator
+from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 
 
 @pytest.fixture(scope="module")

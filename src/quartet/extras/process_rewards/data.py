@@ -26,9 +26,11 @@ from quartet.data.datasets import Batches, Kept, TokenLimit, checked
 from quartet.data.fields import AS_GIVEN, Fields, Reading, Skip, field_excerpt, placed, prompt_field
 from quartet.data.formats import Parsed, parse_rows
 from quartet.data.readers import Row, shown_places
+from quartet.extras.process_rewards.config import ProcessRewardRecipe
+from quartet.extras.process_rewards.steps import answer_pieces, last_tokens, split_steps
 from quartet.text.examples import PromptText
-from quartet.text.steps import answer_pieces, last_tokens, split_steps
 from quartet.text.tokenizer import TextCodec
+from quartet.trainers.input_sources import Reader
 
 _WORDS = {"+": 1.0, "-": 0.0}
 _STEPS = ("steps", "completions")
@@ -234,4 +236,16 @@ def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_toke
         tuple(end for end, _ in labelled),
         tuple(label for _, label in labelled),
         example.place,
+    )
+
+
+def reader(recipe: ProcessRewardRecipe) -> Reader[ProcessData]:
+    """Step-labelled answers, whose steps end with the recipe's separator."""
+    return step_reader(recipe.separator)
+
+
+def step_reader(separator: str) -> Reader[ProcessData]:
+    """Step-labelled answers, whose steps end with ``separator``."""
+    return lambda rows, how, codec, limit, _: ProcessData.build(
+        step_labelled(rows, separator, how), codec, separator, limit
     )

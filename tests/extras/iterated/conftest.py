@@ -1,0 +1,3 @@
+"""What tests of trainers share."""
+
+from trainer_fixtures import *  # noqa: F403 - fixtures
