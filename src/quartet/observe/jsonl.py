@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from quartet.config.errors import UserError
 from quartet.config.file_errors import read_file, write_error
 from quartet.observe.digests import sync_directory
 
@@ -59,6 +60,15 @@ def decode_lines(data: bytes, source: Path, build: Callable[[dict[str, Any]], T]
 def read_objects(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
     """The rows of ``path`` as objects, without broken ones; UserError where it cannot be read."""
     return decode_lines(read_file(path), path, build)
+
+
+def read_whole(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
+    """As :func:`read_objects`, of a file that decides what is computed: UserError for a broken line."""
+    objects, broken = parse_lines(read_file(path), build)
+    if broken:
+        remedy = "restore the file from a copy, or delete that line"
+        raise UserError("a file of the run is damaged", found=f"{path}, {broken[0]}", remedy=remedy)
+    return objects
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -16,9 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quartet.config.errors import UserError
-from quartet.config.file_errors import read_file
-from quartet.observe.jsonl import RowAppender, as_dataclass, parse_lines
+from quartet.observe.jsonl import RowAppender, as_dataclass, read_whole
 from quartet.schedule.clock import News
 
 EventKind = Literal["admit", "pause", "swap", "consume"]
@@ -126,10 +124,7 @@ class Journal:
         Raises:
             UserError: it cannot be read, or a line of it is damaged.
         """
-        events, broken = parse_lines(read_file(path), _event)
-        if broken:
-            raise UserError(f"the journal {path} is damaged", found=broken[0], remedy="follow another one, or a copy")
-        return events
+        return read_whole(path, _event)
 
     def close(self) -> None:
         if self._rows is not None:

@@ -31,7 +31,7 @@ from quartet.config import UserError
 from quartet.config.errors import printable
 from quartet.config.nearest import missing_file
 from quartet.data.datasets import PromptItem
-from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects, read_rows, replace_atomically
+from quartet.observe.jsonl import RowAppender, as_dataclass, read_rows, read_whole, replace_atomically
 from quartet.observe.trackers import Row
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.text.examples import PromptText
@@ -100,7 +100,7 @@ def read_answers(path: Path) -> list[Answer]:
         values = {"length": 0} | {name: row[name] for name in _KEYS & row.keys()}
         return as_dataclass(Answer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
 
-    return read_objects(path, answer)
+    return read_whole(path, answer)
 
 
 def as_text(prompt: PromptText) -> str:

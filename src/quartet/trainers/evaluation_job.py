@@ -52,9 +52,8 @@ from quartet.trainers.input_sources import (
     resolve_tokenizer,
     with_names,
 )
-from quartet.trainers.open_run import open_run
 from quartet.trainers.results import model_directory
-from quartet.trainers.run import Stopwatch
+from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, writing
 from quartet.trainers.signals import number_of, stop_signals
 

@@ -56,11 +56,10 @@ from quartet.trainers.input_sources import (
     with_names,
 )
 from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.open_run import open_run
 from quartet.trainers.periodic_evaluation import PeriodicEvaluation
 from quartet.trainers.results import TrainResult
 from quartet.trainers.roles import RLRoles, needs_greedy
-from quartet.trainers.run import Stopwatch
+from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume
 from quartet.trainers.signals import take_back_signals
 from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference

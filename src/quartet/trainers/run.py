@@ -26,9 +26,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+import torch
+from transformers import PreTrainedModel
+
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
 from quartet.config.addresses import is_url
+from quartet.config.common import TrainingRecipe
 from quartet.config.load import dump_recipe
 from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
@@ -36,14 +40,18 @@ from quartet.config.recipe import Recipe
 from quartet.observe import cpu
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
-from quartet.observe.callbacks import Callback, Callbacks, Control
+from quartet.observe.callbacks import Callback, Callbacks, Control, as_callbacks
 from quartet.observe.follow import Tail
 from quartet.observe.health import examine
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
+from quartet.observe.logs import set_up_logging
+from quartet.observe.metrics import find_metric
+from quartet.observe.notify import Notifier
+from quartet.observe.progress import Progress
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
-from quartet.observe.tracker_kinds import DeliveredTracker, TrackedRun, build_trackers
+from quartet.observe.tracker_kinds import DeliveredTracker, TrackedRun, build_trackers, check_trackers
 from quartet.observe.trackers import JsonlTracker, metrics_of_row, read_metrics
 from quartet.train.checkpoint import (
     Checkpoint,
@@ -54,7 +62,7 @@ from quartet.train.checkpoint import (
     prune,
     set_aside_after,
 )
-from quartet.trainers.devices import check_torch, device_changes
+from quartet.trainers.devices import check_torch, compute_device, device_changes, resolved, use_threads
 from quartet.trainers.hub_models import pinned, write_cards
 from quartet.trainers.run_files import (
     OTHER_LENGTH,
@@ -66,9 +74,9 @@ from quartet.trainers.run_files import (
     inspect,
     is_other_length,
     job_of,
+    output_path,
     software_versions,
     take_lock,
-    with_defaults,
     write_json,
     write_models,
     writing,
@@ -403,8 +411,7 @@ class RunDirectory:
                 return f"it has no {', '.join(lacking)}"
             if lacking := [name for name in counters if name not in info]:
                 return f"info.json does not say {', '.join(lacking)}"
-            saved = with_defaults(info.get("recipe"), self.recipe)
-            changed = changed_keys(saved, self.recipe.model_dump(mode="json")) if "recipe" in info else []
+            changed = changed_keys(info["recipe"], self.recipe.model_dump(mode="json")) if "recipe" in info else []
             return None if is_other_length(self.recipe, changed) else f"it belongs to another recipe ({changed[0]})"
 
         found = newest_checkpoint(self.checkpoints, misfit)
@@ -565,3 +572,39 @@ class Stopwatch:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self._start
+
+
+def open_run(
+    recipe: Recipe,
+    resume: Resume,
+    progress: Progress | None,
+    passed: PreTrainedModel | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> tuple[RunDirectory, Progress, torch.device]:
+    """The directory of a job that is about to run, what shows its progress, and the device of its models.
+
+    Args:
+        passed: the object that is trained or evaluated.
+        callbacks: beside those that the recipe names.
+
+    Raises:
+        UserError: as ``RunDirectory``, or there is no such device, or a tracker, message or callback cannot be had.
+    """
+    check_torch()
+    set_up_logging(recipe.log.level, "driver")
+    use_threads(recipe)
+    progress = progress if progress is not None else Progress()
+    path, device = output_path(recipe.output_dir, job_of(recipe), resume), compute_device(recipe, passed)
+    check_trackers(recipe.log)
+    if (metric := recipe.checkpoint.metric_for_best_model) is not None:
+        try:
+            find_metric(metric)
+        except ValueError as error:
+            raise UserError(
+                "checkpoint.metric_for_best_model is no metric", found=str(error), remedy="name one of docs/metrics.md"
+            ) from None
+    told = as_callbacks(callbacks, recipe.callbacks if isinstance(recipe, TrainingRecipe) else ())
+    if recipe.log.notify is not None:
+        told.append(Notifier(recipe.log.notify, progress.print))
+    options: dict[str, Any] = {"tell": progress.print, "resolved": resolved(recipe, device), "callbacks": told}
+    return RunDirectory(path, recipe, resume=resume, **options), progress, device

@@ -293,7 +293,7 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
             found=f"job {found['job']}",
             remedy=f"run `quartet {found['job']}`, or choose another output_dir",
         )
-    changed = changed_keys(with_defaults(read_recipe(path / RECIPE), recipe), parse_yaml(dump_recipe(recipe)))
+    changed = changed_keys(read_recipe(path / RECIPE), parse_yaml(dump_recipe(recipe)))
     if not is_other_length(recipe, changed):
         raise UserError(
             f"{path} was started with another recipe",
@@ -341,7 +341,7 @@ def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str,
     compiled layers: nothing promises that another process gets the same kernels.
 
     Args:
-        found: the run's ``run.json``; earlier versions had no ``auto``, and their recipes say it.
+        found: the run's ``run.json``.
         resolved: what this process would have in the place of ``auto``.
 
     Raises:
@@ -362,14 +362,6 @@ def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str,
                 found=f"{key}: {then[key]} then, {now} on {resolved['device']}",
                 remedy=f"set {key}: {then[key]}, or choose another output_dir",
             )
-
-
-def with_defaults(saved: Any, recipe: Recipe) -> Any:
-    """A saved recipe with the keys that its version did not have; itself where it is no recipe of this version."""
-    try:
-        return flatten(type(recipe)(**saved).model_dump(mode="json")) | flatten(saved)
-    except (UserError, TypeError):
-        return saved
 
 
 def changed_keys(saved: Any, current: Any) -> list[str]:

@@ -39,9 +39,8 @@ from quartet.trainers.input_sources import (
     check_recipe,
     with_names,
 )
-from quartet.trainers.open_run import open_run
 from quartet.trainers.results import TrainResult
-from quartet.trainers.run import Stopwatch
+from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, read_json
 from quartet.trainers.signals import stop_signals, take_back_signals
 from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker

@@ -24,8 +24,7 @@ from quartet.extras.process_rewards.trainer import ProcessRewardWorker
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.preference import PreferenceWorker
-from quartet.trainers.reference_cache import data_digest
+from quartet.trainers.preference import PreferenceWorker, data_digest
 from quartet.trainers.reward_model import RewardModelWorker
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.sft import SFTTrainer, SFTWorker

@@ -24,7 +24,7 @@ from quartet.trainers.devices import (
     worker_device,
 )
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.run_files import changed_keys, with_defaults
+from quartet.trainers.run_files import changed_keys
 from quartet.trainers.sft import SFTTrainer
 
 GPU = torch.device("cuda", 1)
@@ -158,29 +158,6 @@ def test_a_run_goes_on_elsewhere_and_says_so_but_not_in_another_precision(two_gp
         directory(tmp_path / "run", resume=True)
     with directory(tmp_path / "run", resume=True, precision="bf16") as run:
         assert "began on another device (device cuda:1 → cpu" in run.warnings[0]
-
-
-def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
-    """It knew neither `device` nor `compile`, and its precision was fp32 by default."""
-    with directory(tmp_path / "run", precision="fp32"):
-        pass
-    path = tmp_path / "run" / "recipe.yaml"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if "device:" not in line and "compile:" not in line))
-    marker = json.loads((tmp_path / "run" / "run.json").read_text())
-    del marker["resolved"]
-    (tmp_path / "run" / "run.json").write_text(json.dumps(marker))
-    with directory(tmp_path / "run", resume=True) as run:
-        assert run.warnings == []
-
-
-def test_missing_keys_get_their_defaults_and_others_stay_as_written() -> None:
-    recipe = SFTRecipe()
-    saved = recipe.model_dump(mode="json")
-    del saved["train"]["compile"], saved["device"]
-    saved["train"]["share_prefixes"] = "true"
-    found = changed_keys(with_defaults(saved, recipe), recipe.model_dump(mode="json"))
-    assert found == ["train.share_prefixes: true then, True now"]
 
 
 def test_a_run_may_move_alone_and_with_what_lies_beside_it() -> None:

@@ -18,8 +18,7 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.train.checkpoint import Share
 from quartet.train.forward import Needs, forward_only
 from quartet.train.preference_objectives import answer_logprobs
-from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.reference_cache import weights_digest
+from quartet.trainers.preference import PreferenceTrainer, weights_digest
 
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=4, alpha=8.0))
 EQUAL = {"atol": 1e-4, "rtol": 1e-5}

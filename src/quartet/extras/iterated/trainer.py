@@ -49,11 +49,10 @@ from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import Answer, write_answers, write_rows
 from quartet.trainers.evaluation_metrics import by_prompt
 from quartet.trainers.input_sources import check_recipe, check_unweighted, prompt_reader
-from quartet.trainers.open_run import open_run
 from quartet.trainers.results import TrainResult
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import Stopwatch
+from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, completed, writing
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 
