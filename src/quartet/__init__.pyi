@@ -175,7 +175,7 @@ from .observe.callbacks import (
 from .observe.progress import Progress as Progress
 from .extras.report.build import build_report as build_report
 from .extras.doctor.examine import examine as examine
-from .trainers.checks import Finding as Finding
+from .extras.doctor.checks import Finding as Finding
 from .trainers.evaluation_job import Evaluator as Evaluator
 from .trainers.iterated import IteratedTrainer as IteratedTrainer
 from .extras.speculation.job import MedusaTrainer as MedusaTrainer

@@ -92,7 +92,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     monkeypatch.setattr(RaggedBatch, "__post_init__", post_init)
     monkeypatch.setattr(RLTrainer, "_train", while_training)
     # It looks at prompts before the first step, in this process, which reads the data.
-    monkeypatch.setattr("quartet.trainers.rl.quick_warnings", lambda *of: [])
+    monkeypatch.setattr("quartet.trainers.rl.plugin_warnings", lambda *of: [])
 
     def take() -> list[str]:
         found = list(seen)

@@ -16,10 +16,10 @@ from quartet.config.algorithms import GRPO, KLConfig
 from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
 from quartet.config.engines import VLLMEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
+from quartet.extras.doctor.checks import Finding
 from quartet.extras.doctor.examine import examine
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.staging import StagedWeights
-from quartet.trainers.checks import Finding
 from quartet.weights.in_process import write_into
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"

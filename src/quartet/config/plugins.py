@@ -100,6 +100,8 @@ class Plugin:
         jobs: commands with recipes, by their names.
         rewards: sources of reward by ``type``. Their sections are imported with every recipe, and without torch.
         drafters: what drafts tokens for an engine, by ``type``. As for rewards.
+        checks: look at an RL run that is about to begin: functions of its ``RLRoles`` and directory, which return what
+            is to be said, as texts.
         report: writes a report of the run in a directory, and returns where it is.
     """
 
@@ -107,6 +109,7 @@ class Plugin:
     jobs: Mapping[str, Job] = field(default_factory=dict)
     rewards: Mapping[str, RewardType] = field(default_factory=dict)
     drafters: Mapping[str, DrafterType] = field(default_factory=dict)
+    checks: tuple[str, ...] = ()
     report: str | None = None
 
 

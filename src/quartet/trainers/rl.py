@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
+from quartet.config.plugins import load, plugins
 from quartet.config.recipe import RLRecipe
 from quartet.config.speculation import DRAFTERS
 from quartet.envs.protocol import Environment
@@ -41,7 +42,6 @@ from quartet.text.loading import brings_code
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, DRAFTS, hold_buffered, restored_buffered, write_rollouts
-from quartet.trainers.checks import quick_warnings
 from quartet.trainers.engine_memory import check_engine_fits
 from quartet.trainers.evaluation_files import answer_rows, evaluation_path
 from quartet.trainers.event_loop import run_async
@@ -193,7 +193,7 @@ class RLTrainer:
     async def _train(self, watch: Stopwatch) -> TrainResult:
         beginning = await self._restore()
         self.run.start(beginning.step)
-        for warning in self._warnings() + ([] if beginning.step else quick_warnings(self.roles, self.path)):
+        for warning in self._warnings() + ([] if beginning.step else plugin_warnings(self.roles, self.path)):
             self.progress.print(warning)
         with self.progress.stage("rl", self.recipe.steps) as bar:
             self._bar = bar
@@ -427,3 +427,8 @@ def _trained_model(packed: PackedModel, path: Path) -> PreTrainedModel:
         return packed.model
     load = load_causal_lm if isinstance(packed, PackedCausalLM) else load_scalar_model
     return load_trained(path, partial(load, trust_remote_code=brings_code(packed.model)))
+
+
+def plugin_warnings(roles: RLRoles, path: Path) -> list[str]:
+    """What the checks of plug-ins say of a run that is about to begin in ``path``."""
+    return [text for plugin in plugins() for check in plugin.checks for text in load(check)(roles, path)]

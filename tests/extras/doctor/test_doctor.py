@@ -37,8 +37,9 @@ from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ExactMatchReward, FunctionReward, MathReward, NumericReward
 from quartet.data.datasets import PromptItem
-from quartet.extras.doctor import answers, resources
+from quartet.extras.doctor import answers, checks, resources
 from quartet.extras.doctor import rewards as doctor_rewards
+from quartet.extras.doctor.checks import Finding
 from quartet.extras.doctor.examine import examine
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.extras.quickstart import task
@@ -53,9 +54,8 @@ from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
-from quartet.trainers import checks, rollout_workers
+from quartet.trainers import rollout_workers
 from quartet.trainers.attempt import RunAttempt
-from quartet.trainers.checks import Finding
 from quartet.trainers.reward_roles import FunctionScorer
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.workers import LocalRunWorkers

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import MathReward
 from quartet.data.datasets import PromptItem
+from quartet.extras.doctor.checks import answer_column, answer_text, compared_reward, usual_column
 from quartet.rewards.builtin import NUMBER
 from quartet.rewards.math_worker import stands_alone
-from quartet.trainers.checks import answer_column, answer_text, compared_reward, usual_column
 
 _UNITS = re.compile(
     r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}|\\[%$,!; ]|\^\{?\\circ\}?|_\{?\d+\}?|\\(?:left|right)\b"

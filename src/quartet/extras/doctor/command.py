@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from quartet.trainers.checks import Finding
+    from quartet.extras.doctor.checks import Finding
 
 
 def doctor(

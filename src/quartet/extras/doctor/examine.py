@@ -14,12 +14,12 @@ from quartet.config.placement import AsynchronousPlacement
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
 from quartet.extras.doctor import learning, resources, rewards, sampling
+from quartet.extras.doctor.checks import Finding, Findings, judged, quick_findings
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.extras.doctor.weights import check_weights
 from quartet.schedule.groups import Chunk, chunk_of
 from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.trainers.attempt import RunAttempt, RunContext
-from quartet.trainers.checks import Finding, Findings, judged, quick_findings
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory, Stopwatch

@@ -8,9 +8,9 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import Trajectories
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RLRecipe
+from quartet.extras.doctor.checks import Finding, judged
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.observe.memory import available_bytes
-from quartet.trainers.checks import Finding, judged
 from quartet.trainers.engine_memory import numbers_per_token
 from quartet.trainers.workers import Sizes
 

@@ -12,12 +12,12 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectories
 from quartet.config.rewards import MathReward, NumericReward
 from quartet.extras.doctor.answers import known_answers
+from quartet.extras.doctor.checks import USUAL, Compared, Finding, compared_reward, judged
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.rewards.combine import combine
 from quartet.schedule.groups import GREEDY, Chunk, Group, chunk_of
 from quartet.schedule.iteration import Scorer, score_all
 from quartet.schedule.scorers import PartScorer
-from quartet.trainers.checks import USUAL, Compared, Finding, compared_reward, judged
 from quartet.trainers.evaluation import answers_of, as_completion
 from quartet.trainers.evaluation_files import Answer
 from quartet.trainers.experience import sampled_and_greedy

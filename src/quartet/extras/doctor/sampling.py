@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.extras.doctor.checks import Finding, judged
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import GREEDY
 from quartet.text.examples import PromptText
 from quartet.train.forward import Needs
-from quartet.trainers.checks import Finding, judged
 from quartet.trainers.experience import sampled_only
 
 _PROBED = 6

@@ -11,12 +11,12 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import HEADS
+from quartet.extras.doctor.checks import Finding, Findings, judged
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.offloadable import Offloadable
 from quartet.train.bit_flips import ModelPart
 from quartet.train.forward import Needs
-from quartet.trainers.checks import Finding, Findings, judged
 from quartet.trainers.run import Stopwatch
 
 _CANARY = Needs(logprobs=True)
