@@ -177,13 +177,13 @@ def check_command(words: list[str], recipes: dict[str, str], *, inline: bool = F
         _check_job(job, given["recipe"], given["overrides"] or (), recipes)
 
 
-def _check_job(job: str, recipe: Path, overrides: Sequence[str], recipes: dict[str, str]) -> None:
+def _check_job(job: str, recipe: Path, overrides: Sequence[str], texts: dict[str, str]) -> None:
     # A variable of the shell stands for any value, and $@ for more overrides.
     known = [each for each in overrides if not re.search(r"=\$\w+$", each) and each != "$@"]
     for each in set(overrides) - {*known, "$@"}:
         list(sections(job, each.partition("=")[0]))
-    if str(recipe) in recipes:
-        _check_overrides(job, recipes[str(recipe)], known)
+    if str(recipe) in texts:
+        _check_overrides(job, texts[str(recipe)], known)
     elif recipe.parts[0] == "recipes":
         load_recipe(job, ROOT / recipe, _from_root(known))
     else:

@@ -221,7 +221,7 @@ def test_heads_train_while_the_critic_does(run: Any, monkeypatch: pytest.MonkeyP
                 while events.count("heads") < step or engine.stats().policy_version < step:
                     await asyncio.sleep(0.001)
         found = await call(self, method, *args, **named)
-        if is_critic or method.__name__ == "train_heads":
+        if is_critic or method.__name__ == "train_drafter":
             events.append("critic ends" if is_critic else "heads")
         return found
 
