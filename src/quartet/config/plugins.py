@@ -122,8 +122,7 @@ class Job:
         help: its line in ``quartet --help``.
         is_supervised: it is a ``SupervisedTrainer``, of which torchrun may start several processes.
         reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.
-        sections: ``module:function`` that says for a recipe which ``Section`` of data it has, by key, where these are
-            not those of a supervised job.
+        sections: ``module:function`` that gives recipes of other jobs within a recipe, by their keys.
         starter: ``module:name`` of a ``Starter``; without one ``quartet init`` writes no recipe.
         methods: address of the choice in the recipe that ``quartet init --method`` makes.
         beside: ``module:function`` that writes what belongs beside a trained model, of a recipe and the directory.

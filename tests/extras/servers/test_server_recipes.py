@@ -13,8 +13,8 @@ from quartet.config.engines import is_served
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.config.recipe import RLRecipe, RolloutConfig
-from quartet.config.speculation import HistorySpeculation
 from quartet.extras.servers.config import ServerEngineConfig, SGLangEngineConfig
+from quartet.extras.speculation.config import HistorySpeculation
 
 SERVER = "rollout.engine={type: sglang, urls: ['http://localhost:30000'], weights_directory: /w}"
 SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",), weights="distributed")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from quartet.trainers.data_rows import DataRows, sections_of
 from safetensors.torch import load_file
 
 from breaking import fails_at
@@ -17,6 +16,7 @@ from breaking import untimed_rows as untimed
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.load import load_recipe
+from quartet.extras.data_rows.rows import DataRows, sections_of
 from quartet.extras.speculation import job
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.extras.speculation.job import MedusaTrainer, MedusaWorker

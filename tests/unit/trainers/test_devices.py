@@ -11,8 +11,9 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
+from quartet.config.evaluation import EvalRecipe
 from quartet.config.load import load_recipe
-from quartet.config.recipe import EvalRecipe, LogConfig, RLRecipe, SFTRecipe
+from quartet.config.recipe import LogConfig, RLRecipe, SFTRecipe
 from quartet.trainers.devices import (
     CPU,
     FrozenModels,

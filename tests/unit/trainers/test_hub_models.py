@@ -23,11 +23,10 @@ from quartet.config.algorithms import GRPO, KLConfig
 from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
-from quartet.config.preference import CachedReferenceConfig
+from quartet.config.preference import CachedReferenceConfig, PreferenceRecipe
 from quartet.config.recipe import (
     ActorConfig,
     CheckpointConfig,
-    PreferenceRecipe,
     ReferenceConfig,
     RolloutConfig,
     SFTRecipe,

@@ -78,7 +78,8 @@ def sections_of(recipe: Recipe) -> dict[str, Section]:
         case EvalRecipe():
             found["data"] = Section(recipe.data, recipe.model, prompt_reader, 1, recipe.sampling)
         case _ if (sections := jobs()[job_of(recipe)].sections) is not None:
-            found = load(sections)(recipe)
+            parts = load(sections)(recipe).items()
+            found = {f"{above}.{key}": one for above, part in parts for key, one in sections_of(part).items()}
     return {key: section for key, section in found.items() if section.config is not None}
 
 

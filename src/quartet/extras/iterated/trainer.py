@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
-from quartet.config.common import DataConfig, ModelConfig
+from quartet.config.common import DataConfig, ModelConfig, Recipe
 from quartet.config.file_errors import read_file
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
@@ -43,12 +43,11 @@ from quartet.observe.digests import FileDigest, changed_file, digest_file, seal,
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.text.examples import AnswerText, Preference, answer_turn
-from quartet.trainers.data_rows import Section, sections_of
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import Answer, write_answers, write_rows
 from quartet.trainers.evaluation_metrics import by_prompt
-from quartet.trainers.input_sources import check_recipe, check_unweighted, prompt_reader
+from quartet.trainers.input_sources import check_recipe, check_unweighted
 from quartet.trainers.results import TrainResult
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
@@ -262,12 +261,12 @@ class IteratedTrainer:
         return {"seed": self.recipe.seed + number, "output_dir": directory, "device": self.recipe.device}
 
 
-def sections(recipe: IteratedRecipe) -> dict[str, Section]:
-    """The sections of data of the loop and of its jobs, by their keys."""
-    found = {f"reward_model.{key}": one for key, one in sections_of(recipe.reward_model).items()}
-    found |= {f"rl.{key}": one for key, one in sections_of(recipe.rl).items()}
-    collect = recipe.collect
-    return {**found, "collect.data": Section(collect.data, recipe.rl.actor.model, prompt_reader, 1, collect.sampling)}
+def sections(recipe: IteratedRecipe) -> dict[str, Recipe]:
+    """Gives the recipes within the loop's by their keys; that of ``collect`` as one of ``rl``."""
+    rl, collect = recipe.rl, recipe.collect
+    rollout = rl.rollout.model_copy(update={"sampling": collect.sampling})
+    asked = rl.model_copy(update={"data": collect.data, "evaluation": None, "ptx": None, "rollout": rollout})
+    return {"reward_model": recipe.reward_model, "rl": rl, "collect": asked}
 
 
 # Pairs -----------------------------------------------------------------------------------------------------
