@@ -18,6 +18,17 @@ compete, and:
 
 Forward and train leases have their role to themselves. Generate leases of one role that write nothing share
 it and its slot, because an engine batches its requests.
+
+A *state* is a set of weights with a version number, such as `actor` (the trainer's) or `rollout` (the
+engine's copy). Any number of leases read it at once; one lease writes it, alone, and a clean end advances the
+version by one. A reservation is a promise that a version will still be read, and may be made before that
+version exists: the writer that would advance past it waits.
+
+Slots count *roles*, not leases: a role takes one slot for as long as it holds any lease. Bytes are
+independent of slots: parts stay resident after their role has finished, until a role that needs the room has
+them offloaded. The modes of a role are nested: one that needs more bytes contains the parts of those that
+need fewer (training holds the parameters that forward needs), so a role resident for training is resident for
+forward too. A role whose modes have disjoint parts is two roles.
 """
 
 from __future__ import annotations
@@ -28,12 +39,330 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from quartet.config.errors import UserError
-from quartet.schedule.clock import News, Waiting
-from quartet.schedule.policy_versions import Access, MissedVersion, Versions
-from quartet.schedule.residency import LeaseMode, Move, Offloader, Pool, PoolSpec, RoleSpec
+from quartet.schedule.clock import News, Waiting, drained
+
+# Versions of weights: who may read which, and who may advance it ----------------------------------------
+
+
+class MissedVersion(RuntimeError):
+    """A reader asked for a version that a writer has already replaced."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a lease does to states. A read of `None` takes whatever version is current when it is granted."""
+
+    reads: Mapping[str, int | None] = field(default_factory=dict)
+    writes: str | None = None
+
+    @property
+    def states(self) -> set[str]:
+        return set(self.reads) | ({self.writes} if self.writes is not None else set())
+
+    def conflicts(self, other: Access) -> bool:
+        """True when the two may not be held at once: one writes what the other reads or writes."""
+        return self.writes in other.states or other.writes in self.states
+
+
+@dataclass(eq=False)
+class Reservation:
+    """A promise that role `reader` will read `state` at `version` once."""
+
+    state: str
+    version: int
+    reader: str
+
+
+@dataclass
+class _State:
+    version: int
+    readers: int = 0
+    has_writer: bool = False
+    reservations: list[Reservation] = field(default_factory=list)
+
+
+class Versions:
+    """The book of all states: versions, active readers and writers, outstanding reservations."""
+
+    def __init__(self, initial: Mapping[str, int]) -> None:
+        self._states = {name: _State(version) for name, version in initial.items()}
+
+    def current(self, state: str) -> int:
+        return self._states[state].version
+
+    def missed(self, access: Access) -> MissedVersion | None:
+        for state, version in access.reads.items():
+            if version is not None and version < self.current(state):
+                return MissedVersion(
+                    f"{state!r} is at version {self.current(state)}, version {version} is gone: "
+                    f"reserve({state!r}, {version}, reader) before the writer of version {version + 1} asks"
+                )
+        return None
+
+    def reserve(self, state: str, version: int, reader: str) -> Reservation:
+        """Books a reservation; `MissedVersion` when that version is replaced or being replaced."""
+        record = self._states[state]
+        if missed := self.missed(Access(reads={state: version})):
+            raise missed
+        if record.has_writer and version == record.version:
+            raise MissedVersion(f"{state!r} at version {version} is being advanced now: reserve it earlier")
+        reservation = Reservation(state, version, reader)
+        record.reservations.append(reservation)
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        """Drops a reservation that was not used."""
+        reservations = self._states[reservation.state].reservations
+        if reservation in reservations:
+            reservations.remove(reservation)
+
+    def reads_are_current(self, access: Access) -> bool:
+        return all(v is None or v == self.current(state) for state, v in access.reads.items())
+
+    def is_reserved_against(self, role: str, access: Access) -> bool:
+        """True while another's reservation of the current version forbids this write."""
+        if access.writes is None:
+            return False
+        record = self._states[access.writes]
+        promised = sum(r.version == record.version for r in record.reservations)
+        own = self._own_reservation(access.writes, role, access)
+        return promised > (1 if own is not None else 0)
+
+    def is_free(self, access: Access) -> bool:
+        """True when no active lease conflicts with this access."""
+        if any(self._states[state].has_writer for state in access.states):
+            return False
+        return access.writes is None or self._states[access.writes].readers == 0
+
+    def begin(self, role: str, access: Access) -> dict[str, int]:
+        """Takes the states, uses up reservations; returns the version of every state read."""
+        for state in access.reads:
+            record = self._states[state]
+            if (own := self._own_reservation(state, role, access)) is not None:
+                record.reservations.remove(own)
+            record.readers += 1
+        if access.writes is not None:
+            self._states[access.writes].has_writer = True
+        return {state: self.current(state) for state in access.reads}
+
+    def end(self, access: Access, *, advance: bool) -> None:
+        """Gives the states back; the written one moves on by one version when `advance`."""
+        for state in access.reads:
+            self._states[state].readers -= 1
+        if access.writes is not None:
+            record = self._states[access.writes]
+            record.has_writer = False
+            record.version += 1 if advance else 0
+
+    def describe_reservations(self, state: str) -> str:
+        record = self._states[state]
+        readers = sorted({r.reader for r in record.reservations if r.version == record.version})
+        return f"{state!r} at version {record.version} is reserved by {', '.join(readers)}"
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no lease reads or writes and nothing is reserved."""
+        return not any(s.readers or s.has_writer or s.reservations for s in self._states.values())
+
+    def _own_reservation(self, state: str, role: str, access: Access) -> Reservation | None:
+        for reservation in self._states[state].reservations:
+            if reservation.reader == role and reservation.version == access.reads.get(state):
+                return reservation
+        return None
+
+
+# One pool: who computes, whose parts are resident, what must move before a role works --------------------
+
+LeaseMode = Literal["generate", "forward", "train"]
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """A set of devices that roles share. `slots`: roles computing at once. `budget_bytes` None: unlimited."""
+
+    name: str
+    slots: int = 1
+    budget_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A role on its pool. `resident_bytes[mode]` must be on the device in it; other modes are unused."""
+
+    name: str
+    pool: str
+    resident_bytes: Mapping[LeaseMode, int]
+
+
+class Offloader(Protocol):
+    """Really moves parts. A call may take long; one that raises must leave the role's parts as they were.
+
+    `onload` is also called to add to what is resident (forward → train). A call is never cancelled midway by
+    the arbiter.
+    """
+
+    async def onload(self, role: str, mode: LeaseMode) -> None: ...
+
+    async def offload(self, role: str) -> None: ...
+
+
+@dataclass
+class Move:
+    """What moves before `role` can work in `mode`: offloads first, then an onload of what is not there yet."""
+
+    role: str
+    mode: LeaseMode
+    evict: tuple[str, ...]
+    abandoned: bool = False
+
+
+@dataclass(eq=False)
+class _Parts:
+    """A role's side of the account."""
+
+    spec: RoleSpec
+    resident_bytes: int = 0
+    incoming_bytes: int = 0  # granted, but not moved in yet
+    num_leases: int = 0
+    last_used: int = 0
+
+    @property
+    def claimed_bytes(self) -> int:
+        return max(self.resident_bytes, self.incoming_bytes)
+
+
+class Pool:
+    """The accounts of one pool. Only one `Move` is under way at a time: bytes being offloaded still count."""
+
+    def __init__(self, spec: PoolSpec, roles: Iterable[RoleSpec]) -> None:
+        self.spec = spec
+        self.peak_bytes = 0
+        self._parts = {role.name: _Parts(role) for role in roles}
+        self._move: Move | None = None
+        self._uses = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(parts.resident_bytes for parts in self._parts.values())
+
+    @property
+    def busy_roles(self) -> set[str]:
+        return {name for name, parts in self._parts.items() if parts.num_leases}
+
+    @property
+    def is_moving(self) -> bool:
+        return self._move is not None
+
+    def is_resident(self, role: str, mode: LeaseMode) -> bool:
+        """True when `role` could work in `mode` without anything being moved."""
+        if self._move is not None and (role == self._move.role or role in self._move.evict):
+            return False
+        parts = self._parts[role]
+        return parts.resident_bytes >= parts.spec.resident_bytes[mode]
+
+    def has_slot(self, role: str) -> bool:
+        busy = self.busy_roles
+        return role in busy or len(busy) < self.spec.slots
+
+    def plan(self, role: str, mode: LeaseMode) -> Move | None:
+        """The move that lets `role` work in `mode` now (perhaps an empty one), or None if none does."""
+        parts = self._parts[role]
+        if self.is_resident(role, mode):
+            return Move(role, mode, evict=())
+        if self._move is not None:
+            return None
+        budget = self.spec.budget_bytes
+        needed = self.resident_bytes - parts.resident_bytes + parts.spec.resident_bytes[mode]
+        evict = self._choose_evictions(role, 0 if budget is None else needed - budget)
+        return None if evict is None else Move(role, mode, evict)
+
+    def has_room(self, claims: Mapping[str, int]) -> bool:
+        """True when these roles (name → bytes) could all work beside the busy ones, idle parts offloaded."""
+        needed = {name: self._parts[name].claimed_bytes for name in self.busy_roles}
+        for name, num_bytes in claims.items():
+            needed[name] = max(num_bytes, needed.get(name, 0))
+        budget = self.spec.budget_bytes
+        return len(needed) <= self.spec.slots and (budget is None or sum(needed.values()) <= budget)
+
+    def take(self, move: Move) -> bool:
+        """Books a granted lease; True when its move has to be carried out before the role may work."""
+        parts = self._parts[move.role]
+        parts.num_leases += 1
+        self._touch(parts)
+        target_bytes = parts.spec.resident_bytes[move.mode]
+        if target_bytes <= parts.resident_bytes:
+            return False
+        parts.incoming_bytes = target_bytes
+        self._move = move
+        return True
+
+    def give_back(self, role: str) -> None:
+        parts = self._parts[role]
+        parts.num_leases -= 1
+        self._touch(parts)
+
+    def drop(self, move: Move) -> None:
+        """Forgets a move that ended, or never began because its lease was cancelled before it woke up."""
+        if self._move is move:
+            self._move = None
+            self._parts[move.role].incoming_bytes = 0
+
+    async def carry_out(self, move: Move, offloader: Offloader | None) -> None:
+        """Moves the parts; without a mover in the accounts only. A cancelled caller is held until the step under way
+        has really ended."""
+
+        def abandon() -> None:
+            move.abandoned = True
+
+        await drained(self._steps(move, offloader), abandon)
+
+    async def _steps(self, move: Move, offloader: Offloader | None) -> None:
+        try:
+            for name in move.evict:
+                if move.abandoned:
+                    return
+                if offloader is not None:
+                    await offloader.offload(name)
+                self._parts[name].resident_bytes = 0
+            if move.abandoned:
+                return
+            parts = self._parts[move.role]
+            before_bytes = parts.resident_bytes
+            parts.resident_bytes = parts.incoming_bytes  # the room is taken from the first byte on
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+            try:
+                if offloader is not None:
+                    await offloader.onload(move.role, move.mode)
+            except BaseException:
+                parts.resident_bytes = before_bytes
+                raise
+        finally:
+            self.drop(move)
+
+    def _choose_evictions(self, besides: str, excess_bytes: int) -> tuple[str, ...] | None:
+        """Idle roles to offload to free `excess_bytes`, least recently used first; None if too few."""
+        idle = [p for n, p in self._parts.items() if n != besides and p.resident_bytes and not p.num_leases]
+        chosen: list[_Parts] = []
+        for parts in sorted(idle, key=lambda p: p.last_used):
+            if excess_bytes <= 0:
+                break
+            chosen.append(parts)
+            excess_bytes -= parts.resident_bytes
+        for parts in list(chosen):  # a later, larger one may have made an earlier one unnecessary
+            if excess_bytes + parts.resident_bytes <= 0:
+                chosen.remove(parts)
+                excess_bytes += parts.resident_bytes
+        return None if excess_bytes > 0 else tuple(parts.spec.name for parts in chosen)
+
+    def _touch(self, parts: _Parts) -> None:
+        self._uses += 1
+        parts.last_used = self._uses
+
+
+# Leases ---------------------------------------------------------------------------------------------------
 
 
 class NestedLease(RuntimeError):
