@@ -191,7 +191,9 @@ def _resume_command(arguments: list[str], path: Path) -> str:
         from quartet.config.addresses import is_url
         from quartet.trainers.run_files import RECIPE, read_recipe
 
-        named = is_url(read_recipe(path / RECIPE).get("output_dir")) or any(str(path) in word for word in arguments)
+        recipe = path / RECIPE
+        at_url = recipe.is_file() and is_url(read_recipe(recipe).get("output_dir"))
+        named = at_url or any(str(path) in word for word in arguments)
         where = [] if named else [override_word("output_dir", str(path))]
     resume = "--resume=auto" if "--resume=auto" in arguments else "--resume"
     return " ".join([command_name(), *words, *where, resume])
