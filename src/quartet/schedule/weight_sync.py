@@ -20,6 +20,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from quartet.cluster.dispatch import ONE_COPY, dispatch
+from quartet.config.errors import UserError
 from quartet.rollout.protocol import StepEngine
 from quartet.schedule.clock import drained
 from quartet.schedule.role_group import LocalGroup, RoleGroup
@@ -234,12 +235,13 @@ def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
     others = [(rank, error) for rank, error in errors if not isinstance(error, WeightSyncError)]
 
     def order(pair: tuple[int | None, WeightSyncError]) -> tuple[int, bool]:
-        # What is wrong with the weights; then what the sender saw, which knows all receivers; then what they saw. That
-        # another end has failed or that an engine has no weights now says least.
+        # What is wrong with the weights; then what broke, then who was silent, as the sender saw it, which knows all
+        # receivers, or they. That another end has failed or that an engine has no weights now says least.
         rank, error = pair
         if isinstance(error, WeightMismatch | WeightsRefused):
             return 0, False
-        return (2 if isinstance(error, OtherEndFailed | WeightsUnusable) else 1), rank is not None
+        says = 3 if isinstance(error, OtherEndFailed | WeightsUnusable) else 1 + isinstance(error, WeightSyncTimeout)
+        return says, rank is not None
 
     best = sorted(((rank, e) for rank, e in errors if isinstance(e, WeightSyncError)), key=order)
     if not others:
@@ -247,7 +249,7 @@ def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
     rank, cause = others[0]
     if best and order(best[0])[0] == 0:
         raise best[0][1] from cause
-    if not isinstance(cause, Exception):
+    if not isinstance(cause, Exception) or (isinstance(cause, UserError) and not best):
         raise cause
     tensor = next((error.tensor for _, error in best if error.tensor is not None), None)
     raise WeightSyncError(

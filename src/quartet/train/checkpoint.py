@@ -701,12 +701,15 @@ def join_metadata(directory: Path, files: Mapping[str, FileDigest]) -> dict[str,
         files: of all ranks, in ``directory``.
 
     Raises:
-        Damage: together they do not have all parts of a tensor.
+        Damage: one is not as it was written, or together they do not have all parts of a tensor.
         OSError: they cannot be read or written.
     """
     of_ranks = [name for name in files if name.endswith(METADATA) and name != METADATA]
     if not of_ranks or METADATA not in files:
         return dict(files)
+    for name in (METADATA, *of_ranks):  # another machine has written it: unpickled as it was written, or not at all
+        if digest_file(directory / name) != files[name]:
+            raise Damage(f"{directory.name}/{name} is not what its rank has written")
     whole = load_metadata(directory / METADATA)
     entries: dict[str, Any] = whole.state_dict_metadata
     for name in of_ranks:

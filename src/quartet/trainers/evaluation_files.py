@@ -185,7 +185,13 @@ class EvaluationCache:
         self.preferences: dict[str, float] = {}
         digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
         rows = read_rows(path) if path.is_file() else []
-        if rows and rows[0].get("about") != digest:
+        if rows and "about" not in rows[0]:
+            raise UserError(
+                "what an evaluation has finished does not say what it is about",
+                found=f"{path}: its first line is broken",
+                remedy="delete the file: its work is done again",
+            )
+        if rows and rows[0]["about"] != digest:
             raise UserError(
                 "what is to be evaluated has changed since the evaluation began",
                 found=f"{path} is about other prompts or answers",

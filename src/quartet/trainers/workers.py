@@ -289,7 +289,7 @@ class LocalRunWorkers(RunWorkers):
                 engine = served_rollout_worker(recipe, placement, actor, roles.codec, actor.device, drafter_model=model)
                 made.callback(engine.close)
                 # It waits for engines while others compute.
-                engine_thread = ComputeThread(1, is_exclusive=False)
+                engine_thread = ComputeThread(is_exclusive=False)
                 made.callback(engine_thread.close)
             else:
                 shares = self.shares_actor

@@ -321,9 +321,10 @@ def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transpo
     if any((end.machine, end.pid) == (sender.machine, sender.pid) for end in receivers):
         return "shared"
     here = all(end.machine == sender.machine for end in receivers)
-    if sender.device != "cpu":
-        return "cuda_ipc" if here and all(end.device == sender.device for end in receivers) else "collective"
-    return "shared_memory" if here else "collective"
+    devices = {end.device for end in (sender, *receivers)}
+    if here and "cpu" in devices:
+        return "shared_memory"
+    return "cuda_ipc" if here and len(devices) == 1 else "collective"
 
 
 def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[Endpoint]) -> None:

@@ -101,12 +101,18 @@ class Machines:
         nodes = list(dict.fromkeys([own, *(info.node for group in groups for info in group.processes)]))
         pool = ResourcePool([1] * len(nodes), cpus=0, nodes=nodes)
         self._group = WorkerGroup(pool, Machine, name="storage", backend=backend)
-        with writing(token := run / f".seen_{os.getpid()}_storage"):
-            token.mkdir(exist_ok=True)
-        seen = self._group.call(Machine.sees, token)
-        token.rmdir()
-        self.ranks = {node: rank for rank, node in enumerate(nodes) if not seen[rank]}
-        self.each(Machine.fetch_tables, url, run)
+        try:
+            with writing(token := run / f".seen_{os.getpid()}_storage"):
+                token.mkdir(exist_ok=True)
+            try:
+                seen = self._group.call(Machine.sees, token)
+            finally:
+                token.rmdir()
+            self.ranks = {node: rank for rank, node in enumerate(nodes) if not seen[rank]}
+            self.each(Machine.fetch_tables, url, run)
+        except BaseException:
+            self.stop()
+            raise
 
     def each(self, method: Any, *args: Any) -> None:
         for rank in self.ranks.values():
