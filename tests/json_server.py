@@ -25,9 +25,6 @@ class Asked:
     paths: list[str] = field(default_factory=list)
 
 
-Serve = Callable[[Callable[[Any], Answer]], Asked]
-
-
 @contextmanager
 def running(server: ThreadingHTTPServer) -> Iterator[str]:
     """Serves in a thread until the block ends; gives the server's address."""

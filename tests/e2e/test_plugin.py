@@ -65,13 +65,13 @@ PLUGIN = Plugin(jobs={"short": SHORT})
 RECIPE = """
 from typing import Literal
 from quartet.config.recipe import SFTRecipe
-from quartet.config.starter import Starter, supervised
+from quartet.config.plugins import Starter
 
 class ShortRecipe(SFTRecipe):
     \"\"\"SFT that is short.\"\"\"
     job: Literal["short"] = "short"
 
-STARTER = Starter("rows.jsonl", lambda asked: supervised(asked, ("prompt", "completion")))
+STARTER = Starter("rows.jsonl", ("prompt", "completion"))
 """
 TRAINER = """
 from broken_recipe import ShortRecipe

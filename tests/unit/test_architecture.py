@@ -39,7 +39,6 @@ RESTRICTED = {
     "vllm": {"rollout"},
     "torch.distributed": {"cluster", "weights", "train", "extras"},
 }
-WITHOUT_TORCH = {"config", "schedule/clock.py", "schedule/leases.py", "schedule/group_stream.py"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULE_LINES = 800
 MAX_SPINE_LINES = 35_400

@@ -11,8 +11,8 @@
 """
 
 from quartet.cluster.backend import connect
-from quartet.cluster.dispatch import BROADCAST, ONE_COPY, RANK_ZERO, SPLIT, Custom, OneRank, Split, dispatch
-from quartet.cluster.errors import ClusterError, Death, WorkerDied, WorkerError
+from quartet.cluster.dispatch import BROADCAST, RANK_ZERO, SPLIT, Custom, OneRank, dispatch
+from quartet.cluster.errors import ClusterError, WorkerDied, WorkerError
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup
 from quartet.cluster.layout import Layout
@@ -22,18 +22,15 @@ from quartet.cluster.worker_process import ClassWithArgs
 
 __all__ = [
     "BROADCAST",
-    "ONE_COPY",
     "RANK_ZERO",
     "SPLIT",
     "BatchFuture",
     "ClassWithArgs",
     "ClusterError",
     "Custom",
-    "Death",
     "Layout",
     "OneRank",
     "ResourcePool",
-    "Split",
     "Worker",
     "WorkerDied",
     "WorkerError",

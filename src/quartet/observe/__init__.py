@@ -7,6 +7,5 @@
 - ``spans``: which stage ran when, over how many tokens and bytes
 - ``rollouts``: every response with all its per-token columns
 - ``progress``: bars in a terminal, plain lines elsewhere
-- ``report``: a run directory as one self-contained HTML file
 - ``jsonl``: the files under it, cut back on resume
 """

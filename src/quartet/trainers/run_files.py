@@ -70,16 +70,12 @@ Resume = bool | Literal["auto"]
 
 
 @contextlib.contextmanager
-def writing(path: Path, *, what: str = "") -> Iterator[None]:
-    """Turns a failure to write ``path`` (disk full, no permission, …) into a UserError with its own remedy.
-
-    Args:
-        what: before the path in the message.
-    """
+def writing(path: Path) -> Iterator[None]:
+    """Turns a failure to write ``path`` (disk full, no permission, …) into a UserError with its own remedy."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise write_error(path, error, what=what) from error
+        raise write_error(path, error) from error
 
 
 def job_of(recipe: Recipe) -> str:

@@ -1,6 +1,5 @@
 """Tokenised data sets: which rows a step gets, what a batch holds, what happens to rows that are too long."""
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,6 @@ def codec() -> TextCodec:
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<e>", *"abcdef"])}, unk_token="<e>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<e>"))
-
-
-@pytest.fixture
-def realdata() -> Path:
-    folder = os.environ.get("QUARTET_REALDATA")
-    if not folder:
-        pytest.skip("QUARTET_REALDATA is not set")
-    return Path(folder)
 
 
 # Order -------------------------------------------------------------------------------------------------

@@ -163,10 +163,6 @@ class Killed(BaseException):
     """Stands for a process that ends here: nothing of ours runs after it."""
 
 
-def _kill(*_args, **_options):
-    raise Killed
-
-
 # Where a save is cut off, and the steps that must then be listed and whole. Step 9 is saved over 3 and 6 with keep=2.
 CUTS = {
     "torch.save": [3, 6],

@@ -21,7 +21,6 @@ from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.trainers.rl import RLTrainer
 
 STEPS, PROMPTS, RESPONSES = 3, 4, 2
-Rows = list[dict[str, float]]
 
 
 def parity(completions: list[str], **_: Any) -> list[float]:

@@ -183,7 +183,7 @@ class VLLMEngine:
         assert output.new_logprobs is not None and self._version is not None
         for token, logprob in zip(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), strict=True):
             if not math.isfinite(logprob):
-                self._end(response, output)
+                self._end(output)
                 self._failed.append(response.request.request_id)
                 return
             response.token_ids.append(token)
@@ -194,7 +194,7 @@ class VLLMEngine:
                 continue
             response.text_end = response.matcher.find(response.token_ids)
             if response.text_end is not None:
-                self._end(response, output)
+                self._end(output)
                 self._ended.append(response.completion(FinishReason.STOP_STRING))
                 return
         if output.finish_reason is None:
@@ -202,7 +202,7 @@ class VLLMEngine:
         reasons = {VLLMFinishReason.STOP: FinishReason.STOP, VLLMFinishReason.LENGTH: FinishReason.LENGTH}
         if output.finish_reason not in reasons:
             raise RuntimeError(f"vLLM ended request {output.request_id!r} by {output.finish_reason}")
-        self._end(response, output)
+        self._end(output)
         self._ended.append(response.completion(reasons[output.finish_reason]))
 
     def _note_drafted(
@@ -221,7 +221,7 @@ class VLLMEngine:
             self._drafted_by_depth[depth] += 1
             self._kept_by_depth[depth] += depth < kept
 
-    def _end(self, response: _Response, output: EngineCoreOutput) -> None:
+    def _end(self, output: EngineCoreOutput) -> None:
         del self._held[output.request_id]
         if output.finish_reason is None:
             self._core.abort_requests([output.request_id])
