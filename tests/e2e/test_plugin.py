@@ -134,6 +134,8 @@ def test_a_job_of_a_package_is_a_command_like_any_other(world: Any, tmp_path: Pa
         (
             'from quartet import DrafterType as T, Plugin\nPLUGIN = Plugin(drafters={"history": T("os:path", "")})',
             "history",
+        ),
+        (
             "from quartet import Plugin, RewardType as T\n"
             'PLUGIN = Plugin(rewards={"new": T("quartet.config.rewards:MathReward", model="os:path")})',
             "a subclass of ModelSource",
