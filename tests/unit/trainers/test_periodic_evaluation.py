@@ -137,7 +137,9 @@ def test_a_hacked_reward_raises_the_alarm_everywhere(hacked: Hacked) -> None:
 def test_an_alarm_outlives_its_file(tmp_path: Path) -> None:
     held_out = PeriodicEvaluation.__new__(PeriodicEvaluation)
     held_out.path, held_out.alarm = tmp_path, HackingAlarm(0.01, 3)
-    held_out.alarm.restore({"num_seen": 3, "best_step": 4, "best": {}, "training": [], "raised_at": [8, 12]})
+    held_out.alarm.restore(
+        {"num_seen": 3, "best_step": 4, "best": {}, "last": None, "training": [], "raised_at": [8, 12]}
+    )
     told = held_out.summary()["reward_hacking"]
     assert told["raised"] and told["raised_at_steps"] == "8, 12" and "step 8, 12" in told["text"]
 
