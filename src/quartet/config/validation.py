@@ -25,10 +25,13 @@ _EXPECTED = {
     "finite_number": "a finite number",
 }
 
+_MOST = 100
+"""Mistakes that are told; a request to a server may have any number."""
+
 
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
     """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
-    details = error.errors(include_url=False)
+    details = error.errors(include_url=False)[:_MOST]
     # A default that follows from a field which has a mistake of its own.
     details = [detail for detail in details if detail["type"] != "default_factory_not_called"]
     mistakes = [mistake for detail in details for mistake in _mistakes(detail, model)]
@@ -37,7 +40,7 @@ def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserE
         return UserError(f"{label} is not valid", found=found, remedy=remedy)
     lines = (f"\n    {n}. {found}: {remedy}" for n, (found, remedy) in enumerate(mistakes, 1))
     return UserError(
-        f"{label} is not valid in {len(mistakes)} places",
+        f"{label} is not valid in {'at least ' * (error.error_count() > _MOST)}{len(mistakes)} places",
         found="".join(lines),
         remedy="change each as it says there",
     )
