@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, judgements, preferences, prompts
-from quartet.data.readers import Row, iter_rows
+from quartet.data.readers import Row
 from quartet.extras.process_rewards.data import step_labelled
 
 USER, YES, NO = ({"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "yes"), ("assistant", "no")))
@@ -97,19 +95,3 @@ def test_plain_text_has_neither() -> None:
     assert parsed.items[0].prompt == "u" and len(parsed.notes) == 2
     assert demonstrations(rows({"text": "u", "system": "own"})).notes.total() == 1
     assert not demonstrations(rows({"text": "u", "system": "", "tools": None})).notes
-
-
-def test_a_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"a": "1"}\n{"a": "2"}\n')
-    found = iter_rows(DataConfig(path=str(path)))
-    next(found)
-    with path.open("a") as file:
-        file.write('{"a": "3"}\n')
-    with pytest.raises(UserError, match="changed while it was read") as refused:
-        list(found)
-    assert "22 bytes at first, 33 at the end" in refused.value.found
-    first = iter_rows(DataConfig(path=str(path), limit=1))
-    assert next(first).values == {"a": "1"}
-    path.write_text('{"a": "1"}\n')
-    assert list(first) == [], "of a file of which the first rows are used, the rest does not matter"
