@@ -13,7 +13,7 @@ from quartet.config.errors import UserError
 
 ELSEWHERE = "choose another output_dir"
 _AGAIN = "then go on with --resume"
-_IN_THE_WAY = f"something else stands there: move it away, {_AGAIN}, or {ELSEWHERE}"
+_IN_THE_WAY = f"another file, a directory or a symbolic link stands there: move it away, {_AGAIN}, or {ELSEWHERE}"
 _REMEDIES = {
     errno.ENOSPC: f"free some space, {_AGAIN}, or {ELSEWHERE}",
     errno.EDQUOT: f"your quota there is used up: delete files of your own or ask for a larger one, {_AGAIN}",
@@ -23,7 +23,8 @@ _REMEDIES = {
     errno.EPERM: f"get the permission to change it (chown; lsattr shows what is immutable), {_AGAIN}, or {ELSEWHERE}",
     errno.ENOENT: f"a directory on the way there is missing: put it back (or mount it again), {_AGAIN}",
     errno.EIO: f"the disk reports an error: look at dmesg, copy what is there to another disk, {_AGAIN}",
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY), _IN_THE_WAY),
+    errno.EMFILE: f"raise the number of files a process may open (ulimit -n), {_AGAIN}",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP), _IN_THE_WAY),
 }
 _READ_REMEDIES = {
     errno.EACCES: "make it readable for you (chmod or chown)",

@@ -227,7 +227,7 @@ def load_weights(
     if empty:
         options |= {"state_dict": _headers(source), "device_map": "meta"}
         with torch.device("meta"):
-            made = kind.from_config(config, trust_remote_code=True) if trust_remote_code else None
+            made = kind.from_config(config, trust_remote_code=trust_remote_code) if trust_remote_code else None
         found = kind._model_mapping[type(config)] if made is None else type(made)
         model, info = found.from_pretrained(None, **options)
         model.name_or_path = model.config.name_or_path = source
