@@ -12,24 +12,28 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: quickstart test test-all beside test-waiting test-avx2 processor test-fast test-slow test-gpu test-vllm fuzz lint format types reference docs wheel clean
+.PHONY: quickstart test test-more more beside test-waiting test-avx2 processor test-fast test-slow test-gpu test-vllm fuzz lint format types reference docs wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
 
-test: $(VENV)/.installed-test lint processor
-	$(MAKE) --no-print-directory -j2 LEFT_OUT="$(addprefix --ignore=,$(WAITING))" test-all beside
-
 COMMON := -m "not slow and not gpu and not vllm"
-test-all: $(VENV)/.installed-test
-	$(PYTEST) $(TOGETHER) $(COMMON) $(LEFT_OUT)
+# What takes long (kills, Ray, meshes, fuzz) is `make test-more`; continuous integration runs both.
+MORE := $(shell grep -o '"tests/[^"]*"' tests/longest.py | tr -d '"')
+test: $(VENV)/.installed-test lint types processor
+	$(PYTEST) $(TOGETHER) $(COMMON) $(addprefix --ignore=,$(sort $(MORE) $(WAITING)))
+
+test-more: $(VENV)/.installed-test
+	$(MAKE) --no-print-directory -j2 more beside
+more: $(VENV)/.installed-test
+	$(PYTEST) $(TOGETHER) $(COMMON) $(filter-out $(WAITING) tests/distributed/%,$(MORE))
 
 # One process beside those two, among others with what waits for Ray, signals and its own processes much of its time.
 WAITING := tests/e2e/test_placement_faults.py tests/e2e/test_ray_placements.py tests/e2e/test_ray_model_parallel.py \
 	tests/distributed
 BESIDE := $(VENV)/beside.log
 beside: $(VENV)/.installed-test
-	@status=0; for part in types test-avx2 test-waiting; do \
+	@status=0; for part in test-avx2 test-waiting; do \
 		$(MAKE) --no-print-directory WORKERS=0 $$part || status=$$?; \
 	done >$(BESIDE) 2>&1; cat $(BESIDE); exit $$status
 
