@@ -1,4 +1,4 @@
-"""Files of tests that take long, the longest first: several processes begin with them, in this order.
+"""Files of tests that take long, the longest first: ``make test-more``, whose processes begin with them in this order.
 
 `make test` prints at its end what belongs here. Files that share a Ray stand together; see ``ray_forks.py``.
 """
@@ -62,4 +62,6 @@ FILES = (
     "tests/unit/models/test_architectures.py",
     "tests/unit/test_overlap.py",
     "tests/unit/models/test_compiled.py",
+    "tests/e2e/test_object_storage.py",
+    "tests/e2e/test_serve.py",
 )
