@@ -13,7 +13,9 @@ from quartet.config.errors import UserError
 
 ELSEWHERE = "choose another output_dir"
 _AGAIN = "then go on with --resume"
-_IN_THE_WAY = f"something else stands there (a file, a directory, a symbolic link): move it away, {_AGAIN}, or {ELSEWHERE}"
+_IN_THE_WAY = (
+    f"something else stands there (a file, a directory, a symbolic link): move it away, {_AGAIN}, or {ELSEWHERE}"
+)
 _REMEDIES = {
     errno.ENOSPC: f"free some space, {_AGAIN}, or {ELSEWHERE}",
     errno.EDQUOT: f"your quota there is used up: delete files of your own or ask for a larger one, {_AGAIN}",
