@@ -24,7 +24,7 @@ from torch import Tensor
 from quartet.algorithms.segments import masked_owner, segment_count
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PolicyGradientConfig
-from quartet.trainers.estimators import SHARP, Scored, estimate
+from quartet.trainers.experience import SHARP, Scored, estimate
 
 GROUP_SIZE = 4
 PROMPT_TOKENS = 50

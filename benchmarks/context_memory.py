@@ -31,8 +31,7 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.memory import held_bytes, peak_resident_bytes
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import SFTObjective
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
 MIB = 1 << 20
 VOCAB = 512

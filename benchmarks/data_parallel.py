@@ -46,8 +46,7 @@ from quartet.train.engine import LossTerm, TrainEngine
 from quartet.train.metrics import MetricSums
 from quartet.train.objectives import PolicyObjective
 from quartet.train.parallel import collectives, pass_group
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
 ALONE, ALL_REDUCE = "one process", "all_reduce"
 WAYS = (ALL_REDUCE, "replicate", "fixed_order", "shard", "context", "tensor")

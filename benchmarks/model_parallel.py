@@ -74,8 +74,7 @@ def sent(name: str, sizes: Sizes, tokens: int, recompute: bool) -> dict[str, int
     from quartet.models.packed_model import PackedCausalLM
     from quartet.train.engine import TrainEngine
     from quartet.train.objectives import SFTObjective
-    from quartet.train.parallel.group import DataParallelGroup
-    from quartet.train.parallel.mesh import Mesh
+    from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
     shard, context, tensor = sizes
     mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard, context=context, tensor=tensor)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from quartet.models.packed_model import PackedCausalLM  # noqa: E402
 from quartet.rollout.engine import NativeEngine  # noqa: E402
 from quartet.rollout.protocol import Request, SamplingParams  # noqa: E402
-from quartet.rollout.seeds import sample_seed  # noqa: E402
+from quartet.rollout.sampler import sample_seed  # noqa: E402
 
 job = turns.job
 torch.set_num_threads(job["threads"])

@@ -34,7 +34,7 @@ from quartet.extras.speculation.config import HistorySpeculation, MedusaSpeculat
 from quartet.extras.speculation.job import MedusaTrainer
 from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.models.packed_model import PackedCausalLM
-from quartet.observe.cpu import processor
+from quartet.observe.memory import processor
 from quartet.rollout.drafter import make_drafter
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from quartet.rollout.process import EngineProcess, EngineSpec  # noqa: E402
 from quartet.rollout.protocol import Request, SamplingParams  # noqa: E402
 from quartet.rollout.router import Router  # noqa: E402
-from quartet.rollout.seeds import sample_seed  # noqa: E402
+from quartet.rollout.sampler import sample_seed  # noqa: E402
 from quartet.rollout.staging import StagedWeights  # noqa: E402
 from quartet.weights.in_process import write_into  # noqa: E402
 

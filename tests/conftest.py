@@ -24,7 +24,7 @@ RAY_FILES = pytest.StashKey[set[Path]]()
 
 def pytest_report_header() -> str:
     """What decides the order of sums here; a failure on another processor begins with this line."""
-    from quartet.observe.cpu import processor
+    from quartet.observe.memory import processor
 
     return f"processor: {processor()}"
 

@@ -20,8 +20,7 @@ from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScala
 from quartet.observe.memory import held_bytes, peak_resident_bytes
 from quartet.train.forward import Needs, Outputs, compute
 from quartet.train.parallel.context import ModelParallel
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import CONTEXT, Mesh
+from quartet.train.parallel.mesh import CONTEXT, DataParallelGroup, Mesh
 from quartet.train.parallel.pass_group import PassGroup
 from tolerances import in_dtype
 

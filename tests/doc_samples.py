@@ -35,8 +35,8 @@ from quartet.config.load import _overridden, _with_defaults, load_engine, load_r
 from quartet.config.schema import item_annotation, members
 from quartet.config.validation import explain
 from quartet.config.yamls import parse_yaml
+from quartet.extras.recipes.commands import starter
 from quartet.extras.recipes.reference import sections
-from quartet.extras.recipes.starter import starter
 
 add_plugins()
 ROOT = Path(__file__).parents[1]

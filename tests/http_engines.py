@@ -25,8 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quartet.extras.serve.bodies import ModelLimits
-from quartet.extras.serve.driver import EngineThread
-from quartet.extras.serve.server import Server, ServerSettings, listen
+from quartet.extras.serve.server import EngineThread, Server, ServerSettings, listen
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
 from quartet.rollout.stepped import SteppedEngine

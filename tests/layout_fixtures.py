@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.algorithms.aggregate import Aggregation, LossTokens, aggregation_denominators
+from quartet.algorithms.losses import Aggregation, LossTokens, aggregation_denominators
 from quartet.algorithms.segments import masked_owner
 
 

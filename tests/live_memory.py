@@ -13,8 +13,7 @@ from quartet.config.common import TrainConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import SFTObjective
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.tensors import local
 
 Way = tuple[dict[str, Any], int, Any, bool]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.model_worker import Checkpointed
 from quartet.schedule.role_group import LocalGroup
 from quartet.train.checkpoint import Checkpoint, Share
 from quartet.train.state import REST

@@ -22,8 +22,7 @@ from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.collectives import CountedAllGather, CountedReduceScatter
 from quartet.train.parallel.fsdp import shard_model, sharded
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.pass_group import PassGroup
 from quartet.train.token_budget import TokenBudget
 from sharded_ranks import Case, full, make_batch, make_engine, make_model, policy

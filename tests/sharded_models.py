@@ -49,9 +49,8 @@ from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
 from quartet.train.offload import MappedFiles, Offload
 from quartet.train.parallel.fsdp import shard_model
-from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.loading import load_shares
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import snapshot, tensors_of
 from quartet.weights.gather import gather

@@ -26,8 +26,7 @@ from quartet.schedule.model_worker import Update
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.preference_objectives import KTOObjective, PairwiseObjective, PreferenceObjective
 from tolerances import in_dtype
 

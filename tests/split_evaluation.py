@@ -20,8 +20,7 @@ from quartet.extras.process_rewards.trainer import ProcessRewardWorker
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import scalar_model_from
 from quartet.train import forward
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.trainers.preference import PreferenceWorker
 from quartet.trainers.reward_model import RewardModelWorker
 from quartet.trainers.sft import SFTWorker

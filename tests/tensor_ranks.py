@@ -18,8 +18,7 @@ from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.train.forward import Needs, compute, idle_pass
 from quartet.train.parallel.fsdp import shard_model
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
 
 @dataclass(frozen=True)

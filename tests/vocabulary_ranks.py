@@ -11,7 +11,7 @@ from torch import Tensor
 from quartet.models.logprobs import LogprobRule, token_logprobs
 from quartet.models.work import WorkCounter
 from quartet.train.parallel.pass_group import PassGroup
-from quartet.train.parallel.vocabulary import VocabParallel
+from quartet.train.parallel.tensor import VocabParallel
 
 VOCAB, WIDTH = 31, 16
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import forkserver
 from quartet.schedule.weight_sync import WeightReceiverMixin, WeightSenderMixin
-from quartet.weights import transports
+from quartet.weights import sync
 from quartet.weights.digest import BLOCK_BYTES, tensor_digest
 from quartet.weights.sink import TensorSink
 from quartet.weights.sync import Endpoint, WeightSender
@@ -176,7 +176,7 @@ class Trainer(Sending):
         fully_shard(module, mesh=mesh["replicate", "shard"])
         named = {name.replace("/", "."): parameter.detach() for name, parameter in module.named_parameters()}
         super().__init__(named, rank)
-        transports.BUCKET_BYTES |= SMALL_BUCKETS
+        sync.BUCKET_BYTES |= SMALL_BUCKETS
 
 
 class Ranks:

@@ -26,9 +26,8 @@ from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.engine import TrainEngine
 from quartet.train.parallel.fsdp import shard_model
-from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.loading import load_shares
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 
 MODELING = "transformers.models.qwen2.modeling_qwen2"
 LIMIT_S = 1_800.0

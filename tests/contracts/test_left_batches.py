@@ -25,8 +25,8 @@ from quartet.cluster import (
 )
 from quartet.cluster.backend import Backend, Ref, WorkerHandle
 from quartet.config.common import ShardingConfig
+from quartet.observe.diagnostics import straggler_metrics
 from quartet.observe.spans import SpanRecorder
-from quartet.observe.stragglers import straggler_metrics
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RolesWorker
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")

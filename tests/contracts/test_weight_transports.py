@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quartet.schedule import weight_sync
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
-from quartet.weights import transports
+from quartet.weights import sync
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable, WeightSyncError, WeightSyncTimeout
 from quartet.weights.in_process import NamedSource
 from quartet.weights.manifest import WeightManifest
@@ -110,7 +110,7 @@ several = pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
 
 @pytest.fixture
 def open_ends(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    monkeypatch.setattr(transports, "BUCKET_BYTES", ends.SMALL_BUCKETS)
+    monkeypatch.setattr(sync, "BUCKET_BYTES", ends.SMALL_BUCKETS)
     with contextlib.ExitStack() as stack:
 
         def opened(*sinks: TensorSink, timeout_s: float = 10.0) -> Ends:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.cluster.ray_node import RAY_ARGUMENTS
+from quartet.cluster.torchrun import RAY_ARGUMENTS
 from quartet.cluster.worker import free_port
 from quartet.processes import beginning, descendants
 

@@ -9,8 +9,7 @@ import sharded_ranks as ranks
 from quartet.batch.ragged import RaggedBatch
 from quartet.train.forward import Needs
 from quartet.train.objectives import SFTObjective
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from rank_forks import run_ranks
 
 

@@ -9,7 +9,7 @@ import rank_forks
 import vocabulary_ranks as ranks
 from quartet.models.logprobs import LogprobRule, token_logprobs
 from quartet.models.truncation import Limits
-from quartet.train.parallel.vocabulary import VocabParallel
+from quartet.train.parallel.tensor import VocabParallel
 from vocabulary_ranks import HeadCase
 
 CASES = [

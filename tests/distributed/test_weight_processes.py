@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quartet.schedule import weight_sync
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
-from quartet.weights import transports
+from quartet.weights import sync
 from quartet.weights.digest import tensor_digest
 from quartet.weights.errors import WeightSyncError, WeightSyncTimeout
 from quartet.weights.in_process import NamedSource
@@ -33,7 +33,7 @@ BETWEEN = pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES)
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "BUCKET_BYTES", ends.SMALL_BUCKETS)
+    monkeypatch.setattr(sync, "BUCKET_BYTES", ends.SMALL_BUCKETS)
 
 
 @pytest.fixture(scope="module")

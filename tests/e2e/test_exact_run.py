@@ -10,7 +10,7 @@ import torch
 
 from quartet.models.attention import LayerRule
 from quartet.observe.trackers import read_metrics
-from quartet.rollout import exact_step_attention
+from quartet.rollout import step_attention
 
 
 def steps(world: Any, name: str) -> list[dict[str, float]]:
@@ -59,7 +59,7 @@ def test_an_engine_that_computes_otherwise_shows_in_the_metrics(
         weights = (scores + mask).softmax(-1)
         return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).squeeze(2)
 
-    monkeypatch.setattr(exact_step_attention, "decode_attention", one_row)
+    monkeypatch.setattr(step_attention, "decode_attention", one_row)
     content = recipes["rl"]("grpo", numerics="exact", minibatches=1, steps=2, output_dir="runs/exact-fault")
     outcome = quartet("rl", world.recipe("exact-fault", content))
     assert outcome.status == 0, outcome.err

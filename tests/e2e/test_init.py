@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quartet.config.load import methods
-from quartet.extras.recipes.starter import REWARDS
+from quartet.extras.recipes.commands import REWARDS
 
 STAGES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("sft", (), ("model.path=model", "examples_per_step=4", "steps=1")),

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from quartet.cluster.ray_node import RAY_ARGUMENTS
+from quartet.cluster.torchrun import RAY_ARGUMENTS
 from quartet.cluster.worker import free_port
 from quartet.processes import ended
 

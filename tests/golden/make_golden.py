@@ -77,7 +77,7 @@ from quartet.extras.process_rewards.config import ProcessModelReward, ProcessRew
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.extras.quickstart import task
 from quartet.extras.quickstart.tokenizer import build_tokenizer
-from quartet.observe.cpu import processor
+from quartet.observe.memory import processor
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.reward_model import RewardModelTrainer

@@ -16,7 +16,7 @@ import torch
 
 from quartet.extras.quickstart.recipes import Size
 from quartet.extras.quickstart.run import Quickstart
-from quartet.observe.cpu import processor
+from quartet.observe.memory import processor
 from quartet.observe.trackers import read_metrics
 
 PATH = Path(__file__).with_name("quickstart_short.json")

@@ -10,10 +10,9 @@ from quartet.config.plugins import load
 from quartet.config.reward_types import PLUGIN_REWARDS, RewardConfig
 from quartet.config.rewards import Fallible, RewardSourceConfig
 from quartet.rewards import builtin
+from quartet.rewards.builtin import MathSource
 from quartet.rewards.functions import SubprocessFunction
-from quartet.rewards.judge import judge_source
-from quartet.rewards.mathematics import MathSource
-from quartet.rewards.remote import HTTPSource
+from quartet.rewards.judge import HTTPSource, judge_source
 from quartet.rewards.source import Columns, GuardedReward, RewardSource, Scores
 from quartet.text.examples import PromptText
 

@@ -22,15 +22,14 @@ from quartet.models.exact import MIN_ROWS
 from quartet.models.memory import to_device
 from quartet.models.packed_model import PackedCausalLM
 from quartet.models.packing_probe import check_decoding, model_context_length
-from quartet.rollout.admission import Admission
 from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.drafter import Drafter
-from quartet.rollout.kv_cache import KVCache, slot_shape
+from quartet.rollout.prefix_cache import KVCache, slot_shape
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Generated, GenerationError, Request
 from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
-from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
+from quartet.rollout.scheduler import Admission, Response, Scheduler, check_proposals, check_request
 from quartet.rollout.step_attention import Contexts
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.weights.in_process import write_into

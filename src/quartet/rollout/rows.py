@@ -15,8 +15,7 @@ from torch import Tensor
 
 from quartet.models.memory import to_device
 from quartet.rollout.drafter import NO_DRAFT, DraftTree
-from quartet.rollout.kv_cache import KVCache, round_up
-from quartet.rollout.prefix_cache import Block
+from quartet.rollout.prefix_cache import Block, KVCache, round_up
 from quartet.rollout.sampler import SamplingRows
 from quartet.rollout.scheduler import BAND, Response
 

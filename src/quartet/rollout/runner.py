@@ -20,12 +20,10 @@ from quartet.models.attention import AttentionContext
 from quartet.models.exact import row_step
 from quartet.models.memory import to_device
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.admission import PrefillChunk
-from quartet.rollout.exact_step_attention import ExactContexts
-from quartet.rollout.kv_cache import KVCache
-from quartet.rollout.prefix_cache import Block
+from quartet.rollout.prefix_cache import Block, KVCache
 from quartet.rollout.rows import DecodeRows, DraftRows
-from quartet.rollout.step_attention import Contexts, PlainContexts, StepAttention, begins
+from quartet.rollout.scheduler import PrefillChunk
+from quartet.rollout.step_attention import Contexts, ExactContexts, PlainContexts, StepAttention, begins
 
 
 def choose_contexts(packed: PackedCausalLM) -> Contexts:

@@ -8,20 +8,129 @@
 
 The same function runs real roles under leases and simulated ones on a virtual clock, because it touches data only
 through chunks and named steps.
+
+Extra edges of a placement: a stage that waits until others have ended for the whole step.
+
+The iteration states data dependencies only; by them a chunk's values need its groups and nothing else. A placement may
+ask for more, `{"values": ["reward"]}`: no chunk's values before the rewards of all chunks. The wait is outside of any
+lease, so that nothing is held meanwhile.
+
+Scoring ahead: where generation runs ahead, chunks of coming steps are scored while the learners of this one work.
+
+::
+
+    step k      generate ── score k ──► assemble ──► train k ─────────► publish k + 1
+    step k + 1  generate ─────────────────────────── score (frozen) ──────────────────► score (trained) ──► …
+
+Rewards and reference log-probabilities do not depend on weights that are trained, so a chunk can have them as soon as
+its groups are there. Old log-probabilities and values need the weights of the chunk's own step and wait for it. The
+learners ask for their leases first: what is scored ahead takes what they leave.
+
+Scorers: the columns that the models of a run give for a chunk, or for parts of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
+import torch
+
 from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import RaggedBatch
+from quartet.config import UserError
+from quartet.schedule.clock import News
 from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Chunk, Group
-from quartet.schedule.score_prefetch import PrefetchedChunk, ScorePrefetcher
+from quartet.schedule.leases import LeaseContext
+from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.role_group import RoleGroup
+from quartet.train.forward import Needs
+
+
+@dataclass(frozen=True)
+class PrefetchedChunk:
+    """A chunk whose scoring began before its step."""
+
+    chunk: Chunk
+    columns: Sequence[tuple[Scorer, asyncio.Task[ColumnSet]]]
+
+    def task(self, scorer: Scorer) -> asyncio.Task[ColumnSet] | None:
+        return next((task for known, task in self.columns if known is scorer), None)
+
+
+@dataclass(eq=False)
+class ScorePrefetcher:
+    """Begins the scoring of coming steps' chunks, and hands it over when their step has come.
+
+    What fails is raised in the step that it was for. Nothing of it is saved: a resumed run scores its chunks anew.
+
+    Args:
+        scorers: those of the iteration whose columns depend on no weights that are trained.
+        num_steps: of the run, behind which nothing is scored, however far generation goes.
+    """
+
+    stream: GroupStream[Group]
+    collect: Collect
+    scorers: Sequence[Scorer]
+    num_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self._begun: dict[tuple[int, int], PrefetchedChunk] = {}
+        self._next = (0, 0)  # no chunk before it is begun any more
+        self._watch: asyncio.Task[None] | None = None
+
+    def resume(self) -> None:
+        """The learners of a step are at work: from now on chunks are scored as soon as they are complete."""
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().create_task(self._look(), name="scoring ahead")
+
+    async def pause(self) -> None:
+        """A step begins, whose own scoring comes first: no other chunk is begun.
+
+        Raises:
+            whatever collecting a chunk raised.
+        """
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.wait({watch})
+            if not watch.cancelled():
+                watch.result()
+
+    def take(self, step: int, index: int) -> PrefetchedChunk | None:
+        return self._begun.pop((step, index), None)
+
+    async def close(self) -> None:
+        """Stops all of it and waits until it has stopped; what failed unasked is forgotten."""
+        tasks: list[asyncio.Task[Any]] = [task for begun in self._begun.values() for _, task in begun.columns]
+        tasks += [self._watch] if self._watch is not None else []
+        self._begun.clear()
+        self._watch = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self) -> None:
+        while True:
+            for step, index, groups in self.stream.buffered_chunks():
+                is_of_run = self.num_steps is None or step < self.num_steps
+                if is_of_run and (step, index) >= self._next:
+                    self._begin(step, index, groups)
+            await self.stream.change()
+
+    def _begin(self, step: int, index: int, groups: list[Group]) -> None:
+        self._next = (step, index + 1)
+        chunk = self.collect(step, index, groups)
+        loop = asyncio.get_running_loop()
+        tasks = [(scorer, loop.create_task(scorer.score(chunk))) for scorer in self.scorers]
+        self._begun[step, index] = PrefetchedChunk(chunk, tasks)
+
 
 T = TypeVar("T")
 Collect = Callable[[int, int, Sequence[Group]], Chunk]
@@ -126,3 +235,193 @@ def _first_error() -> Iterator[None]:
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         raise first from first.__cause__  # without the group as its context
+
+
+class Barriers:
+    """Counts what has ended in each step; parts of a coming one may end before the one under way has.
+
+    Args:
+        after: stage → stages that must have ended wholly before any part of it begins. Stages that a run does not have
+            have no parts and hold nothing back.
+        num_chunks: chunks of a step.
+    """
+
+    def __init__(self, after: Mapping[str, Sequence[str]], *, num_chunks: int) -> None:
+        self._after = after
+        self._num_chunks = num_chunks
+        self._parts: Counter[str] = Counter()  # in every step
+        self._ended: dict[int, Counter[str]] = {}  # by step
+        self._news = News()
+
+    def collect(self, collect: Collect) -> Collect:
+        """The stage ``generate``: a chunk's groups are there when it is collected."""
+        self._parts["generate"] += self._num_chunks
+
+        def collected(step: int, index: int, groups: Sequence[Group]) -> Chunk:
+            if index == 0:
+                self._begin(step)
+            chunk = collect(step, index, groups)
+            self._part_ended("generate", step)
+            return chunk
+
+        return collected
+
+    def scorer(self, stage: str, scorer: Scorer) -> Scorer:
+        """The scorer, with its waits where the stage has edges; several scorers may make up one stage."""
+        return cast(Scorer, self._held(stage, scorer, self._num_chunks))
+
+    def learner(self, stage: str, learner: StepLearner) -> StepLearner:
+        return cast(StepLearner, self._held(stage, learner, 1))
+
+    def _held(self, stage: str, inner: Any, num_parts: int) -> Any:
+        if stage not in self._after and not any(stage in earlier for earlier in self._after.values()):
+            return inner
+        self._parts[stage] += num_parts
+        return _Held(self, stage, inner)
+
+    async def run(self, stage: str, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
+        """A part of the stage, once everything that the stage comes after has ended in the step."""
+        while self._missing(stage, step):
+            await self._news.wait(lambda: f"{stage} of step {step} waits for {', '.join(self._missing(stage, step))}")
+        result = await work()
+        self._part_ended(stage, step)
+        return result
+
+    def _missing(self, stage: str, step: int) -> list[str]:
+        """The stages that it waits for, with how many of their parts have ended."""
+        ended, parts = self._ended[step], self._parts
+        waits_for = [earlier for earlier in self._after.get(stage, ()) if ended[earlier] < parts[earlier]]
+        return [f"{earlier} ({ended[earlier]} of {parts[earlier]})" for earlier in waits_for]
+
+    def _part_ended(self, stage: str, step: int) -> None:
+        self._ended[step][stage] += 1
+        if self._ended[step][stage] >= self._parts[stage]:
+            self._news.tell()
+
+    def _begin(self, step: int) -> None:
+        if step in self._ended:
+            raise RuntimeError(f"step {step} begins twice")
+        over = [earlier for earlier, ended in self._ended.items() if ended >= self._parts]
+        for earlier in over[:-1]:
+            del self._ended[earlier]
+        self._ended[step] = Counter()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A scorer or a learner, behind the edges of its stage."""
+
+    barriers: Barriers
+    stage: str
+    inner: Any
+
+    async def score(self, chunk: Chunk) -> Any:
+        return await self.barriers.run(self.stage, chunk.step, lambda: self.inner.score(chunk))
+
+    async def train(self, experience: Any, step: int) -> Any:
+        return await self.barriers.run(self.stage, step, lambda: self.inner.train(experience, step))
+
+
+@dataclass(frozen=True)
+class ModelScorer:
+    """One pass of a model over a chunk: ``values``, ``old_logprobs``, ``ref_logprobs``, a reward model's scores.
+
+    Args:
+        column: what the pass's one field is called from then on.
+        beside: names of other token columns by the pass's own name for them.
+        further: token columns of passes after it, of one field each, by name.
+        trains: the role's weights change: the columns are those of its weights as the step began.
+        reads_text: the worker reads prompts and completions as text, so they are sent along.
+        reads: other states whose tensors the pass reads, so that they are not trained meanwhile.
+    """
+
+    leases: LeaseContext
+    role: str
+    model: RoleGroup[ModelWorker]
+    needs: Needs
+    column: str
+    beside: Mapping[str, str] = field(default_factory=dict)
+    further: Mapping[str, Needs] = field(default_factory=dict)
+    trains: bool = False
+    reads_text: bool = False
+    reads: Mapping[str, int | None] = field(default_factory=dict)
+
+    async def score(self, chunk: Chunk) -> ColumnSet:
+        batch = chunk.data
+        reads = {**self.reads, self.role: chunk.step} if self.trains else self.reads
+        turn = self.leases.turn(
+            self.role,
+            "forward",
+            self.column,
+            step=chunk.step,
+            chunk=chunk.index,
+            tokens=batch.num_tokens,
+            reads=reads,
+        )
+        read = _with_texts(batch) if self.reads_text else batch.without_objects()
+        async with turn:
+            found = await self.model.call(ModelWorker.forward, read, self.needs)
+            others = [await self.model.call(ModelWorker.forward, read, needs) for needs in self.further.values()]
+        columns = self._named(found)
+        for name, other in zip(self.further, others, strict=True):
+            (values,) = other.token.values()
+            columns = replace(columns, token={**columns.token, name: values})
+        if not self.trains:
+            self._check_finite(columns)
+        return columns
+
+    def _named(self, found: ColumnSet) -> ColumnSet:
+        """The one field of a pass, and those beside it, under the names that the step knows them by."""
+        token = dict(found.token)
+        beside = {column: token.pop(name) for name, column in self.beside.items()}
+        fields = [*token.values(), *found.sequence.values()]
+        if len(fields) != 1:
+            raise ValueError(f"{self.column} is one column, the pass gave {len(fields)}")
+        own = {self.column: fields[0]}
+        return ColumnSet(found.ids, {**own, **beside} if token else beside, {} if token else own)
+
+    def _check_finite(self, columns: ColumnSet) -> None:
+        """A NaN among scores would pass for "does not apply"."""
+        values = torch.cat([*columns.token.values(), *columns.sequence.values()])
+        wrong = int((~torch.isfinite(values)).sum())
+        if wrong:
+            raise UserError(
+                f"the model of role {self.role!r} computes values that are not finite",
+                found=f"{wrong} of {len(values)} {self.column}",
+                remedy="check that model's weights; the run stopped before the update and can be resumed",
+            )
+
+
+def _with_texts(batch: RaggedBatch) -> RaggedBatch:
+    """The batch with objects ``prompt`` and ``completion``, both as text; other columns of a data row do not travel."""
+    prompts = [item.prompt for item in batch.objects["prompt"]]
+    return batch.without_objects().with_objects(prompt=prompts, completion=batch.objects["completion"])
+
+
+@dataclass(frozen=True)
+class PartScorer:
+    """A scorer that is given some sequences of a chunk at a time.
+
+    Args:
+        parts: places of the sequences that are scored together, for each call. The others, and the tokens that all
+            sequences share, have no scores: NaN in sequence columns, 0 in token columns.
+    """
+
+    inner: Scorer
+    parts: Callable[[RaggedBatch], Sequence[Sequence[int]]]
+
+    async def score(self, chunk: Chunk) -> ColumnSet:
+        batch, parts = chunk.data, self.parts(chunk.data)
+        read = [batch.select(part) for part in parts]
+        scored = await side_by_side([self.inner.score(replace(chunk, data=part)) for part in read])
+        token: dict[str, torch.Tensor] = {}
+        sequence: dict[str, torch.Tensor] = {}
+        for places, part, found in zip(parts, read, scored, strict=True):
+            for name, values in found.token.items():
+                column = token.setdefault(name, values.new_zeros(batch.num_tokens))
+                for k, s in enumerate(places):
+                    column[slice(*batch.leaf_span(s))] = values[slice(*part.leaf_span(k))]
+            for name, values in found.sequence.items():
+                column = sequence.setdefault(name, values.new_full((len(batch),), math.nan))
+                column[list(places)] = values
+        return ColumnSet(batch.ids, token, sequence)

@@ -17,7 +17,7 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import HEADS
 from quartet.schedule.groups import group_members
-from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.schedule.role_group import RoleGroup
 from quartet.train.engine import Objective

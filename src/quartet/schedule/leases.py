@@ -29,6 +29,10 @@ independent of slots: parts stay resident after their role has finished, until a
 them offloaded. The modes of a role are nested: one that needs more bytes contains the parts of those that
 need fewer (training holds the parameters that forward needs), so a role resident for training is resident for
 forward too. A role whose modes have disjoint parts is two roles.
+
+A role's turn: a lease, and inside of it a span. Everything that computes, really or only on a clock, passes here.
+
+From a resolved placement to the arbiter that grants its leases.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ from itertools import count
 from typing import Any, Literal, Protocol
 
 from quartet.config.errors import UserError
+from quartet.config.placement import HEADS, ResolvedPlacement, ResolvedPool
+from quartet.observe.spans import Span, SpanRecorder
 from quartet.schedule.clock import News, Waiting, drained
 
 # Versions of weights: who may read which, and who may advance it ----------------------------------------
@@ -668,3 +674,80 @@ class Arbiter:
         if not self._fits(request):
             return f"pool {pool.spec.name!r} is taken by {', '.join(sorted(pool.busy_roles))}"
         return "an older request is urgent and goes first"
+
+
+@dataclass(frozen=True)
+class LeaseContext:
+    """Lease and span around a piece of work."""
+
+    arbiter: Arbiter
+    recorder: SpanRecorder
+
+    @asynccontextmanager
+    async def turn(
+        self,
+        role: str,
+        mode: LeaseMode,
+        name: str,
+        *,
+        step: int | None,
+        chunk: int | None = None,
+        tokens: int = 0,
+        reads: Mapping[str, int | None] | None = None,
+        writes: str | None = None,
+        works_for: str | None = None,
+    ) -> AsyncIterator[tuple[Lease, Span]]:
+        """Waits for the lease; the span covers the block alone. Inputs are awaited before, never inside.
+
+        Args:
+            works_for: the span's role, where it is one that works with another's parts and so under its leases.
+        """
+        async with self.arbiter.lease(role, mode, reads=dict(reads or {}), writes=writes) as lease:
+            with self.recorder.span(
+                name, step=step, role=works_for or role, mode=mode, chunk=chunk, tokens=tokens
+            ) as span:
+                yield lease, span
+
+
+LOCAL_POOL = "local"
+
+
+def local_placement(roles: Iterable[str]) -> ResolvedPlacement:
+    """What a run without a placement has: one pool with one slot, on which all roles take turns and nothing moves."""
+    pool = ResolvedPool(LOCAL_POOL, processes=1, nodes=1, slots=1, budget_bytes=None)
+    return ResolvedPlacement("local", (pool,), dict.fromkeys(roles, LOCAL_POOL))
+
+
+def placed_arbiter(
+    placement: ResolvedPlacement,
+    resident_bytes: Mapping[str, Mapping[LeaseMode, int]],
+    *,
+    version: int = 0,
+    offloader: Offloader | None = None,
+    patience: int = 4,
+) -> Arbiter:
+    """The arbiter of a placement.
+
+    Args:
+        resident_bytes: role name → mode → bytes that must be on the role's pool in it; a role of ``resolve`` each.
+        version: that of every state as the run begins.
+
+    Raises:
+        UserError: a role that alone is larger than its pool's budget, with the bytes and what would do.
+    """
+    pools = [PoolSpec(pool.name, pool.slots, pool.budget_bytes) for pool in placement.pools]
+    roles = [RoleSpec(name, placement.pool_of[name], sizes) for name, sizes in resident_bytes.items()]
+    # Weights change of those that train, and of the engine's copy; the heads' parts are the actor's.
+    states = [role.name for role in roles if role.resident_bytes.keys() & {"train", "generate"}]
+    versions = dict.fromkeys([*states, *({HEADS} & placement.pool_of.keys())], version)
+    arbiter = Arbiter(pools, roles, versions=versions, offloader=offloader, patience=patience)
+    # The largest first: what it asks for is enough for the others.
+    needs = [(size, role.name, mode) for role in roles for mode, size in role.resident_bytes.items()]
+    for _, name, mode in sorted(needs, key=lambda need: -need[0]):
+        arbiter.check_possible(name, mode)
+    return arbiter
+
+
+def local_arbiter(sizes: Mapping[str, Mapping[LeaseMode, int]], *, version: int) -> Arbiter:
+    """The arbiter of ``local_placement``; ``sizes``: role → mode → bytes."""
+    return placed_arbiter(local_placement(sizes), sizes, version=version)

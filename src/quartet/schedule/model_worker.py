@@ -1,10 +1,17 @@
-"""Workers of the roles with a model: passes and updates, beside the model, in this process or in another."""
+"""Workers of the roles with a model: passes and updates, beside the model, in this process or in another.
+
+Workers whose parts can leave their device for others and come back, as the arbiter's leases ask.
+
+Workers whose state is a share of a run's checkpoints.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import contextlib
+import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,23 +25,164 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, dispatch
 from quartet.cluster.layout import Layout
+from quartet.config import UserError
+from quartet.config.cluster import OffloadConfig
 from quartet.config.file_errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.work import Work
+from quartet.observe.digests import FileDigest
 from quartet.rollout.drafter import DrafterModel
-from quartet.schedule.checkpointed import Checkpointed, same_for_all
 from quartet.schedule.leases import LeaseMode
-from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.weight_sync import WeightSenderMixin
 from quartet.train.bit_flips import ModelPart
+from quartet.train.checkpoint import Share, ShareWriter
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.forward import Needs, forward_only
-from quartet.train.offload import Offload, Store
+from quartet.train.host_memory import MappedFiles, PinnedMemory
+from quartet.train.offload import PARTS, Moved, Offload, OffloadPart, Store
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget
+
+_PARTS_OF: dict[LeaseMode, tuple[OffloadPart, ...]] = {"forward": ("params",), "generate": ("params",), "train": PARTS}
+
+
+def store_of(config: OffloadConfig) -> Store:
+    if config.to == "pinned_memory":
+        return PinnedMemory()
+    return MappedFiles(config.directory or tempfile.gettempdir())
+
+
+class Offloadable(ABC):
+    """A worker with parts that move, once ``make_offloadable`` was called."""
+
+    _parts: Offload | None = None
+
+    def make_offloadable(self, config: OffloadConfig) -> None:
+        self._parts = self._offload(store_of(config))
+
+    def onload(self, mode: LeaseMode) -> Moved:
+        """Brings in what ``mode`` needs and is not there."""
+        return self._movable.onload(_PARTS_OF[mode])
+
+    def offload(self) -> Moved:
+        """Everything leaves."""
+        return self._movable.offload()
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """Within, the parameters are there, whatever leases say: for the moments in which a model is read or replaced
+        as a whole."""
+        away = self._parts is not None and not self._parts.is_resident(("params",))
+        if away:
+            self._movable.onload(("params",))
+        try:
+            yield
+        finally:
+            if away:
+                self._movable.offload(("params",))
+
+    def stop_offloading(self) -> None:
+        """Parameters come back for good: the model is its owner's again. Nothing where it does not move."""
+        if self._parts is not None:
+            self._parts.release()
+
+    @property
+    def _movable(self) -> Offload:
+        if self._parts is None:
+            raise RuntimeError(f"this {type(self).__name__} does not move: its pool has no budget")
+        return self._parts
+
+    @dispatch(RANK_ZERO)
+    @abstractmethod
+    def sizes(self) -> dict[LeaseMode, int]:
+        """Bytes that must be on the device in each mode."""
+
+    @abstractmethod
+    def _offload(self, store: Store) -> Offload:
+        """What moves this host's parts to ``store`` and back."""
+
+
+def _with_rank(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    return [(args, {**kwargs, "rank": rank}) for rank in range(layout.world_size)]
+
+
+def same_for_all(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    return [(args, kwargs)] * layout.world_size
+
+
+def _all_files(layout: Layout, found: list[dict[str, FileDigest] | None]) -> dict[str, FileDigest] | None:
+    """Of all ranks together: None until all have theirs, empty where one never will."""
+    if any(files is None for files in found):
+        return None
+    return {name: digest for files in found for name, digest in (files or {}).items()} if all(found) else {}
+
+
+class Checkpointed(ABC):
+    """A worker that writes its share of a checkpoint itself, and reads it; what several have the first one writes."""
+
+    _writer: ShareWriter | None = None
+
+    def check_sees(self, directory: Path) -> None:
+        """
+        Args:
+            directory: which the driver has made.
+
+        Raises:
+            UserError: this process does not see it.
+        """
+        if not directory.is_dir():
+            raise UserError(
+                "a worker does not see the run's directory",
+                found=f"{directory}, made by the driver, is not there on the worker's machine",
+                remedy="set output_dir to a directory on storage that all machines share, where workers write their "
+                "checkpoints and models themselves, or on Ray to a URL (s3://…)",
+            )
+
+    @dispatch(Custom(_with_rank, lambda layout, found: None))
+    def save_checkpoint(self, directory: Path, *, background: bool, rank: int = 0) -> None:
+        """Writes this rank's part of the state into the new ``directory``; with ``background`` from a copy, while the
+        worker goes on.
+
+        Raises:
+            UserError: it could not be written; in the background ``finish_checkpoint`` raises that.
+        """
+        self.check_sees(directory.parent)
+        if self._writer is None:
+            self._writer = ShareWriter()
+        self._writer.begin(directory, self.checkpoint_state(), background=background, rank=rank)
+
+    @dispatch(Custom(same_for_all, _all_files))
+    def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest] | None:
+        """Digests of the files in ``directory`` once they are written, until then None; does not wait.
+
+        Empty where this process has not begun that share.
+        """
+        return self._writer.finish(directory) if self._writer is not None else {}
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Takes up a share, in every replica.
+
+        Raises:
+            UserError: it is not there, cannot be read or belongs to another model.
+        """
+        self.check_sees(directory.parent)
+        share = Share(directory)
+        with self.loading(share.shapes, share.rest()) as live:
+            share.read_into(live)
+
+    @abstractmethod
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The state, named as in ``train.state``."""
+
+    @abstractmethod
+    def loading(
+        self, saved: Mapping[str, Shape], rest: Mapping[str, Any]
+    ) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """As ``TrainEngine.loading``."""
+
 
 _SEEN = "seen_token_ids"
 

@@ -1,24 +1,40 @@
 """The worker of the rollout role: drives an engine in its process and keeps the tokens that it makes.
 
 It is asked in text, and what it says of ended requests is plain data, so that a worker can be anywhere.
+
+What rollout workers are asked for, in text, and the tokens that they keep of what came of it.
+
+Token ids stay in a rollout worker's process until their group is complete: prompts are tokenised here, completions
+decoded, and the transcripts of episodes kept.
+
+The worker of a rollout role whose engines generate at their own pace, in processes or on servers of their own.
+
+A call of ``run_steps`` submits, and waits until a group has ended or a slice of time is over. Where the engines share
+devices with other roles they are paused between such calls; elsewhere they go on. New weights come in a pause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
+from quartet.config.cluster import OffloadConfig
 from quartet.envs.episode import FinishedEpisode
+from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
 from quartet.observe.memory import held_bytes
 from quartet.rollout.drafter import Drafter
 from quartet.rollout.engine import NativeEngine
+from quartet.rollout.paced import PacedEngine
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -28,17 +44,168 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
-from quartet.rollout.router import Progress
-from quartet.schedule.canary import CanaryProbe
-from quartet.schedule.checkpointed import Checkpointed
+from quartet.rollout.router import Progress, Router
+from quartet.schedule.groups import answered, group_batch
 from quartet.schedule.leases import LeaseMode
-from quartet.schedule.model_worker import model_bytes
-from quartet.schedule.offloadable import Offloadable
-from quartet.schedule.request_store import AnyRequest, FinishedRequest, PromptRequest, RequestStore
-from quartet.schedule.weight_sync import WeightReceiverMixin
+from quartet.schedule.model_worker import Checkpointed, Offloadable, model_bytes
+from quartet.schedule.weight_sync import CanaryProbe, WeightReceiverMixin
+from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.train.offload import Moved, Offload, Store
 from quartet.train.state import REST, Shape
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One response."""
+
+    request_id: str
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """Responses to one prompt, which are submitted together. ``group`` names them in the engine."""
+
+    group: str
+    prompt: PromptText
+    samples: tuple[SampleRequest, ...]
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(sample.request_id for sample in self.samples)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Most tokens of each."""
+        return {sample.request_id: sample.sampling.max_new_tokens for sample in self.samples}
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """The next action of an episode, after what its policy has ``seen``."""
+
+    request_id: str
+    episode: str
+    seen: Seen
+    sampling: SamplingParams
+    limits: EpisodeLimits
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return (self.request_id,)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {self.request_id: self.sampling.max_new_tokens}
+
+
+AnyRequest = PromptRequest | TurnRequest
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """What the driver is told of a request that has ended.
+
+    Args:
+        text: of an episode's action; of other requests None, as their text comes with their group.
+        held: of an action that the state leaves no room for, the tokens that the state has; else None.
+    """
+
+    request_id: str
+    text: str | None = None
+    held: int | None = None
+
+
+def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion | TrajectorySequence) -> str:
+    """What the completion adds to its prompt, up to a stop string and without end-of-text."""
+    text = codec.decode_completion(prompt_ids, completion.token_ids)
+    return text if completion.text_end is None else text[: completion.text_end]
+
+
+class RequestStore:
+    """Prompts, completions and transcripts of one rollout worker, until their groups are made."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._prompts: dict[str, tuple[int, ...]] = {}  # by request
+        self._completions: dict[str, Completion] = {}
+        self._episodes: dict[str, str] = {}  # by request
+        self._transcripts: dict[str, Transcript] = {}
+
+    def engine_requests(self, asked: AnyRequest) -> list[Request] | FinishedRequest:
+        """What the engine is to do; at once an end where the state leaves no room for an action.
+
+        Raises:
+            StateError: a state that cannot be tokenised.
+            UserError: a prompt that cannot.
+        """
+        if isinstance(asked, TurnRequest):
+            return self._turn(asked)
+        ids = tuple(self._codec.encode_prompt(asked.prompt))
+        self._prompts.update((sample.request_id, ids) for sample in asked.samples)
+        return [Request(sample.request_id, asked.group, ids, sample.sampling) for sample in asked.samples]
+
+    def _turn(self, asked: TurnRequest) -> list[Request] | FinishedRequest:
+        if asked.seen.begins:  # perhaps once more, after the environment failed
+            self._transcripts.pop(asked.episode, None)
+        transcript = self._transcripts.setdefault(asked.episode, Transcript(self._codec))
+        self._episodes[asked.request_id] = asked.episode  # before what may be refused, which forgets the episode
+        transcript.see(asked.seen)
+        room, ids = transcript.room(asked.limits), transcript.token_ids
+        if room < 1:
+            del self._episodes[asked.request_id]
+            return FinishedRequest(asked.request_id, held=len(ids))
+        sampling = replace(asked.sampling, max_new_tokens=min(asked.sampling.max_new_tokens, room))
+        return [Request(asked.request_id, asked.request_id, ids, sampling, session=asked.episode)]
+
+    def ended(self, made: Completion) -> FinishedRequest:
+        """Keeps a completion until its group is made; an action joins its transcript."""
+        episode = self._episodes.pop(made.request_id, None)
+        if episode is None:
+            self._completions[made.request_id] = made
+            return FinishedRequest(made.request_id)
+        columns = made.token_ids, made.logprobs, made.versions
+        action = Action(*columns, made.finish_reason.value, made.text_end, made.columns)
+        return FinishedRequest(made.request_id, text=self._transcripts[episode].act(action))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests that are not waited for any more, and the episodes that they belong to."""
+        for request_id in request_ids:
+            self._prompts.pop(request_id, None)
+            self._completions.pop(request_id, None)
+            if (episode := self._episodes.pop(request_id, None)) is not None:
+                self._transcripts.pop(episode, None)
+
+    def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
+        """The group of these completions, which are not kept any longer; ``greedy`` is the baseline's."""
+        made = tuple(self._response(request_id) for request_id in request_ids)
+        return group_batch(index, made, None if greedy is None else self._response(greedy))
+
+    def _response(self, request_id: str) -> Trajectory:
+        ids, made = self._prompts.pop(request_id), self._completions.pop(request_id)
+        return answered(ids, made, completion_text(self._codec, ids, made))
+
+    def episodes(self, index: int, endings: Sequence[FinishedEpisode], version: int) -> RaggedBatch:
+        """The group of these episodes, which are not kept any longer; ``version`` is that of the present weights."""
+        played = []
+        for ending in endings:
+            transcript = self._transcripts.pop(ending.episode, None)
+            if ending.prompt is not None or transcript is None:
+                played.append(Trajectory((self._failed(ending, version),), ending.end, {SOURCE: ending.score}))
+                continue
+            if ending.reward is not None:
+                transcript.earn(ending.reward)
+            played.append(Trajectory(transcript.sequences(), ending.end, {SOURCE: ending.score}))
+        return group_batch(index, played)
+
+    def _failed(self, ending: FinishedEpisode, version: int) -> TrajectorySequence:
+        """What stands for an episode that failed, at whatever turn: one token, which nothing is learned from."""
+        assert ending.prompt is not None, "only failed episodes have no transcript"
+        ids = tuple(self._codec.encode_prompt(ending.prompt))
+        columns = {STEP_PREFIX + SOURCE: (0.0,)}
+        return TrajectorySequence(ids, ids[-1:], (True,), (0.0,), (version,), ending.end.value, columns=columns)
+
 
 CANARY = "canary"
 
@@ -301,3 +468,194 @@ class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
         tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved.items()}
         yield tensors
         self._drafter.load({**tensors, REST: rest})
+
+
+class ServedRolloutWorker(RolloutWorker, Offloadable):
+    """
+    Args:
+        weight_bytes: of the policy in all engines.
+        lease_s: longest call of ``run_steps``.
+        shares_devices: other roles compute on the engines' devices between two leases.
+        sleep_level: how deeply they sleep while the memory is others'.
+        close: ends what was made for the engines.
+    """
+
+    engine: PacedEngine
+
+    def __init__(
+        self,
+        router: Router,
+        codec: TextCodec,
+        *,
+        weight_bytes: int,
+        lease_s: float,
+        shares_devices: bool,
+        sleep_level: Literal[1, 2],
+        close: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._router = router
+        super().__init__(PacedEngine(router, lease_s), codec)
+        self._weight_bytes, self._lease_s = weight_bytes, lease_s
+        self._shares_devices, self._sleep_level = shares_devices, sleep_level
+        self._close = close
+        self._lease_end = 0.0
+        self._is_paused = self._is_asleep = False
+        self._canary_of: tuple[CanaryProbe, Request, Completion] | None = None
+        self._is_proven = True  # since the last canary no engine was woken
+        self._starts = 0  # of engines, before that
+
+    def close(self) -> None:
+        self._router.close()
+        self._close()
+
+    # Generation ------------------------------------------------------------------------------------------
+
+    def begin(self) -> EngineStats:
+        stats = super().begin()
+        self.engine.step_s = 0.0
+        while self.engine.has_work:  # what ended before it was cancelled: its name may be asked for again
+            with contextlib.suppress(GenerationError):
+                if not self.engine.step():
+                    break
+        return stats
+
+    def run_steps(self, submit: Sequence[AnyRequest], cancel: Sequence[str], num_steps: int) -> EngineOutputs:
+        """As any rollout worker's; ``num_steps`` above 0 is one slice of time."""
+        if not num_steps:
+            return super().run_steps(submit, cancel, 0)
+        self._resume()
+        others = self._prove()
+        self._lease_end = time.monotonic() + self._lease_s
+        outputs = super().run_steps(submit, cancel, 1 << 30)
+        self._yield_devices()
+        return replace(outputs, ended=(*others, *outputs.ended), steps_left=0)
+
+    def _may_step(self) -> bool:
+        self.engine.step_s = self._lease_end - time.monotonic()
+        return self.engine.step_s > 0 and self.engine.has_work
+
+    def stop_running(self) -> EngineOutputs:
+        self._resume()  # a paused engine hands nothing over
+        return super().stop_running()
+
+    def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
+        self._resume()
+        self._prove()
+        found = super().answers(requests, indices)
+        self._yield_devices()
+        return found
+
+    def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
+        found = dict[str, RaggedBatch]()
+        for name in self._router.usable():
+            self._router.pin(asked.request_ids[0], name)
+            found[name] = self.answers([asked], [0])
+        return found
+
+    def _resume(self) -> None:
+        self.engine.step_s = self._lease_s
+        if self._is_paused:
+            self._router.resume()
+            self._is_paused = False
+
+    def _pause(self) -> None:
+        if not self._is_paused:
+            self._router.pause()
+            self._is_paused = True
+
+    def _yield_devices(self) -> None:
+        if self._shares_devices:
+            self._pause()
+
+    def progress(self) -> Progress:
+        return self._router.progress()
+
+    # The canary ------------------------------------------------------------------------------------------
+
+    def run_canary(self, probe: CanaryProbe, name: str) -> EngineOutputs:
+        self._resume()
+        outputs = super().run_canary(probe, name)
+        self._yield_devices()
+        return outputs
+
+    def _answers_of_engines(
+        self, request: Request, probe: CanaryProbe | None = None
+    ) -> tuple[list[Completion], list[FinishedRequest]]:
+        self._starts = self._router.starts
+        answers, others = super()._answers_of_engines(request)
+        if probe is not None:
+            self._canary_of = probe, request, answers[0]
+        self._is_proven = True
+        return answers, others
+
+    def _ask_engines(self, request: Request) -> Sequence[str]:
+        asked = self._router.probe(request)
+        self.engine.note(asked)
+        return asked
+
+    def _prove(self) -> list[FinishedRequest]:
+        """Asks the canary again where an engine was woken or started since; returns what else ended meanwhile.
+
+        Raises:
+            UserError: an engine answers otherwise than before.
+        """
+        if self._canary_of is None or (self._is_proven and self._starts == self._router.starts):
+            return []
+        probe, request, before = self._canary_of
+        answers, others = self._answers_of_engines(request)
+        for answer in answers:
+            difference = _difference(answer, before)
+            if not difference <= probe.tolerance:
+                raise UserError(
+                    "a rollout engine that was woken or started anew computes with other weights than before",
+                    found=f"log-probabilities of the canary prompt differ by {difference:.3g}, more than "
+                    f"{probe.tolerance:.3g}, at version {before.versions[-1]}",
+                    remedy="set rollout.engine.sleep_level: 1; where it is 1, the engine lost weights and said nothing",
+                )
+        return others
+
+    # Weights and memory ----------------------------------------------------------------------------------
+
+    def before_weights(self) -> None:
+        self._pause()  # until something is to be generated
+        self._canary_of = None
+
+    def make_offloadable(self, config: OffloadConfig) -> None:
+        """The engines keep by themselves what leaves the devices."""
+
+    def sizes(self) -> dict[LeaseMode, int]:
+        """Bytes of weights; what the engines take beside them for their caches is the recipe's to bound."""
+        return {"generate": self._weight_bytes}
+
+    def onload(self, mode: LeaseMode) -> Moved:
+        began = time.perf_counter()
+        if not self._is_asleep:
+            return Moved(0, 0, 0.0)
+        self._router.wake()
+        self._is_asleep = self._is_proven = False
+        return Moved(self._weight_bytes, -self._weight_bytes, time.perf_counter() - began)
+
+    def offload(self) -> Moved:
+        began = time.perf_counter()
+        if self._is_asleep:
+            return Moved(0, 0, 0.0)
+        self._pause()
+        self._router.sleep(self._sleep_level)
+        self._is_asleep = True
+        return Moved(self._weight_bytes, self._weight_bytes, time.perf_counter() - began)
+
+    def stop_offloading(self) -> None:
+        """The engines end with the run."""
+
+    def _offload(self, store: Store) -> Offload:
+        raise AssertionError("engines move their own parts")
+
+
+def _difference(one: Completion, other: Completion) -> float:
+    """Largest between the log-probabilities of two greedy answers, up to where their tokens differ, in nats."""
+    largest = 0.0
+    for a, b, x, y in zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False):
+        largest = max(largest, abs(x - y))
+        if a != b:
+            break
+    return largest

@@ -21,8 +21,8 @@ from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREF
 from quartet.config import UserError
 from quartet.config.file_errors import write_error
 from quartet.observe.rollouts import RolloutRecord, rollouts_path, write_step
-from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.groups import TEXT_END
+from quartet.schedule.model_worker import Checkpointed
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.train.state import REST, Shape

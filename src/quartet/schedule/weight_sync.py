@@ -8,22 +8,30 @@ transport and connects them, ``sync_weights`` brings a version::
 
 ``auto`` takes what is nearest: the trainer's tensors themselves within one process, CUDA IPC on one GPU, shared memory
 on one machine, else a collective.
+
+The canary: a fixed prompt whose log-probabilities engine and trainer must agree on after every weight update.
+
+Digests of tensors prove only their transport; this proves what is computed with them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
 
+from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config.errors import UserError
 from quartet.rollout.protocol import StepEngine
 from quartet.schedule.clock import drained
 from quartet.schedule.role_group import LocalGroup, RoleGroup
+from quartet.text.examples import PromptText
 from quartet.train.engine import TrainEngine
 from quartet.weights.errors import (
     OtherEndFailed,
@@ -259,3 +267,37 @@ def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
         rank=rank,
         tensor=tensor,
     ) from cause
+
+
+@dataclass(frozen=True)
+class CanaryProbe:
+    """
+    Args:
+        num_tokens: of its greedy continuation.
+        tolerance: nats that the log-probability of a token may differ by.
+    """
+
+    prompt: PromptText
+    num_tokens: int
+    tolerance: float
+
+    def check(self, difference: float, version: int) -> None:
+        """
+        Raises:
+            UserError: after the update to ``version`` the two differ by more than ``tolerance``, or by no number.
+        """
+        if not difference <= self.tolerance:
+            raise UserError(
+                f"after weight update {version} the rollout engine computes with other weights than the trainer",
+                found=f"log-probabilities of the canary prompt differ by {difference:.3g}, "
+                f"more than {self.tolerance:.3g}",
+                remedy="if both are meant to differ by that much (another precision), raise canary_tolerance; "
+                "otherwise the engine kept old or other weights",
+            )
+
+
+def canary_difference(probed: RaggedBatch, columns: ColumnSet) -> float:
+    """The largest between an engine's ``rollout_logprobs`` of the canary's tokens and the trainer's, in nats."""
+    mask = probed.token["loss_mask"]
+    expected: Tensor = columns.token["logprobs"][mask]
+    return float((probed.token["rollout_logprobs"][mask] - expected.double()).abs().max())

@@ -17,16 +17,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quartet.algorithms.aggregate import AggregationDenominators, LossTokens, aggregate, aggregation_denominators
-from quartet.algorithms.losses import kl_loss, sft_loss, value_loss
-from quartet.algorithms.off_policy import ImportanceWeights, SampledTokens, importance_weights, mean_weight
+from quartet.algorithms.losses import (
+    AggregationDenominators,
+    LossTokens,
+    aggregate,
+    aggregation_denominators,
+    kl_loss,
+    sft_loss,
+    value_loss,
+)
 from quartet.algorithms.policy_losses import (
+    ImportanceWeights,
     PolicyLossOutput,
     PolicyTokens,
+    SampledTokens,
     cispo_loss,
     gmpo_loss,
     gspo_loss,
+    importance_weights,
     kl_cov_loss,
+    mean_weight,
     policy_loss,
     reinforce_loss,
     sapo_loss,

@@ -22,8 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quartet.algorithms.aggregate import Aggregation, AggregationDenominators, LossTokens, aggregation_denominators
-from quartet.algorithms.losses import pairwise_reward_loss, sft_loss
+from quartet.algorithms.losses import (
+    Aggregation,
+    AggregationDenominators,
+    LossTokens,
+    aggregation_denominators,
+    pairwise_reward_loss,
+    sft_loss,
+)
 from quartet.algorithms.preference import (
     Pairs,
     PreferenceLossOutput,

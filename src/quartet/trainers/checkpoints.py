@@ -22,10 +22,10 @@ from quartet.config import UserError
 from quartet.config.addresses import is_url
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import rollout_rows, rollouts_path
-from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.groups import Group, by_group
 from quartet.schedule.iteration import all_ended
+from quartet.schedule.model_worker import Checkpointed
 from quartet.schedule.role_group import RemoteGroup, RoleGroup
 from quartet.schedule.rollout_writer import Writer
 from quartet.train.checkpoint import Checkpoint, Shares, begin_checkpoint, complete_checkpoint, discard_draft

@@ -21,7 +21,7 @@ from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
 from quartet.observe.logs import set_up_logging
 from quartet.schedule.role_group import RolesWorker
-from quartet.train.parallel.group import DataParallelGroup
+from quartet.train.parallel.mesh import DataParallelGroup
 
 _log = logging.getLogger(__name__)
 CPU = torch.device("cpu")

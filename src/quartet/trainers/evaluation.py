@@ -33,16 +33,15 @@ from quartet.models.loading import load_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.progress import ProgressBar
 from quartet.observe.spans import SpanRecorder
-from quartet.rewards.combine import LEFT_OUT_PREFIX
+from quartet.rewards.source import LEFT_OUT_PREFIX
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams, StepEngine
-from quartet.rollout.seeds import sample_seed
+from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, Scorer, score_all
-from quartet.schedule.lease_context import LeaseContext
-from quartet.schedule.placement import local_arbiter
-from quartet.schedule.request_store import PromptRequest, SampleRequest, completion_text
+from quartet.schedule.leases import LeaseContext, local_arbiter
 from quartet.schedule.role_group import LocalGroup
+from quartet.schedule.rollout_worker import PromptRequest, SampleRequest, completion_text
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.devices import META, FrozenModels

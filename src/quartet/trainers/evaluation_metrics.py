@@ -23,7 +23,7 @@ from quartet.algorithms.evaluation_math import (
 )
 from quartet.config import UserError
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
-from quartet.rewards.combine import combine
+from quartet.rewards.source import combine
 from quartet.text.examples import PromptText
 from quartet.trainers.evaluation_files import Answer, EvaluationCache, nulls_for_nan, or_null
 

@@ -21,7 +21,7 @@ from quartet.observe.jsonl import RowAppender
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
 from quartet.schedule.iteration import side_by_side
-from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.leases import LeaseContext
 from quartet.schedule.rollout import Rollout
 from quartet.trainers.evaluation import prompt_requests, sampling_params, score_groups
 from quartet.trainers.evaluation_files import (

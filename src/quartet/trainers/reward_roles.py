@@ -17,13 +17,11 @@ from quartet.config.rewards import GateConfig
 from quartet.data.datasets import PromptItem
 from quartet.data.fields import column_at
 from quartet.models.packed_model import PackedScalarModel
-from quartet.rewards.combine import LEFT_OUT_PREFIX
-from quartet.rewards.source import GuardedReward
-from quartet.schedule.iteration import Chunk, Scorer
-from quartet.schedule.lease_context import LeaseContext
+from quartet.rewards.source import LEFT_OUT_PREFIX, GuardedReward
+from quartet.schedule.iteration import Chunk, ModelScorer, Scorer
+from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.scorers import ModelScorer
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs

@@ -22,11 +22,10 @@ from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.metrics import METRICS, find_metric
 from quartet.rewards.build import RuleSource, build_reward
 from quartet.rewards.builtin import opened_tag, right_answers
-from quartet.rewards.combine import RewardWeights
 from quartet.rewards.functions import PassedFunction
-from quartet.rewards.source import GuardedReward
+from quartet.rewards.source import GuardedReward, RewardWeights
 from quartet.schedule.iteration import Scorer
-from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same

@@ -32,10 +32,9 @@ from quartet.observe.callbacks import Callback
 from quartet.observe.diagnostics import LanguageChange
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
-from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.iteration import run_iteration
-from quartet.schedule.model_worker import TrainWorker
+from quartet.schedule.model_worker import Checkpointed, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.text.loading import brings_code

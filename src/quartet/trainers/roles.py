@@ -1,15 +1,23 @@
-"""The roles of an RL run: loads and checks what a recipe names, and says what each role is asked for."""
+"""The roles of an RL run: loads and checks what a recipe names, and says what each role is asked for.
+
+Episodes as the source of a run's trajectories: run over the rollout engine.
+
+A group is one prompt's episodes. Each is a trajectory of one sequence, or of several where its environment rewrote the
+state.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
-from quartet.batch.trajectory import last_ones
+from quartet.batch.trajectory import TrajectoryEnd, last_ones
 from quartet.config import UserError
 from quartet.config.algorithms import (
     PPO,
@@ -26,27 +34,27 @@ from quartet.config.algorithms import (
 from quartet.config.cross_checks import without_effect
 from quartet.config.recipe import EnvironmentConfig, RLRecipe
 from quartet.data.datasets import PromptData, PromptItem, draw
-from quartet.envs.episode import EpisodeLimits
-from quartet.envs.protocol import Environment, EnvironmentFactory, environment_factory
-from quartet.envs.transcript import SOURCE
+from quartet.envs.episode import Act, EpisodeError, EpisodeLimits, FinishedEpisode, NoRoom, run_episode
+from quartet.envs.protocol import Environment, EnvironmentFactory, Item, environment_factory
+from quartet.envs.transcript import SOURCE, Seen
 from quartet.models.packed_model import PackedModel
 from quartet.models.truncation import Limits
-from quartet.schedule.canary import CanaryProbe
+from quartet.rollout.protocol import SamplingParams
+from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import Group
-from quartet.schedule.iteration import Scorer
-from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.iteration import ModelScorer, PartScorer, Scorer, side_by_side
+from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelStats, ModelWorker, TrainWorker
-from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.scorers import ModelScorer, PartScorer
+from quartet.schedule.rollout_worker import PromptRequest, SampleRequest, TurnRequest
+from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import check_vocabulary
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.trainers.devices import CPU, META
-from quartet.trainers.episodes import EpisodeRunner
-from quartet.trainers.estimators import SHARP
 from quartet.trainers.evaluation import prompt_request, sampling_params
+from quartet.trainers.experience import ENTROPIES, SHARP
 from quartet.trainers.input_sources import (
     UNLIMITED,
     check_budget,
@@ -61,7 +69,97 @@ from quartet.trainers.ptx import build_ptx
 from quartet.trainers.reward_roles import EpisodeScorer, RewardModelRole
 from quartet.trainers.reward_sources import RewardSources, fit_to_data, reward_functions, reward_weights
 from quartet.trainers.sharded_models import check_cuts, shardings
-from quartet.trainers.token_selection import ENTROPIES
+
+_PAUSES_S = (1.0, 5.0)
+"""Before an episode is played again."""
+_HOPELESS = 8
+"""So many groups that fail as a whole before an episode is played to its end stop the run; a bad row is one group."""
+
+
+class EpisodeRunner:
+    """Runs episodes side by side, at most ``max_environments`` at a time.
+
+    Args:
+        make: a fresh environment.
+        policy: generates each turn's action, and keeps the episodes' tokens.
+        limits: how far an episode may go.
+    """
+
+    def __init__(
+        self,
+        make: EnvironmentFactory,
+        config: EnvironmentConfig,
+        policy: Rollout,
+        limits: EpisodeLimits,
+        *,
+        run_seed: int,
+        on_episode_end: Callable[[int], None] | None = None,
+    ) -> None:
+        self._make, self._on_error = make, config.on_error
+        self._slots = asyncio.Semaphore(config.max_environments)
+        self._policy = policy
+        self._limits = limits
+        self._run_seed = run_seed
+        self._on_episode_end = on_episode_end
+
+    async def group(
+        self, index: int, item: PromptItem, sampling: SamplingParams, num_episodes: int, *, draw: int | None = None
+    ) -> Group:
+        """The episodes of ``item``.
+
+        Args:
+            index: place in the stream.
+            sampling: of one turn; its seed is not used.
+            draw: what is sampled depends on it, the prompt's id, the episode and the turn; ``index`` when left out.
+        """
+        drawn = index if draw is None else draw
+        endings = await side_by_side([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
+        failures = self._make.failures
+        is_played = any(ending.end is not TrajectoryEnd.FAILED for ending in endings)
+        failures.has_played |= is_played
+        failures.num_groups += not is_played
+        if failures.num_groups >= _HOPELESS and not failures.has_played:
+            # As with a source of reward: what has never worked is no hiccup.
+            raise UserError(
+                "the environment has not played a single episode to its end",
+                found=str(failures.first),
+                remedy="correct it and resume the run: no update was made with it",
+            )
+        return await self._policy.episodes(index, item, endings)
+
+    async def _episode(
+        self, index: int, draw: int, item: PromptItem, response: int, sampling: SamplingParams
+    ) -> FinishedEpisode:
+        name = f"{index}.{response}"
+
+        async def act(turn: int, seen: Seen) -> str:
+            params = replace(sampling, seed=sample_seed(self._run_seed, draw, item.prompt_id, response, turn))
+            ended = await self._policy.act(index, TurnRequest(f"{name}.{turn}", name, seen, params, self._limits))
+            if ended.text is None:
+                raise NoRoom(ended.held or 0)
+            return ended.text
+
+        seed = sample_seed(self._run_seed, draw, f"{SOURCE}\x1f{item.prompt_id}", 0)
+        about = Item(item.prompt, item.columns, item.prompt_id, seed, response)
+        async with self._slots:
+            ending = await self._played(name, about, act)
+        if self._on_episode_end is not None:
+            self._on_episode_end(1)
+        return ending
+
+    async def _played(self, name: str, about: Item, act: Act) -> FinishedEpisode:
+        """The episode, under the rule for environments that fail."""
+        for pause_s in (*(_PAUSES_S if self._on_error == "retry" else ()), None):
+            try:
+                return await run_episode(name, self._make, about, act, self._limits)
+            except EpisodeError as error:
+                if self._on_error == "stop" or (self._on_error == "retry" and pause_s is None):
+                    raise
+                self._make.failures.add(about.prompt_id, error)
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+        return FinishedEpisode(name, TrajectoryEnd.FAILED, math.nan, None, about.prompt)
+
 
 CANARY_TOKENS = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}

@@ -37,22 +37,28 @@ from quartet.config.load import dump_recipe
 from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
-from quartet.observe import cpu
+from quartet.observe import memory
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
-from quartet.observe.callbacks import Callback, Callbacks, Control, as_callbacks
+from quartet.observe.callbacks import Callback, Callbacks, Control, Notifier, as_callbacks
 from quartet.observe.follow import Tail
 from quartet.observe.health import examine
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.logs import set_up_logging
 from quartet.observe.metrics import find_metric
-from quartet.observe.notify import Notifier
 from quartet.observe.progress import Progress
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
-from quartet.observe.tracker_kinds import DeliveredTracker, TrackedRun, build_trackers, check_trackers
-from quartet.observe.trackers import JsonlTracker, metrics_of_row, read_metrics
+from quartet.observe.trackers import (
+    DeliveredTracker,
+    JsonlTracker,
+    TrackedRun,
+    build_trackers,
+    check_trackers,
+    metrics_of_row,
+    read_metrics,
+)
 from quartet.train.checkpoint import (
     Checkpoint,
     Shares,
@@ -216,7 +222,7 @@ class RunDirectory:
             "status": "running",
             "versions": software_versions(),
             "resolved": self._resolved,
-            **cpu.record(),
+            **memory.record(),
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
             "inputs": input_digests(named),
             **({"commits": self._commits} if self._commits else {}),
@@ -227,7 +233,7 @@ class RunDirectory:
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
         for text in (
-            *cpu.processor_changes(former, self._info),
+            *memory.processor_changes(former, self._info),
             *device_changes(former, self._info),
             *changed_inputs(former.get("inputs"), self._info["inputs"], named),
         ):

@@ -16,10 +16,9 @@ from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelSource
 from quartet.schedule.model_worker import ScoreWorker, TrainWorker
 from quartet.train.parallel.fsdp import shard_model
-from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.layer_plan import check_cut
 from quartet.train.parallel.loading import load_shares
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.trainers.devices import META
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX

@@ -26,8 +26,8 @@ from quartet.models.directories import on_meta
 from quartet.models.loading import adapter_path, load_trained, outlined
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.callbacks import Callback
+from quartet.observe.diagnostics import straggler_metrics
 from quartet.observe.progress import Progress
-from quartet.observe.stragglers import straggler_metrics
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup
 from quartet.train.parallel.layer_plan import check_cut

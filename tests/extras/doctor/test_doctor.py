@@ -37,7 +37,7 @@ from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ExactMatchReward, FunctionReward, MathReward, NumericReward
 from quartet.data.datasets import PromptItem
-from quartet.extras.doctor import answers, checks, resources
+from quartet.extras.doctor import checks, resources
 from quartet.extras.doctor import rewards as doctor_rewards
 from quartet.extras.doctor.checks import Finding
 from quartet.extras.doctor.examine import examine
@@ -46,15 +46,14 @@ from quartet.extras.quickstart import task
 from quartet.rewards.build import build_reward
 from quartet.rollout import engine as native
 from quartet.rollout.sampler import sample
-from quartet.schedule import request_store
-from quartet.schedule.request_store import RequestStore
-from quartet.schedule.rollout_worker import NativeRolloutWorker
-from quartet.schedule.scorers import ModelScorer
+from quartet.schedule import rollout_worker
+from quartet.schedule.iteration import ModelScorer
+from quartet.schedule.rollout_worker import NativeRolloutWorker, RequestStore
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
-from quartet.trainers import rollout_workers
+from quartet.trainers import workers
 from quartet.trainers.attempt import RunAttempt
 from quartet.trainers.reward_roles import FunctionScorer
 from quartet.trainers.roles import RLRoles
@@ -309,14 +308,14 @@ def test_the_pad_tokens_id_as_a_mask_on_both_sides(
 
 def test_a_mask_that_leaves_the_end_out(examined: Examined, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     """As where labels are masked by the pad token's id, and the end of text has the same."""
-    made = request_store.group_batch
+    made = rollout_worker.group_batch
 
     def masked(*arguments: Any) -> RaggedBatch:
         batch = made(*arguments)
         is_end = batch.input_ids == tokenizer.eos_token_id
         return batch.with_token(loss_mask=batch.token["loss_mask"] & ~is_end)
 
-    monkeypatch.setattr(request_store, "group_batch", masked)
+    monkeypatch.setattr(rollout_worker, "group_batch", masked)
     assert unwell(examined()) == {"end_is_learned"}
 
 
@@ -347,14 +346,14 @@ def test_stale_weights(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_tied_head_that_is_not_synced(precision: Any, examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = rollout_workers.own_copy
+    made = workers.own_copy
 
     def with_own_head(packed: Any) -> Any:
         copied = made(packed)
         copied.head = copy.deepcopy(copied.head)
         return copied
 
-    monkeypatch.setattr(rollout_workers, "own_copy", with_own_head)
+    monkeypatch.setattr(workers, "own_copy", with_own_head)
     actor = ActorConfig(train=TrainConfig(precision=precision))
     changes = {"tie_word_embeddings": True, "initializer_range": 0.3}
     found = examined(**OWN_ENGINE, actor=actor, model=changes)
@@ -466,7 +465,7 @@ def of_rows(rewards: Any, rows: list[dict[str, Any]], score: Callable[[str, dict
     items = [PromptItem(f"p{n}", "?", row, "", 1) for n, row in enumerate(rows)]
     run_recipe = SimpleNamespace(rewards=rewards)
     roles = SimpleNamespace(recipe=run_recipe, prompts=SimpleNamespace(items=items), reward_models=[])
-    known = answers.known_answers(cast(Any, run_recipe), items, 8)
+    known = rewards.known_answers(cast(Any, run_recipe), items, 8)
     texts = [(row, kind, text) for row, answer in enumerate(known) for kind, text in answer.texts()]
     values = torch.tensor([score(text, rows[row]) for row, _, text in texts], dtype=torch.float64)
     scored = doctor_rewards.Scored({rewards[0].name: values}, values, [], 0.0)

@@ -25,8 +25,7 @@ from quartet.extras.process_rewards.roles import ProcessModelRole, steps_of
 from quartet.extras.process_rewards.steps import save_step_separator
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.lease_context import LeaseContext
-from quartet.schedule.placement import local_arbiter
+from quartet.schedule.leases import LeaseContext, local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import FrozenModels

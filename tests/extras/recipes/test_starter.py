@@ -13,8 +13,8 @@ from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe, methods
 from quartet.config.reward_types import RewardConfig
 from quartet.config.schema import members, tags
+from quartet.extras.recipes.commands import REWARDS, is_rewarded, starter
 from quartet.extras.recipes.reference import sections
-from quartet.extras.recipes.starter import REWARDS, is_rewarded, starter
 
 COMBINATIONS = [
     (job, method, reward)

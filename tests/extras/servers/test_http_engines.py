@@ -14,8 +14,7 @@ import pytest
 
 from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.extras.servers.openai import OpenAIEngine
-from quartet.extras.servers.published import PublishedWeights
-from quartet.extras.servers.sglang import SGLangEngine
+from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
 from quartet.extras.servers.sglang_group import GroupWeights
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights

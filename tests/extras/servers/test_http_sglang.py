@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.extras.servers.published import PublishedWeights
-from quartet.extras.servers.sglang import SGLangEngine
+from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights

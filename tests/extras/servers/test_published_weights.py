@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quartet.extras.servers.published import publish
+from quartet.extras.servers.sglang import publish
 from quartet.weights.manifest import TensorSpec
 
 WEIGHTS = {

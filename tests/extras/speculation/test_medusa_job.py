@@ -16,7 +16,7 @@ from breaking import untimed_rows as untimed
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.load import load_recipe
-from quartet.extras.data_rows.rows import DataRows, sections_of
+from quartet.extras.data_rows.command import DataRows, sections_of
 from quartet.extras.speculation import job
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.extras.speculation.job import MedusaTrainer, MedusaWorker
@@ -24,7 +24,7 @@ from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.callbacks import Callback
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.seeds import sample_seed
+from quartet.rollout.sampler import sample_seed
 from quartet.trainers.evaluation import run_to_end
 from quartet.trainers.supervised_worker import Given
 

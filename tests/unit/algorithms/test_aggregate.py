@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quartet.algorithms.aggregate import LossTokens, aggregate, aggregation_denominators
+from quartet.algorithms.losses import LossTokens, aggregate, aggregation_denominators
 
 MODES = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"]
 NORM = 16.0

@@ -16,12 +16,12 @@ from quartet.algorithms.advantages import (
     less_baseline,
     normalised_in_groups,
     optimal_token_baseline,
+    overlong_penalty,
     rescaled_by_variance,
     score_energy,
     teacher_advantages,
     whitened_unless_equal,
 )
-from quartet.algorithms.rewards import overlong_penalty
 from quartet.algorithms.segments import masked_owner, masked_whiten
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from quartet.algorithms.kl import adaptive_kl_coef, kl_estimate
+from quartet.algorithms.losses import adaptive_kl_coef, kl_estimate
 
 POLICY = torch.tensor([-12.3, -8.3, -2.3], dtype=torch.float64)
 REFERENCE = torch.tensor([-11.3, -8.4, -2.0], dtype=torch.float64)

@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from quartet.algorithms.aggregate import LossTokens, aggregation_denominators
-from quartet.algorithms.losses import pairwise_reward_loss, sft_loss, value_loss
+from quartet.algorithms.losses import LossTokens, aggregation_denominators, pairwise_reward_loss, sft_loss, value_loss
 
 # Values --------------------------------------------------------------------------------------------------
 

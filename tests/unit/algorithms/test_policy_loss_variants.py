@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from quartet.algorithms.aggregate import LossTokens, aggregation_denominators
+from quartet.algorithms.losses import LossTokens, aggregation_denominators
 from quartet.algorithms.policy_losses import (
     PolicyTokens,
     cispo_loss,

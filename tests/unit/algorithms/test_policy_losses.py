@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from quartet.algorithms import policy_losses
-from quartet.algorithms.aggregate import LossTokens, aggregate, aggregation_denominators
-from quartet.algorithms.losses import kl_loss
+from quartet.algorithms.losses import LossTokens, aggregate, aggregation_denominators, kl_loss
 from quartet.algorithms.policy_losses import PolicyTokens
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.3}

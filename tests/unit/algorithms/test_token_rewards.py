@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from quartet.algorithms.rewards import completion_rewards, penalise_missing_eos, token_rewards
+from quartet.algorithms.advantages import completion_rewards, penalise_missing_eos, token_rewards
 
 
 def test_by_hand():

@@ -10,8 +10,7 @@ import sys
 import pytest
 
 from quartet.cluster import torchrun
-from quartet.cluster.ray_node import without_torchrun
-from quartet.cluster.torchrun import LauncherRank, own_address, run_under_torchrun
+from quartet.cluster.torchrun import LauncherRank, own_address, run_under_torchrun, without_torchrun
 from quartet.config.errors import UserError
 from quartet.processes import Keeper, beginning, descendants
 

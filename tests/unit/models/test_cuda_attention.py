@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quartet.models import cuda_attention
-from quartet.models.attention import LayerRule, PackedAttention, masked_attention
-from quartet.models.cuda_attention import (
+from quartet.models import attention
+from quartet.models.attention import (
     BLOCK,
+    LayerRule,
+    PackedAttention,
     TreeIndex,
     block_mask,
     block_masks,
     cuda_tree_attention,
     dense_mask,
+    masked_attention,
     tree_index,
 )
 from quartet.models.tree_attention import SegmentTree
@@ -167,7 +169,7 @@ def test_layers_share_what_the_pack_needs(monkeypatch: pytest.MonkeyPatch) -> No
         made.append(window)
         return block_mask(index, window, device)
 
-    monkeypatch.setattr(cuda_attention, "block_mask", counted)
+    monkeypatch.setattr(attention, "block_mask", counted)
     cache: dict[object, object] = {}
     q, k, v = (x.detach() for x in heads(sum(TREE[0]), 16))
     for window in (None, 6, None, 6, 1000):
@@ -205,10 +207,10 @@ def test_what_flash_attention_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     tolerances: dict[torch.dtype, tuple[float, float]],
 ) -> None:
-    monkeypatch.setattr(cuda_attention, "varlen_attn", flash_double)
-    monkeypatch.setattr(cuda_attention, "_FLASH_EXPANDS_HEADS", expands)
+    monkeypatch.setattr(attention, "varlen_attn", flash_double)
+    monkeypatch.setattr(attention, "_FLASH_EXPANDS_HEADS", expands)
     inputs = heads(sum(ROOTS[0]), 8)
-    found = cuda_attention._flash(*inputs, 0.3, window, SegmentTree(*ROOTS), {})
+    found = attention._flash(*inputs, 0.3, window, SegmentTree(*ROOTS), {})
     expected = masked_attention(*inputs, walked_mask(*ROOTS, window), LayerRule(0.3))
     atol, rtol = tolerances[torch.float32]
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
@@ -232,4 +234,4 @@ def test_what_flash_attention_takes(
     dtype: torch.dtype, size: int, rule: LayerRule, parents: Sequence[int], takes: bool
 ) -> None:
     q = torch.zeros(1, 2, 3, size, dtype=dtype)
-    assert cuda_attention._flash_takes(q, q, rule, parents) is takes
+    assert attention._flash_takes(q, q, rule, parents) is takes

@@ -17,8 +17,7 @@ from quartet.schedule.model_worker import ScoreWorker
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.train.objectives import SFTObjective
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers.throughput import throughput
 from rank_forks import run_ranks

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from quartet.config.common import LogConfig
 from quartet.config.recipe import SFTRecipe
-from quartet.observe import cpu
+from quartet.observe import memory
 from quartet.trainers.run import RunDirectory
 
 
 @pytest.fixture(autouse=True)
 def measured_anew() -> Iterator[None]:
-    cpu._measured.cache_clear()
+    memory._measured.cache_clear()
     yield
-    cpu._measured.cache_clear()
+    memory._measured.cache_clear()
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -36,7 +36,7 @@ def few_rows_differ(num_rows: int) -> Any:
 
 
 def test_the_processor_is_torchs() -> None:
-    found = cpu.processor()
+    found = memory.processor()
     assert found["capability"] == torch.backends.cpu.get_cpu_capability()
     assert found["threads"] == torch.get_num_threads() == 1
     assert found["torch"] == torch.__version__
@@ -48,7 +48,7 @@ def test_the_processor_is_torchs() -> None:
 @pytest.mark.parametrize("first", [1, 4, 16, 17, 33])
 def test_the_rows_from_which_bits_stay_are_measured(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, few_rows_differ(first))
-    found = cpu.bit_equality()
+    found = memory.bit_equality()
     assert found["products_repeat"]
     assert found["rows_keep_bits_from"] == first
     assert any("exact is refused" in text for text in found["remarks"]) == (first > 16)
@@ -58,7 +58,7 @@ def test_the_rows_from_which_bits_stay_are_measured(first: int, monkeypatch: pyt
 
 def test_rows_that_never_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, few_rows_differ(500))
-    found = cpu.bit_equality()
+    found = memory.bit_equality()
     assert found["rows_keep_bits_from"] is None
     assert any("exact is refused" in text for text in found["remarks"])
 
@@ -66,7 +66,7 @@ def test_rows_that_never_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_remainder_of_rows_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As two threads may have it: bits change where the rows do not divide by 4."""
     plant(monkeypatch, lambda out: out * (1 + 1e-6) if len(out) % 4 else out)
-    assert cpu.bit_equality()["rows_keep_bits_from"] is None
+    assert memory.bit_equality()["rows_keep_bits_from"] is None
 
 
 def test_products_that_do_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,23 +77,23 @@ def test_products_that_do_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
         return out * (1 + 1e-6 * len(times))
 
     plant(monkeypatch, another)
-    found = cpu.bit_equality()
+    found = memory.bit_equality()
     assert not found["products_repeat"]
     assert any("no two runs are equal to the bit" in text for text in found["remarks"])
 
 
 def test_what_is_measured_holds_for_the_number_of_threads() -> None:
-    assert not any("needs threads: 1" in text for text in cpu.bit_equality()["remarks"])
+    assert not any("needs threads: 1" in text for text in memory.bit_equality()["remarks"])
     torch.set_num_threads(2)
-    assert any("needs threads: 1" in text for text in cpu.bit_equality()["remarks"])
+    assert any("needs threads: 1" in text for text in memory.bit_equality()["remarks"])
 
 
 def test_changes_name_what_changed() -> None:
-    now = cpu.record()
-    assert cpu.processor_changes(now, now) == []
-    assert cpu.processor_changes({}, now) == []
+    now = memory.record()
+    assert memory.processor_changes(now, now) == []
+    assert memory.processor_changes({}, now) == []
     before = {"processor": {**now["processor"], "capability": "AVX7", "threads": 9}}
-    (text,) = cpu.processor_changes(before, now)
+    (text,) = memory.processor_changes(before, now)
     assert f"capability AVX7 → {now['processor']['capability']}" in text and "threads 9 → 1" in text
     assert "name" not in text
 
@@ -104,8 +104,8 @@ def test_a_runs_record_says_it_and_a_resumed_run_is_told(tmp_path: Path) -> None
         pass
     path = tmp_path / "run" / "run.json"
     record = json.loads(path.read_text(encoding="utf-8"))
-    assert record["processor"] == cpu.processor()
-    assert record["bit_equality"] == cpu.bit_equality()
+    assert record["processor"] == memory.processor()
+    assert record["bit_equality"] == memory.bit_equality()
     told: list[str] = []
     with RunDirectory(tmp_path / "run", recipe, resume=True, tell=told.append):
         assert told == []

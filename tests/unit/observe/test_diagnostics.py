@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from quartet.observe.diagnostics import NGRAM, LanguageChange, repetition, script_counts, script_shares
+from quartet.observe.diagnostics import (
+    NGRAM,
+    LanguageChange,
+    repetition,
+    script_counts,
+    script_shares,
+    straggler_metrics,
+    worker_table,
+)
 from quartet.observe.spans import Span, SpanRecorder, note_workers, read_spans
-from quartet.observe.stragglers import straggler_metrics, worker_table
 from quartet.observe.trackers import JsonlTracker
 
 

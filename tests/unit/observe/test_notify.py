@@ -13,14 +13,14 @@ from quartet.config.errors import Interrupted, UserError
 from quartet.config.load import dump_recipe
 from quartet.config.logs import LogConfig, NotifyConfig
 from quartet.config.recipe import SFTRecipe
-from quartet.observe import notify
+from quartet.observe import callbacks
 from quartet.observe.callbacks import Callback, Callbacks, Control
 
 pytest.importorskip("apprise")
 
 
 def notified(config: NotifyConfig, path: Path, told: list[str]) -> Callbacks:
-    return Callbacks([notify.Notifier(config, told.append)], Control(SFTRecipe(), path))
+    return Callbacks([callbacks.Notifier(config, told.append)], Control(SFTRecipe(), path))
 
 
 def address(url: str) -> str:
@@ -90,4 +90,4 @@ def test_addresses_of_the_environment_and_of_a_saved_recipe(tmp_path: Path, monk
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "apprise", None)
     with pytest.raises(UserError, match=r"quartet-rl\[notify\]"):
-        notify.Notifier(NotifyConfig(urls=("json://h",)), print)
+        callbacks.Notifier(NotifyConfig(urls=("json://h",)), print)

@@ -17,10 +17,9 @@ import pytest
 
 from quartet.config.errors import UserError
 from quartet.config.logs import LogConfig, MLflowConfig, TrackioConfig, WandbConfig
-from quartet.observe import background, tracker_kinds
+from quartet.observe import background, trackers
 from quartet.observe.rollouts import RolloutRecord, rollout_rows, write_step
-from quartet.observe.tracker_kinds import DeliveredTracker, TrackedRun, build_trackers, check_trackers
-from quartet.observe.trackers import JsonlTracker, Row
+from quartet.observe.trackers import DeliveredTracker, JsonlTracker, Row, TrackedRun, build_trackers, check_trackers
 
 ROWS: list[Row] = [
     {"prompt": "1+1=", "response": "2", "score": 1.0},
@@ -348,7 +347,7 @@ def test_a_call_that_hangs_does_not_keep_the_run(tmp_path: Path, told: list[str]
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker_kinds.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
         check_trackers(LogConfig(trackers=("wandb",)))
     assert "pip install 'quartet-rl[wandb]'" in caught.value.remedy

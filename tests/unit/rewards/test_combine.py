@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quartet.config.rewards import GateConfig
-from quartet.rewards.combine import RewardWeights, combine, effective_weights, source_metrics
+from quartet.rewards.source import RewardWeights, combine, effective_weights, source_metrics
 
 NAN = math.nan
 

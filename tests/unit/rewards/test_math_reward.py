@@ -14,8 +14,8 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.rewards import MathReward
-from quartet.rewards import mathematics
-from quartet.rewards.mathematics import MathSource
+from quartet.rewards import builtin
+from quartet.rewards.builtin import MathSource
 
 needs_library = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is missing")
 
@@ -174,7 +174,7 @@ def test_what_never_ends_scores_nothing_and_holds_up_no_other(source: MathSource
 
 @needs_library
 def test_a_process_that_is_stuck_or_lost_is_replaced(source: MathSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mathematics, "_PATIENCE", 0.2)
+    monkeypatch.setattr(builtin, "_PATIENCE", 0.2)
     assert score(source, ("5", "5")) == [1.0]
     os.kill(pid(source), signal.SIGSTOP)
     assert score(source, ("5", "5")) == [0.0], "what shows no equality in time scores nothing"
@@ -185,7 +185,7 @@ def test_a_process_that_is_stuck_or_lost_is_replaced(source: MathSource, monkeyp
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mathematics.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="math-verify") as caught:
         MathSource(MathReward())
     assert "quartet-rl[math]" in caught.value.remedy

@@ -19,7 +19,7 @@ from quartet.config.remote import BreakerConfig, RetryConfig
 from quartet.config.rewards import HTTPReward
 from quartet.remote.json_client import CircuitBreaker, JSONClient, RemoteError, waits_s
 from quartet.rewards.build import build_reward
-from quartet.rewards.remote import reward_client
+from quartet.rewards.judge import reward_client
 
 FAST = RetryConfig(attempts=3, first_wait_s=0.01, longest_wait_s=0.05)
 

@@ -19,9 +19,8 @@ from quartet.config.rewards import (
     RegexReward,
 )
 from quartet.rewards.build import RuleSource
-from quartet.rewards.builtin import exact_match, format_match, last_number, length, numeric, regex
+from quartet.rewards.builtin import MathSource, exact_match, format_match, last_number, length, numeric, regex
 from quartet.rewards.functions import PassedFunction
-from quartet.rewards.mathematics import MathSource
 
 
 def score(config: Any, completions: list[str], **columns: Any) -> list[float | None]:

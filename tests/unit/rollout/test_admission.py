@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quartet.config import UserError
-from quartet.rollout.admission import Admission, StepPlan
-from quartet.rollout.kv_cache import round_up
-from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS
+from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, round_up
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.rollout.scheduler import Scheduler
+from quartet.rollout.scheduler import Admission, Scheduler, StepPlan
 
 
 class Queue:

@@ -20,7 +20,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.models.attention import LayerRule
 from quartet.models.exact import decode_attention, exact_masked_attention, row_step
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout import exact_step_attention
+from quartet.rollout import step_attention
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.runner import choose_contexts
@@ -218,7 +218,7 @@ def test_a_fault_in_decoding_shows(
 ) -> None:
     packed = build_exact("llama", hidden_size=256, intermediate_size=352)
     if fault is not None:
-        monkeypatch.setattr(exact_step_attention, *FAULTS[fault])
+        monkeypatch.setattr(step_attention, *FAULTS[fault])
     requests = [make_request(f"r{i}", length=270 + 40 * i, seed=i, max_new_tokens=20) for i in range(4)]
     done = run_all(NativeEngine(packed), requests)
     batch = grouped(requests, done)
@@ -231,7 +231,7 @@ def test_a_fault_in_decoding_shows(
 def test_the_model_chooses_the_contexts(build_exact: Callable[..., PackedCausalLM]) -> None:
     packed = build_exact("llama")
     contexts = choose_contexts(packed)
-    assert isinstance(contexts, exact_step_attention.ExactContexts)
+    assert isinstance(contexts, step_attention.ExactContexts)
     assert not contexts.shares_prefixes
     assert contexts.padded_rows(3) == max(16, row_step(packed.body))
     packed.numerics = "fast"
@@ -239,7 +239,7 @@ def test_the_model_chooses_the_contexts(build_exact: Callable[..., PackedCausalL
 
 
 def test_decode_attention_is_the_one_of_the_models_folder() -> None:
-    assert exact_step_attention.decode_attention is decode_attention
+    assert step_attention.decode_attention is decode_attention
 
 
 # Fast numerics ---------------------------------------------------------------------------------------------

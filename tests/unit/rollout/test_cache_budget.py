@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.rollout import admission
+from quartet.rollout import scheduler
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 
@@ -41,7 +41,7 @@ def test_the_budget_is_never_exceeded(
     tiny: Any, make_request: Make, run_all: RunAll, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Random groups, arrivals, cancellations and new weights; after every step all invariants."""
-    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 40)
+    monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 40)
     rng = random.Random(seed)
     requests = random_requests(make_request, rng, 14)
     expected = run_all(tiny.engine(), requests)

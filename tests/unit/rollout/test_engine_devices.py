@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout import admission
+from quartet.rollout import scheduler
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.runner import choose_contexts
@@ -51,7 +51,7 @@ def test_plain_operations_give_what_the_kernels_give(
     tolerances: dict[torch.dtype, tuple[float, float]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 20 if shares else 10**9)
+    monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 20 if shares else 10**9)
     packed = PackedCausalLM(family.packed.release(), precision)
     asked = mixed(make_request)
     options = {"max_running": 10, "max_prefill_tokens": 20}
@@ -103,7 +103,7 @@ class RequestStore:
 def test_everything_is_made_on_the_models_device_and_nothing_is_read_but_tokens(
     family: Any, shares: bool, make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 20 if shares else 10**9)
+    monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 20 if shares else 10**9)
     packed = family.packed
     to_meta(packed)
     assert isinstance(choose_contexts(packed), PlainContexts)
@@ -132,7 +132,7 @@ def test_a_step_has_as_many_operations_for_many_prompts_as_for_one(
     family: Any, make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is a kernel to launch, which is what a GPU waits for where few rows run."""
-    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 20)
+    monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 20)
     to_meta(family.packed)
     counts = []
     for num_prompts in (1, 6):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quartet.rollout.kv_cache import LENGTH_STEP, KVCache, round_up, slot_shape
+from quartet.rollout.prefix_cache import LENGTH_STEP, KVCache, round_up, slot_shape
 
 Run = tuple[dict[int, Tensor], dict[int, Tensor]]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.rollout.kv_cache import round_up
+from quartet.rollout.prefix_cache import round_up
 from quartet.rollout.rows import CALL_TOKENS, row_ranges
 from quartet.rollout.scheduler import BAND, close_gaps
 

@@ -11,7 +11,7 @@ import torch
 
 from quartet.config import UserError
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout import admission
+from quartet.rollout import scheduler
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request
 
@@ -59,7 +59,7 @@ def test_completions_are_those_of_one_token_at_a_time(
     tolerances: dict[torch.dtype, tuple[float, float]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 20 if shares else 10**9)
+    monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 20 if shares else 10**9)
     asked = requests_of(make_request)
     plain = NativeEngine(family.packed, max_running=7)
     expected = run_all(plain, asked)

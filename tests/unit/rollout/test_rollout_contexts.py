@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 
 from quartet.models.attention import LayerRule, masked_attention, visible
-from quartet.rollout.admission import PrefillChunk
-from quartet.rollout.decode_attention import DecodeAttention, join, partial_attention
-from quartet.rollout.kv_cache import KVCache
-from quartet.rollout.prefix_cache import Block
+from quartet.rollout.prefix_cache import Block, KVCache
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.rows import DecodeRows, RowRange
-from quartet.rollout.scheduler import RequestGroup, Response
-from quartet.rollout.step_attention import Contexts, PrefillAttention, StepAttention
+from quartet.rollout.scheduler import PrefillChunk, RequestGroup, Response
+from quartet.rollout.step_attention import (
+    Contexts,
+    DecodeAttention,
+    PrefillAttention,
+    StepAttention,
+    join,
+    partial_attention,
+)
 
 HEADS, HEADS_KV, SIZE = 6, 2, 8
 RULES = [

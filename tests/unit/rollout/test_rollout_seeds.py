@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quartet.rollout.seeds import sample_seed, seed_keys, uniforms
+from quartet.rollout.sampler import sample_seed, seed_keys, uniforms
 
 
 def test_sample_seed_is_a_fixed_function() -> None:
@@ -22,7 +22,7 @@ def test_sample_seed_differs_in_every_argument() -> None:
 
 def test_splitmix_reference_values() -> None:
     """The first outputs of splitmix64 from state 0, as published with its reference code."""
-    from quartet.rollout.seeds import _splitmix
+    from quartet.rollout.sampler import _splitmix
 
     golden = 0x9E3779B97F4A7C15
     states = np.array([0, golden, (2 * golden) % 2**64], dtype=np.uint64)

@@ -16,8 +16,16 @@ from quartet.models import truncation as truncation_module
 from quartet.models.truncation import Limits, Truncation, truncate
 from quartet.rollout import sampler
 from quartet.rollout.protocol import Draw, SamplingParams
-from quartet.rollout.sampler import SamplingRows, argmax, sample, sample_tokens
-from quartet.rollout.seeds import race_keys, race_numbers, seed_keys, token_hashes
+from quartet.rollout.sampler import (
+    SamplingRows,
+    argmax,
+    race_keys,
+    race_numbers,
+    sample,
+    sample_tokens,
+    seed_keys,
+    token_hashes,
+)
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
 V = len(LOGITS)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.rollout import admission
+from quartet.rollout import scheduler
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request
 
@@ -27,7 +27,7 @@ Tolerances = dict[torch.dtype, tuple[float, float]]
 @pytest.fixture(autouse=True)
 def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of any length are shared by groups of two and more."""
-    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 1)
+    monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 1)
 
 
 def group_of(make: Make, name: str, size: int, length: int, **sampling: object) -> list[Request]:
@@ -58,7 +58,7 @@ def test_shared_and_copied_prompts_give_the_same_tokens(
     requests = mixed(make_request)
     shared = run_all(family.engine(max_running=6), requests)
     assert_right(family, requests, shared, tolerances)
-    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 10**9)
+    monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 10**9)
     copied = run_all(family.engine(max_running=6), requests)
     assert {n: c.token_ids for n, c in shared.items()} == {n: c.token_ids for n, c in copied.items()}
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import Action, Seen, Transcript
-from quartet.extras.serve.answers import Answers
 from quartet.extras.serve.bodies import CompletionBody
+from quartet.extras.serve.server import Answers
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.stop_strings import StopStringMatcher
 from quartet.schedule.groups import answered, group_batch
-from quartet.schedule.request_store import completion_text
+from quartet.schedule.rollout_worker import completion_text
 from quartet.schedule.rollout_writer import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from quartet.schedule.barriers import Barriers
 from quartet.schedule.clock import Deadlock, now, run_virtual
-from quartet.schedule.iteration import Chunk, Scorer
+from quartet.schedule.iteration import Barriers, Chunk, Scorer
 
 Log = list[tuple[str, int, float]]
 

@@ -15,11 +15,17 @@ from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
 from quartet.extras.simulation.cost_model import Cost
-from quartet.extras.simulation.timed_workers import TimedEngine
+from quartet.extras.simulation.simulation import TimedEngine
 from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request, SamplingParams, StepEngine
 from quartet.schedule.groups import by_group
-from quartet.schedule.request_store import FinishedRequest, PromptRequest, RequestStore, SampleRequest, TurnRequest
-from quartet.schedule.rollout_worker import RolloutWorker
+from quartet.schedule.rollout_worker import (
+    FinishedRequest,
+    PromptRequest,
+    RequestStore,
+    RolloutWorker,
+    SampleRequest,
+    TurnRequest,
+)
 from quartet.text.tokenizer import TextCodec
 
 

@@ -20,7 +20,7 @@ from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen
 from quartet.extras.simulation.cost_model import Cost
-from quartet.extras.simulation.timed_workers import TimedCodec, TimedEngine, TimedModel, logprob_of
+from quartet.extras.simulation.simulation import TimedCodec, TimedEngine, TimedModel, logprob_of
 from quartet.observe.spans import SpanRecorder, overlap_seconds
 from quartet.rollout.protocol import (
     Completion,
@@ -29,19 +29,17 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
-from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.clock import drained, now, run_virtual
 from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.journal import Journal
-from quartet.schedule.lease_context import LeaseContext
-from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
-from quartet.schedule.request_store import PromptRequest, SampleRequest, TurnRequest
+from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import RolloutWorker
+from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest, TurnRequest
 from quartet.schedule.staleness import AdmissionRule
+from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
 
 PROBE = CanaryProbe("77", 2, 1e-6)

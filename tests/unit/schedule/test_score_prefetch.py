@@ -12,8 +12,7 @@ import pytest
 
 from quartet.schedule.clock import now, run_virtual
 from quartet.schedule.group_stream import GroupStream
-from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
-from quartet.schedule.score_prefetch import ScorePrefetcher
+from quartet.schedule.iteration import Chunk, IterationStages, ScorePrefetcher, run_iteration
 from quartet.schedule.staleness import AdmissionRule
 
 Seconds = Callable[[str], float]

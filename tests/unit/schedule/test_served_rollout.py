@@ -11,13 +11,12 @@ import torch
 from quartet.config import UserError
 from quartet.config.cluster import OffloadConfig
 from quartet.extras.simulation.cost_model import Cost
-from quartet.extras.simulation.timed_workers import TimedCodec, TimedEngine
+from quartet.extras.simulation.simulation import TimedCodec, TimedEngine
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.stepped import SteppedEngine
-from quartet.schedule.canary import CanaryProbe
-from quartet.schedule.request_store import PromptRequest, SampleRequest
-from quartet.schedule.served_rollout_worker import ServedRolloutWorker
+from quartet.schedule.rollout_worker import PromptRequest, SampleRequest, ServedRolloutWorker
+from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.sink import TensorSink

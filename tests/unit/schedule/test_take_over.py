@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quartet.extras.simulation.timed_workers import TimedCodec
+from quartet.extras.simulation.simulation import TimedCodec
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams
-from quartet.schedule.request_store import PromptRequest, SampleRequest
-from quartet.schedule.rollout_worker import RolloutWorker
+from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest
 
 
 class Endless:

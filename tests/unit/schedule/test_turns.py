@@ -8,8 +8,7 @@ import pytest
 
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.clock import drained, now, run_virtual
-from quartet.schedule.lease_context import LeaseContext
-from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
+from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
 
 
 def worker_on_one_pool() -> LeaseContext:

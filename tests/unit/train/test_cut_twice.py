@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from quartet.train.checkpoint import Share, join_metadata, own_part, write_share
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.tensors import is_first_holder, local, local_slices, with_local, write_part
 from quartet.train.state import make_optimizer_tensors, optimizer_tensors, shapes_of, snapshot
 from quartet.weights.gather import gather

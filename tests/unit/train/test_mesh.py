@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from quartet.config import UserError
-from quartet.train.parallel.group import DataParallelGroup
-from quartet.train.parallel.mesh import CONTEXT, SHARD, TENSOR, Mesh
+from quartet.train.parallel.mesh import CONTEXT, SHARD, TENSOR, DataParallelGroup, Mesh
 from rank_forks import run_ranks
 
 

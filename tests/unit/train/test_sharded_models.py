@@ -18,7 +18,7 @@ from quartet.cluster.layout import Layout
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import scalar_model_from
 from quartet.observe.digests import FileDigest
-from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.model_worker import Checkpointed
 from rank_forks import run_ranks
 
 

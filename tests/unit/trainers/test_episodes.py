@@ -47,16 +47,15 @@ from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.schedule.groups import Group, chunk_of, group_batch
-from quartet.schedule.iteration import Chunk
+from quartet.schedule.iteration import Chunk, PartScorer
 from quartet.schedule.learners import UpdatePlan
-from quartet.schedule.request_store import FinishedRequest, RequestStore, TurnRequest
-from quartet.schedule.scorers import PartScorer
+from quartet.schedule.rollout_worker import FinishedRequest, RequestStore, TurnRequest
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers import episodes
+from quartet.trainers import roles
 from quartet.trainers.attempt import episode_metrics
-from quartet.trainers.episodes import EpisodeRunner
 from quartet.trainers.experience import Assembler, Experience
 from quartet.trainers.rl import RLTrainer
+from quartet.trainers.roles import EpisodeRunner
 
 NO_KL = KLConfig(coef=0.0)
 
@@ -448,7 +447,7 @@ def flaky(codec: TextCodec, on_error: str, failing: dict[int, int], num: int = 3
 def test_an_episode_that_failed_is_played_again_from_its_beginning(
     codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episodes, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(roles, "_PAUSES_S", (0.0, 0.0))
     undisturbed, told, _ = flaky(codec, "retry", {})
     assert told == []
     again, (told,), policy = flaky(codec, "retry", {1: 2, 2: 1})

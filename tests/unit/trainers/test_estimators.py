@@ -38,7 +38,7 @@ from quartet.config.algorithms import (
     ReMax,
     kl_term,
 )
-from quartet.trainers.estimators import SHARP, Estimate, Scored, estimate, shaped_scores
+from quartet.trainers.experience import SHARP, Estimate, Scored, estimate, shaped_scores
 
 METHODS: dict[str, PolicyGradientConfig] = {
     config.name: config

@@ -24,8 +24,7 @@ from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
 from quartet.schedule import model_worker
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
-from quartet.schedule.iteration import Chunk
-from quartet.schedule.scorers import PartScorer
+from quartet.schedule.iteration import Chunk, PartScorer
 from quartet.trainers.attempt import greedy_metrics
 from quartet.trainers.evaluation import generate
 from quartet.trainers.experience import Assembler, Experience, sampled_and_greedy, sampled_only

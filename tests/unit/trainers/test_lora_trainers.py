@@ -34,14 +34,12 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
-from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.groups import chunk_of
-from quartet.schedule.lease_context import LeaseContext
-from quartet.schedule.leases import LeaseMode
-from quartet.schedule.placement import local_arbiter
+from quartet.schedule.leases import LeaseContext, LeaseMode, local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import RolloutWorker
+from quartet.schedule.weight_sync import CanaryProbe
 from quartet.train.checkpoint import Share
 from quartet.train.forward import Needs, forward_only
 from quartet.trainers.model_loader import UserObjects

@@ -35,13 +35,11 @@ from quartet.data.datasets import PromptItem
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
-from quartet.rewards.combine import RewardWeights
-from quartet.rewards.source import GuardedReward
+from quartet.rewards.source import GuardedReward, RewardWeights
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import chunk_of
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.lease_context import LeaseContext
-from quartet.schedule.placement import local_arbiter
+from quartet.schedule.leases import LeaseContext, local_arbiter
 from quartet.text.tokenizer import TextCodec
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers.evaluation import answers_of

@@ -23,7 +23,7 @@ from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, L
 from quartet.observe.jsonl import read_rows
 from quartet.observe.rollouts import write_step
 from quartet.observe.run_status import ENDED, true_status
-from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.model_worker import Checkpointed
 from quartet.schedule.role_group import LocalGroup
 from quartet.trainers.checkpoints import check_storage
 from quartet.trainers.run import Interrupted, RunDirectory

@@ -21,8 +21,7 @@ from quartet.config.load import load_recipe
 from quartet.config.preference import DPOLoss, IPOLoss, SimPOLoss
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.schedule.iteration import Chunk
-from quartet.trainers.estimators import learned_from
-from quartet.trainers.experience import Assembler, Experience
+from quartet.trainers.experience import Assembler, Experience, learned_from
 from quartet.trainers.rl import RLTrainer
 
 NAN = float("nan")

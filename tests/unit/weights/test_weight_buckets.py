@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from quartet.weights import transports
+from quartet.weights import sync
 from quartet.weights.digest import BLOCK_BYTES, bytes_of, tensor_digest
 from quartet.weights.manifest import DTYPES, TensorSpec
 from quartet.weights.shared_memory import ALIGNMENT
 from quartet.weights.sink import TensorSink
-from quartet.weights.transports import (
+from quartet.weights.sync import (
     Bucket,
     MemorySend,
     ReceiveTransport,
@@ -120,7 +120,7 @@ def test_what_is_packed_comes_out_again(specs: list[TensorSpec], bucket_bytes: i
 
 
 def test_no_buffer_is_filled_before_its_last_contents_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "NUM_IN_MEMORY", 2)
+    monkeypatch.setattr(sync, "NUM_IN_MEMORY", 2)
     half = MemorySend(torch.device("cpu"))
     spec = TensorSpec("w", "U8", (5 * half.bucket_bytes - 64,))
     _, place = half.open(2)

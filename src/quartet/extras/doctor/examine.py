@@ -18,7 +18,7 @@ from quartet.extras.doctor.checks import Finding, Findings, judged, quick_findin
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.extras.doctor.weights import check_weights
 from quartet.schedule.groups import Chunk, chunk_of
-from quartet.schedule.request_store import PromptRequest, SampleRequest
+from quartet.schedule.rollout_worker import PromptRequest, SampleRequest
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.rl import RLTrainer

@@ -11,8 +11,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.model_worker import ModelWorker
-from quartet.schedule.request_store import PromptRequest, SampleRequest
-from quartet.schedule.rollout_worker import RolloutWorker
+from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest
 from quartet.text.examples import PromptText
 from quartet.train.forward import Needs
 from quartet.trainers.attempt import RunAttempt

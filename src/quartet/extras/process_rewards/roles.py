@@ -33,12 +33,11 @@ from quartet.extras.process_rewards.steps import (
     split_steps,
 )
 from quartet.extras.process_rewards.trainer import STEP_NEEDS
-from quartet.rewards.combine import combine
-from quartet.schedule.iteration import Chunk
-from quartet.schedule.lease_context import LeaseContext
+from quartet.rewards.source import combine
+from quartet.schedule.iteration import Chunk, ModelScorer
+from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.scorers import ModelScorer
 from quartet.text.loading import load_generation_config, reads_the_same
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from quartet.extras.report.samples import compact, evenly
+from quartet.observe.diagnostics import worker_table
 from quartet.observe.spans import BACKGROUND, Span, union
-from quartet.observe.stragglers import worker_table
 
 MAX_TIMED_STEPS = 400
 MAX_DETAILED_STEPS = 16

@@ -21,12 +21,12 @@ from quartet.config.file_errors import read_file
 from quartet.config.yamls import parse_yaml
 from quartet.extras.report.collect import check_run, explain_metric, read_run, stage_dirs, telling
 from quartet.extras.report.samples import evenly
+from quartet.observe.diagnostics import worker_table
 from quartet.observe.follow import StageTails
 from quartet.observe.hacking_alarm import read_alarms
 from quartet.observe.health import Health
 from quartet.observe.rollouts import RolloutRecord, list_steps, read_step
 from quartet.observe.spans import Span, seconds_by_name
-from quartet.observe.stragglers import worker_table
 
 _SHOWN_METRICS, _SHOWN_STAGES, _SHOWN_SAMPLES = 10, 8, 3
 _SPEED_STEPS = 20

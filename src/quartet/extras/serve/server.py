@@ -1,5 +1,10 @@
 """An OpenAI-compatible server over any rollout engine: ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``,
 ``/health``, ``/metrics``.
+
+What the server answers: OpenAI's objects with vLLM's further keys (``token_ids``, ``prompt_token_ids``,
+``stop_reason``, ``weight_versions``), whole or as a stream of deltas.
+
+The thread that drives a blocking engine for an event loop: requests in, events out.
 """
 
 from __future__ import annotations
@@ -8,16 +13,21 @@ import asyncio
 import hmac
 import json
 import logging
+import queue
 import signal
 import socket
+import threading
 import time
 import uuid
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -29,12 +39,317 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quartet.config import UserError
-from quartet.extras.serve.answers import Answers
+from quartet.config.foreign import described
 from quartet.extras.serve.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, check_size, requests_of
-from quartet.extras.serve.driver import EngineThread, Event
 from quartet.rollout.ledger import RequestsRefused
-from quartet.rollout.protocol import Completion, EngineFailed, GenerationError, Request, RolloutEngine
+from quartet.rollout.protocol import (
+    Completion,
+    EngineFailed,
+    FinishReason,
+    Generated,
+    GenerationError,
+    Request,
+    RolloutEngine,
+)
 from quartet.text.tokenizer import TextCodec
+
+_REASONS = {FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
+_INCOMPLETE = "\ufffd"
+
+
+@dataclass
+class Choice:
+    """One answer as it grows: what of it was said already, and tokens seen, some of which may wait for their text."""
+
+    index: int
+    request: Request
+    num_tokens: int = 0
+    num_seen: int = 0
+    text: str = ""
+    is_new: bool = True
+
+
+class Answers:
+    """Makes the objects of one HTTP request.
+
+    Args:
+        name: of the answer, ``cmpl-…`` or ``chatcmpl-…``.
+    """
+
+    def __init__(self, name: str, body: AnyBody, codec: TextCodec, requests: Sequence[Request]) -> None:
+        self._name, self._body, self._codec = name, body, codec
+        self._is_chat = isinstance(body, ChatBody)
+        self._created = int(time.time())
+        self.choices = {request.request_id: Choice(i, request) for i, request in enumerate(requests)}
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer, not streamed."""
+        done = sorted((self.choices[c.request_id].index, c) for c in completions)
+        choices = [self._choice(self.choices[c.request_id], c, c.finish_reason, c.text_end) for _, c in done]
+        return {**self._head(""), "choices": choices, "usage": self.usage(completions)}
+
+    def chunk(self, request_id: str, tokens: Generated | Completion) -> dict[str, Any] | None:
+        """What is new of a choice, as an event of a stream; None where nothing is."""
+        choice = self.choices[request_id]
+        reason, text_end = None, None
+        if isinstance(tokens, Completion):
+            reason, text_end = tokens.finish_reason, tokens.text_end
+        if reason is None and len(tokens.token_ids) == choice.num_seen:
+            return None
+        choice.num_seen = len(tokens.token_ids)
+        return {**self._head(".chunk"), "choices": [self._choice(choice, tokens, reason, text_end, is_delta=True)]}
+
+    def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return {**self._head(".chunk"), "choices": [], "usage": self.usage(completions)}
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
+        prompts = {choice.request.group: len(choice.request.prompt_ids) for choice in self.choices.values()}
+        num_prompt, num_new = sum(prompts.values()), sum(len(c.token_ids) for c in completions)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+    def _head(self, suffix: str) -> dict[str, Any]:
+        kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
+        return {"id": self._name, "object": kind, "created": self._created, "model": self._body.model}
+
+    def _choice(
+        self,
+        choice: Choice,
+        tokens: Generated | Completion,
+        reason: FinishReason | None,
+        text_end: int | None,
+        *,
+        is_delta: bool = False,
+    ) -> dict[str, Any]:
+        """Moves ``choice`` on."""
+        text, num_tokens = self._grown(choice, tokens.token_ids, reason, text_end), len(tokens.token_ids)
+        said: dict[str, Any] = {"index": choice.index, **self._said(choice, text, is_delta=is_delta), "logprobs": None}
+        if self._body.wants_logprobs:
+            pieces = self._codec.completion_pieces(choice.request.prompt_ids, tokens.token_ids)
+            ends = list(accumulate(map(len, pieces)))
+            if reason is None:  # a token comes with its text
+                num_tokens = max(choice.num_tokens, bisect_right(ends, len(choice.text)))
+            elif text_end is not None:
+                pieces = [piece[: max(0, len(piece) - end + text_end)] for piece, end in zip(pieces, ends, strict=True)]
+            said["logprobs"] = self._logprobs(tokens, pieces, slice(choice.num_tokens, num_tokens))
+        new = slice(choice.num_tokens, num_tokens)
+        said["finish_reason"] = None if reason is None else _REASONS.get(reason, "stop")
+        said["stop_reason"] = self._stop_reason(choice.request, tokens, reason, text_end)
+        if self._body.return_token_ids:
+            said["token_ids"] = list(tokens.token_ids[new])
+            said["weight_versions"] = _spans(tokens.versions[:num_tokens], choice.num_tokens)
+            if choice.is_new:
+                said["prompt_token_ids"] = list(choice.request.prompt_ids)
+        choice.num_tokens, choice.is_new = num_tokens, False
+        return said
+
+    def _grown(
+        self, choice: Choice, token_ids: Sequence[int], reason: FinishReason | None, text_end: int | None
+    ) -> str:
+        """The text behind what was said already, as far as it is settled."""
+        text = self._codec.decode_completion(choice.request.prompt_ids, token_ids)
+        if reason is None:
+            # Half a character, or what may turn out to begin a stop string.
+            held = max((len(string) - 1 for string in choice.request.sampling.stop_strings), default=0)
+            text = text.rstrip(_INCOMPLETE)
+            text = text[: len(text) - held] if held else text
+            if not text.startswith(choice.text):
+                return ""
+        elif text_end is not None:
+            text = text[:text_end]
+        new = text[len(choice.text) :]
+        choice.text += new
+        return new
+
+    def _said(self, choice: Choice, text: str, *, is_delta: bool) -> dict[str, Any]:
+        if not self._is_chat:
+            return {"text": text}
+        role = {"role": "assistant"} if choice.is_new else {}
+        return {"delta" if is_delta else "message": {**role, "content": text}}
+
+    def _logprobs(self, tokens: Generated | Completion, texts: Sequence[str], new: slice) -> dict[str, Any]:
+        logprobs = list(tokens.logprobs[new])
+        if self._is_chat:
+            pairs = zip(texts[new], logprobs, strict=True)
+            content = [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in pairs
+            ]
+            return {"content": content, "refusal": None}
+        offsets = [0, *accumulate(map(len, texts))][:-1][new]
+        return {"tokens": texts[new], "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+
+    def _stop_reason(
+        self, request: Request, tokens: Generated | Completion, reason: FinishReason | None, text_end: int | None
+    ) -> int | str | None:
+        """The stop string, or the token of ``stop_token_ids``; None for end-of-text, as in vLLM."""
+        if reason is FinishReason.STOP and tokens.token_ids[-1] in self._body.stop_token_ids:
+            return tokens.token_ids[-1]
+        if reason is FinishReason.STOP_STRING:
+            text = self._codec.decode_completion(request.prompt_ids, tokens.token_ids)
+            return next((s for s in request.sampling.stop_strings if text.startswith(s, text_end)), None)
+        return None
+
+
+def _spans(versions: Sequence[int], start: int) -> list[dict[str, Any]]:
+    """``versions[start:]`` as vLLM's spans of output tokens."""
+    spans = []
+    for version, members in groupby(versions[start:]):
+        end = start + len(list(members))
+        spans.append({"version": str(version), "start": start, "end": end})
+        start = end
+    return spans
+
+
+T = TypeVar("T")
+Event = tuple[str, "Completion | Generated | UserError"]
+"""A request's id, and its end, what it has so far, or why it has no end."""
+_SLICE_S = 0.01
+"""For so long the engine is waited for while requests may come."""
+_IDLE_S = 0.5
+"""Between two looks at an engine without work; one that died is started anew meanwhile."""
+
+
+class EngineThread:
+    """
+    Args:
+        engine: used by this thread alone from now on.
+
+    Attributes:
+        failure: why it answers nothing any more.
+        held: requests without an end.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[str, asyncio.Queue[Event]] = {}
+        self._streams: set[str] = set()
+        self.failure: EngineFailed | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def held(self) -> int:
+        return len(self._listeners)
+
+    def ask(self, requests: Sequence[Request], *, stream: bool = False) -> asyncio.Queue[Event]:
+        """Every request has one end among the events, and with ``stream`` what it has so far now and then."""
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        ids = [request.request_id for request in requests]
+        self._listeners.update(dict.fromkeys(ids, events))
+
+        def submit() -> None:
+            try:
+                self._engine.submit(requests)
+            except UserError as error:
+                if isinstance(error, EngineFailed):
+                    raise
+                self._tell(ids, error)
+            else:
+                self._streams.update(ids if stream else ())
+
+        self._do(submit)
+        if self.failure is not None:  # maybe just now, and then nobody else tells
+            self._hand_over(ids, self.failure)
+        return events
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """Nobody waits for these any more."""
+        left = [each for each in request_ids if self._listeners.pop(each, None) is not None]
+        if left:
+            self._do(lambda: self._drop(left))
+
+    def give_up(self, error: UserError) -> None:
+        """All that is under way ends with ``error``."""
+        ids = [*self._listeners]
+        self._hand_over(ids, error)
+        self._do(lambda: self._drop(ids))
+
+    async def call(self, function: Callable[[RolloutEngine], T]) -> T:
+        """``function`` of the engine, in its thread."""
+        if self.failure is not None:
+            raise self.failure
+        result: Future[T] = Future()
+        self._do(lambda: result.set_result(function(self._engine)))
+        return await asyncio.wrap_future(result)
+
+    def close(self) -> None:
+        """Ends the thread; the engine stays."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def _do(self, command: Callable[[], None]) -> None:
+        if self.failure is None:
+            self._commands.put(command)
+
+    # In the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._collect()
+        except EngineFailed as error:
+            self._fail(error)
+        except BaseException as error:
+            self._fail(
+                EngineFailed(
+                    "the thread that drives the engine broke",
+                    found=described(error),
+                    remedy="report it; the server's standard error has the traceback",
+                )
+            )
+            raise
+
+    def _fail(self, error: EngineFailed) -> None:
+        """Nobody waits for an end that does not come."""
+        self.failure = error
+        self._tell([*self._listeners.copy()], error)
+
+    def _obey(self) -> bool:
+        """Whether it goes on."""
+        is_idle = not self._listeners
+        with suppress(queue.Empty):
+            while True:
+                command = self._commands.get(is_idle, _IDLE_S)
+                if command is None:
+                    return False
+                command()
+                is_idle = False
+        return True
+
+    def _collect(self) -> None:
+        try:
+            completions = self._engine.completed(_SLICE_S if self._listeners else 0.0)
+        except GenerationError as error:
+            self._tell(error.request_ids, error)
+            return
+        for completion in completions:
+            self._tell([completion.request_id], completion)
+        if self._streams:
+            self._tell_tokens()
+
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        self._streams.difference_update(request_ids)
+        self._engine.cancel(request_ids)
+
+    def _tell_tokens(self) -> None:
+        for request_id, tokens in self._engine.generated([*self._streams]).items():
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._hand_over, [request_id], tokens)
+
+    def _tell(self, request_ids: Sequence[str], event: Any) -> None:
+        self._streams.difference_update(request_ids)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._hand_over, request_ids, event)
+
+    def _hand_over(self, request_ids: Sequence[str], event: Any) -> None:
+        for request_id in request_ids:
+            if (events := self._listeners.get(request_id)) is not None:
+                events.put_nowait((request_id, event))
+                if not isinstance(event, Generated):
+                    del self._listeners[request_id]
+
 
 _KEEP_ALIVE_S = 75
 _LOOK_S = 0.1

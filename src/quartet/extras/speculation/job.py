@@ -31,7 +31,7 @@ from quartet.extras.speculation.recipe import MedusaRecipe
 from quartet.models.memory import drop_derived
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
-from quartet.rollout.seeds import sample_seed
+from quartet.rollout.sampler import sample_seed
 from quartet.schedule.role_group import RoleGroup
 from quartet.train.state import REST, Shape
 from quartet.trainers.evaluation import run_to_end, sampling_params

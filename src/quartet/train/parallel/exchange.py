@@ -28,7 +28,7 @@ from quartet.batch.partition import Atoms
 from quartet.batch.ragged import RaggedBatch
 from quartet.train.metrics import MetricSums, PlainSums
 from quartet.train.parallel.fsdp import ShardedModel, fingerprint
-from quartet.train.parallel.group import DataParallelGroup, RankFailed, is_broken_collective
+from quartet.train.parallel.mesh import DataParallelGroup, RankFailed, is_broken_collective
 from quartet.train.parallel.pass_group import PeerFailed
 from quartet.train.parallel.tensors import is_whole_on_tensor_ranks, local
 from quartet.train.token_budget import OutOfMemoryElsewhere, TokenBudget, is_out_of_memory

@@ -38,9 +38,8 @@ from quartet.train.parallel.collectives import (
 )
 from quartet.train.parallel.context import ALONE, ModelParallel
 from quartet.train.parallel.gradients import sum_copies, sum_over_tensor_ranks
-from quartet.train.parallel.group import is_broken_collective
 from quartet.train.parallel.layer_plan import check_cut
-from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
+from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh, is_broken_collective
 from quartet.train.parallel.pass_group import PassGroup
 from quartet.train.parallel.tensor import parallelize_layers
 from quartet.train.token_budget import is_out_of_memory

@@ -13,6 +13,11 @@ this rank's rows or heads alone, which ``ShardedModel.sum_gradients`` adds up.
 
 How many rows each rank has is told by the attention context, which attention modules are given; they note it for the
 MLP behind them. A layer that is computed again notes it again, so nothing is left of another micro-batch.
+
+A vocabulary in parts: of an embedding and a head, whose rows tensor ranks have between them.
+
+Shapes: M selected rows, V vocabulary, D hidden. Rank r has rows ``r · width`` to ``(r + 1) · width - 1``, the last one
+what is left, as a DTensor's ``Shard(0)`` lies.
 """
 
 from __future__ import annotations
@@ -21,14 +26,50 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from quartet.models.logprobs import LEAST
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.train.parallel.layer_plan import COLUMN, GATHERED_COLUMN, layer_styles, of_adapted
 from quartet.train.parallel.pass_group import PassGroup, near_equal
-from quartet.train.parallel.vocabulary import VocabParallel
+
+
+class VocabParallel:
+    """The vocabulary's rows of this rank, for ``models.logprobs.VocabularyPart``.
+
+    Args:
+        size: V; large enough for every rank to have some.
+    """
+
+    def __init__(self, size: int, group: PassGroup) -> None:
+        self._group = group
+        self.width = -(-size // group.size)
+        self.start = self.width * group.rank
+        self.stop = min(size, self.start + self.width)
+
+    def local(self, weight: Tensor) -> Tensor:
+        """This rank's rows of ``[V, …]``."""
+        return weight.to_local() if isinstance(weight, DTensor) else weight[self.start : self.stop]
+
+    def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """``tokens`` among these rows, and whether they are (bool; else the number is 0)."""
+        owned = (tokens >= self.start) & (tokens < self.stop)
+        return (tokens - self.start).where(owned, 0), owned
+
+    def join(self, labels: Tensor, logprobs: Tensor, normaliser: Tensor, entropies: Tensor | None) -> None:
+        """Replaces ``[M]`` results over this rank's rows by those over all; see ``models.logprobs``. Collective."""
+        own = [logprobs, normaliser] if entropies is None else [logprobs, normaliser, entropies]
+        parts = self._group.stack(torch.stack(own))
+        normaliser.copy_(parts[:, 1].logsumexp(0))
+        masses = (parts[:, 1] - normaliser).clamp_(min=LEAST)
+        holders = labels.div(self.width, rounding_mode="floor").unsqueeze(0)
+        logprobs.copy_((parts[:, 0] + masses).gather(0, holders).squeeze(0))
+        if entropies is not None:
+            entropies.copy_((masses.exp() * (parts[:, 2] - masses)).sum(0))
+
 
 Forward = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from quartet.extras.speculation.history import MAX_AUTOMATON_TOKENS, Answers, HistoryDrafter, SuffixAutomaton
+from quartet.extras.speculation.drafting import MAX_AUTOMATON_TOKENS, Answers, HistoryDrafter, SuffixAutomaton
 from quartet.rollout.protocol import Request
 from quartet.rollout.scheduler import RequestGroup, Response
 

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from quartet.extras.speculation.config import StepCosts
-from quartet.extras.speculation.drafting import Choice, HeadDrafter, branching
-from quartet.extras.speculation.history import HistoryDrafter
-from quartet.extras.speculation.speculator import Acceptance, Proposer, Speculator
-from quartet.extras.speculation.step_costs import cost, drafted_cost
+from quartet.extras.speculation.drafting import Choice, HeadDrafter, HistoryDrafter, branching
+from quartet.extras.speculation.speculator import Acceptance, Proposer, Speculator, cost, drafted_cost
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout import admission
+from quartet.rollout import scheduler
 from quartet.rollout.drafter import chain
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Draw, FinishReason, Request
@@ -129,7 +127,7 @@ def test_completions_are_those_of_plain_decoding(
     request: pytest.FixtureRequest,
 ) -> None:
     """Hundreds of mixed requests; bit for bit under exact numerics. Asked for once more, history knows the answers."""
-    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 12 if "place" in numerics else 10**9)
+    monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 12 if "place" in numerics else 10**9)
     exact = numerics == "exact"
     if exact:
         request.getfixturevalue("exact_processor")
