@@ -26,9 +26,9 @@ import pytest
 import yaml
 
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.config.schema import dotted_fields
+from quartet.config.plugins import recipes
+from quartet.config.strict import dotted_fields
 
 SECONDS = float(os.environ.get("QUARTET_FUZZ_S", "0"))
 """For each kind of case; 0: the fixed cases of CI."""

@@ -27,8 +27,7 @@ from quartet.cli.options import (
 )
 from quartet.cli.push import export, push
 from quartet.config import Interrupted, UserError
-from quartet.config.jobs import OWN
-from quartet.config.plugins import Job, load, plugins
+from quartet.config.plugins import OWN, Job, load, plugins
 from quartet.observe.openmp import share_cores
 from quartet.trainers.signals import stop_signals
 
@@ -188,7 +187,7 @@ def _resume_command(arguments: list[str], path: Path) -> str:
         named = any(word.startswith("--out") for word in arguments)
         where = [] if named else ["--out", shlex.quote(str(path))]
     else:
-        from quartet.config.addresses import is_url
+        from quartet.config.strict import is_url
         from quartet.trainers.run_files import RECIPE, read_recipe
 
         recipe = path / RECIPE

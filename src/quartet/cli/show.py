@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quartet.config.errors import printable
-from quartet.config.jobs import jobs
+from quartet.config.plugins import jobs
 
 if TYPE_CHECKING:
     from quartet.trainers.evaluation_job import EvaluationResult

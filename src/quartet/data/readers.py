@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quartet.config.addresses import is_url
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
 from quartet.config.plugins import storage
+from quartet.config.strict import is_url
 
 Values = Iterator[tuple[int, dict[str, Any]]]
 INSTALL = "pip install 'quartet-rl[data]'"

@@ -26,8 +26,8 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, dispatch
 from quartet.cluster.layout import Layout
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
-from quartet.config.file_errors import write_error
+from quartet.config.common import OffloadConfig
+from quartet.config.errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel

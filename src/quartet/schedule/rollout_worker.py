@@ -28,7 +28,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
+from quartet.config.common import OffloadConfig
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
 from quartet.observe.memory import held_bytes

@@ -19,7 +19,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.config import UserError
-from quartet.config.file_errors import write_error
+from quartet.config.errors import write_error
 from quartet.observe.rollouts import RolloutRecord, rollouts_path, write_step
 from quartet.schedule.groups import TEXT_END
 from quartet.schedule.model_worker import Checkpointed

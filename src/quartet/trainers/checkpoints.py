@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
-from quartet.config.addresses import is_url
+from quartet.config.strict import is_url
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import rollout_rows, rollouts_path
 from quartet.schedule.group_stream import BufferedGroups

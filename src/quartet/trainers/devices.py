@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.config.common import DEVICES, PrecisionChoice
 from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
-from quartet.config.schema import flatten
+from quartet.config.strict import flatten
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
 from quartet.observe.logs import set_up_logging

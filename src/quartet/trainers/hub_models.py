@@ -16,10 +16,11 @@ from huggingface_hub import metadata_load
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, HubConfig, ModelConfig, Strict
+from quartet.config.engines import Speculation
 from quartet.config.evaluation import ComparisonConfig
 from quartet.config.load import dump_recipe
+from quartet.config.plugins import added
 from quartet.config.recipe import Recipe, RLRecipe
-from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.observe.metrics import find_metric
 from quartet.remote.hub import current_commit, pin, split_name
 from quartet.text.loading import local_directory, local_or_hub
@@ -69,7 +70,9 @@ class _Pins:
             if getattr(value, "tokenizer", None) is not None:
                 changes["tokenizer"] = self._name(f"{dot}tokenizer", changes["tokenizer"], None, "tokenizer")
         if isinstance(value, Speculation) and hasattr(value, "path"):
-            changes["path"] = self._name(f"{dot}path", value.path, None, "drafter", DRAFTERS[value.type].folder)
+            changes["path"] = self._name(
+                f"{dot}path", value.path, None, "drafter", added("drafters")[value.type].folder
+            )
         changes = {name: new for name, new in changes.items() if new != getattr(value, name)}
         return value.model_copy(update=changes) if changes else value
 

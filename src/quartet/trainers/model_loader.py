@@ -14,12 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
+from quartet.config.choices import RewardConfig
 from quartet.config.common import TrainConfig
-from quartet.config.plugins import load
+from quartet.config.plugins import added, load
 from quartet.config.recipe import RLRecipe
-from quartet.config.reward_types import RewardConfig
 from quartet.config.rewards import ModelSource
-from quartet.config.speculation import DRAFTERS
 from quartet.envs.protocol import Environment
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
@@ -275,7 +274,7 @@ class ModelLoader:
             speculation, model = self.recipe.rollout.speculation, self.drafter_model
             if speculation is None or model is None:
                 return TrainWorker(self.actor_engine, ptx)
-            target = DRAFTERS[speculation.type].worker
+            target = added("drafters")[speculation.type].worker
             assert target is not None, "its model learns"
             made: TrainWorker = load(target)(self.actor_engine, ptx, speculation, model, self.recipe.seed)
             return made

@@ -43,9 +43,8 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe, StepLossConfig
-from quartet.data.datasets import draws
+from quartet.data.datasets import JudgedData, PreferenceData, draws
 from quartet.data.lazy import Chained, Unchecked
-from quartet.data.preference import JudgedData, PreferenceData
 from quartet.models.directories import on_meta
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.observe.callbacks import Callback

@@ -11,7 +11,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.recipe import PTXConfig, RLRecipe
 from quartet.data.datasets import SFTData
-from quartet.data.prefetch import Prefetcher
+from quartet.data.lazy import Prefetcher
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import LossTerm
 from quartet.train.objectives import SFTObjective

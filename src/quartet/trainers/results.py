@@ -15,12 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from quartet.config import UserError
-from quartet.config.common import ModelConfig, TrainConfig
-from quartet.config.jobs import jobs, recipes
+from quartet.config.common import ModelConfig, SupervisedRecipe, TrainConfig
 from quartet.config.nearest import has_older_model
-from quartet.config.plugins import load
+from quartet.config.plugins import jobs, load, recipes
 from quartet.config.recipe import RLRecipe
-from quartet.config.supervised import SupervisedRecipe
 from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.remote.hub import push

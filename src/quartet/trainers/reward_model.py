@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quartet.algorithms.evaluation_math import Interval, bootstrap_interval, wilson_interval
 from quartet.config.recipe import RewardModelRecipe
-from quartet.data.preference import PreferenceData
+from quartet.data.datasets import PreferenceData
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.train.preference_objectives import PairwiseObjective

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
+from quartet.config.choices import RewardConfig
 from quartet.config.common import TrainConfig
 from quartet.config.nearest import nearest
-from quartet.config.plugins import load
-from quartet.config.reward_types import PLUGIN_REWARDS, RewardConfig
+from quartet.config.plugins import added, load
 from quartet.config.rewards import ModelReward, ModelSource
 from quartet.data.datasets import PromptData
 from quartet.data.fields import column_at
@@ -157,7 +157,7 @@ def reward_models(
         packed = frozen.scalar(reward, is_user_object=True)
         roles.append(RewardModelRole(name, packed, forward_budget(train), None, 1.0))
     others = [one for one in configs if isinstance(one, ModelSource) and not isinstance(one, ModelReward)]
-    return roles + [load(PLUGIN_REWARDS[one.type].model or "")(one, codec, frozen) for one in others]
+    return roles + [load(added("rewards")[one.type].model or "")(one, codec, frozen) for one in others]
 
 
 def user_models(configs: Sequence[RewardConfig], rewards: Rewards) -> dict[str, PreTrainedModel]:

@@ -34,14 +34,12 @@ import yaml
 from safetensors import SafetensorError
 
 from quartet.config import UserError
-from quartet.config.addresses import is_url
-from quartet.config.file_errors import read_error, read_file, write_error
+from quartet.config.common import SupervisedRecipe
+from quartet.config.errors import read_error, read_file, write_error
 from quartet.config.load import dump_recipe
-from quartet.config.plugins import storage
+from quartet.config.plugins import added, storage
 from quartet.config.recipe import Recipe, RLRecipe
-from quartet.config.schema import flatten
-from quartet.config.speculation import DRAFTERS
-from quartet.config.supervised import SupervisedRecipe
+from quartet.config.strict import flatten, is_url
 from quartet.config.yamls import parse_yaml, yaml_complaint
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
 from quartet.observe.jsonl import replace_atomically
@@ -215,7 +213,7 @@ def write_models(path: Path) -> None:
     """
     digests = {
         f"{name}/{file}": asdict(digest)
-        for name in ("model", "critic", *sorted({kind.folder for kind in DRAFTERS.values()}))
+        for name in ("model", "critic", *sorted({kind.folder for kind in added("drafters").values()}))
         for file, digest in digest_files(path / name).items()
     }
     if digests:

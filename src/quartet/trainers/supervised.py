@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup, connect
 from quartet.cluster.ranks import End, Ranks
 from quartet.config import Interrupted, UserError
-from quartet.config.cluster import RayCluster
-from quartet.config.supervised import SupervisedRecipe
+from quartet.config.common import RayCluster, SupervisedRecipe
 from quartet.models.directories import on_meta
 from quartet.models.loading import adapter_path, load_trained, outlined
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel

@@ -24,10 +24,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, dispatch
 from quartet.config import UserError
-from quartet.config.common import DataConfig
-from quartet.config.supervised import SupervisedRecipe
+from quartet.config.common import DataConfig, SupervisedRecipe
 from quartet.data.datasets import Batches, steps_for
-from quartet.data.prefetch import Prefetcher
+from quartet.data.lazy import Prefetcher
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
     check_saves,

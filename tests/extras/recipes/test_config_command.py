@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quartet.cli import main as cli
-from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
+from quartet.config.plugins import recipes
 from quartet.extras.recipes.commands import pages
 from quartet.extras.recipes.reference import sections
 

@@ -10,10 +10,9 @@ from pydantic import Field
 
 from quartet.config.common import Strict
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
-from quartet.config.schema import dotted_fields
-from quartet.config.strict import Tokens
+from quartet.config.plugins import recipes
+from quartet.config.strict import Tokens, dotted_fields
 from quartet.config.yamls import one_line, parse_yaml
 from quartet.extras.recipes.reference import children, meaning, purposes, sections, type_words
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from quartet.config.choices import RewardConfig
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe, methods
-from quartet.config.reward_types import RewardConfig
-from quartet.config.schema import members, tags
+from quartet.config.plugins import recipes
+from quartet.config.strict import members, tags
 from quartet.extras.recipes.commands import REWARDS, is_rewarded, starter
 from quartet.extras.recipes.reference import sections
 
@@ -23,7 +23,7 @@ COMBINATIONS = [
     if job != "iterated-reward-model" or None in (method, reward)  # whose rewards do not meet its methods
 ]
 IMPOSSIBLE = {("rl", "remax", "process_model"): "pays steps one by one"}
-"""What config/cross_checks.py refuses."""
+"""What config/recipe.py refuses."""
 
 
 @pytest.mark.parametrize("job", recipes())

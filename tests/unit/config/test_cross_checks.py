@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from quartet.config.algorithms import AlgorithmConfig, kl_term, reads_reference
-from quartet.config.cross_checks import without_effect
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.config.recipe import RLRecipe
-from quartet.config.schema import members, tags
+from quartet.config.recipe import RLRecipe, without_effect
+from quartet.config.strict import members, tags
 from quartet.config.yamls import parse_yaml
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))

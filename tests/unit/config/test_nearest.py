@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
 from quartet.config.nearest import _words, made_by
+from quartet.config.plugins import recipes
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RLRecipe
-from quartet.config.schema import members, tags
+from quartet.config.strict import members, tags
 from quartet.extras.report.build import build_report
 from quartet.models.loading import load_causal_lm, load_scalar_model
 from quartet.text.loading import load_tokenizer, local_directory

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import synonyms
+from quartet.config import nearest
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
-from quartet.config.schema import dotted_fields
-from quartet.config.validation import _fields
+from quartet.config.plugins import recipes
+from quartet.config.strict import _fields, dotted_fields
 
 NOT_NEEDED, NOT_THERE = "leave it out: ", "not there: "
 GRPO = {
@@ -229,7 +228,7 @@ def test_a_block_is_taken_apart_but_a_misspelt_section_is_one_mistake(tmp_path: 
 
 def test_every_key_that_is_offered_is_in_a_recipe() -> None:
     known = {name for recipe in recipes().values() for name, _ in dotted_fields(recipe)}
-    offered = {*synonyms._THEIRS, *(key for text in synonyms._ANSWERS for key in re.findall(r"\{([\w.]+)\}", text))}
+    offered = {*nearest._THEIRS, *(key for text in nearest._ANSWERS for key in re.findall(r"\{([\w.]+)\}", text))}
     assert len(offered) > 100
     assert [key for key in offered if not any(f".{name}".endswith(f".{key}") for name in known)] == []
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config.addresses import secret_in
 from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
+from quartet.config.strict import secret_in
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import PromptData, SFTData, TokenLimit, draw, draws, steps_for
+from quartet.data.datasets import JudgedData, PreferenceData, PromptData, SFTData, TokenLimit, draw, draws, steps_for
 from quartet.data.fields import Reading
 from quartet.data.formats import Parsed, demonstrations, preferences, prompts
-from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.readers import iter_rows
 from quartet.text.examples import Conversation, Demonstration, Judgement, Preference, Prompt
 from quartet.text.tokenizer import TextCodec

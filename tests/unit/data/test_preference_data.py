@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import TokenLimit
+from quartet.data.datasets import JudgedData, PreferenceData, TokenLimit
 from quartet.data.fields import Reading
 from quartet.data.formats import Parsed, has_judgements, judgements, preferences
-from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.readers import Row, iter_rows, shown_places
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec

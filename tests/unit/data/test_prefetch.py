@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from quartet.data.prefetch import Prefetcher
+from quartet.data.lazy import Prefetcher
 
 
 class Maker:

@@ -199,7 +199,7 @@ _POOLS = """
 import asyncio, os, threading, time
 from contextlib import closing
 import torch
-from quartet.data.prefetch import Prefetcher
+from quartet.data.lazy import Prefetcher
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.trainers.event_loop import run_async
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
+from quartet.config.common import OffloadConfig
 from quartet.extras.simulation.cost_model import Cost
 from quartet.extras.simulation.simulation import TimedCodec, TimedEngine
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams

@@ -20,7 +20,6 @@ from quartet.config.algorithms import GRPO, PPO, RLOO, KLConfig
 from quartet.config.common import DataConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
-from quartet.config.remote import RetryConfig
 from quartet.config.rewards import (
     ExactMatchReward,
     FormatReward,
@@ -30,6 +29,7 @@ from quartet.config.rewards import (
     LengthReward,
     NumericReward,
     RegexReward,
+    RetryConfig,
 )
 from quartet.data.datasets import PromptItem
 from quartet.models.packed_model import PackedScalarModel

@@ -32,14 +32,13 @@ from pydantic import Field
 
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
+from quartet.config.choices import EngineConfig, RewardConfig
 from quartet.config.common import DataConfig, ModelConfig, Recipe, SamplingConfig, Strict, TrainingRecipe
-from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, draw_misfits
+from quartet.config.errors import read_file
 from quartet.config.evaluation import untrained
-from quartet.config.file_errors import read_file
 from quartet.config.plugins import Starter
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
-from quartet.config.reward_types import RewardConfig
 from quartet.config.rewards import ModelReward
 from quartet.config.strict import Prompts, Samples
 from quartet.data.datasets import PromptData, draws

@@ -25,20 +25,18 @@ from pydantic import BaseModel
 
 from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgorithm
 from quartet.config.errors import UserError
-from quartet.config.jobs import jobs, recipes
 from quartet.config.load import methods, no_such_job
-from quartet.config.nearest import nearest
-from quartet.config.plugins import Starter, load
+from quartet.config.nearest import nearest, usual_columns
+from quartet.config.plugins import Starter, jobs, load, recipes
 from quartet.config.preference import KTOLoss
-from quartet.config.schema import chosen_member, item_annotation
-from quartet.config.synonyms import usual_columns
+from quartet.config.strict import chosen_member, item_annotation
 from quartet.config.yamls import one_line
 from quartet.extras.recipes.reference import meaning, purpose
 
 
 def complete_job(incomplete: str) -> list[str]:
     """Returns jobs that begin so, for shell completion."""
-    from quartet.config.jobs import jobs
+    from quartet.config.plugins import jobs
 
     return [job for job in jobs() if job.startswith(incomplete)]
 

@@ -16,11 +16,10 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from quartet.config.errors import UserError
-from quartet.config.jobs import jobs, recipes
 from quartet.config.load import no_such_job
-from quartet.config.nearest import nearest
-from quartet.config.schema import bare, dotted_fields, item_annotation, members, tags
-from quartet.config.synonyms import synonyms
+from quartet.config.nearest import nearest, synonyms
+from quartet.config.plugins import jobs, recipes
+from quartet.config.strict import bare, dotted_fields, item_annotation, members, tags
 from quartet.config.yamls import one_line
 
 _SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text", SecretStr: "text"}

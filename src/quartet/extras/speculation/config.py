@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, field_validator
 
 from quartet.config.common import OptimConfig, Strict
-from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig
+from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig
 from quartet.config.placement import AsynchronousPlacement
-from quartet.config.speculation import Speculation
 from quartet.config.strict import Tokens
 
 if TYPE_CHECKING:

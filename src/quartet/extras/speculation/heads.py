@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from quartet.config import UserError
-from quartet.config.file_errors import read_file
+from quartet.config.errors import read_file
 from quartet.config.nearest import missing_file
 from quartet.extras.speculation.config import FOLDER, PREFIX
 from quartet.models.lora import digest_of

@@ -7,11 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig
+from quartet.config.common import OptimConfig, SamplingConfig, Strict, SupervisedRecipe, TrainConfig
 from quartet.config.evaluation import untrained
 from quartet.config.plugins import Starter
 from quartet.config.strict import Rows, Samples, Tokens
-from quartet.config.supervised import SupervisedRecipe
 
 
 class HeadsConfig(Strict):
