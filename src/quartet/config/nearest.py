@@ -333,17 +333,10 @@ def _section(path: str) -> str:
     return ".".join(filter(None, sections))
 
 
-_WORDS = {
-    "rl": "rl ppo grpo dapo gspo cispo gpg rloo opo reinforce remax distillation best online sapo gmpo gdpo pass "
-    "optimal",
-    "reward-model": "reward rm",
-    "preference": "preference dpo ipo hinge simpo orpo kto exo nca sppo apo discopop bco aot robust",
-    "sft": "sft",
-    "eval": "eval evaluation",
-}
-"""By job of Quartet's own, words in the names of its run directories."""
 _PARTS = ("model", "critic", "adapter", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
 """What a run leaves in its directory for later ones."""
+DIRECTORY_OPTION = "directory_option"
+"""In a ``run.json``: the option of the run's command that names its directory; without it the key of a recipe does."""
 OLDER_MODEL = "older_model"
 """In a ``run.json``: the run goes on to another length, and what it has exported is of the former one."""
 
@@ -380,7 +373,7 @@ def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -
 
 def has_older_model(run: Path) -> bool:
     """Whether the run in that directory has gone on since it exported its model."""
-    return bool(_info(run).get(OLDER_MODEL))
+    return bool(run_info(run).get(OLDER_MODEL))
 
 
 def made_by(path: Path) -> str | None:
@@ -393,20 +386,15 @@ def made_by(path: Path) -> str | None:
             return f"let its run end first: {command}"
     run = path.parent if path.name in (*_PARTS, *(job.folder for job in jobs().values())) else path
     words = set(re.split(r"[^a-z]+", run.name.lower()))
-    guess = next((job for job, known in _words().items() if words & set(known)), None)
+    guess = next((name for name, job in reversed(jobs().items()) if words & set(job.words)), None)
     # Without a part of a run at its end, a path with such a name may be anything.
     if guess is None or (run == path and ("runs" not in path.parts or path.suffix)):
         return None
     return f"make it first with quartet {guess} (output_dir: {run}; quartet init {guess} writes a recipe)"
 
 
-def _words() -> dict[str, tuple[str, ...]]:
-    """Gives words by job; the first job with one of them is probably meant."""
-    added = {name: job.words for name, job in jobs().items() if job.words}
-    return added | {name: tuple(words.split()) for name, words in _WORDS.items()}
-
-
-def _info(run: Path) -> dict[str, Any]:
+def run_info(run: Path) -> dict[str, Any]:
+    """What ``run.json`` of a run's directory says; nothing where there is none, or a damaged one."""
     try:
         info = json.loads((run / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -416,11 +404,11 @@ def _info(run: Path) -> dict[str, Any]:
 
 def _unfinished(run: Path) -> str | None:
     """Says how to go on with the run in that directory; None where there is none, or none that is not done."""
-    info = _info(run)
+    info = run_info(run)
     if not info or info.get("status") == "done":
         return None
     job = info.get("job")
-    if job == "quickstart":
-        return f"quartet quickstart --out {shlex.quote(str(run))} --resume"
+    if (option := info.get(DIRECTORY_OPTION)) is not None:
+        return f"quartet {job} {option} {shlex.quote(str(run))} --resume"
     words = f"{shlex.quote(str(run / 'recipe.yaml'))} {override_word('output_dir', str(run))}"
     return f"quartet {job} {words} --resume" if job in jobs() else None

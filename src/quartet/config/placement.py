@@ -279,16 +279,9 @@ def check_devices(placement: ResolvedPlacement, devices_per_node: Sequence[int])
     if packs(wanted, devices_per_node):
         return
     asked = ", ".join(f"{pool.name} {pool.nodes} × {pool.processes}" for pool in placement.pools)
-    smaller = shrunk(wanted, devices_per_node)
-    if not any(devices_per_node):
-        remedy = "add nodes with devices, or leave placement out: everything then takes turns in one process"
-    elif smaller is None:
-        remedy = f"put the roles on at most {sum(devices_per_node)} pools (full_offload needs one)"
-    else:
-        fitting = zip(placement.pools, smaller, strict=True)
-        remedy = "this would fit: " + ", ".join(
-            f"{pool.name} {nodes} × {processes}" for pool, (processes, nodes) in fitting
-        )
+    remedy = "add nodes with devices, or leave placement out: everything then takes turns in one process"
+    if any(devices_per_node):
+        remedy = "give the pools fewer processes, or put the roles on fewer pools (full_offload needs one)"
     raise UserError(
         "the placement needs more processes than there are devices",
         found=f"{placement.num_processes} processes (nodes × processes: {asked}); "
@@ -358,7 +351,7 @@ def _edges_of_run(config: PlacementConfig, kinds: set[Role]) -> dict[str, tuple[
     return {stage: tuple(earlier) for stage, earlier in after.items() if stage not in missing}
 
 
-# Packing: whether pools fit on the nodes of a cluster, and the largest ones that do ---------------------
+# Packing: whether pools fit on the nodes of a cluster -----------------------------------------------------
 
 Want = tuple[int, int]
 """``(processes, nodes)``: so many devices on each of so many different nodes."""
@@ -377,29 +370,6 @@ def packs(wanted: Sequence[Want], devices_per_node: Sequence[int]) -> bool:
     order = sorted(wanted, reverse=True)
     enough = sum(processes * nodes for processes, nodes in wanted) <= sum(devices_per_node)
     return enough and fits(0, tuple(sorted(devices_per_node)))
-
-
-def shrunk(wanted: Sequence[Want], devices_per_node: Sequence[int]) -> list[Want] | None:
-    """The same pools, the largest ones made smaller step by step until they fit; None when one each does not."""
-    free = [devices for devices in devices_per_node if devices > 0]
-    if not free:
-        return None
-    # More than this no pool could have; counting down from what was asked for might never end.
-    bounds = [(min(processes, max(free)), min(nodes, len(free))) for processes, nodes in wanted]
-    smaller = list(bounds)
-    while not packs(smaller, free):
-        sizes = [processes * nodes for processes, nodes in smaller]
-        largest = sizes.index(max(sizes))
-        if sizes[largest] == 1:
-            return None
-        smaller[largest] = _below(bounds[largest], sizes[largest])
-    return smaller
-
-
-def _below(bound: Want, size: int) -> Want:
-    """The largest shape within ``bound`` that has fewer than ``size`` devices; of equal ones that on fewest nodes."""
-    shapes = [(min(bound[0], (size - 1) // nodes), nodes) for nodes in range(1, min(bound[1], size - 1) + 1)]
-    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
 
 
 def _takings(free: tuple[int, ...], processes: int, nodes: int) -> Iterator[tuple[int, ...]]:

@@ -344,12 +344,16 @@ OWN: Mapping[str, Job] = {
         "quartet:SFTTrainer",
         "Supervised fine-tuning on demonstrations.",
         is_supervised=True,
+        words=("sft",),
+        metrics=("loss/sft", "eval/loss"),
     ),
     "reward-model": Job(
         "quartet.config.recipe:RewardModelRecipe",
         "quartet:RewardModelTrainer",
         "Reward model from preference pairs.",
         is_supervised=True,
+        words=("reward", "rm"),
+        metrics=("loss/reward_model", "reward_model/accuracy", "eval/accuracy", "eval/longer_answer_accuracy"),
     ),
     "preference": Job(
         "quartet.config.preference:PreferenceRecipe",
@@ -357,23 +361,36 @@ OWN: Mapping[str, Job] = {
         "DPO, SimPO, KTO and others on preference data.",
         is_supervised=True,
         methods="loss",
+        words=("preference", "dpo", "ipo", "simpo", "orpo", "kto"),
+        metrics=(
+            "loss/preference",
+            "preference/accuracy",
+            "preference/margin",
+            "preference/reward_chosen",
+            "preference/kl",
+            "eval/loss",
+            "eval/accuracy",
+        ),
     ),
     "rl": Job(
         "quartet.config.recipe:RLRecipe",
         "quartet:RLTrainer",
         "Reinforcement learning: PPO, GRPO and others.",
         methods="algorithm",
+        words=("rl", "ppo", "grpo", "dapo", "gspo", "rloo", "reinforce", "remax"),
+        metrics=("reward/score_mean", "eval/score_mean", "kl/ref", "policy/entropy", "agreement/logprob_diff_max"),
     ),
     "eval": Job(
         "quartet.config.evaluation:EvalRecipe",
         "quartet:Evaluator",
         "Held-out prompts answered and scored; win rates.",
+        words=("eval", "evaluation"),
     ),
 }
 
 
 @cache
-def jobs() -> Mapping[str, Job]:
+def jobs() -> dict[str, Job]:
     """All jobs by their names, which are their commands.
 
     Raises:

@@ -163,6 +163,7 @@ def test_an_interrupted_quickstart_is_resumed_by_its_own_options(
     from quartet.extras.quickstart.run import Quickstart
 
     monkeypatch.chdir(tmp_path)
+    Quickstart(1, tmp_path / "q")._claim()
     monkeypatch.setattr(Quickstart, "run", raising(Interrupted(Path("q"), 3)))
     status, _, err = run("quickstart", "--seed", "1", *given)
     assert status == 130

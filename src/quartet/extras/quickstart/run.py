@@ -19,6 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from quartet.config import Interrupted, UserError
+from quartet.config.nearest import DIRECTORY_OPTION
 from quartet.config.plugins import report_writer
 from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.checker import JUDGE_ERROR_RATE, is_correct, judge_pairs
@@ -213,7 +214,7 @@ class Quickstart:
         return {"job": "quickstart", "seed": self.seed, "shuffled_scores": self.shuffle_scores, "size": size}
 
     def _mark(self, status: str) -> None:
-        state = {"created": self._created, "status": status, "versions": software_versions()}
+        state = {"created": self._created, "status": status, "versions": software_versions(), DIRECTORY_OPTION: "--out"}
         write_json(self.path / "run.json", {"name": self.path.name, **self._identity(), **state})
 
     def _rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
