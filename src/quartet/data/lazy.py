@@ -105,11 +105,21 @@ def _pickled(item: Any) -> bytes:
     try:
         return pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # objects of users may raise anything
+        columns = getattr(item, "columns", None) or getattr(item, "values", None) or {}
+        named = [repr(name) for name, value in columns.items() if not _can_be_pickled(value)]
         raise UserError(
             "a row of the data cannot be kept: it holds what is no plain data",
-            found=f"{getattr(item, 'place', 'a row')}: {described(error)}",
+            found=f"{getattr(item, 'place', 'a row')}, {', '.join(named) or 'somewhere'}: {described(error)}",
             remedy="keep text, numbers, lists and dicts in the columns, and make the rest from them where it is used",
         ) from error
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return False
+    return True
 
 
 class Chained(Rows[T]):
