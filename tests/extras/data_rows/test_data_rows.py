@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from quartet.cli.main import app
 from quartet.config import UserError
 from quartet.config.load import load_recipe
-from quartet.extras.data_rows.command import DataRows, ShownRow, sections_of, show
+from quartet.extras.data_rows.rows import DataRows, ShownRow, sections_of, show
 from quartet.extras.process_rewards.trainer import ProcessRewardWorker
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel

@@ -13,8 +13,7 @@ from quartet.config.errors import UserError
 from quartet.config.load import load_recipe, methods
 from quartet.config.plugins import recipes
 from quartet.config.strict import members, tags
-from quartet.extras.recipes.commands import REWARDS, is_rewarded, starter
-from quartet.extras.recipes.reference import sections
+from quartet.extras.recipes.reference import REWARDS, is_rewarded, sections, starter
 
 COMBINATIONS = [
     (job, method, reward)

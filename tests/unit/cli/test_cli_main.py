@@ -243,6 +243,7 @@ def test_threads_that_wait_give_their_core_away_unless_the_environment_says_how_
 
 
 def test_torch_is_loaded_after_its_threads_are_told_how_to_wait() -> None:
-    """Its runtime reads the environment once, when it is loaded."""
-    code = "import sys, quartet.cli.main; sys.exit('torch' in sys.modules)"
+    """Its runtime reads the environment once, when it is loaded. Neither do commands load it, nor any recipe."""
+    code = "import sys; from quartet.cli.main import add_plugins; add_plugins()\n"
+    code += "sys.exit(bool({'torch', 'transformers', 'quartet.config.recipe'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
