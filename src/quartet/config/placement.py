@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Literal, get_args
 
@@ -274,9 +273,11 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
 
 
 def check_devices(placement: ResolvedPlacement, devices_per_node: Sequence[int]) -> None:
-    """Raises `UserError` when the pools do not fit on nodes with so many devices each; pools share no device."""
-    wanted = [(pool.processes, pool.nodes) for pool in placement.pools]
-    if packs(wanted, devices_per_node):
+    """Raises `UserError` when the pools cannot fit on nodes with so many devices each; pools share no device. Some that
+    pass cannot be placed all the same: these end with ``cluster.start_timeout_s``.
+    """
+    fits = all(sum(n >= pool.processes for n in devices_per_node) >= pool.nodes for pool in placement.pools)
+    if fits and placement.num_processes <= sum(devices_per_node):
         return
     asked = ", ".join(f"{pool.name} {pool.nodes} × {pool.processes}" for pool in placement.pools)
     remedy = "add nodes with devices, or leave placement out: everything then takes turns in one process"
@@ -349,46 +350,3 @@ def _edges_of_run(config: PlacementConfig, kinds: set[Role]) -> dict[str, tuple[
             remedy="leave these edges out",
         )
     return {stage: tuple(earlier) for stage, earlier in after.items() if stage not in missing}
-
-
-# Packing: whether pools fit on the nodes of a cluster -----------------------------------------------------
-
-Want = tuple[int, int]
-"""``(processes, nodes)``: so many devices on each of so many different nodes."""
-
-
-def packs(wanted: Sequence[Want], devices_per_node: Sequence[int]) -> bool:
-    """True when every pool finds its nodes and no device is given away twice. Exact, not a heuristic."""
-
-    @cache
-    def fits(first: int, free: tuple[int, ...]) -> bool:
-        if first == len(order):
-            return True
-        processes, nodes = order[first]
-        return any(fits(first + 1, rest) for rest in _takings(free, processes, nodes))
-
-    order = sorted(wanted, reverse=True)
-    enough = sum(processes * nodes for processes, nodes in wanted) <= sum(devices_per_node)
-    return enough and fits(0, tuple(sorted(devices_per_node)))
-
-
-def _takings(free: tuple[int, ...], processes: int, nodes: int) -> Iterator[tuple[int, ...]]:
-    """What may be left of ``free`` devices per node (sorted) after a pool took its own; equal nodes are one case."""
-
-    def choose(values: list[int], missing: int) -> Iterator[dict[int, int]]:
-        if not values:
-            if missing == 0:
-                yield {}
-            return
-        value, rest = values[0], values[1:]
-        for used in range(min(missing, free.count(value)), -1, -1):
-            for others in choose(rest, missing - used):
-                yield {value: used, **others}
-
-    for used in choose(sorted({value for value in free if value >= processes}), nodes):
-        left = list(free)
-        for value, times in used.items():
-            for _ in range(times):
-                left.remove(value)
-                left.append(value - processes)
-        yield tuple(sorted(left))

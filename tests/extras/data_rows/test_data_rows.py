@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
@@ -18,7 +16,7 @@ from typer.testing import CliRunner
 from quartet.cli.main import app
 from quartet.config import UserError
 from quartet.config.load import load_recipe
-from quartet.extras.data_rows.rows import DataRows, ShownRow, sections_of, show
+from quartet.extras.data_rows.rows import DataRows, ShownRow, sections_of
 from quartet.extras.process_rewards.trainer import ProcessRewardWorker
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
@@ -254,15 +252,6 @@ def test_the_command_without_colours(recipe: str, tmp_path: Path) -> None:
     status, out, _ = command(recipe, "--tokens", "8", "data.overlong=skip")
     assert "context     1  \\x1b\n" in out and "\x1b" not in out and "… 86 tokens …" in out
     assert status == 1 and "stops the run: a row lacks" in out and "left out: sequence longer than 256 tokens" in out
-
-
-def test_shades_for_tokens_on_a_terminal(recipe: str) -> None:
-    found = DataRows(sections_of(load_recipe("sft", recipe))["data"], "data")
-    console = Console(record=True, force_terminal=True, width=60, color_system="truecolor", file=io.StringIO())
-    show(found, "sft: data", 1, 1, 0, console)
-    styled = console.export_text(styles=True, clear=False)
-    assert "\x1b[1;4;" in styled and "\x1b[2;3" not in styled and "¦" not in styled, "special tokens stand out"
-    assert all(len(line) <= 60 for line in console.export_text().splitlines() if "assistant" in line)
 
 
 def test_the_last_message_names_file_and_line_of_a_row_that_cannot_be_read(recipe: str, tmp_path: Path) -> None:

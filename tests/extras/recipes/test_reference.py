@@ -13,8 +13,8 @@ from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
 from quartet.config.plugins import recipes
 from quartet.config.strict import Tokens, dotted_fields
-from quartet.config.yamls import one_line, parse_yaml
-from quartet.extras.recipes.reference import children, meaning, purposes, sections, type_words
+from quartet.config.yamls import parse_yaml
+from quartet.extras.recipes.reference import sections, type_words
 
 WITHOUT_UNIT = {
     *("seed", "threads", "rank", "top_k", "digits", "tensor", "context"),
@@ -30,14 +30,6 @@ def test_every_key_of_every_job_is_described(job: str) -> None:
     for section in sections(job, variants=True):
         words = {key.name: key.meaning for key in section.keys} | dict(section.variants)
         assert all(words.values()), f"{section.address}: {words}"
-
-
-def test_a_key_without_a_description_is_found() -> None:
-    class Silent(Strict):
-        said: int = Field(1, description="Said.")
-        unsaid: int = 1
-
-    assert meaning(Silent, "said") == "Said." and meaning(Silent, "unsaid") == ""
 
 
 @pytest.mark.parametrize("job", recipes())
@@ -149,13 +141,6 @@ def test_unknown_parts_lead_to_known_ones(job: str, address: str, remedy: str) -
     assert remedy in error.value.remedy
 
 
-def test_children_are_what_may_follow_a_dot() -> None:
-    assert children("rl", "rollout.sampling")[:2] == ["temperature", "top_p"]
-    assert children("rl", "algorithm")[:2] == ["ppo", "grpo"]
-    assert children("rl", "steps") == []
-    assert set(purposes()) == set(recipes())
-
-
 def test_types_units_and_values_in_words() -> None:
     class Model(Strict):
         budget: Tokens | None = Field(None, ge=1)
@@ -170,11 +155,3 @@ def test_types_units_and_values_in_words() -> None:
     assert type_words(fields["pair"]) == "[number, number]"
     assert type_words(fields["shares"]) == "[number ≥ 0, < 1, number ≥ 0, < 1]"
     assert type_words(fields["names"]) == "mapping of text to list of text"
-
-
-@pytest.mark.parametrize(
-    "value",
-    [1, 1e-06, -2.5, True, None, "a b", "yes", "1", "", "a: b", "\n\n", "[x", [1, "b, c"], {"k": {"x": [None]}}],
-)
-def test_values_in_one_line_are_read_back(value: object) -> None:
-    assert parse_yaml(one_line(value)) == value and "\n" not in one_line(value)

@@ -86,13 +86,6 @@ def test_the_value_of_resume_may_be_left_out(
     assert (stop.value.code or 0) == 0 and given == [expected]
 
 
-def test_resume_is_explained(run: Run) -> None:
-    _, out, _ = run("rl", "--help")
-    assert "--resume [=auto]" in out and "start it where there is none" in " ".join(out.split())
-    status, _, err = run("rl", "a.yaml", "--resume=maybe")
-    assert status == 2 and "'auto'" in err
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_where_nothing_can_be_saved_is_the_exit_status(
     run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -117,12 +110,6 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
-
-
-def test_ctrl_c_outside_a_step_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_run", raising(KeyboardInterrupt()))
-    status, _, err = run("sft", "a.yaml")
-    assert status == 130 and "--resume" in err
 
 
 @pytest.mark.parametrize(

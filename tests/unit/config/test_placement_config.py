@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from quartet.config.errors import UserError
-from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, check_devices, packs, resolve
+from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, check_devices, resolve
 
 PPO: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout")}
 GRPO: dict[str, Role] = {role: role for role in ("actor", "reward", "rollout")}
@@ -218,26 +216,3 @@ def test_a_cluster_without_devices_is_said_to_have_none(nodes: list[int]) -> Non
     with pytest.raises(UserError) as caught:
         check_devices(resolved(type="full_offload", pool={}), nodes)
     assert caught.value.remedy.startswith("add nodes with devices")
-
-
-def placeable(wanted: list[tuple[int, int]], free: list[int]) -> bool:
-    """Every choice of nodes for the first pool, then for the others: slow and obvious."""
-    if not wanted:
-        return True
-    (processes, nodes), rest = wanted[0], wanted[1:]
-    for chosen in itertools.combinations(range(len(free)), nodes):
-        left = [num - processes * (i in chosen) for i, num in enumerate(free)]
-        if min(left) >= 0 and placeable(rest, left):
-            return True
-    return False
-
-
-def test_packing_agrees_with_every_choice_tried() -> None:
-    draw = random.Random(0)
-    answers = []
-    for _ in range(400):
-        free = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
-        wanted = [(draw.randint(1, 4), draw.randint(1, 3)) for _ in range(draw.randint(1, 4))]
-        answers.append(packs(wanted, free))
-        assert answers[-1] == placeable(wanted, free), (wanted, free)
-    assert 50 < sum(answers) < 350, "both answers occur"
