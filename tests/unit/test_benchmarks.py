@@ -140,31 +140,12 @@ def test_the_update_is_timed_and_taken_apart(bench: Modules, options: Any) -> No
     assert "failed" not in bench.update.table([part]) + bench.update.kind_table([part])
 
 
-def test_native_rollout_generates_what_was_asked(bench: Modules, options: Any) -> None:
-    rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
-    part = bench.rollout.measure("tiny", "mixed", "fp32", options, rates)
-    assert part["sides"]["native"].get("tokens") == 80, part
-    assert "failed" not in bench.rollout.table([part])
-
-
 def test_native_step_trains_on_the_given_lengths(bench: Modules, options: Any) -> None:
     rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
     part = bench.rl_step.measure("tiny/rloo/8", "fp32", options, rates)
     native = part["sides"]["native"]
     assert native.get("tokens") == sum(sum(g.responses) for g in bench.common.step_groups(2, 2, 8)), part
     assert {"generate", "train_actor", "ref_logprobs"} <= set(native["phases"])
-
-
-@pytest.mark.parametrize("job", ["dpo", "reward"])
-def test_native_preference_steps_compute_a_prompt_once(bench: Modules, options: Any, job: str) -> None:
-    rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
-    part = bench.preference.measure(f"tiny/{job}/256", "fp32", options, rates)
-    rows = bench.preference.pairs_of(512, 5, 4, 3, 6)
-    assert part["sides"]["native"].get("tokens") == sum(
-        5 + sum(len(row[side].split()) + 1 for side in ("chosen", "rejected")) for row in rows
-    ), part
-    assert "failed" not in bench.preference.table([part])
-    assert (part["floor"] > 0) and part["sides"]["native"]["seconds"] > part["floor"]
 
 
 # The page ------------------------------------------------------------------------------------------------

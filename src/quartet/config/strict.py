@@ -87,17 +87,6 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, child in pairs for k, v in flatten(child, f"{prefix}.{key}" if prefix else key).items()}
 
 
-_EXPECTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text (put it into quotes)",
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "finite_number": "a finite number",
-}
-
 _MOST = 100
 """Mistakes that are told; a request to a server may have any number."""
 
@@ -144,14 +133,11 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
         found = f"{path}.{field} is missing" if kind == "union_tag_not_found" else f"{path}.{field}: {context['tag']}"
         close = nearest(str(context.get("tag", "")), choices.replace("'", "").split(", "))
         return found, close or f"set {path}.{field} to one of {choices}"
-    if kind == "literal_error":
-        return f"{path}: {_show(value)}", f"use one of {context['expected']}"
     if kind == "value_error":
         return (f"{path}: " if path else "") + detail["msg"].removeprefix("Value error, "), "change one of these values"
-    expected = _EXPECTED.get(kind)
-    if expected is not None:
-        return f"{path}: {_show(value)}", f"{path} takes {expected}"
-    return f"{path}: {_show(value)}", detail["msg"].replace("Input should be", f"{path} must be")
+    needed = detail["msg"].replace("Input should be", f"{path} must be")
+    needed = re.sub("valid (array|tuple)", "list", needed).replace("a valid string", "text (put it into quotes)")
+    return f"{path}: {_show(value)}", needed
 
 
 def _show(value: Any) -> str:
