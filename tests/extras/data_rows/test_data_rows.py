@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from quartet.cli.main import app
@@ -21,10 +21,10 @@ from quartet.extras.process_rewards.trainer import ProcessRewardWorker
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.preference import PreferenceWorker, data_digest
+from quartet.trainers.preference import PreferenceWorker
 from quartet.trainers.reward_model import RewardModelWorker
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sft import SFTTrainer, SFTWorker
+from quartet.trainers.sft import SFTWorker
 from quartet.trainers.supervised_worker import Given
 
 TEMPLATE = (
@@ -204,26 +204,6 @@ def test_no_weights_are_read(viewed: Any, model: Path, tmp_path: Path) -> None:
         if file.suffix != ".safetensors":
             (bare / file.name).write_bytes(file.read_bytes())
     assert batches(viewed("sft", SFT, f"model.path={bare}")[2]) == batches(viewed("sft", SFT)[2])
-
-
-def test_the_template_is_in_digests_and_in_what_is_saved(viewed: Any, tmp_path: Path) -> None:
-    file = tmp_path / "t.jinja"
-    file.write_text(TEMPLATE.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "{{ mood }}"))
-    pairs = [{"prompt": [USER], "chosen": "yes", "rejected": "no", "tools": TOOLS}]
-    moods = ["sad", "glad"]
-    digests = set()
-    for mood in moods:
-        keys = [f"model.chat_template={file}", f"model.chat_template_kwargs={{mood: {mood}}}"]
-        recipe, _, shown = viewed("preference", pairs, *keys)
-        assert "".join(shown[0].spans[0].texts).startswith(f"{mood}<|im_start|>")
-        data = PreferenceWorker(recipe, Given(), CPU).data
-        assert data.warnings[-1] == "the chat template does not read `tools`: no prompt tells of them"
-        digests.add(data_digest(data, mismatched=False))
-    assert len(digests) == 2
-    recipe, _, _ = viewed("sft", SFT[:1], *keys, "steps=1", "examples_per_step=1", f"output_dir={tmp_path / 'run'}")
-    SFTTrainer(recipe).train()
-    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    assert saved.apply_chat_template([USER], tokenize=False).startswith("glad<|im_start|>")
 
 
 # The command -----------------------------------------------------------------------------------------------

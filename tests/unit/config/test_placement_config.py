@@ -114,7 +114,6 @@ def test_sizes() -> None:
         ({"type": "pipelined", "pools": pools(a=ALL), "in_flight": "pick_up"}, "in_flight"),
         ({"type": "pipelined", "pools": pools(a=ALL, b=["actor"])}, r"role actor is on 2 pools \(a, b\)"),
         ({"type": "pipelined", "pools": pools(a=[])}, "at least 1 item"),
-        ({"type": "pipelined", "pools": {}}, "at least 1 item"),
         (
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"reward": ("train_actor",)}},
             "reward cannot come after train_actor",
@@ -124,10 +123,6 @@ def test_sizes() -> None:
             "reward, values wait for each other",
         ),
         (
-            {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_actor": ("train_actor",)}},
-            "train_actor wait for each other",
-        ),
-        (
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_actor": ("train_heads",)}},
             "train_actor, train_heads wait for each other",
         ),
@@ -135,8 +130,6 @@ def test_sizes() -> None:
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"generate": ("reward",)}},
             "generate cannot come after reward",
         ),
-        ({"type": "asynchronous", "pools": pools(a=ALL), "max_staleness": -1}, "greater than or equal to 0"),
-        ({"type": "full_offload", "pool": {"processes": 0}}, "greater than or equal to 1"),
         ({"type": "colocated"}, "separated"),
     ],
 )
@@ -170,12 +163,6 @@ def test_what_cannot_be_written(fragment: dict[str, Any], says: str) -> None:
             GRPO,
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"values": ("reward",)}},
             "values (of the critic)",
-            "leave these edges out",
-        ),
-        (
-            GRPO,
-            {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_heads": ("train_actor",)}},
-            "train_heads (of the heads)",
             "leave these edges out",
         ),
         (

@@ -113,7 +113,6 @@ def test_answers_that_repeat_their_prompt() -> None:
         ("plain", [turn("user", "plain")]),
         ("Be kind.\n\nHuman: a\n\nHuman: b\n\nAssistant:", [turn("system", "Be kind."), turn("user", "a\n\nb")]),
         ("\n\nHuman: a\n\nAssistant: b", [turn("user", "a"), turn("assistant", "b")]),
-        ("\n\nHuman: say Assistant: x\n\nAssistant:", [turn("user", "say Assistant: x")]),
     ],
 )
 def test_turns_become_messages(text: str, messages: list[dict[str, str]]) -> None:
@@ -139,11 +138,8 @@ def test_turns_of_every_kind_of_row() -> None:
     ("chosen", "rejected", "prompt"),
     [
         ("The sky is blue.", "The sky is green.", "The sky is"),
-        ("The sky is blue.", "The sky is black.", "The sky is"),
         ("The sky is", "The sky is blue", "The sky"),
-        ("The sky is ", "The sky is blue", "The sky"),
         ("Q: a\nA: b c", "Q: a\nA: b\td", "Q: a\nA: b"),
-        ("Say\n\nyes", "Say\n\nno", "Say"),
     ],
 )
 def test_texts_are_cut_before_the_word_that_differs(chosen: str, rejected: str, prompt: str) -> None:
@@ -155,8 +151,6 @@ def test_texts_are_cut_before_the_word_that_differs(chosen: str, rejected: str, 
     "row",
     [
         {"chosen": "Yes", "rejected": "No"},
-        {"chosen": "Yesterday", "rejected": "Yes"},
-        {"chosen": " yes", "rejected": " no"},
         {"chosen": "The one", "rejected": "The other", "question": "Which?"},
         {"chosen": "The one", "rejected": "The other", "prompt": None},
     ],
@@ -169,12 +163,6 @@ def test_a_prompt_is_not_made_up(row: dict[str, Any]) -> None:
 # TRL's forms ---------------------------------------------------------------------------------------------
 
 USER, YES, NO = turn("user", "u"), turn("assistant", "yes"), turn("assistant", "no")
-
-
-def test_answers_of_several_turns_continue_an_explicit_prompt() -> None:
-    system = turn("system", "s")
-    row = {"prompt": [system, USER], "chosen": [YES, USER, YES], "rejected": [YES, USER, NO]}
-    assert preferences(rows(row)).items[0] == Preference([system, USER, YES, USER], "yes", "no", None, PLACE)
 
 
 def test_unpaired_stepwise_and_tools() -> None:
@@ -216,11 +204,9 @@ def test_every_token_of_a_text_is_learned(codec: TextCodec) -> None:
     [
         ({"input_ids": [3, 4, 5]}, [3, 4, 5], [0, 1, 1]),
         ({"input_ids": [3, 4, 5], "labels": [-100, -100, 5]}, [3, 4, 5], [0, 0, 1]),
-        ({"input_ids": [3, 4, 5], "labels": [3, 4, 5], "messages": None}, [3, 4, 5], [0, 1, 1]),
         ({"input_ids": [0, 3, 4, 0], "attention_mask": [0, 1, 1, 0], "labels": [-100, 3, 4, -100]}, [3, 4], [0, 1]),
         ({"input_ids": [3, 4, 5], "completion_mask": [0, 0, 1]}, [3, 4, 5], [0, 0, 1]),
         ({"input_ids": [3, 4, 5], "assistant_masks": [0, 1, 0], "labels": [3, 4, 5]}, [3, 4, 5], [0, 1, 0]),
-        ({"input_ids": "[3, 4]", "labels": "[-100, 4]"}, [3, 4], [0, 1]),
     ],
 )
 def test_token_ids_stay_as_they_are(row: dict[str, Any], ids: list[int], mask: list[int], codec: TextCodec) -> None:
@@ -230,30 +216,17 @@ def test_token_ids_stay_as_they_are(row: dict[str, Any], ids: list[int], mask: l
     assert (list(item.input_ids), list(item.loss_mask)) == (ids, mask)
 
 
-def test_token_ids_win_over_text_and_it_is_told() -> None:
-    found = demonstrations(rows({"input_ids": [3, 4], "messages": [USER, YES]}))
-    assert isinstance(found.items[0], Tokenised)
-    assert dict(found.notes) == {"input_ids were learned from, not the text beside them": 1}
-
-
 @pytest.mark.parametrize(
     ("row", "found"),
     [
         ({"input_ids": [3, 4, 1000]}, "id 1000 at place 2"),
-        ({"input_ids": [3, -1]}, "id -1 at place 1"),
         ({"input_ids": [3, 4], "labels": [-100, 5]}, "label 5 at place 1 is neither -100 nor the id 4"),
-        ({"input_ids": [3, 4], "labels": [4, -100]}, "label 4 at place 0"),
         ({"input_ids": [3, 4], "labels": [4]}, "`labels` has 1 entries for 2 ids"),
         ({"input_ids": [3, 4], "labels": [-100, -100]}, "no token carries loss"),
-        ({"input_ids": [3]}, "no token carries loss"),
-        ({"input_ids": []}, "no token carries loss"),
         ({"input_ids": [3, 4, 5], "attention_mask": [1, 0, 1]}, "has gaps"),
         ({"input_ids": [3, 4, 3, 4], "position_ids": [0, 1, 0, 1]}, "several sequences in one row"),
-        ({"input_ids": [3, 4, 3, 4], "seq_lengths": [2, 2]}, "several sequences in one row"),
         ({"input_ids": [3, 4], "attention_mask": [0, 0]}, "no token carries loss"),
         ({"input_ids": [3.5, 4]}, "[3.5, 4]"),
-        ({"input_ids": [[3, 4]]}, "[[3, 4]]"),
-        ({"input_ids": "3 4"}, "'3 4'"),
     ],
 )
 def test_token_ids_that_cannot_be_used_are_refused_with_their_row(
