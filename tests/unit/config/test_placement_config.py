@@ -194,7 +194,7 @@ def test_pools_that_fit_and_pools_that_do_not() -> None:
 def test_devices_must_lie_on_the_nodes_that_are_asked_for() -> None:
     spread = resolved(type="full_offload", pool={"processes": 4, "nodes": 2})
     check_devices(spread, [4, 4])
-    with pytest.raises(UserError, match="pool 1 × 4"):
+    with pytest.raises(UserError, match=r"pool 2 × 4\); 8 devices on 1 nodes"):
         check_devices(spread, [8])
 
 
