@@ -22,8 +22,7 @@ from quartet.models.loading import scalar_model_from
 from quartet.train import forward
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.trainers.preference import PreferenceWorker
-from quartet.trainers.reward_model import RewardModelWorker
-from quartet.trainers.sft import SFTWorker
+from quartet.trainers.supervised import RewardModelWorker, SFTWorker
 from quartet.trainers.supervised_worker import Given, ScalarWorker
 
 NUM_ROWS = 24

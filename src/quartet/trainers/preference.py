@@ -55,9 +55,9 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.train.engine import Objective, TrainEngine
 from quartet.train.forward import Needs, Outputs, forward_only
 from quartet.train.metrics import MetricSums
+from quartet.train.objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.loading import load_shares
-from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers import checkpoints
 from quartet.trainers.devices import FrozenModels, precision_on

@@ -1,27 +1,38 @@
 """Jobs without sampling: SFT, preferences, reward models and process reward models.
 
 ``train`` → ``_run_steps`` → ``SupervisedWorker.step`` (``supervised_worker.py``) → ``TrainEngine.train_step``
+
+Supervised fine-tuning on demonstrations.
+
+Reward-model training on preference pairs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from quartet.algorithms.evaluation_math import Interval, bootstrap_interval, wilson_interval
 from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup, connect
 from quartet.cluster.ranks import End, Ranks
 from quartet.config import Interrupted, UserError
 from quartet.config.cluster import RayCluster
+from quartet.config.recipe import RewardModelRecipe, SFTRecipe
 from quartet.config.supervised import SupervisedRecipe
+from quartet.data.datasets import SFTData
+from quartet.data.preference import PreferenceData
 from quartet.models.directories import on_meta
 from quartet.models.loading import adapter_path, load_trained, outlined
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
@@ -30,6 +41,9 @@ from quartet.observe.diagnostics import straggler_metrics
 from quartet.observe.progress import Progress
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs
+from quartet.train.objectives import PairwiseObjective, SFTObjective
 from quartet.train.parallel.layer_plan import check_cut
 from quartet.trainers import checkpoints
 from quartet.trainers.event_loop import run_async
@@ -37,13 +51,21 @@ from quartet.trainers.input_sources import (
     ModelLike,
     TokenizerLike,
     check_recipe,
+    longest_group,
     with_names,
 )
 from quartet.trainers.results import TrainResult
 from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, read_json
 from quartet.trainers.signals import stop_signals, take_back_signals
-from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker
+from quartet.trainers.supervised_worker import (
+    CausalWorker,
+    Given,
+    ScalarWorker,
+    SupervisedDescription,
+    SupervisedProcess,
+    SupervisedWorker,
+)
 from quartet.trainers.throughput import throughput
 
 R = TypeVar("R", bound=SupervisedRecipe)
@@ -359,3 +381,114 @@ def _end(
         failed = 2 if isinstance(error, UserError) else 1
         status = 0 if error is None else error.exit_status if isinstance(error, Interrupted) else failed
         ranks.end(End(status, path))
+
+
+_ROWS_PER_PASS = 256
+
+
+class SFTWorker(CausalWorker[SFTRecipe, SFTData]):
+    """Trains a causal LM to imitate demonstrations."""
+
+    objective = SFTObjective()
+    _rows_key = "examples_per_step"
+
+    def _longest(self) -> int:
+        return int(self.data.lengths.max())
+
+    def _measure(self, data: SFTData) -> dict[str, float]:
+        total = count = 0.0
+        rows, forward = _ROWS_PER_PASS * self.engine.num_ranks, partial(self.engine.forward, needs=Needs(logprobs=True))
+        for batch, found in self.engine.in_shares(data.in_parts(rows), forward):
+            mask, logprobs = batch.token["loss_mask"], found.token["logprobs"]
+            total -= float(logprobs[mask].to(torch.float64).sum())
+            count += float(mask.sum())
+        return {"eval/loss": total / count, "sft/perplexity": math.exp(min(50.0, total / count))}
+
+
+class SFTTrainer(SupervisedTrainer[SFTRecipe, SFTWorker]):
+    """Trains a causal LM to imitate demonstrations; only the demonstrator's tokens carry loss.
+
+    Arguments as for ``SupervisedTrainer``; rows have ``prompt`` and ``completion``, ``messages``, ``text`` or
+    ``input_ids``. Held-out figures: ``eval/loss`` in nats per token, and its exponential, ``sft/perplexity``.
+    """
+
+    recipe_class = SFTRecipe
+    worker_class = SFTWorker
+    _evaluation_metric = "eval/loss"
+
+
+_PAIRS_PER_PASS = 128
+
+
+class RewardModelWorker(ScalarWorker[RewardModelRecipe, PreferenceData]):
+    """Trains a scalar head to prefer chosen over rejected answers."""
+
+    _rows_key = "pairs_per_step"
+
+    @property
+    def objective(self) -> PairwiseObjective:
+        return PairwiseObjective(self.recipe.centring, self.recipe.margin_scale)
+
+    def _longest(self) -> int:
+        return longest_group(self.data, share=self._shares_prompts)
+
+    def _measure(self, data: PreferenceData) -> dict[str, float]:
+        chosen, rejected = score_pairs(self.engine, data)
+        right = chosen > rejected
+        interval = accuracy_interval(right, [pair.prompt_ids for pair in data.items], seed=self.recipe.seed)
+        bounds = {} if interval is None else {"eval/accuracy_low": interval.low, "eval/accuracy_high": interval.high}
+        return {
+            "eval/accuracy": float(right.double().mean()),
+            **bounds,
+            "eval/longer_answer_accuracy": longer_answer_accuracy(data),
+            "eval/margin": float((chosen - rejected).double().mean()),
+            "eval/offset": float(torch.cat([chosen, rejected]).double().mean()),
+        }
+
+
+class RewardModelTrainer(SupervisedTrainer[RewardModelRecipe, RewardModelWorker]):
+    """Trains a scalar head on a causal LM's body (or goes on with a reward model) to prefer chosen over rejected.
+
+    Arguments as for ``SupervisedTrainer``; rows have ``prompt``, ``chosen``, ``rejected`` and, if they have one,
+    ``margin``. Held-out figures: ``eval/accuracy``, the share of pairs whose chosen side scores strictly higher, with
+    its interval from ``eval/accuracy_low`` to ``eval/accuracy_high``; beside it ``eval/longer_answer_accuracy``, what
+    one would get by calling the answer of more tokens the better one; ``eval/margin``, the mean difference;
+    ``eval/offset``, the mean score of both sides, which centring keeps near 0.
+    """
+
+    recipe_class = RewardModelRecipe
+    worker_class = RewardModelWorker
+
+
+def accuracy_interval(right_P: Tensor, prompts: Sequence[Hashable], *, seed: int) -> Interval | None:
+    """95 % interval of the share of right pairs: Wilson's, or where pairs share prompts, and so are not independent,
+    the bootstrap over prompts. None where all have one prompt.
+
+    Args:
+        right_P: bool.
+        prompts: of each pair.
+        seed: of the resampling.
+    """
+    numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
+    if len(numbers) == len(prompts):
+        return wilson_interval(float(right_P.double().mean()), len(prompts))
+    if len(numbers) < 2:
+        return None
+    prompt_P = torch.tensor([numbers[prompt] for prompt in prompts])
+    pairs_Q = prompt_P.bincount().double()
+    means_Q = prompt_P.bincount(right_P.double()) / pairs_Q
+    return bootstrap_interval(means_Q, torch.Generator().manual_seed(seed), weights_P=pairs_Q)
+
+
+def longer_answer_accuracy(data: PreferenceData) -> float:
+    """Share of pairs whose chosen answer has more tokens; equal lengths count half."""
+    chosen_P, rejected_P = data.lengths[:, 1], data.lengths[:, 2]
+    return float((chosen_P > rejected_P).sum() + 0.5 * (chosen_P == rejected_P).sum()) / len(data)
+
+
+def score_pairs(engine: TrainEngine[Any], data: PreferenceData) -> tuple[Tensor, Tensor]:
+    """Scores ``[P]`` of the chosen and the rejected sides; collective."""
+    batches = data.in_parts(_PAIRS_PER_PASS * engine.num_ranks)
+    scored = engine.in_shares(batches, partial(engine.forward, needs=Needs(scores=True)))
+    both = torch.cat([found.sequence["scores"] for _, found in scored]).view(-1, 2)
+    return both[:, 0], both[:, 1]

@@ -24,9 +24,8 @@ from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceWorker, data_digest
-from quartet.trainers.reward_model import RewardModelWorker
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sft import SFTTrainer, SFTWorker
+from quartet.trainers.supervised import RewardModelWorker, SFTTrainer, SFTWorker
 from quartet.trainers.supervised_worker import Given
 
 TEMPLATE = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quartet.config.algorithms import PPO
-from quartet.train.bit_flips import flip_bits
+from quartet.train.engine import flip_bits
 from quartet.train.objectives import PolicyObjective
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.train import host_memory
-from quartet.train.host_memory import MappedFiles, PinnedMemory
+from quartet.train import offload
+from quartet.train.offload import MappedFiles, PinnedMemory
 
 
 class Runtime:
@@ -36,7 +36,7 @@ class Runtime:
 def runtime(monkeypatch):
     found = Runtime()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(host_memory, "_cuda", lambda: found)
+    monkeypatch.setattr(offload, "_cuda", lambda: found)
     return found
 
 

@@ -15,8 +15,7 @@ from quartet.config import UserError
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
-from quartet.train.objectives import SFTObjective
-from quartet.train.preference_objectives import PairwiseObjective
+from quartet.train.objectives import PairwiseObjective, SFTObjective
 
 LORA = LoRAConfig(rank=3, alpha=7.0)
 

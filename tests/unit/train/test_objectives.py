@@ -35,8 +35,7 @@ from quartet.config.algorithms import (
     SequenceClippedLoss,
     kl_term,
 )
-from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
-from quartet.train.preference_objectives import PairwiseObjective
+from quartet.train.objectives import PairwiseObjective, PolicyObjective, SFTObjective, ValueObjective
 from unshared import unshared
 
 TEMPERATURE = 0.9

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quartet.config.common import OptimConfig
-from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
+from quartet.train.engine import build_optimizer, clip_gradients, learning_rate
 
 
 def _rates(total_steps, **options):

@@ -25,7 +25,7 @@ from quartet.config.preference import (
     RobustDPOLoss,
     SimPOLoss,
 )
-from quartet.train.preference_objectives import (
+from quartet.train.objectives import (
     KTOObjective,
     PairwiseObjective,
     PreferenceObjective,

@@ -11,8 +11,7 @@ from quartet.batch.columns import join
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, RLOO
 from quartet.train.forward import Needs, compute, forward_only
-from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
-from quartet.train.preference_objectives import PairwiseObjective
+from quartet.train.objectives import PairwiseObjective, PolicyObjective, SFTObjective, ValueObjective
 
 
 def _policy(is_first=True):

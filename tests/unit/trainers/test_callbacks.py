@@ -20,8 +20,7 @@ from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.reward_model import RewardModelTrainer
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 QUIET = LogConfig(tensorboard=False)
 

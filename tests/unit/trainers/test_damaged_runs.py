@@ -31,10 +31,10 @@ from quartet.observe.jsonl import read_rows
 from quartet.observe.progress import Progress
 from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
 from quartet.schedule.journal import Event, Journal
-from quartet.trainers.evaluation_files import EvaluationCache, read_answers
+from quartet.trainers.evaluation_metrics import EvaluationCache, read_answers
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 from saved_states import save, saved
 
 RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)

@@ -28,7 +28,7 @@ from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, generate, sampling_params
-from quartet.trainers.evaluation_files import Answer
+from quartet.trainers.evaluation_metrics import Answer
 from quartet.trainers.experience import Assembler
 
 

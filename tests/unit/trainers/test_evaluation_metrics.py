@@ -12,8 +12,8 @@ import pytest
 from quartet.algorithms.evaluation_math import win_rate_interval
 from quartet.config import UserError
 from quartet.config.evaluation import GradingConfig, NumberAnswer, RegexAnswer, TextAnswer
-from quartet.trainers.evaluation_files import Answer
 from quartet.trainers.evaluation_metrics import (
+    Answer,
     BothOrders,
     EvaluationMetric,
     check_graded,

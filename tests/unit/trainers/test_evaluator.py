@@ -20,9 +20,8 @@ from quartet.config.evaluation import ComparisonConfig, EvalRecipe, GradingConfi
 from quartet.config.load import load_recipe
 from quartet.config.rewards import JudgeReward, PairwiseJudge
 from quartet.rewards.source import GuardedReward
-from quartet.trainers.evaluation import EvaluationModel
-from quartet.trainers.evaluation_files import Answer, drop_after, evaluation_path, matched, read_answers, write_rows
-from quartet.trainers.evaluation_job import EvaluationResult, Evaluator
+from quartet.trainers.evaluation import EvaluationModel, EvaluationResult, Evaluator
+from quartet.trainers.evaluation_metrics import Answer, drop_after, evaluation_path, matched, read_answers, write_rows
 
 HOT = SamplingConfig(temperature=1.0, max_new_tokens=6)
 QUIET = LogConfig(tensorboard=False)

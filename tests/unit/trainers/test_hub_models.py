@@ -34,11 +34,11 @@ from quartet.config.recipe import (
 from quartet.config.rewards import LengthReward, ModelReward
 from quartet.models.loading import load_causal_lm
 from quartet.text.loading import local_or_hub
-from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import output_path
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 COMMON: dict[str, Any] = {
     "threads": 1,

@@ -17,7 +17,7 @@ from quartet.config.preference import CachedReferenceConfig, DPOLoss, KTOLoss, P
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.checkpoint import Share
 from quartet.train.forward import Needs, forward_only
-from quartet.train.preference_objectives import answer_logprobs
+from quartet.train.objectives import answer_logprobs
 from quartet.trainers.preference import PreferenceTrainer, weights_digest
 
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=4, alpha=8.0))

@@ -43,10 +43,9 @@ from quartet.schedule.weight_sync import CanaryProbe
 from quartet.train.checkpoint import Share
 from quartet.train.forward import Needs, forward_only
 from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 from quartet.trainers.workers import LocalRunWorkers, placement_of
 
 LORA = LoRAConfig(rank=4, alpha=8.0)

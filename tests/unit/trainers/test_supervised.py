@@ -17,8 +17,7 @@ from quartet.config.recipe import CheckpointConfig, LogConfig, RewardModelRecipe
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.train.engine import TrainEngine
-from quartet.trainers.reward_model import RewardModelTrainer
-from quartet.trainers.sft import SFTTrainer, SFTWorker
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer, SFTWorker
 from quartet.trainers.supervised_worker import Given
 
 COMMON: dict[str, Any] = {
