@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import platform
@@ -42,7 +41,7 @@ from quartet.config.recipe import Recipe, RLRecipe
 from quartet.config.schema import flatten
 from quartet.config.speculation import DRAFTERS
 from quartet.config.supervised import SupervisedRecipe
-from quartet.config.yamls import parse_yaml, yaml_complaint
+from quartet.config.yamls import parse_yaml
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
 from quartet.observe.jsonl import replace_atomically
 
@@ -82,10 +81,6 @@ def job_of(recipe: Recipe) -> str:
     return str(getattr(recipe, "job", "run"))
 
 
-def default_output_dir(job: str) -> Path:
-    return Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
     """``output_dir``, or a dated directory where it is not set; of a URL the directory here in which the run works.
 
@@ -94,14 +89,15 @@ def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
     """
     if output_dir:
         return storage(output_dir).work_dir() if is_url(output_dir) else Path(output_dir)
+    default = Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
         raise UserError(
             "nothing says which run to go on with",
             found=f"{'--resume=auto' if resume == 'auto' else '--resume'}, and output_dir is not set: every start "
-            f"would have a directory of its own ({default_output_dir(job)})",
+            f"would have a directory of its own ({default})",
             remedy="set output_dir, in the recipe or as output_dir=DIR",
         )
-    return default_output_dir(job)
+    return default
 
 
 def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]] | None:
@@ -125,10 +121,10 @@ def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]]
 def found_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
     """The directory and its ``summary.json``; None where that is not there or damaged, and so must be made again."""
     try:
-        summary = read_json(path / "summary.json")
-    except (UserError, ValueError):
+        summary = read_json(path / SUMMARY)
+    except UserError:
         return None
-    return (path, summary) if isinstance(summary, dict) and "stages" in summary else None
+    return (path, summary) if isinstance(summary, dict) and summary.get("stages") else None
 
 
 def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | None:
@@ -155,13 +151,13 @@ def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | Non
         if set(present) <= {RECIPE}:
             return None
         if "checkpoints" in present and RECIPE in present:
-            raise _damaged_marker(path / MARKER, job, "it is missing")
+            raise _damaged(path / MARKER, "it is missing")
         raise UserError(
             f"output_dir {path} is not empty and holds no run",
             found=", ".join(sorted(present)[:5]),
             remedy="choose another output_dir",
         )
-    found = _read_marker(path / MARKER, job)
+    found = _read_marker(path / MARKER)
     if not resume:
         raise UserError(
             f"output_dir {path} already holds a run",
@@ -175,36 +171,26 @@ def read_json(path: Path) -> Any:
     """The value in a JSON file.
 
     Raises:
-        ValueError: it holds no JSON text.
-        UserError: it cannot be read.
+        UserError: it cannot be read, or holds no JSON text.
     """
     try:
         return json.loads(read_file(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON text ({str(error)[:100]})") from error
+        raise _damaged(path, f"no JSON text ({str(error)[:100]})") from error
 
 
 def completed(path: Path, tell: Callable[[str], object]) -> dict[str, Any] | None:
     """The one stage in ``summary.json`` of a job that is part of a larger one; None where it has to go on.
 
-    That is also where its summary or its models are not as it left them, which ``tell`` is told: a job that goes on
-    from its last checkpoint writes them once more.
+    That is also where its models are not as it left them, which ``tell`` is told: a job that goes on from its last
+    checkpoint writes them once more.
     """
-    if not os.path.lexists(path / SUMMARY):
-        return None
-    try:
-        summary = read_json(path / SUMMARY)
-        stage = summary["stages"][0]
-        if not (isinstance(stage["name"], str) and isinstance(stage["metrics"], dict)):
-            raise TypeError("no stage")
-        float(stage["seconds"])
-    except (UserError, ValueError, TypeError, LookupError):
-        tell(f"{path / SUMMARY} is damaged: the stage writes it anew")
+    if (found := found_summary(path)) is None:
         return None
     if changed := _changed_model(path):
         tell(f"{path / changed} is not what the stage has written: it writes it anew")
         return None
-    return dict(stage)
+    return dict(found[1]["stages"][0])
 
 
 def write_models(path: Path) -> None:
@@ -260,25 +246,17 @@ def check_written(directory: Path) -> None:
             )
 
 
-def _read_marker(marker: Path, job: str) -> dict[str, Any]:
-    try:
-        found = read_json(marker)
-    except ValueError as error:
-        raise _damaged_marker(marker, job, str(error)) from error
-    if not isinstance(found, dict):
-        raise _damaged_marker(marker, job, f"a {type(found).__name__} instead of an object")
-    if wrong := [key for key in ("job", "status", "created") if not isinstance(found.get(key), str)]:
-        raise _damaged_marker(marker, job, f"it does not say {', '.join(wrong)}")
+def _read_marker(marker: Path) -> dict[str, Any]:
+    found = read_json(marker)
+    keys = ("job", "status", "created")
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in keys):
+        raise _damaged(marker, f"it does not say {', '.join(keys)}")
     return found
 
 
-def _damaged_marker(marker: Path, job: str, what: str) -> UserError:
-    text = json.dumps({"job": job, "status": "interrupted", "created": "unknown"})
-    return UserError(
-        f"output_dir {marker.parent} holds no run, or one whose {MARKER} is damaged",
-        found=f"{marker}: {what}",
-        remedy=f"choose another output_dir; where it is this run's, restore the file or write {text} into it",
-    )
+def _damaged(path: Path, found: str) -> UserError:
+    remedy = "restore it from a copy, or choose another output_dir"
+    return UserError(f"{path} is damaged: what this run is cannot be known", found=found, remedy=remedy)
 
 
 def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job: str) -> bool:
@@ -324,12 +302,7 @@ def read_recipe(path: Path) -> Any:
     try:
         return parse_yaml(read_file(path).decode("utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        text, line = yaml_complaint(error) if isinstance(error, yaml.YAMLError) else (str(error)[:100], None)
-        raise UserError(
-            f"{path} is damaged: what the run was started with is not known",
-            found=text if line is None else f"line {line}: {text}",
-            remedy="restore it from a copy, or choose another output_dir",
-        ) from error
+        raise _damaged(path, f"no YAML text ({str(error)[:100]})") from error
 
 
 def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str, str]) -> None:
@@ -415,71 +388,6 @@ def take_lock(path: Path) -> TextIO:
             remedy="choose an output_dir on a file system with locks (mount Lustre with -o flock)",
         ) from error
     return file
-
-
-# What a recipe reads: data, models, functions ------------------------------------------------------------------
-
-# The recipe names them, and stays the same when their content changes; the rest of the run would then be another one.
-_INPUT_KEYS = ("path", "tokenizer", "chat_template", "target")
-_BLOCK, _NUM_BLOCKS = 1 << 16, 64
-"""Of a file larger than all of them so many bytes are read at so many places: weights that were trained differ
-everywhere."""
-
-
-def input_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Key → digest, of every file or directory that the recipe names as data, model, tokenizer, chat template or
-    function; of a URL what the store says of its content.
-
-    What cannot be read, or is on the hub, is left out.
-    """
-    found = {}
-    for key, value in flatten(recipe).items():
-        if key.rpartition(".")[2] not in _INPUT_KEYS or not isinstance(value, str):
-            continue
-        if is_url(value):
-            with contextlib.suppress(UserError):  # what reads it says what is wrong
-                found[key] = storage(value).fingerprint()
-            continue
-        # A function is file.py:name.
-        name = value.rpartition(":")[0] if key.endswith("target") else value
-        try:
-            path = Path(name).expanduser()
-            path = path / "model" if (path / MARKER).is_file() and (path / "model").is_dir() else path
-            files = [path] if path.is_file() else sorted(path.iterdir()) if name and path.is_dir() else []
-            if files := [file for file in files if file.is_file()]:
-                found[key] = _digest_inputs(files)
-        except (OSError, ValueError):
-            continue  # what reads it says what is wrong
-    return found
-
-
-def changed_inputs(then: object, now: Mapping[str, str], recipe: Mapping[str, Any]) -> list[str]:
-    """What is to be said about them.
-
-    Args:
-        then: ``inputs`` in the run's ``run.json``; earlier versions have none.
-    """
-    if not isinstance(then, Mapping):
-        return []
-    values = flatten(recipe)
-    return [
-        f"{key} ({values[key]}) has changed since the run began: the steps from here on use what is there now"
-        for key, digest in now.items()
-        if then.get(key, digest) != digest
-    ]
-
-
-def _digest_inputs(files: list[Path]) -> str:
-    state = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        state.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
-        with open(path, "rb") as file:
-            whole = size <= _BLOCK * _NUM_BLOCKS
-            for n in range(-(-size // _BLOCK) if whole else _NUM_BLOCKS):
-                file.seek(n * _BLOCK if whole else n * (size - _BLOCK) // (_NUM_BLOCKS - 1))
-                state.update(file.read(_BLOCK))
-    return state.hexdigest()
 
 
 def software_versions() -> dict[str, str]:

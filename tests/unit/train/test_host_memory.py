@@ -89,18 +89,6 @@ def test_mapped_files_say_when_there_is_no_room(tmp_path, monkeypatch):
         MappedFiles(tmp_path / "file").allocate(SIZES)
 
 
-@pytest.mark.parametrize("sizes", [[], [0]])
-def test_nothing_is_asked_for(sizes, tmp_path, runtime):
-    assert MappedFiles(tmp_path).allocate([]) == PinnedMemory().allocate([]) == []
-    assert not runtime.pinned
-
-
-def test_pinned_memory_needs_a_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="MappedFiles"):
-        PinnedMemory()
-
-
 def test_pinned_memory_is_exact_and_unpinned_with_its_last_tensor(runtime):
     tensors = PinnedMemory().allocate(SIZES)
     check_tensors(tensors, SIZES)

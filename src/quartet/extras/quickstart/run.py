@@ -151,14 +151,11 @@ class Quickstart:
         """``run.json`` of the run that is there; None where there is none yet."""
         marker = self.path / "run.json"
         if os.path.lexists(marker):
-            try:
-                found: Any = read_json(marker)
-            except ValueError as error:
-                found = str(error)
+            found: Any = read_json(marker)
             if not isinstance(found, dict) or not isinstance(found.get("created"), str):
                 raise UserError(
                     f"output directory {self.path} holds no run, or one whose run.json is damaged",
-                    found=found if isinstance(found, str) else f"{marker} does not say when it was created",
+                    found=f"{marker} does not say when it was created",
                     remedy="restore run.json from a copy, or choose another --out",
                 )
             same = all(found.get(key) == value for key, value in self._identity().items())
