@@ -304,11 +304,6 @@ def test_a_run_from_an_exported_model_hands_base_and_licence_on(
     assert adapter["base_model_name_or_path"] == "me/base", "no directory of this machine"
 
 
-def test_an_unfinished_run_has_nothing_to_give(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["push", str(tmp_path), "me/mine"])
-    assert isinstance(done.exception, UserError) and "no exported model or adapter" in done.exception.problem
-
-
 def test_a_card_shows_no_user_of_an_address(
     causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
 ) -> None:
