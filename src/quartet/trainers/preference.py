@@ -70,8 +70,7 @@ from quartet.trainers.input_sources import (
     with_name,
 )
 from quartet.trainers.run_files import Resume, read_json, write_json, writing
-from quartet.trainers.supervised import SupervisedTrainer
-from quartet.trainers.supervised_worker import CausalWorker, Given
+from quartet.trainers.supervised import Given, SupervisedTrainer, SupervisedWorker
 from quartet.weights.gather import gather
 
 _AT_A_TIME = 128
@@ -86,7 +85,7 @@ _UNSTABLE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "a
 Tables = Mapping[str, Tensor]
 
 
-class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedData]):
+class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | JudgedData]):
     """Trains a causal LM to prefer chosen over rejected answers."""
 
     _rows_key = "pairs_per_step"
@@ -336,9 +335,6 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
             progress=progress,
         )
         self._reference = None  # the worker's, which gives it back before the first step
-
-    def _models(self) -> list[tuple[Any, PreTrainedModel | None]]:
-        return [*super()._models(), (self.recipe.reference, self._reference)]
 
     async def _prepare(self, group: RoleGroup[PreferenceWorker]) -> None:
         """Has the reference's log-probabilities computed where they are not there."""

@@ -25,8 +25,7 @@ from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceWorker, data_digest
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.supervised import RewardModelWorker, SFTTrainer, SFTWorker
-from quartet.trainers.supervised_worker import Given
+from quartet.trainers.supervised import Given, RewardModelWorker, SFTTrainer, SFTWorker
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"

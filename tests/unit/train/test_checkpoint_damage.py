@@ -164,8 +164,7 @@ def damages() -> dict[str, Damage]:
     found["nothing in it"] = lambda root: [shutil.rmtree(root / NEW), (root / NEW).mkdir()]
     found["a file in its place"] = lambda root: [shutil.rmtree(root / NEW), (root / NEW).write_bytes(b"x")]
     found["a link in its place"] = lambda root: [shutil.rmtree(root / NEW), (root / NEW).symlink_to(OLD)]
-    for name in ("step_00000006", "step_4", "copy"):
-        found[f"renamed {name}"] = lambda root, name=name: (root / NEW).rename(root / name)
+    found["renamed"] = lambda root: (root / NEW).rename(root / "step_00000006")
     return found
 
 
@@ -234,19 +233,6 @@ def test_a_disk_that_cannot_read_a_file_is_told(root: Path, monkeypatch: pytest.
     found = newest_checkpoint(root)
     assert found is not None and found.step == 2
     assert f"{NEW}: __0_0.distcp cannot be read (Input/output error)" in found.warnings[0]
-
-
-def test_the_directory_itself(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "none") is None
-    (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to("nowhere")
-    for name in ("file", "link"):
-        with pytest.raises(UserError, match="could not be read"):
-            newest_checkpoint(tmp_path / name)
-    (tmp_path / "only_misnamed" / "step_6").mkdir(parents=True)
-    with pytest.raises(UserError, match="can be used") as caught:
-        newest_checkpoint(tmp_path / "only_misnamed")
-    assert "step_6 is not the name of a checkpoint" in caught.value.found
 
 
 def test_what_cannot_be_loaded_although_it_is_whole_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,7 @@ from quartet.config.recipe import CheckpointConfig, LogConfig, RewardModelRecipe
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.train.engine import TrainEngine
-from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer, SFTWorker
-from quartet.trainers.supervised_worker import Given
+from quartet.trainers.supervised import Given, RewardModelTrainer, SFTTrainer, SFTWorker
 
 COMMON: dict[str, Any] = {
     "threads": 1,
