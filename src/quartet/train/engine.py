@@ -5,9 +5,8 @@ Shapes: T stored tokens, S sequences, P packed tokens, M selected rows.
 ``forward`` and ``train_step`` cut a batch into micro-batches by a token budget. Losses come divided by *global*
 denominators, those of the whole batch, so an update does not depend on how the batch was cut.
 
-AdamW and its learning rate as a pure function of the step.
-
-A change of weights that takes itself back: to see where new weights arrive, without a copy of a large model.
+AdamW's learning rate is a pure function of the step. ``flip_bits`` is a change of weights that takes itself back: it
+shows where new weights arrive, without a copy of a large model.
 """
 
 from __future__ import annotations
@@ -89,13 +88,7 @@ _IN_PLACE_OF_ZERO = 0x3A800000
 
 
 def flip_bits(values: Tensor) -> None:
-    """Changes fp32 ``values`` in place; done twice they are as before, to the last bit.
-
-    Raises:
-        TypeError: values of another type.
-    """
-    if values.dtype != torch.float32:
-        raise TypeError(f"bits are flipped of fp32 values, found {values.dtype}")
+    """Changes fp32 ``values`` in place; done twice they are as before, to the last bit."""
     bits = values.view(torch.int32)
     # Zero, its partner, and what a flipped bit would make of the two: closed under either change.
     around_zero = torch.zeros_like(bits, dtype=torch.bool)

@@ -261,7 +261,6 @@ class Offload:
         Raises:
             UserError: the store has no room; everything stays where it is.
             RuntimeError: the adapters are switched off.
-            TypeError: a tensor is none that can move.
         """
         return self._move(parts, away=True)
 
@@ -390,7 +389,6 @@ class Offload:
         for name, whole in self._tensors(part):
             # Not a copy or a detached one: what is pointed elsewhere must be the shard that the DTensor holds.
             tensor = whole._local_tensor if isinstance(whole, DTensor) else whole
-            _check_kind(name, tensor)
             storage, is_frozen = tensor.untyped_storage(), isinstance(whole, nn.Parameter) and not whole.requires_grad
             if storage.nbytes():
                 piece = found.setdefault(_key(tensor), _Piece(f"{part}/{name}", storage, [], is_frozen))
@@ -452,21 +450,12 @@ def _away_error(model: nn.Module, parts: Sequence[OffloadPart]) -> RuntimeError:
 
 def _checked(parts: Parts) -> list[OffloadPart]:
     """Known parts, in their order, each once."""
-    if isinstance(parts, str) or not set(parts) <= set(PARTS):
-        raise ValueError(f"parts are a collection of {', '.join(PARTS)}, not {parts!r}")
     return [part for part in PARTS if part in parts]
 
 
 def _key(tensor: Tensor) -> int:
     """Identity of its storage, while that lives."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _check_kind(name: str, tensor: Tensor) -> None:
-    """A movement must not fail halfway, so what cannot move is refused before."""
-    if tensor.layout != torch.strided or type(tensor.data) is not Tensor or tensor.is_inference():
-        kind = "an inference tensor" if tensor.is_inference() else f"a {type(tensor.data).__name__}"
-        raise TypeError(f"{name} is {kind} of layout {tensor.layout}; only plain tensors move")
 
 
 def _is_shared(memory: Tensor) -> bool:

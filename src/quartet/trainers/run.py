@@ -69,7 +69,6 @@ from quartet.train.checkpoint import (
     set_aside_after,
 )
 from quartet.trainers.devices import check_torch, compute_device, device_changes, resolved, use_threads
-from quartet.trainers.hub_models import pinned, write_cards
 from quartet.trainers.run_files import (
     OTHER_LENGTH,
     Resume,
@@ -79,8 +78,10 @@ from quartet.trainers.run_files import (
     is_other_length,
     job_of,
     output_path,
+    pinned,
     software_versions,
     take_lock,
+    write_cards,
     write_json,
     write_models,
     writing,

@@ -21,9 +21,6 @@ from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
 from quartet.config.yamls import parse_yaml
-from quartet.extras.report.build import build_report
-from quartet.extras.report.collect import collect_run
-from quartet.extras.report.samples import ReportLimits
 from quartet.observe import jsonl
 from quartet.observe.jsonl import read_rows
 from quartet.observe.progress import Progress
@@ -219,8 +216,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run.tracker.log(done, {"loss/sft": 0.5 / done})
             save(run, done, {"x": done}, {"metrics": {}})
         run.finish({"job": "sft", "stages": [{"name": "sft", "seconds": 1.5, "metrics": {"loss/sft": 0.25}}]})
-    alarm = {"step": 2, "text": "reward hacking?", "examples": [{"prompt": "p", "held_out_now": 0.5}]}
-    (path / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
     return path
 
 
@@ -357,37 +352,6 @@ def test_a_file_system_without_locks_is_not_called_in_use(small: Path, monkeypat
     with pytest.raises(UserError, match="cannot be locked") as caught:
         resumed(small)
     assert "No locks available" in caught.value.found
-
-
-# The report --------------------------------------------------------------------------------------------------
-
-REPORTED = ["run.json", "summary.json", "metrics.jsonl", "spans.jsonl", "alarms.jsonl", "rollouts/step_000001.jsonl.gz"]
-
-
-@pytest.mark.parametrize("damage", STRUCTURAL)
-@pytest.mark.parametrize("name", REPORTED)
-def test_a_report_notes_what_cannot_be_read(name: str, damage: str, small: Path) -> None:
-    STRUCTURAL[damage](small / name)
-    build_report(small, small.parent / "report.html")
-    notes = collect_run(small, ReportLimits())["notes"]
-    assert any(Path(name).name in note for note in notes), notes
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("run.json", '{"name": [], "job": {}, "created": 5, "status": null, "versions": "x"}'),
-        ("summary.json", '{"stages": 1e999}'),
-        ("metrics.jsonl", '{"step": 1, "time_s": 1.0, "loss/sft": "0.5"}\n'),
-        ("spans.jsonl", '{"name": "x", "start_s": 0.0}\n'),
-        ("alarms.jsonl", '{"step": 1}\n'),
-    ],
-)
-def test_a_report_of_other_shapes(name: str, content: str, small: Path) -> None:
-    (small / name).write_text(content)
-    build_report(small, small.parent / "report.html")
-    notes = collect_run(small, ReportLimits())["notes"]
-    assert any(name in note for note in notes) or (name, content) == ("summary.json", '{"stages": 1e999}'), notes
 
 
 @pytest.mark.parametrize("number", range(10))
