@@ -22,10 +22,8 @@ from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceWorker
-from quartet.trainers.reward_model import RewardModelWorker
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sft import SFTWorker
-from quartet.trainers.supervised_worker import Given
+from quartet.trainers.supervised import Given, RewardModelWorker, SFTWorker
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"

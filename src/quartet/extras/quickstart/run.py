@@ -29,13 +29,12 @@ from quartet.observe.run_status import ENDED, LOCK
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import generate
-from quartet.trainers.evaluation_files import write_rows
-from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.evaluation_metrics import write_rows
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json
 from quartet.trainers.run_files import Resume, completed, found_summary, take_lock, writing
-from quartet.trainers.sft import SFTTrainer
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 TEMPERATURES = (0.0, 0.5, 1.0)
 NUM_EXAMPLES = 12
