@@ -8,42 +8,18 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
+from quartet.config import rewards
 from quartet.config.engines import NativeEngineConfig, RoutedEngine, Speculation, VLLMEngineConfig
 from quartet.config.plugins import sections
-from quartet.config.rewards import (
-    ExactMatchReward,
-    Fallible,
-    FormatReward,
-    FunctionReward,
-    HTTPReward,
-    JudgeReward,
-    LengthReward,
-    MathReward,
-    ModelReward,
-    ModelSource,
-    NumericReward,
-    RegexReward,
-)
+from quartet.config.rewards import Fallible, ModelSource, RewardSourceConfig
 
-OwnReward = (
-    ModelReward
-    | FunctionReward
-    | ExactMatchReward
-    | NumericReward
-    | RegexReward
-    | FormatReward
-    | LengthReward
-    | MathReward
-    | HTTPReward
-    | JudgeReward
-)
 if TYPE_CHECKING:
     EngineConfig = NativeEngineConfig | RoutedEngine
-    RewardConfig = Annotated[OwnReward, Field(discriminator="type")]
+    RewardConfig = RewardSourceConfig
     SpeculationConfig = Speculation
 else:
 
@@ -53,11 +29,11 @@ else:
     _ENGINES = sections("engines", RoutedEngine, {"native": NativeEngineConfig, "vllm": VLLMEngineConfig})
     _TAGGED = tuple(Annotated[section, Tag(name)] for name, section in _ENGINES.items())
     EngineConfig = Annotated[reduce(or_, _TAGGED), Discriminator(_engine_type)]
-    _REWARDS = sections(
-        "rewards",
-        lambda kind: Fallible if kind.model is None else ModelSource,
-        {section.model_fields["type"].default: section for section in get_args(OwnReward)},
-    )
+    _SOURCES = [
+        each for each in vars(rewards).values() if isinstance(each, type) and issubclass(each, RewardSourceConfig)
+    ]
+    _OWN = {each.model_fields["type"].default: each for each in _SOURCES if "type" in each.model_fields}
+    _REWARDS = sections("rewards", lambda kind: Fallible if kind.model is None else ModelSource, _OWN)
     RewardConfig = Annotated[reduce(or_, _REWARDS.values()), Field(discriminator="type")]
     _DRAFTERS = tuple(sections("drafters", Speculation).values())
     SpeculationConfig = reduce(or_, _DRAFTERS or (Speculation,))

@@ -161,11 +161,6 @@ _REMEDIES = {
     errno.EMFILE: f"raise the number of files a process may open (ulimit -n), {_AGAIN}",
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP), _IN_THE_WAY),
 }
-_READ_REMEDIES = {
-    errno.EACCES: "make it readable for you (chmod or chown)",
-    errno.ENOENT: "put it back from a copy",
-    errno.EISDIR: "a directory stands where a file must be: put the file back",
-}
 _UNKNOWN = f"see that there is space and that the disk is well, {_AGAIN}, or {ELSEWHERE}"
 
 
@@ -189,7 +184,7 @@ def write_error(path: Path, error: BaseException, *, what: str = "") -> UserErro
 
 def read_error(path: Path, error: OSError) -> UserError:
     """Makes the error for ``path``, which could not be read."""
-    remedy = _READ_REMEDIES.get(error.errno or 0, "mend what the message names, or restore it from a copy")
+    remedy = "make it readable for you (chmod or chown), or restore it from a copy"
     return UserError(f"{path} could not be read", found=error.strerror or str(error), remedy=remedy)
 
 

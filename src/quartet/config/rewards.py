@@ -95,6 +95,8 @@ class GateConfig(Strict):
 class RewardSourceConfig(Strict):
     """What every source has."""
 
+    if TYPE_CHECKING:
+        type: str
     name: str | None = Field(None, description="Name in metrics, gates and files; no two sources share one.")
     weight: float = Field(1.0, description="Factor of the score in the sum.")
     gate: GateConfig | None = Field(None, description="Counts only where another source's score is high enough.")

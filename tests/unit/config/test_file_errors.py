@@ -10,7 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from quartet.config import UserError
-from quartet.config.errors import read_error, read_file, write_error
+from quartet.config.errors import read_file, write_error
 from quartet.observe.jsonl import RowAppender
 from quartet.train.checkpoint import begin_checkpoint
 from quartet.trainers.run import write_json
@@ -96,12 +96,7 @@ def test_a_row_that_the_disk_refuses(tmp_path: Path) -> None:
 
 def test_reading(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path, remedy in {
-        tmp_path / "missing": "put it back from a copy",
-        tmp_path: "a directory stands where a file must be",
-        tmp_path / "pipe": "restore it from a copy",
-    }.items():
+    for path in (tmp_path / "missing", tmp_path, tmp_path / "pipe"):
         with pytest.raises(UserError, match="could not be read") as caught:
             read_file(path)
-        assert remedy in caught.value.remedy
-    assert "chmod" in read_error(tmp_path, failure(errno.EACCES)).remedy
+        assert "restore it from a copy" in caught.value.remedy
