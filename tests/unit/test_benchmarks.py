@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.forward import Needs, compute
-from rank_forks import run_ranks
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -172,33 +169,6 @@ def test_every_part_names_a_script_and_options_it_has(bench: Modules) -> None:
         source = script.read_text(encoding="utf-8") + (BENCHMARKS / "common.py").read_text(encoding="utf-8")
         for option in (word for word in part.command[1:] if word.startswith("--")):
             assert f'"{option}"' in source, (part.name, option)
-
-
-# The formula for bytes that ranks send -------------------------------------------------------------------
-
-
-def _sent_by_rank(calls: list[tuple[Any, ...]]) -> list[dict[str, int]]:
-    sys.path.insert(0, str(BENCHMARKS))
-    return [importlib.import_module("model_parallel").sent(*call) for call in calls]
-
-
-@pytest.mark.parametrize(
-    ("world", "calls"),
-    [
-        (2, [("tiny", (1, 1, 2), 64, True), ("tiny", (1, 2, 1), 64, True)]),
-        (4, [("tiny", (2, 1, 2), 64, False)]),
-    ],
-)
-def test_ranks_send_the_bytes_of_the_formula(bench: Modules, world: int, calls: list[tuple[Any, ...]]) -> None:
-    """Every kind of collective, to the byte: rows, heads, the vocabulary's numbers, FSDP's parts, norms' gradients."""
-    model = bench.model_parallel.model_of("tiny")
-    of_ranks = run_ranks(world, _sent_by_rank, calls)
-    for (_, sizes, tokens, recompute), *sent in zip(calls, *of_ranks, strict=True):
-        found = sum(map(Counter, sent), Counter[str]())
-        rows = tokens - bench.model_parallel.SEQUENCES
-        expected = bench.model_parallel.formula(model, sizes, tokens, rows, recompute=recompute)
-        assert {kind: found[kind] for kind in expected} == expected, sizes
-        assert not found.keys() - expected.keys()
 
 
 # The formula for memory ----------------------------------------------------------------------------------
