@@ -69,7 +69,7 @@ def test_a_quickstart_is_held_by_one_process_and_found_when_it_is_done(tmp_path:
         Quickstart(0, tmp_path / "q", resume="auto")._claim()
     assert Quickstart(0, tmp_path / "q", resume="auto").finished() is None
     example = {"prompt": "1+1=", "after SFT": "3", "after PPO": "2", "verdict": "good"}
-    summary = {"stages": [], "examples": [example]}
+    summary = {"stages": [{}], "examples": [example]}
     (tmp_path / "q" / "summary.json").write_text(json.dumps(summary))
     first._mark("done")
     found = Quickstart(0, tmp_path / "q", resume="auto").finished()
