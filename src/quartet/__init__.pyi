@@ -158,11 +158,11 @@ from .config.rewards import (
     PointwiseJudge as PointwiseJudge,
     RegexReward as RegexReward,
 )
-from .extras.iterated.config import (
+from .extras.iterated.trainer import (
     CollectConfig as CollectConfig,
     IteratedRecipe as IteratedRecipe,
+    IteratedTrainer as IteratedTrainer,
 )
-from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
 from .extras.process_rewards.config import (
     DiscountedSteps as DiscountedSteps,
     MinSteps as MinSteps,

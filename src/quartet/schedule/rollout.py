@@ -26,9 +26,8 @@ from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
 from quartet.rollout.router import Progress
 from quartet.schedule.clock import News, drained
-from quartet.schedule.groups import Group, by_group
+from quartet.schedule.groups import Diverged, Group, Journal, by_group
 from quartet.schedule.iteration import all_ended
-from quartet.schedule.journal import Diverged, Journal
 from quartet.schedule.leases import LeaseContext, MissedVersion
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup

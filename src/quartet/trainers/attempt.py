@@ -31,19 +31,37 @@ from quartet.observe.diagnostics import script_shares, straggler_metrics
 from quartet.observe.memory import resident_bytes
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.rollout.protocol import EngineStats
-from quartet.schedule.group_stream import GroupStream, TooFewGroups
-from quartet.schedule.groups import DIAGNOSED, Group, chunk_of, staleness_metrics, without_texts
-from quartet.schedule.iteration import Barriers, Chunk, IterationStages, PartScorer, ScorePrefetcher, Scorer, score_all
+from quartet.schedule.groups import (
+    DIAGNOSED,
+    AdmissionRule,
+    Group,
+    GroupStream,
+    Journal,
+    TooFewGroups,
+    chunk_of,
+    staleness_metrics,
+    without_texts,
+)
+from quartet.schedule.iteration import (
+    Barriers,
+    Chunk,
+    DrafterLearner,
+    IterationStages,
+    ModelLearner,
+    PartScorer,
+    ScorePrefetcher,
+    Scorer,
+    UpdatePlan,
+    score_all,
+)
 from quartet.schedule.iteration import StepLearner as AnyLearner
-from quartet.schedule.journal import Journal
-from quartet.schedule.learners import DrafterLearner, ModelLearner, UpdatePlan
 from quartet.schedule.leases import LeaseContext, placed_arbiter
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.staleness import AdmissionRule
 from quartet.train.engine import Objective
 from quartet.train.objectives import PolicyObjective, ValueObjective
 from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective
+from quartet.trainers.devices import throughput
 from quartet.trainers.experience import (
     BASELINE,
     Assembler,
@@ -57,7 +75,6 @@ from quartet.trainers.experience import (
 from quartet.trainers.roles import RLRoles, limits_of, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.run_files import writing
-from quartet.trainers.throughput import throughput
 from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes
 
 

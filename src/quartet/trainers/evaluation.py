@@ -47,7 +47,6 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.devices import META, FrozenModels
 from quartet.trainers.engines import has_folder, step_engine
 from quartet.trainers.evaluation_files import Answer, EvaluationCache, matched
-from quartet.trainers.event_loop import run_async
 from quartet.trainers.input_sources import (
     context_length,
     cut_short,
@@ -56,14 +55,15 @@ from quartet.trainers.input_sources import (
     resolve_tokenizer,
     vocabulary_size,
 )
-from quartet.trainers.reward_roles import encode_answer
-from quartet.trainers.reward_sources import (
+from quartet.trainers.model_loader import (
     Rewards,
     RewardSources,
+    encode_answer,
     fit_to_data,
     reward_functions,
     reward_models,
 )
+from quartet.trainers.signals import run_async
 
 _NATIVE = NativeEngineConfig()
 CHUNK = 64

@@ -16,6 +16,7 @@ from quartet.models.directories import load_warnings
 from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
+from quartet.trainers.checkpoints import model_directory
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import (
@@ -41,7 +42,6 @@ from quartet.trainers.evaluation_metrics import (
     pairs,
     win_rate,
 )
-from quartet.trainers.event_loop import run_async
 from quartet.trainers.input_sources import (
     ModelLike,
     Reward,
@@ -52,10 +52,9 @@ from quartet.trainers.input_sources import (
     resolve_tokenizer,
     with_names,
 )
-from quartet.trainers.results import model_directory
 from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, writing
-from quartet.trainers.signals import number_of, stop_signals
+from quartet.trainers.signals import number_of, run_async, stop_signals
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,17 @@ from quartet.trainers.input_sources import (
     prompt_data,
     vocabulary_size,
 )
-from quartet.trainers.model_loader import ModelLoader, UserObjects
-from quartet.trainers.ptx import build_ptx
-from quartet.trainers.reward_roles import EpisodeScorer, RewardModelRole
-from quartet.trainers.reward_sources import RewardSources, fit_to_data, reward_functions, reward_weights
+from quartet.trainers.model_loader import (
+    EpisodeScorer,
+    ModelLoader,
+    RewardModelRole,
+    RewardSources,
+    UserObjects,
+    build_ptx,
+    fit_to_data,
+    reward_functions,
+    reward_weights,
+)
 from quartet.trainers.sharded_models import check_cuts, shardings
 
 _PAUSES_S = (1.0, 5.0)

@@ -28,23 +28,22 @@ from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.callbacks import Callback
 from quartet.observe.diagnostics import straggler_metrics
 from quartet.observe.progress import Progress
-from quartet.schedule.compute_thread import ComputeThread
+from quartet.schedule.clock import ComputeThread
 from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup
 from quartet.train.parallel.layer_plan import check_cut
 from quartet.trainers import checkpoints
-from quartet.trainers.event_loop import run_async
+from quartet.trainers.checkpoints import TrainResult
+from quartet.trainers.devices import throughput
 from quartet.trainers.input_sources import (
     ModelLike,
     TokenizerLike,
     check_recipe,
     with_names,
 )
-from quartet.trainers.results import TrainResult
 from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, read_json
-from quartet.trainers.signals import stop_signals, take_back_signals
+from quartet.trainers.signals import run_async, stop_signals, take_back_signals
 from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker
-from quartet.trainers.throughput import throughput
 
 R = TypeVar("R", bound=SupervisedRecipe)
 W = TypeVar("W", bound=SupervisedWorker[Any, Any, Any])
@@ -277,7 +276,7 @@ class SupervisedTrainer(Generic[R, W]):
         step, last = 0, dict[str, float]()
         found = run.latest(list(saved), counters=("metrics",))
         if found is not None:  # a run killed between its last checkpoint and its summary has nothing left to train
-            await checkpoints.load(saved, found)
+            await checkpoints.load_states(saved, found)
             step, last = found.step, dict(found.info["metrics"])
         run.start(step)
         with self.progress.stage(name, about.steps) as bar:

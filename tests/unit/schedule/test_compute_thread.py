@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quartet.observe.global_state import RandomStateGuard
-from quartet.schedule.compute_thread import ComputeThread, interrupt_computing
+from quartet.schedule.clock import ComputeThread, interrupt_computing
 from quartet.schedule.role_group import LocalGroup
 
 
@@ -200,8 +200,8 @@ import asyncio, os, threading, time
 from contextlib import closing
 import torch
 from quartet.data.prefetch import Prefetcher
-from quartet.schedule.compute_thread import ComputeThread
-from quartet.trainers.event_loop import run_async
+from quartet.schedule.clock import ComputeThread
+from quartet.trainers.signals import run_async
 
 def parallel(number=0):
     torch.ones(1 << 20).mul_(2)

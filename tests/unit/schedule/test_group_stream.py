@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import BufferedGroups, GroupStream, TooFewGroups
-from quartet.schedule.staleness import AdmissionRule
+from quartet.schedule.groups import AdmissionRule, BufferedGroups, GroupStream, TooFewGroups
 
 QUICK = settings(deadline=None, max_examples=300)
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import run_virtual
-from quartet.schedule.group_stream import GroupStream, TooFewGroups
-from quartet.schedule.staleness import AdmissionRule
+from quartet.schedule.groups import AdmissionRule, GroupStream, TooFewGroups
 
 SIZE, STEPS = 4, 3
 QUICK = settings(deadline=None, max_examples=200)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import GroupStream
+from quartet.schedule.groups import AdmissionRule, GroupStream
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseMode, PoolSpec, RoleSpec
-from quartet.schedule.staleness import AdmissionRule
 
 Log = list[tuple[str, int, float, float]]
 """``(what, which, start, end)`` of every piece of work."""

@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import GroupStream
+from quartet.schedule.groups import AdmissionRule, GroupStream
 from quartet.schedule.leases import Arbiter, Lease, LeaseMode, PoolSpec, RoleSpec
-from quartet.schedule.staleness import AdmissionRule
 
 MakeArbiter = Callable[..., Any]
 MODES: list[LeaseMode] = ["generate", "forward", "train"]

@@ -25,8 +25,8 @@ from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost
 from quartet.extras.simulation.simulation import Simulation, SimulationResult, assemble
 from quartet.observe.spans import Span
 from quartet.schedule.clock import run_virtual
+from quartet.schedule.groups import Diverged, Event
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.journal import Diverged, Event
 from quartet.schedule.leases import LeaseMode
 
 KINDS: dict[Role, str] = {"critic": "values", "reference": "ref_logprobs", "reward": "reward"}

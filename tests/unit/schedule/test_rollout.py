@@ -30,15 +30,12 @@ from quartet.rollout.protocol import (
     StepEngine,
 )
 from quartet.schedule.clock import drained, now, run_virtual
-from quartet.schedule.group_stream import GroupStream
-from quartet.schedule.groups import Group
+from quartet.schedule.groups import AdmissionRule, Group, GroupStream, Journal
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
-from quartet.schedule.journal import Journal
 from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest, TurnRequest
-from quartet.schedule.staleness import AdmissionRule
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import GroupStream
+from quartet.schedule.groups import AdmissionRule, GroupStream
 from quartet.schedule.iteration import Chunk, IterationStages, ScorePrefetcher, run_iteration
-from quartet.schedule.staleness import AdmissionRule
 
 Seconds = Callable[[str], float]
 

@@ -30,7 +30,7 @@ from quartet.observe import jsonl
 from quartet.observe.jsonl import read_rows
 from quartet.observe.progress import Progress
 from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
-from quartet.schedule.journal import Event, Journal
+from quartet.schedule.groups import Event, Journal
 from quartet.trainers.evaluation_files import EvaluationCache, read_answers
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models

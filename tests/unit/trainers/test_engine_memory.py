@@ -11,8 +11,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from quartet.config import UserError
 from quartet.config.load import load_recipe
 from quartet.config.recipe import RLRecipe
-from quartet.trainers import engine_memory
-from quartet.trainers.engine_memory import check_engine_fits
+from quartet.trainers import devices
+from quartet.trainers.devices import check_engine_fits
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.workers import PoolWorker, placement_of
 
@@ -52,12 +52,12 @@ def test_the_least_that_it_needs(
 ) -> None:
     path, num_weights = model
     needed = 4 * num_weights + cache
-    monkeypatch.setattr(engine_memory, "total_bytes", lambda: 10 * needed)
-    monkeypatch.setattr(engine_memory, "available_bytes", lambda: needed)
+    monkeypatch.setattr(devices, "total_bytes", lambda: 10 * needed)
+    monkeypatch.setattr(devices, "available_bytes", lambda: needed)
     check_engine_fits(recipe(*overrides), path, CPU, processes=10)
     with pytest.raises(UserError, match="for each of 11 processes"):
         check_engine_fits(recipe(*overrides), path, CPU, processes=11)
-    monkeypatch.setattr(engine_memory, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(devices, "available_bytes", lambda: needed - 1)
     with pytest.raises(UserError, match="divides a model over devices"):
         check_engine_fits(recipe(*overrides), path, CPU)
 
@@ -75,7 +75,7 @@ def test_a_process_of_ray_looks_before_it_loads(
 ) -> None:
     """The process with the engine, and no other."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engine_memory, "available_bytes", lambda: 10)
+    monkeypatch.setattr(devices, "available_bytes", lambda: 10)
     monkeypatch.setattr(ModelLoader, "actor_model", property(lambda loader: pytest.fail("it was loaded")))
     pools = "placement={type: separated, actor: {}, rollout: {}, reference: {}}"
     of = recipe(f"actor.model.path={model[0]}", "algorithm.name=grpo", "algorithm.kl.coef=0.1", pools)
@@ -87,5 +87,5 @@ def test_a_process_of_ray_looks_before_it_loads(
 
 
 def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_memory, "available_bytes", lambda: 0)
+    monkeypatch.setattr(devices, "available_bytes", lambda: 0)
     check_engine_fits(recipe(), str(tmp_path), CPU)

@@ -47,8 +47,7 @@ from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.schedule.groups import Group, chunk_of, group_batch
-from quartet.schedule.iteration import Chunk, PartScorer
-from quartet.schedule.learners import UpdatePlan
+from quartet.schedule.iteration import Chunk, PartScorer, UpdatePlan
 from quartet.schedule.rollout_worker import FinishedRequest, RequestStore, TurnRequest
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import roles

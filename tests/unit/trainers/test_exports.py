@@ -29,8 +29,8 @@ from quartet.models.loading import load_causal_lm, load_scalar_model, packed_cau
 from quartet.observe.callbacks import Callback
 from quartet.observe.progress import Progress
 from quartet.text.loading import load_tokenizer, local_directory
+from quartet.trainers.checkpoints import export, exported, model_directory
 from quartet.trainers.evaluation_job import Evaluator
-from quartet.trainers.results import export, exported, model_directory
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.run_files import completed_run
 from quartet.trainers.sft import SFTTrainer

@@ -19,10 +19,17 @@ from quartet.config import UserError
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.group_stream import BufferedGroups
-from quartet.schedule.groups import Group, answered, chunk_of, group_batch, staleness_metrics, without_texts
+from quartet.schedule.groups import (
+    BufferedGroups,
+    Group,
+    answered,
+    chunk_of,
+    group_batch,
+    staleness_metrics,
+    without_texts,
+)
+from quartet.schedule.model_worker import Writer, record_columns, rollout_records
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.rollout_writer import Writer, record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import Checkpoint, begin_checkpoint, complete_checkpoint, newest_checkpoint
 from quartet.trainers.checkpoints import hold_buffered, restored_buffered, told

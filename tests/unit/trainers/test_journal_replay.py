@@ -22,16 +22,21 @@ from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig, Sampling
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import GroupStream
-from quartet.schedule.groups import Group, chunk_of, staleness_metrics
-from quartet.schedule.iteration import Chunk, IterationStages, ModelScorer, run_iteration
-from quartet.schedule.journal import Diverged, Event, Journal
-from quartet.schedule.learners import ModelLearner, UpdatePlan
+from quartet.schedule.groups import (
+    AdmissionRule,
+    Diverged,
+    Event,
+    Group,
+    GroupStream,
+    Journal,
+    chunk_of,
+    staleness_metrics,
+)
+from quartet.schedule.iteration import Chunk, IterationStages, ModelLearner, ModelScorer, UpdatePlan, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.schedule.staleness import AdmissionRule
 from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers.experience import Assembler, Experience

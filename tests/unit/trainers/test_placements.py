@@ -30,7 +30,7 @@ from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
 from quartet.train.checkpoint import Share, checkpoint_path
 from quartet.train.state import REST
-from quartet.trainers.results import TrainResult
+from quartet.trainers.checkpoints import TrainResult
 from quartet.trainers.rl import RLTrainer
 
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")

@@ -45,8 +45,14 @@ from quartet.train.token_budget import TokenBudget
 from quartet.trainers.evaluation import answers_of
 from quartet.trainers.experience import Assembler
 from quartet.trainers.input_sources import prompt_data
-from quartet.trainers.reward_roles import FunctionScorer, RewardFunctionRole, RewardModelRole
-from quartet.trainers.reward_sources import fit_to_data, reward_functions, reward_weights
+from quartet.trainers.model_loader import (
+    FunctionScorer,
+    RewardFunctionRole,
+    RewardModelRole,
+    fit_to_data,
+    reward_functions,
+    reward_weights,
+)
 from quartet.trainers.rl import RLTrainer
 from split_workers import SplitWorkers, without_ids
 

@@ -18,12 +18,11 @@ import pytest
 from quartet.cluster import ClusterError
 from quartet.config import Interrupted
 from quartet.config.recipe import RLRecipe
-from quartet.schedule.compute_thread import ComputeThread
-from quartet.trainers import event_loop, signals
-from quartet.trainers.event_loop import run_async
+from quartet.schedule.clock import ComputeThread
+from quartet.trainers import signals
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.signals import STOP_SIGNALS, Stopped, StopSignals, stop_signals, take_back_signals
+from quartet.trainers.signals import STOP_SIGNALS, Stopped, StopSignals, run_async, stop_signals, take_back_signals
 
 INT, TERM, USR1 = STOP_SIGNALS
 
@@ -192,7 +191,7 @@ def test_workers_that_a_signal_ended_are_not_replaced(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "CLEAN_UP_S", 0.2)
+    monkeypatch.setattr(signals, "CLEAN_UP_S", 0.2)
 
 
 @pytest.mark.usefixtures("short")
@@ -274,7 +273,7 @@ def test_a_computation_is_ended_also_where_the_interpreter_drops_what_ends_it(
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_async(work())
-    assert time.monotonic() - began < event_loop.CLEAN_UP_S
+    assert time.monotonic() - began < signals.CLEAN_UP_S
     assert asyncio.run(compute.run(lambda: 5)) == 5
     compute.close()
     assert capsys.readouterr().err == ""

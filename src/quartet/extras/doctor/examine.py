@@ -20,10 +20,10 @@ from quartet.extras.doctor.weights import check_weights
 from quartet.schedule.groups import Chunk, chunk_of
 from quartet.schedule.rollout_worker import PromptRequest, SampleRequest
 from quartet.trainers.attempt import RunAttempt, RunContext
-from quartet.trainers.event_loop import run_async
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.run_files import output_path
+from quartet.trainers.signals import run_async
 
 MAX_NEW_TOKENS = 128
 _ANSWERS, _PROMPTS = 16, 8

@@ -30,24 +30,23 @@ from quartet.extras.simulation.cost_model import Cost, CostModel, StageCost
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams, StepEngine
 from quartet.schedule.clock import drained, now
-from quartet.schedule.group_stream import GroupStream
-from quartet.schedule.groups import Group, chunk_of
+from quartet.schedule.groups import AdmissionRule, Consumed, Event, Group, GroupStream, Journal, chunk_of
 from quartet.schedule.iteration import (
     Barriers,
     Chunk,
+    DrafterLearner,
     IterationStages,
+    ModelLearner,
     ModelScorer,
     ScorePrefetcher,
     StepLearner,
+    UpdatePlan,
     run_iteration,
 )
-from quartet.schedule.journal import Consumed, Event, Journal
-from quartet.schedule.learners import DrafterLearner, ModelLearner, UpdatePlan
 from quartet.schedule.leases import LeaseContext, LeaseMode, Offloader, placed_arbiter
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest
-from quartet.schedule.staleness import AdmissionRule
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs
