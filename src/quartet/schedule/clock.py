@@ -1,8 +1,8 @@
 """A virtual clock: the same asyncio program, run in no time and always in the same order.
 
 `VirtualLoop` is an event loop whose selector never sleeps. When nothing is runnable it jumps `time()` to the
-next timer; when there is no timer either, nothing can ever happen again, and it raises `Deadlock` saying what
-every task waits for. Times are whole microseconds, so that 0.1 + 0.2 and 0.3 are one moment and not two.
+next timer; when there is no timer either, nothing can ever happen again, and it raises `Deadlock`.
+Times are whole microseconds, so that 0.1 + 0.2 and 0.3 are one moment and not two.
 
 Code that wants to run on both clocks asks `now()` and sleeps with `asyncio.sleep`. On the virtual clock it
 must not wait for threads, sockets or processes: nothing that happens outside the loop moves this clock.
@@ -23,8 +23,8 @@ import ctypes
 import queue
 import selectors
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 from weakref import WeakSet
 
 import torch
@@ -42,28 +42,15 @@ class Deadlock(RuntimeError):
     """Nothing is runnable and no timer is set: the tasks wait for each other, or for nothing."""
 
 
-class Waiting(asyncio.Future[T]):
-    """A future that can say what it stands for, so that a deadlock names what is missing, not a line."""
-
-    def __init__(self, reason: Callable[[], str]) -> None:
-        super().__init__(loop=asyncio.get_running_loop())
-        self.reason = reason
-
-
 class News:
     """Lets tasks wait until something has changed, and look again."""
 
     def __init__(self) -> None:
-        self._waiting: list[Waiting[None]] = []
+        self._waiting: list[asyncio.Future[None]] = []
 
-    @property
-    def is_awaited(self) -> bool:
-        return any(not waiting.done() for waiting in self._waiting)
-
-    async def wait(self, reason: Callable[[], str]) -> None:
-        waiting: Waiting[None] = Waiting(reason)
-        self._waiting.append(waiting)
-        await waiting
+    async def wait(self) -> None:
+        self._waiting.append(asyncio.get_running_loop().create_future())
+        await self._waiting[-1]
 
     def tell(self) -> None:
         told, self._waiting = self._waiting, []
@@ -96,6 +83,17 @@ async def drained(work: Awaitable[T], on_cancel: Callable[[], object] | None = N
     return task.result()
 
 
+async def all_ended(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; the first failure is raised when all have ended. One alone is simply awaited."""
+    if len(works) == 1:
+        return [await works[0]]
+    found = await asyncio.gather(*works, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return cast(list[T], found)
+
+
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main` to its end on a fresh virtual clock that starts at 0; tasks it leaves behind are cancelled.
 
@@ -108,17 +106,14 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 class _JumpingSelector(selectors.DefaultSelector):
     """Advances a tick counter where an ordinary selector would block."""
 
-    def __init__(self, describe_waits: Callable[[], str]) -> None:
-        super().__init__()
-        self.ticks = 0
-        self._describe_waits = describe_waits
+    ticks = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         events = super().select(0)
         if events:
             return events
         if timeout is None:
-            raise Deadlock(f"nothing can run at {self.ticks / TICKS_PER_S} s\n{self._describe_waits()}")
+            raise Deadlock(f"nothing can run at {self.ticks / TICKS_PER_S} s")
         self.ticks += round(max(timeout, 0.0) * TICKS_PER_S)
         return events
 
@@ -131,7 +126,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     _clock_resolution: float
 
     def __init__(self) -> None:
-        self._jumping = _JumpingSelector(lambda: describe_waits(self))
+        self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
         self._clock_resolution = 0.5 / TICKS_PER_S
 
@@ -147,33 +142,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         quantised = round(when * TICKS_PER_S) / TICKS_PER_S
         return super().call_at(quantised, callback, *args, context=context)
-
-
-def describe_waits(loop: asyncio.AbstractEventLoop) -> str:
-    """One line per unfinished task of `loop`: its name, where it is suspended and what it waits for."""
-    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
-    return "\n".join(f"  {task.get_name()}: {_describe_wait(task)}" for task in tasks)
-
-
-def _describe_wait(task: asyncio.Task[Any]) -> str:
-    waiter = getattr(task, "_fut_waiter", None)  # the only place where asyncio keeps this
-    if isinstance(waiter, Waiting):
-        return waiter.reason()
-    if isinstance(waiter, asyncio.Task):
-        return f"waits for task {waiter.get_name()}"
-    return f"suspended in {_innermost_frame(task.get_coro())}"
-
-
-def _innermost_frame(coroutine: Any) -> str:
-    """Follows `await` inwards; an awaitable without a Python frame ends the walk."""
-    where = "an awaitable without a frame"
-    while coroutine is not None:
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
-        if frame is None:
-            break
-        where = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
-    return where
 
 
 _Job = tuple[Callable[[], Any], asyncio.Future[Any]]

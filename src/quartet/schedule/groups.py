@@ -108,7 +108,7 @@ class Journal:
 
     async def news(self) -> None:
         """Waits until something was told."""
-        await self._news.wait(lambda: f"at tick {self.tick} the journal goes on with {self._due()}")
+        await self._news.wait()
 
     def begin_tick(self) -> None:
         self.tick += 1
@@ -570,7 +570,7 @@ class GroupStream(Generic[G]):
 
     async def change(self) -> None:
         """Until another group was produced."""
-        await self._news.wait(lambda: "waits for a group of a coming step")
+        await self._news.wait()
 
     def published(self, version: int) -> None:
         """Says that the weights of `version` are out (0 are the first ones): admits more groups."""
@@ -677,7 +677,7 @@ class GroupStream(Generic[G]):
                 continue
             if self._closed:
                 raise RuntimeError("the stream was closed while a step was being consumed")
-            await self._news.wait(lambda: f"waits for group {self._cursor} of step {step}")
+            await self._news.wait()
 
     def _launch(self) -> None:
         """Starts as many groups as the rule admits, in index order; restored ones are there already."""

@@ -11,7 +11,7 @@ question as `groups/zero_variance` asks. The reward columns stay with the group 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -43,13 +43,10 @@ from quartet.schedule.groups import (
     without_texts,
 )
 from quartet.schedule.iteration import (
-    Barriers,
-    Chunk,
     DrafterLearner,
     IterationStages,
     ModelLearner,
     PartScorer,
-    ScorePrefetcher,
     Scorer,
     UpdatePlan,
     score_all,
@@ -154,28 +151,13 @@ class DynamicSampling:
         )
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """What all attempts of a run have in common.
-
-    Args:
-        on_finished: told of completions, or episodes, that ended.
-        shuffle: of scores within a step, for control experiments.
-    """
-
-    roles: RLRoles
-    workers: RunWorkers
-    run: RunDirectory
-    kl: KLCoefficient
-    on_finished: Callable[[int], None]
-    shuffle: Callable[[int, int], Tensor] | None = None
-
-
 class RunAttempt:
     """What an RL run computes with from ``step`` on, until it ends or a worker dies.
 
     Args:
+        on_finished: told of completions, or episodes, that ended.
         step: complete steps so far, which is the version of all weights.
+        shuffle: of scores within a step, for control experiments.
         sizes: role → mode → bytes.
 
     Attributes:
@@ -183,9 +165,19 @@ class RunAttempt:
         updates: made and skipped since the run began, by role; as ``metrics`` found them.
     """
 
-    def __init__(self, context: RunContext, step: int, sizes: Sizes) -> None:
-        self.roles, self.recipe, self._workers = context.roles, context.roles.recipe, context.workers
-        self._run, self._recorder, self._kl = context.run, context.run.recorder, context.kl
+    def __init__(
+        self,
+        roles: RLRoles,
+        workers: RunWorkers,
+        run: RunDirectory,
+        kl: KLCoefficient,
+        on_finished: Callable[[int], None],
+        step: int,
+        sizes: Sizes,
+        shuffle: Callable[[int, int], Tensor] | None = None,
+    ) -> None:
+        self.roles, self.recipe, self._workers = roles, roles.recipe, workers
+        self._run, self._recorder, self._kl = run, run.recorder, kl
         placement = self._workers.placement
         self._runs_ahead = placement.max_staleness is not None
         self._trains_drafter = HEADS in placement.pool_of
@@ -194,16 +186,16 @@ class RunAttempt:
             placed_arbiter(placement, sizes, version=step, offloader=self._offloader), self._recorder
         )
         self._journal = self._open_journal(step)
-        self.rollout = self._rollout(step, context.on_finished)
+        self.rollout = self._rollout(step, on_finished)
         self._assembler = Assembler(
             self.recipe.algorithm,
             self.roles.rewards.weights,
             lambda: self._kl.value,
-            context.shuffle,
+            shuffle,
             max_new_tokens=self.recipe.rollout.sampling.max_new_tokens,
             seed=self.recipe.seed,
         )
-        source = self.roles.source(self.rollout, context.on_finished)
+        source = self.roles.source(self.rollout, on_finished)
         rule = AdmissionRule(self.recipe.prompts_per_step, placement.max_staleness)
         chunk_size = self.recipe.chunk_size
         algorithm = self.recipe.algorithm
@@ -223,13 +215,22 @@ class RunAttempt:
         self.updates: dict[str, tuple[int, int]] = {}
 
     @classmethod
-    async def begin(cls, context: RunContext, step: int) -> RunAttempt:
+    async def begin(
+        cls,
+        roles: RLRoles,
+        workers: RunWorkers,
+        run: RunDirectory,
+        kl: KLCoefficient,
+        on_finished: Callable[[int], None],
+        step: int,
+        shuffle: Callable[[int, int], Tensor] | None = None,
+    ) -> RunAttempt:
         """Connects actor and engines, and brings the engines to the weights of ``step``."""
-        sizes = await context.workers.sizes()
-        await context.workers.connect_engines()
-        await context.workers.update_engine_weights(step)
-        await context.workers.clear()
-        attempt = cls(context, step, sizes)
+        sizes = await workers.sizes()
+        await workers.connect_engines()
+        await workers.update_engine_weights(step)
+        await workers.clear()
+        attempt = cls(roles, workers, run, kl, on_finished, step, sizes, shuffle)
         await attempt.rollout.begin()
         return attempt
 
@@ -337,29 +338,20 @@ class RunAttempt:
     # The iteration's roles -------------------------------------------------------------------------------
 
     def _stages(self) -> IterationStages:
-        recipe = self.recipe
-        num_chunks = -(-recipe.prompts_per_step // recipe.chunk_size)
-        barriers = Barriers(self._workers.placement.after, num_chunks=num_chunks)
-        collect = barriers.collect(self._collect)
-        scorers = [(barriers.scorer(stage, scorer), is_frozen) for stage, scorer, is_frozen in self._scorers()]
-        frozen = [scorer for scorer, is_frozen in scorers if is_frozen]
-        return IterationStages(
-            stream=self.stream,
-            collect=collect,
-            scorers=[scorer for scorer, _ in scorers],
-            assemble=self._assemble,
-            learners=[barriers.learner(f"train_{role}", learner) for role, learner in self._learners()],
-            publish=self.rollout.publish,
-            prefetch=ScorePrefetcher(self.stream, collect, frozen, recipe.steps) if self._runs_ahead else None,
+        return IterationStages.wired(
+            self.rollout,
+            self.stream,
+            self._scorers(),
+            self._assemble,
+            [(f"train_{role}", learner) for role, learner in self._learners()],
+            placement=self._workers.placement,
+            on_chunk=self._note_sampled,
+            num_steps=self.recipe.steps,
         )
 
-    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
-        """A chunk of groups, which is noted in the journal, or compared with the one that is repeated."""
-        if self._journal is not None:
-            self._journal.consume(step, index, [group.consumed() for group in groups])
+    def _note_sampled(self, step: int, groups: Sequence[Group]) -> None:
         # Now, not when all is scored: how far an engine elsewhere has come by then is a matter of time.
         self._sampled = self.rollout.stats()
-        return chunk_of(step, index, groups)
 
     def _scorers(self) -> list[tuple[str, Scorer, bool]]:
         """Stage, scorer, and whether its columns stay the same while the actor trains. Rewards are left out where

@@ -41,8 +41,8 @@ from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.rollouts import rollout_rows, rollouts_path
 from quartet.remote.hub import push
 from quartet.rollout.owned_folders import OwnedFolder
+from quartet.schedule.clock import all_ended
 from quartet.schedule.groups import BufferedGroups, Group, by_group
-from quartet.schedule.iteration import all_ended
 from quartet.schedule.model_worker import Checkpointed, Writer
 from quartet.schedule.role_group import RemoteGroup, RoleGroup
 from quartet.text.tokenizer import TextCodec

@@ -55,7 +55,7 @@ from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.text.loading import brings_code
 from quartet.trainers import checkpoints
-from quartet.trainers.attempt import RunAttempt, RunContext
+from quartet.trainers.attempt import RunAttempt
 from quartet.trainers.checkpoints import BUFFERED, DRAFTS, TrainResult, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.devices import check_engine_fits
 from quartet.trainers.evaluation import prompt_requests, sampling_params, score_groups
@@ -388,8 +388,7 @@ class RLTrainer:
             taken.pop_all()
         self._language_change = LanguageChange(self.path / "metrics.jsonl")
         self.kl = KLCoefficient(recipe.algorithm, self.roles.warmup_steps)
-        shuffle = partial(_permutation, recipe.seed) if shuffle_scores else None
-        self._context = RunContext(self.roles, self.workers, self.run, self.kl, self._on_finished, shuffle)
+        self._shuffle = partial(_permutation, recipe.seed) if shuffle_scores else None
         self._attempt: RunAttempt | None = None
         self._deaths: list[str] = []
         self._bar: ProgressBar | None = None
@@ -441,7 +440,9 @@ class RLTrainer:
         step, self._at = beginning.step, beginning
         self.evaluation.start(step)
         self._attempt = None
-        self._attempt = attempt = await RunAttempt.begin(self._context, step)
+        self._attempt = attempt = await RunAttempt.begin(
+            self.roles, self.workers, self.run, self.kl, self._on_finished, step, self._shuffle
+        )
         async with contextlib.aclosing(attempt), attempt.stream:
             if beginning.stream is not None:
                 attempt.stream.restore(beginning.stream, beginning.buffered)

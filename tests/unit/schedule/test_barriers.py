@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quartet.schedule.clock import Deadlock, now, run_virtual
+from quartet.schedule.clock import now, run_virtual
 from quartet.schedule.iteration import Barriers, Chunk, Scorer
 
 Log = list[tuple[str, int, float]]
@@ -117,11 +117,3 @@ def test_a_failed_step_is_not_waited_for() -> None:
 
     run_virtual(main())
     assert len(log) == 4
-
-
-def test_a_deadlock_names_the_edge() -> None:
-    barriers = Barriers({"values": ["reward"]}, num_chunks=2)
-    barriers.scorer("reward", Timed("reward", 0.0, []))
-    values = barriers.scorer("values", Timed("values", 0.0, []))
-    with pytest.raises(Deadlock, match=r"values of step 0 waits for reward \(0 of 2\)"):
-        run_virtual(play([values], barriers))

@@ -279,7 +279,7 @@ async def execute(program: Program, make: MakeArbiter) -> Outcome:
             assert job.cancel_after is not None
         elif result is not None:
             raise result
-    assert arbiter.is_idle, arbiter.describe()
+    assert arbiter.is_idle
     for state in ("s", "t"):
         ended = [r for r in outcome.records if r.lease and r.job.writes == state and not r.failed]
         assert arbiter.version(state) == len(ended), "a version moved without a clean writer"
@@ -440,7 +440,7 @@ class Run:
     async def __call__(self) -> list[list[int]]:
         async with self.stream:
             steps = [await self.step(step) for step in range(self.training.num_steps)]
-        assert self.arbiter.is_idle, self.arbiter.describe()
+        assert self.arbiter.is_idle
         return steps
 
 
@@ -469,7 +469,7 @@ def test_a_cancelled_rl_run_leaves_nothing(training: Training, seconds: int, tur
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled() or task.exception() is None, task.exception()
-        assert run.arbiter.is_idle, run.arbiter.describe()
+        assert run.arbiter.is_idle
         assert run.stream.num_running == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quartet.config.errors import UserError
-from quartet.schedule.clock import Deadlock, now, run_virtual
+from quartet.schedule.clock import now, run_virtual
 from quartet.schedule.leases import Arbiter, LeaseMode, MissedVersion, NestedLease, PoolSpec, RoleSpec
 
 
@@ -157,20 +157,11 @@ def test_a_version_is_not_awaited_inside_a_lease_and_a_cancelled_watcher_leaks_n
                 await arbiter.until("actor", 1)
         watcher = asyncio.create_task(arbiter.until("actor", 1))
         await asyncio.sleep(1.0)
-        assert not arbiter.is_idle
         watcher.cancel()
         await asyncio.wait({watcher})
         assert arbiter.is_idle
 
     run_virtual(main())
-
-
-def test_a_deadlock_names_the_version_that_is_awaited() -> None:
-    async def main() -> None:
-        await one_pool("actor").until("actor", 3)
-
-    with pytest.raises(Deadlock, match="waits for 'actor' at version 3, it is at 0"):
-        run_virtual(main())
 
 
 def test_an_urgent_request_reserves_slots_only_of_its_own_pool() -> None:
@@ -344,25 +335,6 @@ def test_a_lease_that_can_never_be_granted_fails_at_once() -> None:
     run_virtual(main())
 
 
-def test_a_deadlock_names_the_version_that_never_comes() -> None:
-    async def main() -> None:
-        arbiter = one_pool("actor", "probe")
-        await work(arbiter, "probe", "forward", 1.0, reads={"actor": 1})
-
-    with pytest.raises(Deadlock, match=r"\(probe, forward\) waits: 'actor' is at version 0, it reads version 1"):
-        run_virtual(main())
-
-
-def test_a_deadlock_names_the_reader_of_a_forgotten_reservation() -> None:
-    async def main() -> None:
-        arbiter = one_pool("actor", "probe")
-        with arbiter.reserve("actor", 0, "probe"):
-            await work(arbiter, "actor", "train", 1.0, writes="actor")
-
-    with pytest.raises(Deadlock, match="'actor' at version 0 is reserved by probe"):
-        run_virtual(main())
-
-
 def test_a_cancelled_holder_waits_until_the_step_of_its_move_has_ended() -> None:
     async def main() -> tuple[list[str], float]:
         offloader = SlowMover(4.0)
@@ -412,7 +384,7 @@ def test_cancelling_at_any_await_leaks_nothing(after_turns: int, mover_s: float)
         victim.cancel()
         results = await asyncio.gather(before, victim, after, return_exceptions=True)
         assert results[0] is None and results[2] is None
-        assert arbiter.is_idle, arbiter.describe()
+        assert arbiter.is_idle
         assert arbiter.version("rollout") == (0 if isinstance(results[1], asyncio.CancelledError) else 1)
         await work(arbiter, "b", "train", 0.0, writes="rollout")
         assert arbiter.resident_bytes("gpu") == 40

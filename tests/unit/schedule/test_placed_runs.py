@@ -247,7 +247,7 @@ def run(setup: Setup, **options: Any) -> tuple[SimulationResult, Simulation, Aud
 
 
 def check_nothing_left(simulation: Simulation) -> None:
-    assert simulation.arbiter.is_idle, simulation.arbiter.describe()
+    assert simulation.arbiter.is_idle
     assert simulation.stream.num_running == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

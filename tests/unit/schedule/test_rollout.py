@@ -342,7 +342,7 @@ def check(world: World, steps: Steps, num_steps: int) -> None:
                 assert list(versions) == sorted(versions) and step - (world.max_staleness or 0) <= versions[0]
                 assert versions[-1] <= step and logprobs == tuple(map(logprob_of, versions))
                 assert world.in_flight == "pick_up" or versions[0] == versions[-1]
-    assert world.arbiter.is_idle, world.arbiter.describe()
+    assert world.arbiter.is_idle
     assert asyncio.all_tasks() == {asyncio.current_task()}
     ended = {str(index) for index in range(max(g.index for groups in steps for g in groups) + 1)}
     assert not {name for name in world.kept() if name.split(".")[0] in ended | {"eval", "-1"}}, "made and still kept"

@@ -19,7 +19,7 @@ from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.extras.doctor.weights import check_weights
 from quartet.schedule.groups import Chunk, chunk_of
 from quartet.schedule.rollout_worker import PromptRequest, SampleRequest
-from quartet.trainers.attempt import RunAttempt, RunContext
+from quartet.trainers.attempt import RunAttempt
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.run_files import output_path
@@ -85,8 +85,9 @@ class _Examination:
     async def run(self) -> None:
         trainer = self._trainer
         trainer.run.start(0)
-        context = RunContext(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None)
-        attempt = await RunAttempt.begin(context, 0)
+        attempt = await RunAttempt.begin(
+            trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None, 0
+        )
         started = ", ".join(trainer.workers.models)
         self._findings.add(judged("start", f"{started} and {len(trainer.workers.engines)} engines"))
         async with contextlib.aclosing(attempt):

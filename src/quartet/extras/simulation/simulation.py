@@ -30,15 +30,13 @@ from quartet.extras.simulation.cost_model import Cost, CostModel, StageCost
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams, StepEngine
 from quartet.schedule.clock import drained, now
-from quartet.schedule.groups import AdmissionRule, Consumed, Event, Group, GroupStream, Journal, chunk_of
+from quartet.schedule.groups import AdmissionRule, Consumed, Event, Group, GroupStream, Journal
 from quartet.schedule.iteration import (
-    Barriers,
     Chunk,
     DrafterLearner,
     IterationStages,
     ModelLearner,
     ModelScorer,
-    ScorePrefetcher,
     StepLearner,
     UpdatePlan,
     run_iteration,
@@ -274,8 +272,7 @@ class Simulation:
             accept=None if accept is None else lambda group: accept(group.index),
         )
         self.steps: list[list[Consumed]] = []
-        num_chunks = -(-self.prompts_per_step // self.chunk_size)
-        self.stages = self._stages(Barriers(placement.after, num_chunks=num_chunks))
+        self.stages = self._stages()
 
     async def run(self, num_steps: int) -> SimulationResult:
         """So many iterations, on whatever clock the loop has."""
@@ -341,27 +338,21 @@ class Simulation:
 
     # The iteration's roles -------------------------------------------------------------------------------
 
-    def _stages(self, barriers: Barriers) -> IterationStages:
-        costs, collect = self.costs, barriers.collect(self._collect)
-        scorers = [barriers.scorer(stage.stage, self._scorer(stage)) for stage in costs.scoring]
-        frozen = [scorer for stage, scorer in zip(costs.scoring, scorers, strict=True) if not stage.reads_own]
-        return IterationStages(
-            stream=self.stream,
-            collect=collect,
-            scorers=scorers,
-            assemble=assemble,
-            learners=[barriers.learner(stage.stage, self._learner(stage)) for stage in costs.learning],
-            publish=self.rollout.publish,
-            prefetch=ScorePrefetcher(self.stream, collect, frozen) if self._runs_ahead else None,
+    def _stages(self) -> IterationStages:
+        costs = self.costs
+        return IterationStages.wired(
+            self.rollout,
+            self.stream,
+            [(stage.stage, self._scorer(stage), not stage.reads_own) for stage in costs.scoring],
+            assemble,
+            [(stage.stage, self._learner(stage)) for stage in costs.learning],
+            placement=self.placement,
+            on_chunk=self._consumed,
         )
 
-    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
-        consumed = [group.consumed() for group in groups]
-        self.journal.consume(step, index, consumed)
-        if index == 0:
-            self.steps.append([])
-        self.steps[-1] += consumed
-        return chunk_of(step, index, groups)
+    def _consumed(self, step: int, groups: Sequence[Group]) -> None:
+        self.steps += [[] for _ in range(step + 1 - len(self.steps))]
+        self.steps[step] += [group.consumed() for group in groups]
 
     def _scorer(self, stage: StageCost) -> ModelScorer:
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
