@@ -361,8 +361,8 @@ class Rollout:
         prompt, request = self.requests(index)
         client = self._client_of(index)
         await client.complete(request, index)
-        sampled = [sample.request_id for sample in request.samples if not sample.sampling.greedy]
-        greedy = next((sample.request_id for sample in request.samples if sample.sampling.greedy), None)
+        sampled = [name for name, sampling in request.samples.items() if not sampling.greedy]
+        greedy = next((name for name, sampling in request.samples.items() if sampling.greedy), None)
         batch = await client.engine.leave(RolloutWorker.responses, index, sampled, greedy)
         self._homes.pop(index, None)
         return Group.of(index, prompt, batch)

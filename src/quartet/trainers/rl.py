@@ -52,13 +52,13 @@ from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import Checkpointed, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import NativeRolloutWorker
+from quartet.schedule.rollout_worker import NativeRolloutWorker, sampling_params
 from quartet.text.loading import brings_code
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt
 from quartet.trainers.checkpoints import BUFFERED, DRAFTS, TrainResult, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.devices import check_engine_fits
-from quartet.trainers.evaluation import prompt_requests, sampling_params, score_groups
+from quartet.trainers.evaluation import prompt_requests, score_groups
 from quartet.trainers.evaluation_files import (
     Answer,
     answer_rows,

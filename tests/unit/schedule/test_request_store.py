@@ -23,7 +23,6 @@ from quartet.schedule.rollout_worker import (
     PromptRequest,
     RequestStore,
     RolloutWorker,
-    SampleRequest,
     TurnRequest,
 )
 from quartet.text.tokenizer import TextCodec
@@ -86,8 +85,8 @@ def kept(of: RolloutWorker | RequestStore) -> set[str]:
 
 
 def asked(group: str, prompt: str, *lengths: int) -> PromptRequest:
-    samples = (SampleRequest(f"{group}.{r}", SamplingParams(max_new_tokens=length)) for r, length in enumerate(lengths))
-    return PromptRequest(group, prompt, tuple(samples))
+    samples = {f"{group}.{r}": SamplingParams(max_new_tokens=length) for r, length in enumerate(lengths)}
+    return PromptRequest(group, prompt, samples)
 
 
 def turn(number: int, state: Any, *, rewrites: bool = False, reward: float | None = None, most: int = 2) -> TurnRequest:

@@ -35,7 +35,7 @@ from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest, TurnRequest
+from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, TurnRequest
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
 
@@ -65,7 +65,7 @@ class Letters(TimedCodec):
 
 def of_prompt(name: str, prompt: str, num_samples: int = 1) -> PromptRequest:
     sampling = SamplingParams(max_new_tokens=50)
-    return PromptRequest(name, prompt, tuple(SampleRequest(f"{name}.{r}", sampling) for r in range(num_samples)))
+    return PromptRequest(name, prompt, {f"{name}.{r}": sampling for r in range(num_samples)})
 
 
 def first_turn(episode: str, state: str = "1") -> TurnRequest:
@@ -536,8 +536,8 @@ def test_groups_go_to_the_engine_with_the_fewest_tokens_to_make() -> None:
 
         def requests(index: int) -> tuple[Asked, PromptRequest]:
             prompt, request = world.requests(index)
-            sampling = replace(request.samples[0].sampling, max_new_tokens=lengths[index])
-            samples = tuple(replace(sample, sampling=sampling) for sample in request.samples)
+            new = lengths[index]
+            samples = {name: replace(sampling, max_new_tokens=new) for name, sampling in request.samples.items()}
             return prompt, replace(request, samples=samples)
 
         world.rollout.requests = requests
@@ -620,7 +620,7 @@ def test_groups_that_are_no_longer_asked_for_are_not_waited_for() -> None:
         await asyncio.sleep(1.5)
         group.cancel()
         async with world.rollout.quiet():
-            asked = PromptRequest("eval", "1", (SampleRequest("eval.0", SamplingParams(max_new_tokens=2)),))
+            asked = PromptRequest("eval", "1", {"eval.0": SamplingParams(max_new_tokens=2)})
             await world.rollout.evaluate([(Asked("1"), asked)], 0)
             assert not world.kept()
             assert world.engines[0].log[-4:] == [

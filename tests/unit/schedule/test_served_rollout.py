@@ -15,7 +15,7 @@ from quartet.extras.simulation.simulation import TimedCodec, TimedEngine
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.stepped import SteppedEngine
-from quartet.schedule.rollout_worker import PromptRequest, SampleRequest, ServedRolloutWorker
+from quartet.schedule.rollout_worker import PromptRequest, ServedRolloutWorker
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
 from quartet.weights.errors import WeightSyncError
@@ -70,8 +70,8 @@ def made(
 
 
 def asked(group: int, *lengths: int) -> PromptRequest:
-    samples = [SampleRequest(f"{group}.{i}", SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths)]
-    return PromptRequest(str(group), "", tuple(samples))
+    samples = {f"{group}.{i}": SamplingParams(max_new_tokens=n) for i, n in enumerate(lengths)}
+    return PromptRequest(str(group), "", samples)
 
 
 def ended(outputs: Any) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quartet.extras.simulation.simulation import TimedCodec
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams
-from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest
+from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 
 
 class Endless:
@@ -43,7 +43,7 @@ class Endless:
 def test_what_a_former_driver_left_is_given_up() -> None:
     engine = Endless()
     host = RolloutWorker(engine, TimedCodec())  # type: ignore[arg-type]
-    asked = PromptRequest("0", "", tuple(SampleRequest(f"0.{r}", SamplingParams()) for r in range(2)))
+    asked = PromptRequest("0", "", {f"0.{r}": SamplingParams() for r in range(2)})
     host.run_steps([asked], (), 3)
     assert host.begin().generated_tokens == 6, "its counts go on"
     assert not engine.held

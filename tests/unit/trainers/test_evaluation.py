@@ -24,10 +24,11 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import chunk_of, without_texts
 from quartet.schedule.model_worker import record_columns, rollout_records
+from quartet.schedule.rollout_worker import sampling_params
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, generate, sampling_params
+from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, generate
 from quartet.trainers.evaluation_files import Answer
 from quartet.trainers.experience import Assembler
 

@@ -148,7 +148,7 @@ def test_prompts_come_in_a_new_order_every_pass_and_randomness_follows_the_place
     num = len(prompts)
     passes = [[run_roles.item(i).prompt_id for i in range(k * num, (k + 1) * num)] for k in range(2)]
     assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1]
-    seeds = [request.sampling.seed for index in range(2 * num) for request in run_roles.requests(index)[1].samples]
+    seeds = [one.seed for index in range(2 * num) for one in run_roles.requests(index)[1].samples.values()]
     assert len(set(seeds)) == len(seeds)
     assert run_roles.requests(5) == run_roles.requests(5)
 

@@ -44,7 +44,7 @@ from quartet.schedule.iteration import (
 from quartet.schedule.leases import LeaseContext, LeaseMode, Offloader, placed_arbiter
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest
+from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs
@@ -323,11 +323,9 @@ class Simulation:
 
     def _requests(self, index: int) -> tuple[None, PromptRequest]:
         generation = self.costs.generation
-        lengths = [generation.tokens(index, r) for r in range(generation.responses)]
-        samples = [
-            SampleRequest(f"{index}.{r}", SamplingParams(max_new_tokens=length)) for r, length in enumerate(lengths)
-        ]
-        return None, PromptRequest(str(index), "", tuple(samples))
+        lengths = {f"{index}.{r}": generation.tokens(index, r) for r in range(generation.responses)}
+        samples = {name: SamplingParams(max_new_tokens=length) for name, length in lengths.items()}
+        return None, PromptRequest(str(index), "", samples)
 
     async def _update_engine_weights(self, version: int) -> int:
         """The engine gets the weights that the actor has when they have come over."""
