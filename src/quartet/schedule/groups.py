@@ -319,16 +319,16 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
     tells them apart.
     """
     members = trajectories if greedy is None else (*trajectories, greedy)
-    rows = [
-        _Row(response, part, trajectory, trajectory is greedy)
-        for response, trajectory in enumerate(members)
-        for part in range(len(trajectory.sequences))
-    ]
-    sequences = [row.sequence for row in rows]
+    rows = [(r, part, one) for r, one in enumerate(members) for part in range(len(one.sequences))]
+    sequences = [one.sequences[part] for _, part, one in rows]
+    final = [part == len(one.sequences) - 1 for _, part, one in rows]
+    # Of a trajectory's last sequence how it ended; of the others that the state was rewritten.
+    reasons = [one.finish_reason if last else "rewritten" for (_, _, one), last in zip(rows, final, strict=True)]
+    names = [f"{index}.{GREEDY if one is greedy else r}" + (f".{part}" if part else "") for r, part, one in rows]
     segments = Segments()
     ends = segments.add_prompts(s.prompt_ids for s in sequences)
     leaves = [segments.add(s.token_ids, ends[s.prompt_ids]) for s in sequences]
-    batch = segments.batch(leaves, [f"{index}.{row.name}" for row in rows])
+    batch = segments.batch(leaves, names)
     is_leaf = batch.sequence_index() >= 0
 
     def on_leaves(values: Iterable[Sequence[float]], elsewhere: float, dtype: torch.dtype) -> Tensor:
@@ -350,24 +350,24 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
         token[name] = on_leaves(own, 0, torch.int64 if whole else torch.float32)
     sequence = {
         "group": torch.full((len(rows),), index),
-        "response": torch.tensor([row.response for row in rows]),
-        "ended": torch.tensor([row.finish_reason in _ENDED for row in rows]),
+        "response": torch.tensor([r for r, _, _ in rows]),
+        "ended": torch.tensor([reason in _ENDED for reason in reasons]),
         "version": torch.tensor([s.versions[0] for s in sequences]),
         TEXT_END: torch.tensor([-1 if s.text_end is None else s.text_end for s in sequences]),
     }
     if greedy is not None:
-        sequence[GREEDY] = torch.tensor([row.is_greedy for row in rows])
-    if sources := rows[0].trajectory.scores:
+        sequence[GREEDY] = torch.tensor([one is greedy for _, _, one in rows])
+    if sources := members[0].scores:
         token["observation_mask"] = is_leaf & ~actions
-        sequence["part"] = torch.tensor([row.part for row in rows])
+        sequence["part"] = torch.tensor([part for _, part, _ in rows])
         sequence["num_turns"] = torch.tensor([s.num_turns for s in sequences])
         for name in sources:
-            scores = [row.trajectory.scores[name] if row.is_final else math.nan for row in rows]
+            scores = [one.scores[name] if last else math.nan for (_, _, one), last in zip(rows, final, strict=True)]
             sequence[REWARD_PREFIX + name] = torch.tensor(scores)
     objects = {
         STATE: [s.state for s in sequences],
         "completion": [s.completion for s in sequences],
-        "finish_reason": [row.finish_reason for row in rows],
+        "finish_reason": reasons,
         DIAGNOSED: [_diagnosed(s) for s in sequences],
     }
     return replace(batch, token=token, sequence=sequence).with_objects(**objects)
@@ -376,34 +376,6 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
 def _diagnosed(sequence: TrajectorySequence) -> dict[str, Any]:
     acted = [token for token, is_action in zip(sequence.token_ids, sequence.action_mask, strict=True) if is_action]
     return {"repetition": repetition(acted), "scripts": script_counts(sequence.completion)}
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One sequence of a group and where it belongs."""
-
-    response: int
-    part: int
-    trajectory: Trajectory
-    is_greedy: bool
-
-    @property
-    def sequence(self) -> TrajectorySequence:
-        return self.trajectory.sequences[self.part]
-
-    @property
-    def is_final(self) -> bool:
-        return self.part == len(self.trajectory.sequences) - 1
-
-    @property
-    def name(self) -> str:
-        place = GREEDY if self.is_greedy else str(self.response)
-        return place + (f".{self.part}" if self.part else "")
-
-    @property
-    def finish_reason(self) -> str:
-        """Of a trajectory's last sequence how it ended; of the others that the state was rewritten."""
-        return self.trajectory.finish_reason if self.is_final else "rewritten"
 
 
 def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str]) -> tuple[str, ...]:

@@ -3,11 +3,7 @@
 Inside ``graceful`` the first of them, whichever it is, asks the run to save and end after the step in flight. A SIGINT
 after it stops at once; SIGTERM and SIGUSR1 never do, since schedulers repeat them. Elsewhere (imports, loading,
 evaluation) there is nothing to wait for, and the first stops at once. ``Stopped`` is raised for that wherever the main
-thread is; like every exception out of a signal handler it can get lost. Against that:
-
-- ``Stopped`` out of a ``__del__`` or the callback of a weak reference is dropped by the interpreter
-  (``sys.unraisablehook``): it is raised again a moment later.
-- Whatever else swallows it meets it again with the next ``check``.
+thread is; whatever swallows it there meets it again with the next ``check``.
 
 The same signal twice within one long operation of the interpreter, which calls the handler afterwards, is one.
 
@@ -16,14 +12,12 @@ Runs a job's coroutine to its end, from a script or from inside a running event 
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import atexit
 import contextlib
 import contextvars
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -34,13 +28,12 @@ from typing import Any, TypeVar
 from quartet.config.errors import UserError
 from quartet.observe.global_state import guarded_code
 from quartet.observe.openmp import end_pool
-from quartet.schedule.clock import ComputationStopped, interrupt_computing
+from quartet.schedule.clock import interrupt_computing
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 2.0
 """For so long after ``Stopped`` was raised further signals are ignored: what cleans up is not interrupted by keys that
 were pressed in a row."""
-_AGAIN_S = 0.01
 
 
 class Stopped(KeyboardInterrupt):
@@ -62,7 +55,6 @@ class StopSignals:
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self.at_once = False  # the program is to stop where it is
-        self._raise_now = False
         self._raised_s = float("-inf")
         self._graceful = 0
         self._is_installed = False
@@ -93,17 +85,8 @@ class StopSignals:
     @contextlib.contextmanager
     def installed(self, *, ends_process: bool) -> Iterator[None]:
         """Handles the signals of this process, in its main thread."""
-        former, hook = _handlers(), sys.unraisablehook
+        former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         self._is_installed = True
-
-        def unraisable(lost: Any) -> None:
-            if issubclass(lost.exc_type, Stopped):
-                self._raise_now = True
-                _thread.start_new_thread(_interrupt_soon, ())
-            else:
-                hook(lost)
-
-        sys.unraisablehook = unraisable
         self.listen()
         try:
             yield
@@ -111,8 +94,9 @@ class StopSignals:
             if ends_process and self.first is not None:
                 self._ignore_the_rest()
             else:
-                _restore(former)
-            sys.unraisablehook = hook
+                for number, handler in former.items():
+                    if handler is not None:  # set by a library in C, and not ours to name
+                        signal.signal(number, handler)
             self._is_installed = False
 
     def listen(self) -> None:
@@ -146,12 +130,11 @@ class StopSignals:
         else:
             stops = number == signal.SIGINT and time.monotonic() - self._raised_s > GRACE_S
         if stops:
-            self.at_once = self._raise_now = True
-        if self._raise_now:
+            self.at_once = True
             raise self._stopped()
 
     def _stopped(self) -> Stopped:
-        self._raise_now, self._raised_s = False, time.monotonic()
+        self._raised_s = time.monotonic()
         return Stopped(self.first or signal.SIGINT)
 
 
@@ -186,22 +169,6 @@ def take_back_signals() -> None:
     """After something that sets handlers of its own: Ray has one for SIGTERM, set where it connects."""
     if _current is not None:
         _current.listen()
-
-
-def _handlers() -> dict[signal.Signals, Any]:
-    return {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
-
-def _restore(handlers: dict[signal.Signals, Any]) -> None:
-    for number, handler in handlers.items():
-        if handler is not None:  # set by a library in C, and not ours to name
-            signal.signal(number, handler)
-
-
-def _interrupt_soon() -> None:
-    time.sleep(_AGAIN_S)
-    # A real one: it wakes the main thread up, wherever that waits.
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _forget() -> None:
@@ -300,31 +267,11 @@ def _abandon(loop: asyncio.AbstractEventLoop) -> None:
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    with _interrupted_again(loop):
-        interrupt_computing()
-        if tasks:
-            done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=CLEAN_UP_S))
-            for task in done:
-                if not task.cancelled():
-                    task.exception()  # read, or asyncio reports it as never retrieved
+    interrupt_computing()
+    if tasks:
+        done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=CLEAN_UP_S))
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # read, or asyncio reports it as never retrieved
     asyncio.set_event_loop(None)
     loop.close()
-
-
-@contextlib.contextmanager
-def _interrupted_again(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """What ends a computation is printed and dropped where it meets a ``__del__`` or the callback of a weak reference:
-    here it comes again a moment later."""
-    hook = sys.unraisablehook
-
-    def unraisable(lost: Any) -> None:
-        if lost.exc_type is ComputationStopped:
-            loop.call_soon_threadsafe(loop.call_later, _AGAIN_S, interrupt_computing)
-        else:
-            hook(lost)
-
-    sys.unraisablehook = unraisable
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
