@@ -44,11 +44,6 @@ class Model:
         raise OSError("no memory")
 
 
-class Derived(Model):
-    def pass_over(self, number: int, *, seconds: float = 0.0) -> int:
-        return -super().pass_over(number, seconds=seconds)
-
-
 def test_calls_compute_in_their_order_on_one_thread_while_the_loop_is_free(compute: ComputeThread) -> None:
     first, second = Model(), Model()
     groups = [LocalGroup(first, compute), LocalGroup(second, compute)]
@@ -73,11 +68,6 @@ def test_calls_compute_in_their_order_on_one_thread_while_the_loop_is_free(compu
     assert (first.calls, second.calls) == ([0, 2, 4], [1, 3, 5])
     assert first.threads == second.threads and threading.get_ident() not in first.threads
     assert turns > 6, "the event loop goes on meanwhile"
-
-
-def test_the_worker_s_own_override_runs(compute: ComputeThread) -> None:
-    assert asyncio.run(LocalGroup(Derived(), compute).call(Model.pass_over, 3)) == -6
-    assert asyncio.run(LocalGroup(Derived()).call(Model.pass_over, 3)) == -6, "without a thread, too"
 
 
 def test_errors_come_out_as_they_are_and_the_thread_goes_on(compute: ComputeThread) -> None:
@@ -152,19 +142,6 @@ def test_errors_that_mean_something_to_coroutines_come_out_as_errors(
     with pytest.raises(RuntimeError, match=type(reason).__name__) as found:
         asyncio.run(asyncio.wait_for(compute.run(partial(_raises, reason)), 10))
     assert found.value.__cause__ is reason
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt("own"), SystemExit(3)])
-def test_what_ends_programs_comes_out_as_it_is(compute: ComputeThread, error: BaseException) -> None:
-    with pytest.raises(type(error)):
-        asyncio.run(compute.run(partial(_raises, error)))
-    assert asyncio.run(compute.run(lambda: 5)) == 5
-
-
-def test_modes_of_the_thread_that_waits_are_not_those_of_what_computes(compute: ComputeThread) -> None:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert asyncio.run(compute.run(torch.is_grad_enabled))
-        assert not asyncio.run(compute.run(lambda: torch.is_autocast_enabled("cpu")))
 
 
 def test_user_code_and_what_computes_never_meet(compute: ComputeThread) -> None:

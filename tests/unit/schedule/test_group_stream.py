@@ -193,23 +193,6 @@ def test_what_was_ready_ahead_of_its_step_is_neither_lost_nor_made_again(setup: 
     run_virtual(main())
 
 
-def test_a_restored_group_is_not_made_again_after_its_step() -> None:
-    """Nor is room taken for it, which the next step's groups need."""
-
-    async def main() -> list[int]:
-        produced: list[int] = []
-        stream = aged_stream(Setup(AdmissionRule(2, 0), 2, 2, [1], 0, frozenset()), produced, lambda: 0)
-        async with stream:
-            state = {"next_index": 0, "steps": 0, "accepted": 0, "rejected": 0, "versions_published": 0}
-            stream.restore(state, BufferedGroups({1: Aged(1, 0)}))
-            for step in range(2):
-                assert [g.index async for chunk in stream.chunks(step) for g in chunk] == [2 * step, 2 * step + 1]
-                stream.published(step + 1)
-        return produced
-
-    assert run_virtual(main()) == [0, 2, 3], "the next ones would have begun"
-
-
 def test_groups_from_further_ahead_than_the_rule_admits_are_refused() -> None:
     def restored(rule: AdmissionRule, buffered: BufferedGroups[Aged]) -> None:
         stream = aged_stream(Setup(rule, 1, 3, [1], 0, frozenset()), [], lambda: 0)
@@ -237,25 +220,6 @@ def fixed(
     rejects: frozenset[int] = frozenset(),
 ) -> Setup:
     return Setup(AdmissionRule(size, stale), chunk_size, 3, list(delays), 0, rejects)
-
-
-def test_a_chunk_is_yielded_as_soon_as_it_is_complete() -> None:
-    async def main() -> list[tuple[list[int], float]]:
-        async with make_stream(fixed(delays=(3, 1, 8, 2))) as stream:
-            return [(chunk, now()) async for chunk in stream.chunks(0)]
-
-    assert run_virtual(main()) == [([0, 1], 3.0), ([2, 3], 8.0)]
-
-
-def test_rejected_groups_are_replaced_when_nothing_is_in_flight() -> None:
-    async def main() -> tuple[list[list[int]], float, dict[str, int]]:
-        async with make_stream(fixed(delays=(1, 1, 5, 1), rejects=frozenset({0, 1}))) as stream:
-            chunks = [chunk async for chunk in stream.chunks(0)]
-            return chunks, now(), stream.state()
-
-    chunks, ended, state = run_virtual(main())
-    assert (chunks, ended) == ([[2, 3], [4, 5]], 6.0)  # 4 and 5 began at 5, when 2 had ended
-    assert state == {"next_index": 6, "steps": 1, "accepted": 4, "rejected": 2, "versions_published": 0}
 
 
 def test_asynchronous_generation_runs_ahead_and_synchronous_does_not() -> None:
@@ -291,18 +255,6 @@ def test_a_filter_that_rejects_everything_ends_in_counts(stale: int | None) -> N
     run_virtual(main())
 
 
-def test_an_idle_consumer_does_not_keep_a_rejecting_producer_busy() -> None:
-    async def main() -> int:
-        produced: list[int] = []
-        setup = fixed(stale=1, rejects=frozenset(range(4, 10_000)))
-        async with make_stream(setup, check=produced.append, max_attempts=8) as stream:
-            [chunk async for chunk in stream.chunks(0)]
-            await asyncio.sleep(1000)
-        return len(produced)
-
-    assert run_virtual(main()) == 4 + 2 * 8
-
-
 @pytest.mark.parametrize("stale", [None, 1])
 def test_a_failure_surfaces_once_and_leaves_nothing_running(stale: int | None) -> None:
     async def main() -> None:
@@ -318,33 +270,6 @@ def test_a_failure_surfaces_once_and_leaves_nothing_running(stale: int | None) -
             with pytest.raises(RuntimeError, match="closed"):
                 await consume(stream, fixed(), 0, 1)
         assert now() == 0.0
-
-    run_virtual(main())
-
-
-def test_a_failure_ahead_of_the_consumer_waits_for_it() -> None:
-    async def main() -> None:
-        def check(index: int) -> None:
-            if index == 6:
-                raise ZeroDivisionError("group 6")
-
-        async with make_stream(fixed(stale=0), check=check) as stream:
-            assert len(await consume(stream, fixed(), 0, 1)) == 1
-            await asyncio.sleep(20)
-            with pytest.raises(ZeroDivisionError, match="group 6"):
-                await consume(stream, fixed(), 1, 2)
-
-    run_virtual(main())
-
-
-def test_a_producer_cancelled_from_outside_is_an_error_and_not_a_hang() -> None:
-    async def main() -> None:
-        async def produce(index: int) -> int:
-            raise asyncio.CancelledError
-
-        async with GroupStream(produce, AdmissionRule(1), chunk_size=1) as stream:
-            with pytest.raises(RuntimeError, match="producing group 0 was cancelled"):
-                [chunk async for chunk in stream.chunks(0)]
 
     run_virtual(main())
 

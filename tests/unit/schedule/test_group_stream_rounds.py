@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet.config.errors import UserError
 from quartet.schedule.clock import run_virtual
-from quartet.schedule.groups import AdmissionRule, GroupStream, TooFewGroups
+from quartet.schedule.groups import AdmissionRule, GroupStream
 
 SIZE, STEPS = 4, 3
 QUICK = settings(deadline=None, max_examples=200)
@@ -58,36 +56,3 @@ def test_neither_the_step_nor_what_is_in_flight_depends_on_time(
     accepted = [index for index in range(100) if index not in rejects]
     assert steps == [accepted[step * SIZE : (step + 1) * SIZE] for step in range(STEPS)]
     assert len(in_flight) == steps[-1][-1] + 1, "nothing is made that is not needed"
-
-
-def test_a_round_is_as_large_as_what_is_missing() -> None:
-    _, in_flight = played([1], frozenset({0, 1, 4}))
-    begun = [len(running) for running in in_flight]
-    assert begun[:7] == [1, 2, 3, 4, 1, 2, 1], "0 to 3, then 4 and 5 for two rejected ones, then 6 for 4"
-
-
-def test_the_filters_owner_words_the_error() -> None:
-    shortages: list[TooFewGroups] = []
-
-    def say(shortage: TooFewGroups) -> UserError:
-        shortages.append(shortage)
-        return UserError("no variance", found="", remedy="")
-
-    async def produce(index: int) -> int:
-        return index
-
-    async def main() -> None:
-        stream = GroupStream(
-            produce,
-            AdmissionRule(SIZE),
-            chunk_size=1,
-            accept=lambda index: index == 2,
-            max_attempts=9,
-            shortage=say,
-        )
-        async with stream:
-            with pytest.raises(UserError, match="no variance"):
-                [chunk async for chunk in stream.chunks(0)]
-
-    run_virtual(main())
-    assert shortages == [TooFewGroups(step=0, wanted=4, accepted=1, attempts=9)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,13 +145,6 @@ def test_results_come_in_prompt_order_and_scorer_order_whatever_finishes_first()
     ]
 
 
-def test_scorers_of_one_chunk_ask_in_their_order() -> None:
-    simulation = Simulation(colocated=False, score_s={"a": 0.1, "b": 0.1, "c": 0.1})
-    simulation.run()
-    first = [name for name, which, _, _ in simulation.of("a", "b", "c") if which == 0]
-    assert first == ["a", "b", "c"]
-
-
 def test_learners_start_after_every_score_and_publishing_after_every_update() -> None:
     simulation = Simulation()
     ((_, metrics),) = simulation.run()
@@ -195,24 +188,6 @@ def test_an_error_comes_out_itself_and_nothing_is_left_running(role: str, which:
     assert simulation.arbiter.is_idle
 
 
-def test_after_a_failed_scorer_no_learner_has_run() -> None:
-    simulation, _ = _fails("reward", 1)
-    with pytest.raises(Broken):
-        simulation.run()
-    assert not simulation.of("actor", "critic")
-    assert simulation.arbiter.version("actor") == 0
-
-
-def test_the_first_of_several_errors_comes_out() -> None:
-    errors: Mapping[tuple[str, int], BaseException] = {
-        ("reward", 1): Broken("second"),
-        ("reference", 0): Broken("first"),
-    }
-    simulation = Simulation(fails=errors, score_s={"reference": 0.1, "reward": 0.1})
-    with pytest.raises(Broken, match="first"):
-        simulation.run()
-
-
 def test_a_cancelled_iteration_leaves_nothing_running() -> None:
     simulation = Simulation()
 
@@ -227,17 +202,3 @@ def test_a_cancelled_iteration_leaves_nothing_running() -> None:
 
     run_virtual(main())
     assert simulation.arbiter.is_idle
-
-
-def _twice(make: Callable[[], Simulation]) -> list[Log]:
-    found = []
-    for _ in range(2):
-        simulation = make()
-        simulation.run(steps=2)
-        found.append(simulation.log)
-    return found
-
-
-def test_the_order_of_work_is_the_same_every_time() -> None:
-    first, second = _twice(lambda: Simulation(chunk_size=2, prompts_per_step=6))
-    assert first == second

@@ -62,16 +62,6 @@ async def together(*coroutines: Coroutine[Any, Any, None]) -> None:
     await asyncio.gather(*coroutines)
 
 
-def test_slots_bound_how_many_roles_compute() -> None:
-    async def main(slots: int) -> float:
-        arbiter = one_pool("a", "b", "c", "d", slots=slots)
-        await together(*(work(arbiter, name, "forward", 1.0) for name in "abcd"))
-        assert arbiter.is_idle
-        return now()
-
-    assert [run_virtual(main(slots)) for slots in (1, 2, 4)] == [4.0, 2.0, 1.0]
-
-
 def test_a_role_has_one_forward_lease_at_a_time_but_shares_generation() -> None:
     async def main(mode: LeaseMode) -> float:
         arbiter = one_pool("a", slots=4)
@@ -164,21 +154,6 @@ def test_a_version_is_not_awaited_inside_a_lease_and_a_cancelled_watcher_leaks_n
     run_virtual(main())
 
 
-def test_an_urgent_request_reserves_slots_only_of_its_own_pool() -> None:
-    async def main() -> list[tuple[str, float]]:
-        roles = [RoleSpec(n, p, {"forward": 1}) for n, p in (("a", "x"), ("b", "x"), ("c", "y"))]
-        arbiter = Arbiter([PoolSpec("x"), PoolSpec("y")], roles, patience=0)
-        log: list[tuple[str, float]] = []
-        await together(
-            work(arbiter, "a", "forward", 5.0, log),
-            work(arbiter, "b", "forward", 1.0, log),
-            work(arbiter, "c", "forward", 1.0, log),
-        )
-        return log
-
-    assert run_virtual(main()) == [("a", 0.0), ("c", 0.0), ("b", 5.0)]
-
-
 def test_a_reader_waits_for_its_version_and_a_writer_advances_it() -> None:
     async def main() -> list[tuple[str, float]]:
         arbiter = one_pool("actor", "rollout", "probe", slots=3)
@@ -193,18 +168,6 @@ def test_a_reader_waits_for_its_version_and_a_writer_advances_it() -> None:
         return log
 
     assert run_virtual(main()) == [("actor", 0.0), ("actor", 2.0), ("probe", 4.0), ("rollout", 4.0)]
-
-
-def test_a_failing_writer_does_not_advance() -> None:
-    async def main() -> int:
-        arbiter = one_pool("actor")
-        with pytest.raises(ZeroDivisionError):
-            async with arbiter.lease("actor", "train", writes="actor"):
-                raise ZeroDivisionError
-        assert arbiter.is_idle
-        return arbiter.version("actor")
-
-    assert run_virtual(main()) == 0
 
 
 def test_a_queued_reader_of_the_current_version_goes_before_the_writer() -> None:
@@ -248,43 +211,6 @@ def test_a_late_reader_gets_a_clear_error_and_a_reservation_prevents_it() -> Non
     run_virtual(main())
 
 
-def test_released_reservations_let_the_writer_go() -> None:
-    async def main() -> float:
-        arbiter = one_pool("actor", "probe")
-
-        async def promise() -> None:
-            with arbiter.reserve("actor", 0, "probe"):
-                await asyncio.sleep(3)
-
-        await together(promise(), work(arbiter, "actor", "train", 0.0, writes="actor"))
-        assert arbiter.is_idle
-        return now()
-
-    assert run_virtual(main()) == 3.0
-
-
-def test_a_writer_uses_its_own_reservation() -> None:
-    async def main() -> int:
-        arbiter = one_pool("actor")
-        with arbiter.reserve("actor", 0, "actor"):
-            await work(arbiter, "actor", "train", 1.0, reads={"actor": 0}, writes="actor")
-        return arbiter.version("actor")
-
-    assert run_virtual(main()) == 1
-
-
-def test_a_version_being_replaced_cannot_be_reserved() -> None:
-    async def main() -> None:
-        arbiter = one_pool("actor", "probe")
-        async with arbiter.lease("actor", "train", writes="actor"):
-            with pytest.raises(MissedVersion, match="being advanced now"), arbiter.reserve("actor", 0, "probe"):
-                pass
-            with arbiter.reserve("actor", 1, "probe"):
-                pass
-
-    run_virtual(main())
-
-
 def test_a_queued_reader_that_misses_its_window_is_told() -> None:
     async def main() -> None:
         arbiter = one_pool("actor", "probe", slots=2)
@@ -297,17 +223,6 @@ def test_a_queued_reader_that_misses_its_window_is_told() -> None:
         assert arbiter.is_idle
 
     run_virtual(main())
-
-
-def test_reading_the_latest_version_reports_which_it_was() -> None:
-    async def main() -> dict[str, int]:
-        arbiter = one_pool("actor")
-        await work(arbiter, "actor", "train", 1.0, writes="actor")
-        async with arbiter.lease("actor", "forward", reads={"actor": None}) as lease:
-            assert (lease.ticket, lease.grant_index) == (1, 1)
-            return dict(lease.versions)
-
-    assert run_virtual(main()) == {"actor": 1}
 
 
 def test_nested_leases_are_refused() -> None:
@@ -365,28 +280,5 @@ def test_a_move_that_fails_leaves_the_accounts_right() -> None:
         assert arbiter.resident_bytes("gpu") == 0
         await work(arbiter, "a", "forward", 0.0)
         assert arbiter.resident_bytes("gpu") == 10
-
-    run_virtual(main())
-
-
-@pytest.mark.parametrize("after_turns", range(24))
-@pytest.mark.parametrize("mover_s", [0.0, 1.0])
-def test_cancelling_at_any_await_leaks_nothing(after_turns: int, mover_s: float) -> None:
-    """The victim is cancelled after so many turns: queued, granted but asleep, moving, or at work."""
-
-    async def main() -> None:
-        arbiter = one_pool("a", "b", "c", budget=40, offloader=SlowMover(mover_s), patience=1)
-        before = asyncio.create_task(work(arbiter, "a", "train", 0.0, writes="actor"))
-        victim = asyncio.create_task(work(arbiter, "b", "train", 0.0, writes="rollout"))
-        after = asyncio.create_task(work(arbiter, "c", "forward", 0.0, reads={"rollout": None}))
-        for _ in range(after_turns):
-            await asyncio.sleep(mover_s / 4)
-        victim.cancel()
-        results = await asyncio.gather(before, victim, after, return_exceptions=True)
-        assert results[0] is None and results[2] is None
-        assert arbiter.is_idle
-        assert arbiter.version("rollout") == (0 if isinstance(results[1], asyncio.CancelledError) else 1)
-        await work(arbiter, "b", "train", 0.0, writes="rollout")
-        assert arbiter.resident_bytes("gpu") == 40
 
     run_virtual(main())

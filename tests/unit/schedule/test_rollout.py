@@ -21,7 +21,7 @@ from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen
 from quartet.extras.simulation.cost_model import Cost
 from quartet.extras.simulation.simulation import TimedCodec, TimedEngine, TimedModel, logprob_of
-from quartet.observe.spans import SpanRecorder, overlap_seconds
+from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import (
     Completion,
     GenerationError,
@@ -382,20 +382,6 @@ def test_every_random_run_ends_within_its_bounds(block: int) -> None:
     assert mixed > 5, "new weights come into running responses often enough to be tested"
 
 
-def test_a_cancelled_run_leaves_nothing() -> None:
-    async def main(seed: int) -> None:
-        world = random_world(seed)
-        run = asyncio.create_task(world.collected(9))
-        await asyncio.sleep(random.Random(seed).uniform(0, 40))
-        run.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-        assert world.arbiter.is_idle and asyncio.all_tasks() == {asyncio.current_task()}
-
-    for seed in range(20):
-        run_virtual(main(seed))
-
-
 def test_a_dead_engine_fails_all_who_wait_and_leaves_nothing() -> None:
     async def main(seed: int) -> bool:
         world = random_world(seed)
@@ -412,19 +398,6 @@ def test_a_dead_engine_fails_all_who_wait_and_leaves_nothing() -> None:
 
 
 # One thing each ------------------------------------------------------------------------------------------
-
-
-def test_generation_goes_on_while_the_actor_trains() -> None:
-    async def main(max_staleness: int | None) -> float:
-        def seconds(role: str, call: str) -> float:
-            return 6.0 if call == "train" else 1.0
-
-        world = World(max_staleness=max_staleness, lengths=lambda i: 20, seconds=seconds)
-        await world.collected(4)
-        return overlap_seconds(world.recorder.spans(), "generate", "train_actor")
-
-    assert run_virtual(main(None)) == 0.0
-    assert run_virtual(main(1)) >= 10.0
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3])
@@ -582,18 +555,6 @@ def test_the_actor_trains_on_no_sooner_than_its_weights_were_compared() -> None:
 
     heard, _ = run_virtual(main())
     assert heard == [1, 2]
-
-
-def test_stats_are_sums_of_what_the_engines_counted() -> None:
-    async def main() -> None:
-        world = World(num_engines=2)
-        await asyncio.gather(*(world.rollout.generate(index) for index in range(3)))
-        await world.rollout.evaluate([(Asked("1"), of_prompt("eval", "1"))], 0)
-        stats = world.rollout.stats()
-        assert stats.generated_tokens == 3 * 2 * 3 + 3 and stats.policy_version == 0
-        assert stats.num_steps == sum(engine.stats().num_steps for engine in world.engines)
-
-    run_virtual(main())
 
 
 def test_evaluating_beside_groups_is_refused() -> None:

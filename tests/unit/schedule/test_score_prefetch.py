@@ -127,14 +127,6 @@ def test_a_slow_reward_is_waited_for_while_the_actor_trains() -> None:
     assert world.learned == plain.learned
 
 
-def test_it_begins_when_the_learners_are_at_work_and_ends_with_the_run() -> None:
-    world = played(seconds=COSTS.__getitem__)
-    ahead = [(step, begun) for step, _, begun, _ in world.of("reward") if step > 0]
-    updates = {step: begun for step, _, begun, _ in world.of("train")}
-    assert all(begun >= updates[step - 1] for step, begun in ahead)
-    assert max(step for step, _ in ahead) == world.num_steps - 1, "generation is further, and nothing scores that"
-
-
 @pytest.mark.parametrize("seed", range(300))
 def test_it_changes_nothing_but_when(seed: int) -> None:
     """Random runs: each chunk is collected and scored once and in order; values are those of the step's own weights."""
@@ -171,20 +163,3 @@ def test_what_fails_ahead_is_raised_in_its_own_step() -> None:
     world = run_virtual(main())
     assert [step for step, *_ in world.of("train")] == [0, 1], "the step before it went to its end"
     assert (2, 1) in [(step, index) for step, index, *_ in world.of("collect")]
-
-
-def test_a_stream_names_the_chunks_it_will_give() -> None:
-    async def main() -> None:
-        world = World(seconds=lambda stage: 0.0, max_staleness=3, rejects=frozenset((1, 6)), chunk_size=3)
-        async with world.stream as stream:
-            assert list(stream.buffered_chunks()) == []
-            first = [groups async for groups in stream.chunks(0)]
-            while stream.num_accepted < 16:
-                await stream.change()
-            ahead = list(stream.buffered_chunks())
-            assert ahead[:3] == [(1, 0, [5, 7, 8]), (1, 1, [9]), (2, 0, [10, 11, 12])] and len(ahead) == 6
-            second = [groups async for groups in stream.chunks(1)]
-            assert (first, second) == ([[0, 2, 3], [4]], [[5, 7, 8], [9]])
-            assert list(stream.buffered_chunks()) == ahead[2:]
-
-    run_virtual(main())

@@ -12,7 +12,7 @@ from quartet.config import UserError
 from quartet.config.cluster import OffloadConfig
 from quartet.extras.simulation.cost_model import Cost
 from quartet.extras.simulation.simulation import TimedCodec, TimedEngine
-from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
+from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.stepped import SteppedEngine
 from quartet.schedule.rollout_worker import PromptRequest, ServedRolloutWorker
@@ -167,12 +167,6 @@ def test_a_refused_request_fails_alone() -> None:
     assert error.problem == "refused"
 
 
-def test_answers_of_an_engine_that_does_nothing_else() -> None:
-    worker, _ = made()
-    batch = worker.answers([asked(0, 2, 3), asked(1, 1)], [4, 5])
-    assert batch.sequence["group"].tolist() == [4, 4, 5]
-
-
 def test_an_engine_that_comes_back_late_is_asked_the_canary() -> None:
     worker, engines = made(2, shares=False)
     router = worker._router
@@ -199,9 +193,3 @@ def test_what_ended_for_a_former_driver_is_no_answer_to_the_next_one() -> None:
     worker._lease_s = 5.0
     assert ended(worker.run_steps([asked(0, 3)], (), 1)) == ["0.0"]
     assert worker.responses(0, ["0.0"]).token["policy_version"].tolist()[-3:] == [7] * 3
-
-
-def test_late_and_cancelled_completions_are_nobodys() -> None:
-    worker, _ = made(1)
-    late = Completion("9.9", "9", (1,), (0.0,), (0,), FinishReason.CANCELLED)
-    assert worker._ended([late]) == []

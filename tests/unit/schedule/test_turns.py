@@ -35,18 +35,6 @@ def test_a_span_covers_the_work_and_not_the_wait() -> None:
     run_virtual(main())
 
 
-def test_work_fails_with_its_own_error_and_a_failed_span() -> None:
-    async def main() -> None:
-        worker = worker_on_one_pool()
-        with pytest.raises(ZeroDivisionError):
-            async with worker.turn("actor", "train", "train", step=0, writes="actor"):
-                1 // 0  # noqa: B018
-        assert worker.arbiter.is_idle and worker.arbiter.version("actor") == 3
-        assert [(s.name, s.failed) for s in worker.recorder.spans()] == [("train", True)]
-
-    run_virtual(main())
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_cancelled_turn_keeps_its_lease_until_the_work_elsewhere_has_ended(fails: bool) -> None:
     async def main() -> float:
@@ -71,13 +59,3 @@ def test_a_cancelled_turn_keeps_its_lease_until_the_work_elsewhere_has_ended(fai
         return began_s
 
     assert run_virtual(main()) == 5.0
-
-
-def test_drained_work_gives_its_result_or_its_error() -> None:
-    async def answer(value: int) -> int:
-        await asyncio.sleep(1.0)
-        return 12 // value
-
-    assert run_virtual(drained(answer(4))) == 3
-    with pytest.raises(ZeroDivisionError):
-        run_virtual(drained(answer(0)))

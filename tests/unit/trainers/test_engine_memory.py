@@ -84,8 +84,3 @@ def test_a_process_of_ray_looks_before_it_loads(
         PoolWorker(of, UserObjects(), placement, "rollout", str(tmp_path))
     with pytest.raises(pytest.fail.Exception, match="it was loaded"):
         PoolWorker(of, UserObjects(), placement, "actor", str(tmp_path))
-
-
-def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "available_bytes", lambda: 0)
-    check_engine_fits(recipe(), str(tmp_path), CPU)

@@ -200,15 +200,6 @@ def test_a_chunk_holds_each_sequence_once_with_what_is_known_of_its_tokens(make:
     assert ("greedy" in batch.sequence) == (make is with_baseline)
 
 
-def test_one_turn_is_laid_out_as_a_prompt_and_its_responses() -> None:
-    batch = chunk_of(4, 0, [one_turn(7).group(), one_turn(9).group()]).data
-    assert batch.ids == ("7.0", "7.1", "9.0", "9.1") and batch.parents == (-1, 0, 0, -1, 3, 3)
-    assert batch.input_ids.tolist() == [7, 4, 0, 1, 2, 0, 9, 4, 0, 1, 2, 0]
-    assert sorted(batch.token) == ["action_mask", "loss_mask", "policy_version", "rollout_logprobs"]
-    assert sorted(batch.sequence) == ["ended", "group", "response", "reward/x", "text_end", "version"]
-    assert batch.objects["completion"] == ("3 tokens", "1 tokens") * 2
-
-
 def test_every_token_knows_the_weights_that_sampled_it() -> None:
     chunk = chunk_of(4, 0, [one_turn(7).group()]).data
     assert chunk.token["policy_version"].tolist() == [-1, -1, 2, 2, 3, 3]
@@ -216,14 +207,6 @@ def test_every_token_knows_the_weights_that_sampled_it() -> None:
     assert one_turn(7).group().first_version == 2 and one_turn(7).group().consumed() == (7, ((2, 2), (3, 2)))
     assert with_baseline(7).group().consumed() == (7, ((2, 2), (3, 2))), "the baseline is not trained on"
     assert staleness_metrics(chunk, 4) == {"staleness/mean": 1.5, "staleness/max": 2.0}
-
-
-def test_so_do_the_tokens_of_episodes() -> None:
-    batch = chunk_of(6, 0, [several_turns(7).group()]).data
-    assert batch.token["policy_version"].tolist() == [-1, -1, 4, -1, -1, 5, 5, -1, -1, 6]
-    assert batch.sequence["version"].tolist() == [4, 5] and several_turns(7).group().first_version == 4
-    assert several_turns(7).group().consumed() == (7, ((4, 1), (5, 2), (6, 1))), "what was read has no version"
-    assert staleness_metrics(batch, 6) == {"staleness/mean": 1.0, "staleness/max": 2.0}
 
 
 def test_records_show_versions_token_by_token_only_where_they_differ(tokenizer: Any) -> None:

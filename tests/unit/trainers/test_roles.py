@@ -19,7 +19,6 @@ from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, L
 from quartet.config.rewards import ModelReward
 from quartet.models.loading import packed_scalar_model, save_scalar_model
 from quartet.observe.trackers import read_metrics
-from quartet.trainers import model_loader
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles, needs_old_logprobs
@@ -137,12 +136,6 @@ def test_warm_up_trains_the_critic_and_leaves_the_actor_alone(
     assert rows[-1]["policy_version"] == 2.0, "versions advance all the same"
 
 
-def test_the_learning_rate_of_a_rested_actor_still_ends_where_the_schedule_does(roles_of: Any) -> None:
-    rested = CriticConfig(train=TRAIN, warmup_steps=3)
-    assert roles_of(recipe(PPO(), steps=10, critic=rested)).actor.total_steps == 7
-    assert roles_of(recipe(GRPO(), steps=10, critic=rested)).actor.total_steps == 10, "no critic, no warm-up"
-
-
 def test_prompts_come_in_a_new_order_every_pass_and_randomness_follows_the_place(roles_of: Any, prompts: Any) -> None:
     run_roles = roles_of(recipe(GRPO()))
     num = len(prompts)
@@ -174,16 +167,6 @@ def test_an_update_that_breaks_off_half_way_is_not_saved(
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.run.saved_steps() == []
-
-
-def test_nothing_is_loaded_when_the_output_directory_is_taken(
-    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(model_loader, "packed_causal_lm", None)
-    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
-    with pytest.raises(UserError, match="not empty"):
-        RLTrainer(recipe(GRPO(), output_dir=str(tmp_path)), **objects)
 
 
 def test_evaluation_prompts_passed_from_python_are_used(
