@@ -72,7 +72,7 @@ from quartet.trainers.experience import (
 from quartet.trainers.roles import RLRoles, limits_of, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.run_files import writing
-from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes
+from quartet.trainers.workers import RoleOffloader, RunWorkers
 
 
 class DynamicSampling:
@@ -158,7 +158,6 @@ class RunAttempt:
         on_finished: told of completions, or episodes, that ended.
         step: complete steps so far, which is the version of all weights.
         shuffle: of scores within a step, for control experiments.
-        sizes: role → mode → bytes.
 
     Attributes:
         is_learning: updates of the step under way have begun, so the weights are no longer those of its beginning.
@@ -173,33 +172,42 @@ class RunAttempt:
         kl: KLCoefficient,
         on_finished: Callable[[int], None],
         step: int,
-        sizes: Sizes,
+        *,
         shuffle: Callable[[int, int], Tensor] | None = None,
     ) -> None:
         self.roles, self.recipe, self._workers = roles, roles.recipe, workers
         self._run, self._recorder, self._kl = run, run.recorder, kl
-        placement = self._workers.placement
-        self._runs_ahead = placement.max_staleness is not None
-        self._trains_drafter = HEADS in placement.pool_of
-        self._offloader = RoleOffloader(self._workers, self._recorder)
-        self.leases = LeaseContext(
-            placed_arbiter(placement, sizes, version=step, offloader=self._offloader), self._recorder
-        )
+        self._on_finished, self._step, self._shuffle = on_finished, step, shuffle
+        self._runs_ahead = workers.placement.max_staleness is not None
+        self._trains_drafter = HEADS in workers.placement.pool_of
+        self._offloader = RoleOffloader(workers, self._recorder)
+        self._sampling: DynamicSampling | None = None
+        self.is_learning = False
+        self.updates: dict[str, tuple[int, int]] = {}
+
+    async def begin(self) -> None:
+        """Connects actor and engines, brings the engines to the weights of ``step``, and makes what computes."""
+        workers, placement, step = self._workers, self._workers.placement, self._step
+        sizes = await workers.sizes()
+        await workers.connect_engines()
+        await workers.update_engine_weights(step)
+        await workers.clear()
+        arbiter = placed_arbiter(placement, sizes, version=step, offloader=self._offloader)
+        self.leases = LeaseContext(arbiter, self._recorder)
         self._journal = self._open_journal(step)
-        self.rollout = self._rollout(step, on_finished)
+        self.rollout = self._rollout(step)
         self._assembler = Assembler(
             self.recipe.algorithm,
             self.roles.rewards.weights,
             lambda: self._kl.value,
-            shuffle,
+            self._shuffle,
             max_new_tokens=self.recipe.rollout.sampling.max_new_tokens,
             seed=self.recipe.seed,
         )
-        source = self.roles.source(self.rollout, on_finished)
+        source = self.roles.source(self.rollout, self._on_finished)
         rule = AdmissionRule(self.recipe.prompts_per_step, placement.max_staleness)
         chunk_size = self.recipe.chunk_size
         algorithm = self.recipe.algorithm
-        self._sampling: DynamicSampling | None = None
         if isinstance(algorithm, GroupAlgorithm) and algorithm.dynamic_sampling is not None:
             rewards = self.roles.reward_scorers(self.leases)
             self._sampling = DynamicSampling(
@@ -211,28 +219,7 @@ class RunAttempt:
         self.stages = self._stages()
         # What the engines had sampled: before the step's rollouts, when these were complete, and by the last chunk.
         self._before = self._generated = self._sampled = self.rollout.stats()
-        self.is_learning = False
-        self.updates: dict[str, tuple[int, int]] = {}
-
-    @classmethod
-    async def begin(
-        cls,
-        roles: RLRoles,
-        workers: RunWorkers,
-        run: RunDirectory,
-        kl: KLCoefficient,
-        on_finished: Callable[[int], None],
-        step: int,
-        shuffle: Callable[[int, int], Tensor] | None = None,
-    ) -> RunAttempt:
-        """Connects actor and engines, and brings the engines to the weights of ``step``."""
-        sizes = await workers.sizes()
-        await workers.connect_engines()
-        await workers.update_engine_weights(step)
-        await workers.clear()
-        attempt = cls(roles, workers, run, kl, on_finished, step, sizes, shuffle)
-        await attempt.rollout.begin()
-        return attempt
+        await self.rollout.begin()
 
     def begin_step(self) -> None:
         self.is_learning = False
@@ -286,7 +273,7 @@ class RunAttempt:
             found["engine/retries"] = float(stats.num_retries)
         return found
 
-    def _rollout(self, step: int, on_finished: Callable[[int], None]) -> Rollout:
+    def _rollout(self, step: int) -> Rollout:
         roles, workers, config = self.roles, self._workers, self.recipe.rollout
         return Rollout(
             self.leases,
@@ -303,7 +290,7 @@ class RunAttempt:
             max_running=config.engine.capacity if self._runs_ahead else None,
             balances=is_served(config.engine),
             journal=self._journal,
-            on_finished=on_finished if roles.environment is None else None,
+            on_finished=self._on_finished if roles.environment is None else None,
         )
 
     def _open_journal(self, step: int) -> Journal | None:

@@ -440,9 +440,11 @@ class RLTrainer:
         step, self._at = beginning.step, beginning
         self.evaluation.start(step)
         self._attempt = None
-        self._attempt = attempt = await RunAttempt.begin(
-            self.roles, self.workers, self.run, self.kl, self._on_finished, step, self._shuffle
+        attempt = RunAttempt(
+            self.roles, self.workers, self.run, self.kl, self._on_finished, step, shuffle=self._shuffle
         )
+        await attempt.begin()
+        self._attempt = attempt
         async with contextlib.aclosing(attempt), attempt.stream:
             if beginning.stream is not None:
                 attempt.stream.restore(beginning.stream, beginning.buffered)

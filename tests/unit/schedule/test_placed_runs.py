@@ -21,8 +21,15 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import HEADS, SCORING, PlacementConfig, ResolvedPlacement, Role, Stage, resolve
-from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost, StageCost
-from quartet.extras.simulation.simulation import Simulation, SimulationResult, assemble
+from quartet.extras.simulation.simulation import (
+    Cost,
+    CostModel,
+    GenerationCost,
+    Simulation,
+    SimulationResult,
+    StageCost,
+    assemble,
+)
 from quartet.observe.spans import Span
 from quartet.schedule.clock import run_virtual
 from quartet.schedule.groups import Diverged, Event

@@ -14,8 +14,7 @@ from quartet.config import UserError
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
-from quartet.extras.simulation.cost_model import Cost
-from quartet.extras.simulation.simulation import TimedEngine
+from quartet.extras.simulation.simulation import Cost, TimedEngine
 from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request, SamplingParams, StepEngine
 from quartet.schedule.groups import by_group
 from quartet.schedule.rollout_worker import (

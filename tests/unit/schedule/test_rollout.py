@@ -19,8 +19,7 @@ from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen
-from quartet.extras.simulation.cost_model import Cost
-from quartet.extras.simulation.simulation import TimedCodec, TimedEngine, TimedModel, logprob_of
+from quartet.extras.simulation.simulation import Cost, TimedCodec, TimedEngine, TimedModel, logprob_of
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import (
     Completion,

@@ -10,8 +10,7 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.cluster import OffloadConfig
-from quartet.extras.simulation.cost_model import Cost
-from quartet.extras.simulation.simulation import TimedCodec, TimedEngine
+from quartet.extras.simulation.simulation import Cost, TimedCodec, TimedEngine
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.stepped import SteppedEngine

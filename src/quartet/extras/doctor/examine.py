@@ -85,9 +85,8 @@ class _Examination:
     async def run(self) -> None:
         trainer = self._trainer
         trainer.run.start(0)
-        attempt = await RunAttempt.begin(
-            trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None, 0
-        )
+        attempt = RunAttempt(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None, 0)
+        await attempt.begin()
         started = ", ".join(trainer.workers.models)
         self._findings.add(judged("start", f"{started} and {len(trainer.workers.engines)} engines"))
         async with contextlib.aclosing(attempt):
