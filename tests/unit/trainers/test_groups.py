@@ -1,4 +1,7 @@
-"""One type of group for one turn and for several: its layout, its versions, and its way through a checkpoint."""
+"""One type of group for one turn and for several: its layout, its versions, and its way through a checkpoint.
+
+Per-token numbers that an engine adds to its completions become token fields of the batch; checkpoints keep them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,3 +225,44 @@ def test_records_show_versions_token_by_token_only_where_they_differ(tokenizer: 
     assert (second.policy_version, second.columns["policy_version"]) == (3, [3.0])
     whole = records((2, 2, 2), (3,))
     assert [(r.policy_version, "policy_version" in r.columns) for r in whole] == [(2, False), (3, False)]
+
+
+PROMPT = SimpleNamespace(token_ids=(1, 2), prompt_id="p", prompt="?")
+
+
+def completion_of_columns(name: str, num: int, **columns: Any) -> Completion:
+    return Completion(
+        name, "g", tuple(range(3, 3 + num)), (-0.5,) * num, (0,) * num, FinishReason.LENGTH, columns=columns
+    )
+
+
+def group_of(*completions: Completion) -> Group:
+    return Group.of(0, PROMPT, group_batch(0, [answered((1, 2), c, "text") for c in completions]))
+
+
+def numbered() -> Group:
+    return group_of(
+        completion_of_columns("a", 2, entropy=(0.25, 1.0), expert=(7, 2**40)),
+        completion_of_columns("b", 1, entropy=(2,), expert=(5,)),
+    )
+
+
+def test_columns_are_token_fields_of_the_chunk() -> None:
+    batch = chunk_of(0, 0, [numbered()]).data
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 3]
+    assert batch.token["entropy"].tolist() == [0.0, 0.0, 0.25, 1.0, 2.0]
+    assert batch.token["expert"].tolist() == [0, 0, 7, 2**40, 5]
+    assert (batch.token["entropy"].dtype, batch.token["expert"].dtype) == (torch.float32, torch.int64)
+
+
+def test_lengths_and_names_are_checked() -> None:
+    with pytest.raises(UserError, match="one number per token"):
+        completion_of_columns("a", 2, entropy=(1.0,))
+    with pytest.raises(UserError, match="same columns"):
+        group_of(completion_of_columns("a", 1, entropy=(1.0,)), completion_of_columns("b", 1))
+    with pytest.raises(UserError, match="names of their own"):
+        group_of(completion_of_columns("a", 1, action_mask=(1.0,)))
+
+
+def test_columns_do_not_enter_where_there_are_none() -> None:
+    assert not {"entropy", "expert"} & chunk_of(0, 0, [group_of(completion_of_columns("a", 2))]).data.token.keys()

@@ -1,4 +1,8 @@
-"""Engines apart from the trainer's process: the training of a run with them is that of one without, to the bit."""
+"""Engines apart from the trainer's process: the training of a run with them is that of one without, to the bit.
+
+Episodes of several turns by an engine in a process: tokens, versions, log-probabilities and rewards are those of the
+engine in the trainer's process.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ from quartet.rollout.stepped import SteppedEngine
 from quartet.trainers import engines
 from quartet.trainers.engines import Policy
 from quartet.trainers.rl import RLTrainer
+from served_episodes import check_episodes, run  # noqa: F401 - a fixture
 
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "overlap/", "handover/", "time_s", "engine/")
 NOT_OF_ENGINES = (*NOT_NUMBERS, "rollout/tokens", "rollout/prefill")  # what an engine does twice counts twice
@@ -224,3 +229,13 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(trainer: Callable[...,
     with pytest.raises(UserError, match="enough"):
         first.train()
     assert_equal(trained(trainer("there", resume=True, placement=PLACEMENTS["pipelined"])), here)
+
+
+@pytest.mark.usefixtures("exact_processor")
+def test_a_native_engine_in_a_process_to_the_bit(run: Any) -> None:  # noqa: F811
+    here, here_model, _ = run("here", NativeEngineConfig(max_running=5), "exact")
+    there, there_model, rows = run("there", NativeEngineConfig(max_running=5, process=True), "exact")
+    check_episodes(here)
+    assert there == here
+    assert all(torch.equal(a, b) for a, b in zip(here_model.parameters(), there_model.parameters(), strict=True))
+    assert rows[-1]["agreement/logprob_diff_max"] == 0.0
