@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sharded_models as ranks
-from quartet.cluster.dispatch import marks_of
-from quartet.cluster.layout import Layout
+from quartet.cluster.dispatch import Layout, marks_of
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import scalar_model_from
 from quartet.observe.digests import FileDigest
@@ -254,11 +253,11 @@ def test_checkpoints_that_lack_a_part_or_are_another_models_are_told(causal: Pat
 
 def test_every_rank_of_a_role_writes_and_tells_its_files() -> None:
     saving, finishing = (marks_of(Checkpointed)[name].mode for name in ("save_checkpoint", "finish_checkpoint"))
-    plan = saving.plan(Layout.fit(3), ("there",), {"background": True})
+    plan = saving.plan(Layout(3), ("there",), {"background": True})
     assert [(call.args, call.kwargs) for call in plan.calls if call is not None] == [
         (("there",), {"background": True, "rank": rank}) for rank in range(3)
     ]
-    collect = finishing.plan(Layout.fit(3), ("there",), {}).collect
+    collect = finishing.plan(Layout(3), ("there",), {}).collect
     one, two, three = ({name: FileDigest(bytes=1, sha256="0" * 64)} for name in "abc")
     assert collect([one, two, three], [None] * 3) == {**one, **two, **three}
     assert collect([one, None, three], [None] * 3) is None  # not written yet
