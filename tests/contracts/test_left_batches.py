@@ -23,7 +23,6 @@ from quartet.cluster import (
     WorkerGroup,
     dispatch,
 )
-from quartet.cluster.backend import Backend, Ref, WorkerHandle
 from quartet.config.common import ShardingConfig
 from quartet.observe.diagnostics import straggler_metrics
 from quartet.observe.spans import SpanRecorder
@@ -84,13 +83,13 @@ class Process(RolesWorker):
 
 
 @pytest.fixture(scope="module")
-def backend(ray_cluster: Backend) -> Backend:
+def backend(ray_cluster: Any) -> Any:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no module that a worker could import
     return ray_cluster
 
 
 @pytest.fixture(scope="module")
-def processes(backend: Backend) -> WorkerGroup:
+def processes(backend: Any) -> WorkerGroup:
     return WorkerGroup(ResourcePool([2], **TINY), Process, name="two")
 
 
@@ -143,7 +142,7 @@ def test_an_outline_has_everything_but_the_ids(
 
 
 def test_what_is_left_is_split_over_ranks_selected_and_joined(
-    backend: Backend, rollout: RemoteGroup[Rollout], model: RemoteGroup[Model], made_here: list[RaggedBatch]
+    backend: Any, rollout: RemoteGroup[Rollout], model: RemoteGroup[Model], made_here: list[RaggedBatch]
 ) -> None:
     """The driver joins two steps, drops sequences and has the rest scored by two workers, without ever holding ids."""
 
@@ -160,9 +159,7 @@ def test_what_is_left_is_split_over_ranks_selected_and_joined(
     assert join(experience, columns).elsewhere == experience.elsewhere and len(experience.elsewhere) == 2
 
 
-def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(
-    backend: Backend, model: RemoteGroup[Model]
-) -> None:
+def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(backend: Any, model: RemoteGroup[Model]) -> None:
     recorder = SpanRecorder()
 
     async def run() -> None:
@@ -179,12 +176,12 @@ def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(
 
 
 def test_seconds_of_a_worker_begin_before_anything_is_sent(
-    backend: Backend, model: RemoteGroup[Model], monkeypatch: pytest.MonkeyPatch
+    backend: Any, model: RemoteGroup[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sending to the next ranks takes a while, in which the first works already."""
     recorder, call = SpanRecorder(), backend.call
 
-    def slow_call(handle: WorkerHandle, method: str, *args: Any) -> Sequence[Ref]:
+    def slow_call(handle: Any, method: str, *args: Any) -> Sequence[Any]:
         refs = call(handle, method, *args)
         time.sleep(0.2 if method == "call" else 0.0)
         return refs
@@ -225,7 +222,7 @@ def test_an_outline_may_be_dropped_as_soon_as_the_call_is_made(
     assert busy.result() == [0, 0]
 
 
-def test_the_last_outline_frees_the_ids(backend: Backend, rollout: RemoteGroup[Rollout]) -> None:
+def test_the_last_outline_frees_the_ids(backend: Any, rollout: RemoteGroup[Rollout]) -> None:
     def held() -> set[Any]:
         counts: dict[Any, Any] = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
         return set(counts)
@@ -261,20 +258,14 @@ def test_ids_that_were_never_made_fail_what_reads_them(processes: WorkerGroup, m
 
 
 def test_ids_that_are_not_where_they_should_be_are_named(
-    processes: WorkerGroup, rollout: RemoteGroup[Rollout], model: RemoteGroup[Model]
+    rollout: RemoteGroup[Rollout], model: RemoteGroup[Model]
 ) -> None:
     left = asyncio.run(rollout.leave(Rollout.make, 2))
-    number = processes.call(RolesWorker.run_role, "model", "rest", 0.0, mode=RANK_ZERO, blocking=False)
-    for elsewhere, message in (
-        (left.elsewhere, "no source has the token ids of sequence '1.0.0'"),
-        ([number.reference()], "are in other batches, not in a int"),
-        (["the other machine"], "are in results of calls, not in a str"),
-    ):
-        with pytest.raises(WorkerError, match=message):
-            tokens_of(model, batch_of(1).outline(elsewhere))
+    with pytest.raises(WorkerError, match=r"no source has the token ids of sequence '1\.0\.0'"):
+        tokens_of(model, batch_of(1).outline(left.elsewhere))
 
 
-def test_ids_outlive_the_worker_that_made_them(backend: Backend, model: RemoteGroup[Model]) -> None:
+def test_ids_outlive_the_worker_that_made_them(backend: Any, model: RemoteGroup[Model]) -> None:
     group = WorkerGroup(ResourcePool([1], **TINY), Process, name="short-lived")
     outline = asyncio.run(RemoteGroup(group, "rollout", Rollout).leave(Rollout.make, 4, length=5000))
     group.stop()

@@ -31,8 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
-from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, dispatch
-from quartet.cluster.layout import Layout
+from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, Layout, dispatch
 from quartet.config import UserError
 from quartet.config.cluster import OffloadConfig
 from quartet.config.file_errors import write_error

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch, sent
-from quartet.cluster.split import Share, merge_results, shares_of, table_of
+from quartet.cluster.dispatch import Share, merge_results, shares_of, table_of
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.memory import drop_derived
 from quartet.models.packed_model import PackedModel

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 
 from quartet.batch import RaggedBatch
-from quartet.cluster.manifests import num_bytes
-from quartet.cluster.split import shares_of, table_of
+from quartet.cluster.dispatch import shares_of, table_of
+from quartet.cluster.futures import num_bytes
 
 
 @st.composite
