@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
-from quartet.models import saving
+from quartet.models import directories
+from quartet.models.directories import Gather, meta_twin, save_gathered
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -30,7 +31,6 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.models.saving import Gather, meta_twin, save_gathered
 from quartet.observe.memory import held_bytes
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.role_group import LocalGroup
@@ -271,7 +271,7 @@ def exported(
 
 def exported_in_files(path: str, out: str, tokenizer: Any) -> dict[str, list[str]]:
     """As ``exported``, into files of at most 4 KB."""
-    saving.MAX_FILE_SIZE = "4KB"
+    directories.MAX_FILE_SIZE = "4KB"
     of_whole = PreTrainedModel.save_pretrained
     try:
         PreTrainedModel.save_pretrained = partialmethod(of_whole, max_shard_size="4KB")  # type: ignore[method-assign]

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
 from quartet.batch.partition import AtomTree, balanced
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 
 EVEN_ENOUGH = 1.05
 """Cost of the dearest part over the mean at which a plan is taken without cutting smaller."""

@@ -41,8 +41,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.schedule.clock import News
 from quartet.schedule.group_stream import GroupStream

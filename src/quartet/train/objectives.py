@@ -19,28 +19,26 @@ from torch import Tensor
 
 from quartet.algorithms.losses import (
     AggregationDenominators,
-    LossTokens,
-    aggregate,
-    aggregation_denominators,
-    kl_loss,
-    sft_loss,
-    value_loss,
-)
-from quartet.algorithms.policy_losses import (
     ImportanceWeights,
+    LossTokens,
     PolicyLossOutput,
     PolicyTokens,
     SampledTokens,
+    aggregate,
+    aggregation_denominators,
     cispo_loss,
     gmpo_loss,
     gspo_loss,
     importance_weights,
     kl_cov_loss,
+    kl_loss,
     mean_weight,
     policy_loss,
     reinforce_loss,
     sapo_loss,
     sequence_policy_loss,
+    sft_loss,
+    value_loss,
 )
 from quartet.algorithms.segments import keep, segment_sum
 from quartet.batch.ragged import RaggedBatch
@@ -61,7 +59,7 @@ from quartet.config.algorithms import (
     keeps_trajectories_whole,
     kl_term,
 )
-from quartet.models.truncation import Limits
+from quartet.models.logprobs import Limits
 from quartet.train.engine import Objective
 from quartet.train.forward import Needs, Outputs
 from quartet.train.metrics import MetricSums

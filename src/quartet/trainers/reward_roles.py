@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
 from quartet.config.rewards import GateConfig

@@ -18,9 +18,9 @@ from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, Optim
 from quartet.config.load import load_recipe
 from quartet.extras.data_rows.command import DataRows, sections_of
 from quartet.extras.speculation import job
+from quartet.extras.speculation.config import HeadsConfig, MedusaRecipe
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.extras.speculation.job import MedusaTrainer, MedusaWorker
-from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.callbacks import Callback
 from quartet.rollout.engine import NativeEngine

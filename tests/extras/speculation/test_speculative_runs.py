@@ -23,7 +23,6 @@ from quartet.config.placement import AsynchronousPlacement
 from quartet.config.plugins import load
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.config.speculation import Speculation
-from quartet.extras.speculation import vllm
 from quartet.extras.speculation.config import (
     HeadTraining,
     HistorySpeculation,
@@ -31,7 +30,7 @@ from quartet.extras.speculation.config import (
     StepCosts,
 )
 from quartet.extras.speculation.drafting import medusa
-from quartet.extras.speculation.heads import MedusaHeads
+from quartet.extras.speculation.heads import MedusaHeads, vllm_medusa
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout import process_native
@@ -267,7 +266,7 @@ def test_heads_are_written_for_vllm(shared: bool, train: Any, causal_lm: Any, tm
     heads.save(tmp_path / "heads")
     section = MedusaSpeculation(path=str(tmp_path / "heads"), depth=2, train=train).model_dump()
     (folder := tmp_path / "vllm").mkdir()
-    drafts = vllm.medusa(section, folder)
+    drafts = vllm_medusa(section, folder)
     assert drafts.config == {"method": "medusa", "model": str(folder), "num_speculative_tokens": 2}
     sent = MedusaHeads.load(tmp_path / "heads", packed, 2).weights()
     shapes = {name.removeprefix("medusa."): tuple(tensor.shape) for name, tensor in sent}

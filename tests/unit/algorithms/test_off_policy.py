@@ -3,20 +3,20 @@ import math
 import pytest
 import torch
 
-from quartet.algorithms import policy_losses
-from quartet.algorithms.policy_losses import SampledTokens
+from quartet.algorithms import losses
+from quartet.algorithms.losses import SampledTokens
 
 
 def importance_weights(*tokens, **options):
-    return policy_losses.importance_weights(SampledTokens(*tokens), **options)
+    return losses.importance_weights(SampledTokens(*tokens), **options)
 
 
 def is_accepted(*tokens, **options):
-    return policy_losses.is_accepted(SampledTokens(*tokens), **options)
+    return losses.is_accepted(SampledTokens(*tokens), **options)
 
 
 def mean_weight(weights, *tokens, **options):
-    return policy_losses.mean_weight(weights, SampledTokens(weights, weights, *tokens), **options)
+    return losses.mean_weight(weights, SampledTokens(weights, weights, *tokens), **options)
 
 
 def weights_of(layout, old, rollout, **options):

@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from quartet.algorithms.losses import LossTokens, aggregation_denominators
-from quartet.algorithms.policy_losses import (
+from quartet.algorithms.losses import (
+    LossTokens,
     PolicyTokens,
+    aggregation_denominators,
     cispo_loss,
     gmpo_loss,
     gspo_loss,

@@ -3,19 +3,18 @@ from functools import partial
 import pytest
 import torch
 
-from quartet.algorithms import policy_losses
-from quartet.algorithms.losses import LossTokens, aggregate, aggregation_denominators, kl_loss
-from quartet.algorithms.policy_losses import PolicyTokens
+from quartet.algorithms import losses
+from quartet.algorithms.losses import LossTokens, PolicyTokens, aggregate, aggregation_denominators, kl_loss
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.3}
 
 
 def policy_loss(*given, **options):
-    return policy_losses.policy_loss(PolicyTokens(*given), **options)
+    return losses.policy_loss(PolicyTokens(*given), **options)
 
 
 def sequence_policy_loss(*given, **options):
-    return policy_losses.sequence_policy_loss(PolicyTokens(*given), **options)
+    return losses.sequence_policy_loss(PolicyTokens(*given), **options)
 
 
 def near(logprobs, seed, spread=0.3):

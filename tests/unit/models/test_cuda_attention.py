@@ -17,6 +17,7 @@ from quartet.models.attention import (
     BLOCK,
     LayerRule,
     PackedAttention,
+    SegmentTree,
     TreeIndex,
     block_mask,
     block_masks,
@@ -25,7 +26,6 @@ from quartet.models.attention import (
     masked_attention,
     tree_index,
 )
-from quartet.models.tree_attention import SegmentTree
 
 TREE = ((5, 3, 2, 7, 4, 1, 6), (-1, 0, 1, 1, 0, -1, 5))
 ROOTS = ((4, 9, 9, 1), (-1, -1, -1, -1))

@@ -23,9 +23,9 @@ from quartet.models.exact import (
     exact_masked_attention,
     key_length,
 )
-from quartet.models.exact_check import check_exact
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM
+from quartet.models.packing_probe import check_exact
 
 Build = Callable[..., PreTrainedModel]
 

@@ -12,8 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quartet.models import attention
-from quartet.models.attention import LayerRule, PackedAttention, masked_attention, visible
-from quartet.models.tree_attention import Inner, SegmentTree, tree_attention
+from quartet.models.attention import (
+    Inner,
+    LayerRule,
+    PackedAttention,
+    SegmentTree,
+    masked_attention,
+    tree_attention,
+    visible,
+)
 
 # A root (6) with a leaf (2), an only child behind its parent (3, 1), a fork (4) of three leaves (2, 2, 5); a lone root.
 LENGTHS = (6, 2, 3, 1, 4, 2, 2, 5, 3)

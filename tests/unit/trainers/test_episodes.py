@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import MIN_SHARED, RaggedBatch
+from quartet.batch.ragged import MIN_SHARED, ColumnSet, RaggedBatch
 from quartet.batch.trajectory import (
     STEP_PREFIX,
     Trajectories,

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from breaking import fails_at, same_weights
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import Trajectory
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, ReMax

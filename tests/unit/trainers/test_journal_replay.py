@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config.algorithms import GRPO
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from breaking import break_at, same_weights, untimed_rows
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GPG, GRPO, PPO, RLOO, Distillation, KLConfig, OnlineDPO
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, TrainConfig

@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 
 from quartet.extras.speculation.config import StepCosts
-from quartet.extras.speculation.drafting import Choice, HeadDrafter, HistoryDrafter, branching
-from quartet.extras.speculation.speculator import Acceptance, Proposer, Speculator, cost, drafted_cost
+from quartet.extras.speculation.drafting import (
+    Acceptance,
+    Choice,
+    HeadDrafter,
+    HistoryDrafter,
+    Proposer,
+    Speculator,
+    branching,
+    cost,
+    drafted_cost,
+)
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import scheduler
 from quartet.rollout.drafter import chain
@@ -344,7 +353,7 @@ def test_acceptance_of_a_tree_is_by_node_and_its_metrics_by_depth() -> None:
 def test_where_drafts_do_not_pay_one_row_is_tried_now_and_then(
     tiny: Any, make_request: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quartet.extras.speculation.speculator.PROBE_EVERY", 64)
+    monkeypatch.setattr("quartet.extras.speculation.drafting.PROBE_EVERY", 64)
     dear = StepCosts(plain=(1.0, 1.0), drafted=(9.0, 90.0))
     speculator = Speculator(HeadDrafter(heads_of(tiny.packed, 3, 0.1), CHAIN), dear)
     engine = NativeEngine(tiny.packed, drafter=speculator)

@@ -12,9 +12,18 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PPO
 from quartet.config.common import OptimConfig
-from quartet.extras.speculation.companion import LEAST, Companion, CompanionWorker, Counts, Watched, next_share
 from quartet.extras.speculation.config import HeadTraining
-from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
+from quartet.extras.speculation.head_trainer import (
+    HIDDEN,
+    LEAST,
+    Companion,
+    CompanionWorker,
+    Counts,
+    HeadTrainer,
+    Watched,
+    future_labels,
+    next_share,
+)
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.train.engine import LossTerm, TrainEngine

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import OptimConfig
 from quartet.extras.speculation import head_trainer
+from quartet.extras.speculation.config import HeadsConfig
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
 from quartet.extras.speculation.heads import MedusaHeads
-from quartet.extras.speculation.recipe import HeadsConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.forward import forward_only
 
