@@ -19,8 +19,8 @@ fp64 (gradient checks)                      the formula over a dense ``[T, T]`` 
 In depth-first order the tokens of a segment and of all its descendants are one interval, so "token i sees token j" is
 ``j <= i < end[j]``, where ``end[j]`` is where the descendants of j's segment end. Windows count true positions.
 
-On the CPU a token attends to its own segment causally and to every ancestor wholly. Each of these parts is one call of torch's
-flash kernel for the CPU, and parts are joined through their log-sum-exps: with ``o_i`` and ``l_i`` of part i the whole
+On the CPU a token attends to its own segment causally and to every ancestor wholly. Each of these parts is one call of
+torch's flash kernel, and parts are joined through their log-sum-exps: with ``o_i`` and ``l_i`` of part i the whole
 is ``Σ exp(l_i − l) o_i``, ``l = logsumexp(l_i)``. A parent's part takes the queries of all its descendants in one call,
 so a prompt is read once for its whole group. The flash backward of a part needs nothing but the joined output and
 log-sum-exp (Dao et al. 2022, "FlashAttention", §B.2: they enter only through ``P = exp(s − l)`` and

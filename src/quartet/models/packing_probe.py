@@ -10,7 +10,8 @@ Whether ``numerics: exact`` holds here: settings it needs, and its three equalit
 Which bits a kernel gives is promised by no library: it depends on the processor, its libraries and their versions. So
 nothing is trusted; what the engines rely on is measured before they start, to the bit.
 
-Shapes: M rows, T or P packed tokens, L tokens of one sequence, n sequences, H query heads, Hk key/value heads, D head size.
+Shapes: M rows, T or P packed tokens, L tokens of one sequence, n sequences, H query heads, Hk key/value heads,
+D head size.
 """
 
 from __future__ import annotations
