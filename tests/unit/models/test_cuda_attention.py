@@ -18,8 +18,6 @@ from quartet.models.attention import (
     LayerRule,
     PackedAttention,
     SegmentTree,
-    TreeIndex,
-    block_mask,
     block_masks,
     cuda_tree_attention,
     dense_mask,
@@ -101,15 +99,6 @@ def test_blocks_at_their_borders(first: int, parent: int, window: int | None) ->
     assert bool(full[1, 0]) == (reaches and (window is None or window > 255))
 
 
-def test_block_mask_lists_the_blocks_of_each_row() -> None:
-    lengths, parents = random_tree(11)
-    index = tree_index(SegmentTree(lengths, parents))
-    mask = block_mask(index, None, torch.device("cpu"))
-    assert mask.shape == (1, 1, sum(lengths), sum(lengths))
-    partial, full = block_masks(index, None)
-    assert torch.equal(mask.to_dense()[0, 0].bool(), partial | full)
-
-
 RULES = [
     LayerRule(0.3),
     LayerRule(0.3, window=6),
@@ -160,21 +149,6 @@ def test_fp64_form_has_the_gradients_of_the_cpu(
     atol, rtol = tolerances[torch.float64]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
-
-
-def test_layers_share_what_the_pack_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int | None] = []
-
-    def counted(index: TreeIndex, window: int | None, device: torch.device) -> object:
-        made.append(window)
-        return block_mask(index, window, device)
-
-    monkeypatch.setattr(attention, "block_mask", counted)
-    cache: dict[object, object] = {}
-    q, k, v = (x.detach() for x in heads(sum(TREE[0]), 16))
-    for window in (None, 6, None, 6, 1000):
-        cuda_tree_attention(q, k, v, LayerRule(0.3, window), SegmentTree(*TREE), cache)
-    assert made == [None, 6]
 
 
 # Flash attention ------------------------------------------------------------------------------------------

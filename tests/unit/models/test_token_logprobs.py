@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from quartet.models import logprobs as logprobs_module
 from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
-from quartet.models.packed_model import PackedCausalLM
 
 ROWS = 23
 
@@ -35,21 +34,6 @@ def test_equals_log_softmax(family, temperature, rows, make_twins, close):
     every = (logits / temperature).log_softmax(-1)
     close(logprobs, every[torch.arange(ROWS), labels])
     close(entropies, -(every.exp() * every).sum(-1))
-
-
-def test_entropy_by_hand(make_twins):
-    """Equal logits over 61 tokens: log 61 nats, each log-probability its negative, at every temperature."""
-    packed = make_twins("llama").packed
-    torch.nn.init.zeros_(packed.head.weight)
-    logprobs, entropies = packed.token_logprobs(torch.ones(2, 32), torch.tensor([0, 60]), temperature=0.3, entropy=True)
-    expected = torch.full((2,), 61.0).log()
-    torch.testing.assert_close(entropies, expected)
-    torch.testing.assert_close(logprobs, -expected)
-
-
-def test_entropy_only_when_asked(rows, make_twins):
-    hidden, labels = rows
-    assert make_twins("llama", torch.float64).packed.token_logprobs(hidden, labels)[1] is None
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 23])
@@ -100,33 +84,6 @@ def test_no_tensor_of_all_rows_and_the_vocabulary(precision, entropy, make_twins
         total.backward()
     assert forward.numel <= packed.head.weight.numel() < 64 * 4096
     assert backward.numel <= packed.head.weight.numel()
-
-
-def test_a_large_vocabulary_lowers_the_chunk(make_twins, monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_CHUNK_BYTES", {"cpu": 6 * 61 * 8})
-    packed = make_twins("llama", torch.float64).packed
-    hidden = torch.randn(ROWS, 32, dtype=torch.float64)
-    with Products() as products, torch.no_grad():
-        packed.token_logprobs(hidden, torch.zeros(ROWS, dtype=torch.int64))
-    assert products.rows == [6, 6, 6, 5]
-
-
-def test_only_small_columns_are_kept(rows, make_twins):
-    """Hidden rows, weights and numbers per row; no logits."""
-    hidden, labels = rows
-    packed = make_twins("llama", torch.float64).packed
-    sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
-        packed.token_logprobs(hidden.clone().requires_grad_(), labels, entropy=True)
-    assert sorted(sizes) == [ROWS, ROWS, ROWS, ROWS * 32, 61 * 32]
-
-
-def test_nothing_is_kept_without_gradients(rows, make_twins):
-    hidden, labels = rows
-    packed = make_twins("llama", torch.float64).packed
-    with torch.no_grad():
-        logprobs, _ = packed.token_logprobs(hidden, labels)
-    assert logprobs.grad_fn is None
 
 
 # Gradients -----------------------------------------------------------------------------------------------
@@ -212,18 +169,6 @@ def test_entropy_without_gradient(rows, make_twins, close):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_a_frozen_head_gets_no_gradient(rows, make_twins):
-    hidden, labels = rows
-    packed = make_twins("llama", torch.float64).packed
-    packed.head.weight.requires_grad_(False)
-    h = hidden.clone().requires_grad_()
-    with Products() as products:
-        logprobs, _ = packed.token_logprobs(h, labels)
-        logprobs.sum().backward()
-    assert h.grad is not None and packed.head.weight.grad is None
-    assert len(products.rows) == 3, "logits, logits again, gradient of the rows"
-
-
 def test_tied_embeddings_get_both_gradients(make_twins, sequences, packed_hidden, close):
     packed = make_twins("qwen2", torch.float64).packed
     assert packed.head.weight is packed.model.get_input_embeddings().weight
@@ -270,19 +215,6 @@ def test_another_head_runs_through_autograd(family, rows, make_twins, close):
 # One head for sampler and trainer ------------------------------------------------------------------------
 
 
-class Products(TorchDispatchMode):
-    """Rows of the left factor of every matrix product."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
-            self.rows.append(args[0].shape[0])
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -314,17 +246,6 @@ def test_blocks_change_no_bit(softcap, rows, monkeypatch):
         (logprobs.sum() + entropies.sum()).backward()
         found.append((logprobs, entropies, h.grad))
     assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
-
-
-@pytest.mark.parametrize("num_rows", [1, 5, 23])
-def test_exact_numerics_do_not_depend_on_the_number_of_rows(num_rows, make_model):
-    """A product of few rows rounds differently from one of many; exact numerics never run one of few."""
-    packed = PackedCausalLM(make_model("llama", hidden_size=96), numerics="exact")
-    hidden, labels = torch.randn(23, 96, generator=torch.Generator().manual_seed(0)), torch.arange(23)
-    logprobs, entropies = packed.token_logprobs(hidden, labels, entropy=True)
-    few, few_entropies = packed.token_logprobs(hidden[:num_rows], labels[:num_rows], entropy=True)
-    assert torch.equal(few, logprobs[:num_rows]) and torch.equal(few_entropies, entropies[:num_rows])
-    assert torch.equal(packed.logits(hidden[:num_rows]), packed.logits(hidden)[:num_rows])
 
 
 def test_no_rows_give_none(make_twins):
