@@ -28,20 +28,6 @@ def make_model() -> Make:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_fresh_heads_say_what_the_trunk_says(make_model: Make, family: str, shared: bool) -> None:
-    """With its soft caps: W is 0, and the heads are the trunk's."""
-    trunk = PackedCausalLM(make_model(family))
-    heads = MedusaHeads(trunk, 3, shared_head=shared)
-    hidden = 3 * torch.randn(5, heads.hidden_size)
-    logits = heads(hidden)
-    assert logits.shape == (5, 3, heads.vocab_size)
-    assert logits.dtype == torch.float32
-    for k in range(3):
-        torch.testing.assert_close(logits[:, k], trunk.logits(hidden).detach())
-
-
-@pytest.mark.parametrize("shared", [True, False])
 def test_a_head_is_the_published_one(make_model: Make, shared: bool) -> None:
     trunk = PackedCausalLM(make_model("llama"))
     heads = _trained(trunk, 2, shared=shared)
