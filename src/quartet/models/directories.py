@@ -86,6 +86,7 @@ def weight_paths(source: str) -> list[Path]:
 
     Raises:
         OSError: there are none.
+        UserError: an index that names files which are not there, or lie elsewhere.
     """
     folder = Path(local_or_hub(source, "model"))
     for name in ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"):
@@ -94,8 +95,14 @@ def weight_paths(source: str) -> list[Path]:
             continue
         if not name.endswith(".json"):
             return [file]
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return [folder / shard for shard in sorted(set(weight_map.values()))]
+        shards = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
+        if lost := [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]:
+            raise UserError(
+                f"shards of {str(folder)!r} are missing",
+                found=f"{name} names {named(lost)}, not in the directory",
+                remedy="download the directory again, with all of its files",
+            )
+        return [folder / shard for shard in shards]
     raise OSError(f"no file named model.safetensors or pytorch_model.bin in {source}")
 
 
@@ -184,10 +191,13 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         raise _quantised(source, f"quantization_config: {quantised}")
-    tensors = _tensors(Path(source))
-    other = sorted(n for n, (dtype, _) in tensors.items() if n.endswith("weight") and dtype not in _FLOATING)
-    if other:
-        raise _quantised(source, f"{tensors[other[0]][0]} numbers in {named(other)}")
+    with contextlib.suppress(OSError):  # the weights need not be there
+        for path in weight_paths(source):
+            if path.suffix == ".safetensors":
+                with safe_open(str(path), "pt") as file:
+                    kinds = {n: file.get_slice(n).get_dtype() for n in file.keys() if n.endswith("weight")}  # noqa: SIM118
+                if other := sorted(n for n, dtype in kinds.items() if dtype not in _FLOATING):
+                    raise _quantised(source, f"{kinds[other[0]]} numbers in {named(other)}")
     return config
 
 
@@ -197,33 +207,6 @@ def _quantised(source: str, found: str) -> UserError:
         found=found,
         remedy="use the model's weights in fp32, bf16 or fp16",
     )
-
-
-def _tensors(directory: Path) -> dict[str, tuple[str, list[int]]]:
-    """Dtype, as headers call it, and shape of every tensor in the directory's safetensors files; none of other files.
-
-    Raises:
-        UserError: an index that names files which are not there, or lie elsewhere.
-    """
-    files = [directory / "model.safetensors"]
-    if not files[0].is_file() and (directory / INDEX).is_file():
-        weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-        lost = [name for name in names if Path(name).name != name or not (directory / name).is_file()]
-        if lost:
-            raise UserError(
-                f"shards of {str(directory)!r} are missing",
-                found=f"{INDEX} names {named(lost)}, not in the directory",
-                remedy="download the directory again, with all of its files",
-            )
-        files = [directory / name for name in names]
-    found: dict[str, tuple[str, list[int]]] = {}
-    for file in files:
-        if file.is_file():  # opening a pipe would wait for ever
-            with safe_open(str(file), "pt") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                found.update({name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()})
-    return found
 
 
 def _headers(source: str) -> dict[str, torch.Tensor]:

@@ -34,7 +34,6 @@ TWO_POOLS = {
     "pools": {"policy": {"roles": ["rollout", "actor", "heads"]}, "scores": {"roles": ["critic", "reference"]}},
 }
 PLACEMENTS: dict[str, Any] = {
-    "separated": {"type": "separated", **{role: {} for role in ("actor", "rollout", "critic", "reference")}},
     "forward_offload": {
         "type": "forward_offload",
         "rollout": {},
@@ -43,10 +42,6 @@ PLACEMENTS: dict[str, Any] = {
     },
     "full_offload": TIGHT,
     "pipelined": TWO_POOLS,
-    "pipelined, two slots": {
-        "type": "pipelined",
-        "pools": {"all": {"roles": ["rollout", "actor", "critic", "reference"], "slots": 2}},
-    },
 }
 PPO_RUN: dict[str, Any] = {"algorithm": PPO(kl=KLConfig(coef=0.05)), "steps": 2, "epochs": 2, "chunk_size": 3}
 LEARNING_STAGES = ("train_critic", "train_actor", "train_heads", "publish", "canary")

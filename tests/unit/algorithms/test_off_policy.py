@@ -81,15 +81,6 @@ def test_matches_a_loop(level, mode, make_layout, close):
     assert 0 < found.num_capped < layout.mask.sum()
 
 
-def test_equal_policies_weigh_one_whatever_the_dtype(make_layout):
-    layout = make_layout(0)
-    old = layout.normal(0, torch.bfloat16)
-    found = weights_of(layout, old, old, level="sequence", mode="truncate", cap=1.0)
-    assert found.weights.dtype == torch.float32
-    assert torch.equal(found.weights == 1, layout.mask & (layout.owner >= 0))
-    assert found.num_capped == 0
-
-
 def test_order_constancy_and_unchanged_inputs(make_layout, close, unchanged):
     layout = make_layout(0)
     old, rollout = layout.normal(0).requires_grad_(), layout.normal(1)

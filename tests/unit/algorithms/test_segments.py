@@ -20,13 +20,6 @@ def test_sums_means_and_deviations_match_a_loop(make_layout, close):
         close(std[n], own.std() if len(own) > 1 else torch.tensor(0.0, dtype=torch.float64))
 
 
-def test_owner_without_tokens_has_zero_sum_mean_and_no_last_token():
-    owner = torch.tensor([-1, 2, 2])
-    assert seg.segment_sum(torch.ones(3), owner, 3).tolist() == [0, 0, 2]
-    assert seg.segment_mean(torch.ones(3), owner, 3).tolist() == [0, 0, 1]
-    assert seg.last_token(owner, 3).tolist() == [-1, -1, 2]
-
-
 def test_last_token_and_time_order(make_layout):
     layout = make_layout(5)
     owner = seg.masked_owner(layout.owner, layout.mask)
@@ -41,12 +34,6 @@ def test_segment_is_constant():
     owner = torch.tensor([0, 0, 0, 1, -1])
     assert seg.segment_is_constant(values, owner, 3).tolist() == [False, True, True]
     assert seg.segment_is_constant(-values[:2], owner[:2], 1).tolist() == [True]
-
-
-def test_masked_mean_ignores_what_is_masked():
-    values = torch.tensor([1.0, float("-inf"), 3.0])
-    assert seg.masked_mean(values, torch.tensor([True, False, True])).item() == 2.0
-    assert seg.masked_mean(values, torch.zeros(3, dtype=torch.bool)).item() == 0.0
 
 
 def test_whitening_matches_torch_and_ignores_order(make_layout, close):

@@ -82,12 +82,3 @@ def test_no_part_is_above_the_cap(items, num_parts, cap):
     assert sum(map(bool, parts)) == min(num_parts, len(items))
     for division in allowed:
         assert max(totals(costs, parts)) <= max(totals(costs, division))
-
-
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(50, 120))
-def test_best_fit_fills_parts(sizes, cap):
-    parts = best_fit(sizes, cap)
-    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
-    filled = totals(sizes, parts)
-    assert all(total <= cap for total in filled)
-    assert sum(2 * total <= cap for total in filled) <= 1, "two that are half empty would have been one"

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.batch.partition import AtomTree, longest_first, plan_micro_batches
+from quartet.batch.partition import AtomTree, plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 
@@ -95,27 +95,6 @@ def test_what_every_plan_keeps_to(batch, budget, num_ranks, share, size, data):
     assert [block.cost for block in tree.alone] == [cost_of(batch, part, 50, share) for part in parts]
 
 
-def todays_longest_first(costs, budget):
-    """What the plan was before: blocks dealt by tokens alone, with more parts until the budget is kept to."""
-    num_parts = max(-(-sum(costs) // budget), sum(2 * cost > budget for cost in costs), 1)
-    while True:
-        parts = longest_first(costs, min(num_parts, len(costs)))
-        if all(sum(costs[b] for b in part) <= budget for part in parts):
-            return parts
-        num_parts += max(num_parts // 32, 1)
-
-
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(500, 2000), st.integers(20, 5000))
-def test_never_more_parts_nor_dearer_ones_than_longest_first(lengths, budget, token_cost):
-    batch = RaggedBatch.from_sequences([[1] * n for n in lengths])
-    (parts,) = plan_ranks(batch, budget, 1, token_cost=token_cost)
-    former = todays_longest_first(lengths, budget)
-    assert len(parts) <= len(former)
-    if len(parts) == len(former):
-        dearest, formerly = (max(cost_of(batch, part, token_cost) for part in plan) for plan in (parts, former))
-        assert dearest <= formerly
-
-
 @given(tree_batches(), st.integers(1, 5), st.booleans())
 def test_ranks_have_equal_shares_to_within_an_atom(batch, num_ranks, share):
     shares = [part for (part,) in plan_ranks(batch, 10**6, num_ranks, share, token_cost=50)]
@@ -138,19 +117,6 @@ def test_trees_stay_whole_where_they_fit(batch, budget):
             assert touched == [members]
         else:
             assert len(touched) > 1
-
-
-def test_a_forked_tree_is_cut_along_its_branches():
-    """Root (10) with two forks (10 each) of two leaves (1 each), the leaves stored crosswise."""
-    batch = RaggedBatch(
-        input_ids=torch.zeros(34, dtype=torch.int64),
-        segment_lengths=(10, 10, 10, 1, 1, 1, 1),
-        parents=(-1, 0, 0, 1, 2, 1, 2),
-        leaves=(3, 4, 5, 6),
-        ids=("a", "b", "c", "d"),
-    )
-    assert in_order(plan_tree(batch, 34)) == [[0, 1, 2, 3]]
-    assert in_order(plan_tree(batch, 33)) == [[0, 2], [1, 3]]
 
 
 def test_pairs_count_their_prompt_once():

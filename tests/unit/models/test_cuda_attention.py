@@ -62,12 +62,6 @@ def walked_mask(lengths: Sequence[int], parents: Sequence[int], window: int | No
     return mask
 
 
-@given(st.integers(0, 10**6), st.sampled_from([None, 1, 4, 30]))
-def test_dense_mask_is_the_walk_over_ancestors(seed: int, window: int | None) -> None:
-    lengths, parents = random_tree(seed, longest=12)
-    assert torch.equal(dense_mask(SegmentTree(lengths, parents), window), walked_mask(lengths, parents, window))
-
-
 def assert_blocks_are_right(lengths: Sequence[int], parents: Sequence[int], window: int | None) -> Tensor:
     """Returns which blocks are full."""
     num_tokens = sum(lengths)
@@ -116,8 +110,8 @@ def heads(num_tokens: int, size: int, dtype: torch.dtype = torch.float32) -> tup
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("size", [8, 32])
-@pytest.mark.parametrize("tree", [TREE, ROOTS, random_tree(3)], ids=["tree", "roots", "large"])
+@pytest.mark.parametrize("size", [8])
+@pytest.mark.parametrize("tree", [TREE, random_tree(3)], ids=["tree", "large"])
 @torch.no_grad()
 def test_flex_form_equals_the_dense_formula(
     tree: tuple[Sequence[int], Sequence[int]],

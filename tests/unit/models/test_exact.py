@@ -23,7 +23,7 @@ from quartet.models.exact import (
     exact_masked_attention,
     key_length,
 )
-from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
+from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.models.packing_probe import check_exact
 
@@ -191,7 +191,7 @@ def test_decode_steps_have_the_bits_of_a_prefill(dense: PackedCausalLM) -> None:
 
 
 @pytest.mark.usefixtures("exact_processor")
-@pytest.mark.parametrize("size", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("size", [64, 96, 128])
 def test_attention_of_real_head_sizes(size: int) -> None:
     """Single queries against those of a whole sequence, where products are long enough to be cut up."""
     generator = torch.Generator().manual_seed(0)
@@ -207,7 +207,7 @@ def test_attention_of_real_head_sizes(size: int) -> None:
 
 
 @pytest.mark.usefixtures("exact_processor")
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("name", ["gemma2"])
 @pytest.mark.parametrize("unsplit", [0, 96])
 def test_a_processor_that_splits_shorter_sums(
     unsplit: int, name: str, build_architecture: Build, texts: list[Tensor], monkeypatch: pytest.MonkeyPatch
@@ -252,12 +252,6 @@ def test_log_probabilities_do_not_depend_on_chunks_or_rows(
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_architectures_pass_the_check(name: str, build_architecture: Build) -> None:
     check_exact(PackedCausalLM(build_architecture(name, max_position_embeddings=2048), numerics="exact"))
-
-
-@pytest.mark.usefixtures("exact_processor")
-def test_a_value_model_passes_the_check(build_architecture: Build) -> None:
-    scalar = scalar_model_from(build_architecture("qwen2"), seed=0)
-    assert packed_scalar_model(scalar, numerics="exact").numerics == "exact"
 
 
 def test_loading_runs_the_check(build_architecture: Build) -> None:

@@ -123,7 +123,7 @@ def test_a_copy_runs_its_own_layers(make_model, sequences, packed_hidden):
     assert torch.equal(packed_hidden(twin, sequences), before)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_what_a_token_costs_is_counted_in_products(family, make_model):
     """Against torch's count of the unmodified model's operations: products of weights and products of attention."""
     model = make_model(family)

@@ -30,22 +30,6 @@ def forked() -> RaggedBatch:
     )
 
 
-def test_shared_layout_by_hand(forked):
-    """Leaves before segments with children, shorter ones first; descendants behind their ancestor."""
-    packed = pack(forked)
-    # Packed: the lone sequence, the root, its leaf, its fork, the fork's leaves.
-    assert packed.lengths == (5, 3, 2, 2, 1, 4)
-    assert packed.parents == (-1, -1, 1, 1, 3, 3)
-    assert packed.leaves == (5, 2, 4, 0)
-    source = [12, 13, 14, 15, 16, 0, 1, 2, 5, 6, 3, 4, 7, 8, 9, 10, 11]
-    assert packed.source.tolist() == source
-    assert packed.input_ids.tolist() == [10 + t for t in source]
-    assert packed.position_ids.tolist() == [*range(5), *range(3), 3, 4, 3, 4, 5, *range(5, 9)]
-    assert packed.owned.int().tolist() == [*[1] * 5, *[0] * 3, 1, 1, 0, 0, *[1] * 5]
-    assert packed.previous.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, 7, 8, 7, 10, 11, 11, 13, 14, 15]
-    assert packed.num_stored == 17
-
-
 def test_predicted_rows_by_hand(forked):
     """A segment's first token is predicted from the last token of its parent."""
     expected = {

@@ -279,15 +279,6 @@ def test_rotary_positions_in_the_order_of_the_input_unshare(make_model):
     assert "position_ids" in refused.value.found
 
 
-def test_attention_that_loses_the_parent_unshares(make_model, monkeypatch):
-    build = PackedAttention.__init__
-    monkeypatch.setattr(PackedAttention, "__init__", lambda self, lengths, parents=None: build(self, lengths))
-    for packed in (packed_causal_lm(make_model()), packed_scalar_model(scalar_model_from(make_model(), seed=0))):
-        assert not packed.shares_prefixes
-        assert len(packed.warnings) == 1
-        assert check_decoding(packed) < 1e-5, "sampling does not need the tree"
-
-
 @pytest.mark.parametrize("share", [True, False], ids=["asked to share", "not asked to"])
 def test_an_unshared_model_trains_right(share, make_model, close):
     """Where the probe says so, the engine copies the prompt to every response."""

@@ -36,24 +36,6 @@ def test_equals_log_softmax(family, temperature, rows, make_twins, close):
     close(entropies, -(every.exp() * every).sum(-1))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 23])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_chunks_change_nothing(chunk, entropy, rows, make_twins, close):
-    hidden, labels = rows
-    packed = make_twins("gemma2", torch.float64).packed
-    found = []
-    for size in (1000, chunk):
-        packed.model.zero_grad()
-        h = hidden.clone().requires_grad_()
-        logprobs, entropies = packed.token_logprobs(h, labels, temperature=0.8, chunk=size, entropy=entropy)
-        weights = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
-        total = (logprobs * weights).sum() + (0 if entropies is None else (entropies * weights.cos()).sum())
-        total.backward()
-        found.append((logprobs.detach(), h.grad, packed.head.weight.grad.clone()))
-    for whole, chunked in zip(*found, strict=True):
-        close(chunked, whole)
-
-
 class Largest(TorchDispatchMode):
     """Remembers the most elements of any tensor that an operation returned."""
 
@@ -169,18 +151,6 @@ def test_entropy_without_gradient(rows, make_twins, close):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_tied_embeddings_get_both_gradients(make_twins, sequences, packed_hidden, close):
-    packed = make_twins("qwen2", torch.float64).packed
-    assert packed.head.weight is packed.model.get_input_embeddings().weight
-    found = []
-    for run in (packed.token_logprobs, lambda h, y: _plain(packed, h, y, 1.0)):
-        packed.model.zero_grad()
-        hidden = packed_hidden(packed, sequences)
-        run(hidden, torch.arange(len(hidden)))[0].sum().backward()
-        found.append(packed.head.weight.grad.clone())
-    close(*found)
-
-
 class Scaled(torch.nn.Module):
     """A head that is not a plain linear layer, as an adapter makes one."""
 
@@ -252,19 +222,6 @@ def test_no_rows_give_none(make_twins):
     packed = make_twins("llama").packed
     logprobs, entropies = packed.token_logprobs(torch.zeros(0, 32), torch.zeros(0, dtype=torch.int64), entropy=True)
     assert logprobs.shape == entropies.shape == (0,)
-
-
-def test_bf16_reduces_in_fp32(rows, make_twins, close):
-    """Only the product runs in bf16: the probabilities of its fp32 logits add up to 1."""
-    hidden, labels = rows
-    twins = make_twins("llama", initializer_range=0.02)
-    twins.packed.precision = "bf16"
-    logprobs, _ = twins.packed.token_logprobs(hidden.float(), labels)
-    assert logprobs.dtype == torch.float32
-    exact = twins.plain.get_output_embeddings()(hidden.float()).log_softmax(-1)
-    close(logprobs, exact[torch.arange(ROWS), labels], torch.bfloat16)
-    rounded = (hidden.bfloat16() @ twins.plain.get_output_embeddings().weight.bfloat16().T).float().log_softmax(-1)
-    close(logprobs, rounded[torch.arange(ROWS), labels])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -70,14 +70,6 @@ def test_a_pass_and_an_update_by_hand() -> None:
     assert (found := taken(packed)).flops == 3 * FORWARD and found.computed_tokens == 6
 
 
-def test_a_prompt_that_is_computed_twice_counts_once_as_useful() -> None:
-    for share, tokens, budget in ((True, 9, 5), (False, 9, 64)):
-        packed = model()
-        engine(packed, token_budget=budget, share_prefixes=share).train_step(batch(), SFTObjective())
-        found = taken(packed)
-        assert (found.computed_tokens, found.useful_tokens, found.flops) == (tokens, 6, 3 * FORWARD)
-
-
 def test_frozen_weights_have_no_gradients_to_compute() -> None:
     packed = model(rank=2)
     adapters = sum(p.numel() for p in packed.adapters.trained.values()) if packed.adapters is not None else 0

@@ -1,7 +1,4 @@
-"""The recipe's sections of the drafters ``history`` and ``medusa``.
-
-Medusa heads: how they are made and trained.
-"""
+"""The recipe's sections of the drafters ``history`` and ``medusa``, and the recipe by which Medusa heads are made."""
 
 from __future__ import annotations
 
@@ -10,19 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from quartet.config.common import OptimConfig, Strict
+from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig
 from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig
+from quartet.config.evaluation import untrained
 from quartet.config.placement import AsynchronousPlacement
+from quartet.config.plugins import Starter
 from quartet.config.speculation import Speculation
-from quartet.config.strict import Tokens
+from quartet.config.strict import Rows, Samples, Tokens
+from quartet.config.supervised import SupervisedRecipe
 
 if TYPE_CHECKING:
     from quartet.config.recipe import RLRecipe
-from quartet.config.common import SamplingConfig, TrainConfig
-from quartet.config.evaluation import untrained
-from quartet.config.plugins import Starter
-from quartet.config.strict import Rows, Samples
-from quartet.config.supervised import SupervisedRecipe
 
 MAX_NODES = 64
 """Of a tree of drafts."""

@@ -1,4 +1,4 @@
-"""Drafts by Medusa heads, and the drafters that recipes name.
+"""The drafters that recipes name: what they propose, and when it pays to have it verified.
 
 Shapes: B rows, D hidden, K depth, V vocabulary, R ranks.
 
@@ -8,28 +8,25 @@ Answers of one policy to one prompt repeat each other, those of a policy that wa
 so. The answers are kept as tokens (``Answers``, of bounded size); a suffix automaton of a prompt and its answers exists
 while requests with that prompt run.
 
-When it pays to have drafted tokens verified, and how many.
-
 A proposer offers tokens to follow each running request's newest one; the engine verifies all of them in one forward
 (``NativeEngine.step``) and keeps those that it would have drawn anyway. How many are drafted is decided by counts
 alone: running rows, tokens on offer, the share of drafted tokens kept so far by their place in the tree, and what steps
 cost, which was measured once. No clock runs, so a run that goes on from a checkpoint decides as it would have.
 
 Depth 1 is the first drafted token of a row.
-
-What engine steps cost by the number of their tokens: measured once, then numbers like any other state of a run.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -168,38 +165,6 @@ _MARGIN = 1.02
 """By so much drafting must promise to be quicker."""
 _WINDOW = 4096
 """Tokens drafted at a node from which on older ones count half."""
-
-
-class Proposer(Protocol):
-    """What tokens might follow, whether or not it pays to verify them.
-
-    Attributes:
-        tree: a whole draft.
-        reads_hidden: drafts are made from ``Response.hidden``.
-    """
-
-    tree: DraftTree
-    reads_hidden: bool
-
-    def lengths(self, running: Sequence[Response]) -> list[int]:
-        """Depth down to which it could draft for each, that of ``tree`` at most; costs little."""
-
-    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Tokens for each: of these nodes of ``tree``, as far as it can."""
-
-    def finished(self, response: Response) -> None:
-        """It ended by itself, and has all its tokens."""
-
-    def forget(self, response: Response) -> None:
-        """It ended, in whatever way."""
-
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """What a trainer sends with the model's own weights, named."""
-
-    def state(self) -> dict[str, Any]:
-        """What it has learned, as tensors and plain values by name; not changed by what follows."""
-
-    def load(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Acceptance:
@@ -553,6 +518,43 @@ class Answers:
                 self.add(prompt, next(texts))
 
 
+class Proposer(ABC):
+    """What tokens might follow, whether or not it pays to verify them.
+
+    Attributes:
+        tree: a whole draft.
+        reads_hidden: drafts are made from ``Response.hidden``.
+    """
+
+    tree: DraftTree
+    reads_hidden = False
+
+    @abstractmethod
+    def lengths(self, running: Sequence[Response]) -> list[int]:
+        """Depth down to which it could draft for each, that of ``tree`` at most; costs little."""
+
+    @abstractmethod
+    def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Tokens for each: of these nodes of ``tree``, as far as it can."""
+
+    def finished(self, response: Response) -> None:  # noqa: B027 (most need not know)
+        """It ended by itself, and has all its tokens."""
+
+    def forget(self, response: Response) -> None:  # noqa: B027
+        """It ended, in whatever way."""
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """What a trainer sends with the model's own weights, named."""
+        return ()
+
+    def state(self) -> dict[str, Any]:
+        """What it has learned, as tensors and plain values by name; not changed by what follows."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Takes up what ``state`` gave."""
+
+
 @dataclass
 class _Place:
     """Where a running request's text stands in the automaton of its prompt, after ``num_read`` of its tokens."""
@@ -564,15 +566,13 @@ class _Place:
     draft: Sequence[int] = ()
 
 
-class HistoryDrafter:
+class HistoryDrafter(Proposer):
     """
     Args:
         min_match: newest tokens that must stand in the texts.
         max_draft: tokens of a draft.
         kept_tokens: of prompts and answers together.
     """
-
-    reads_hidden = False
 
     def __init__(self, min_match: int, max_draft: int, kept_tokens: int) -> None:
         self.tree = chain(max_draft)
@@ -621,9 +621,6 @@ class HistoryDrafter:
         if prompt in self._automata:
             _add(self._automata[prompt], prompt, tokens, MAX_AUTOMATON_TOKENS)
 
-    def weights(self) -> tuple[()]:
-        return ()
-
     def forget(self, response: Response) -> None:
         if self._places.pop(response, None) is None:
             return
@@ -661,7 +658,7 @@ def branching(paths: Sequence[Sequence[int]]) -> DraftTree:
     return DraftTree(parents, tuple(range(len(paths))))
 
 
-class HeadDrafter:
+class HeadDrafter(Proposer):
     """Tokens from each head's distribution: the likeliest, or those that the request itself would draw there first.
 
     Args:
@@ -707,20 +704,8 @@ class HeadDrafter:
         found: list[list[int]] = tokens.view(len(running), depth, num)[:, depths, ranks].tolist()
         return found
 
-    def finished(self, response: Response) -> None:
-        """Heads learn elsewhere."""
-
-    def forget(self, response: Response) -> None:
-        """Nothing is kept."""
-
     def weights(self) -> Sequence[tuple[str, Tensor]]:
         return self._learned
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """There is none."""
 
 
 def history(config: HistorySpeculation, packed: PackedCausalLM, model: None) -> Speculator:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -236,33 +236,6 @@ MEMORY = 4.0
 """Steps after which what was counted in one weighs about a third."""
 
 
-def next_share(share: float, recent: float, best: float) -> float:
-    """Share of the token budget for the next step: all while acceptance is low or has fallen, else half as much.
-
-    Args:
-        share: of the step before.
-        recent, best: acceptance of late and its highest so far, from 0 to 1.
-    """
-    return 1.0 if recent < LOW or recent < FALLING * best else max(share / 2, LEAST)
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Drafted tokens, and those of them that were kept; older steps count less."""
-
-    drafted: float = 0.0
-    kept: float = 0.0
-
-    @property
-    def acceptance(self) -> float:
-        return self.kept / self.drafted if self.drafted else 0.0
-
-    def after(self, drafted: float, kept: float) -> Counts:
-        """With those of one more step."""
-        fade = 1 - 1 / MEMORY
-        return Counts(fade * self.drafted + drafted, fade * self.kept + kept)
-
-
 class Watched(Objective):
     """An objective whose passes leave hidden states behind, and which is the same in everything else.
 
@@ -311,15 +284,6 @@ class Watched(Objective):
         return self._objective.loss(outputs, batch, denominators, sums)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What the passes of one update left: as of ``Watched``, without its batch."""
-
-    states: Tensor | None
-    is_here: Tensor
-    labels: Tensor
-
-
 class Companion:
     """Trains Medusa heads beside the updates of their trunk.
 
@@ -335,8 +299,9 @@ class Companion:
         self._engine = engine
         self._config = config
         self._trainer = HeadTrainer(heads, config, config.optim, total_steps=engine.total_steps, seed=seed)
-        self._counts, self._best, self._share = Counts(), 0.0, 1.0
-        self._kept: list[_Kept] = []
+        # Drafted tokens and those that were kept, older steps counting less; and the best share of these so far.
+        self._drafted, self._accepted, self._best, self._share = 0.0, 0.0, 0.0, 1.0
+        self._kept: list[tuple[Tensor | None, Tensor, Tensor]] = []  # states, is_here, labels
 
     def watch(self, batch: RaggedBatch, objective: Objective, num_updates: int) -> Watched:
         """``objective`` with the positions of ``batch`` to learn from, in a step of ``num_updates`` updates."""
@@ -348,7 +313,7 @@ class Companion:
     def keep(self, watched: Watched) -> None:
         """Keeps what the trunk's passes left behind for ``learn``; nothing without a position."""
         if len(watched.rows):
-            self._kept.append(_Kept(watched.states, watched.is_here, watched.labels))
+            self._kept.append((watched.states, watched.is_here, watched.labels))  # not the batch
 
     def learn(self) -> dict[str, float]:
         """An update from each of those kept, in their order; with the LM head that the trunk has now.
@@ -363,39 +328,42 @@ class Companion:
         if not kept:
             return {}
         with self._engine.reporting_failures(), self.heads.with_whole_head():
-            for left in kept:
-                states = left.states if self._engine.num_ranks == 1 else self._joined(left)
-                assert states is not None, "every position is in a pass"
-                self._trainer.learn(states, left.labels, torch.arange(len(left.labels)), sums)
+            for states, is_here, labels in kept:
+                whole = states if self._engine.num_ranks == 1 else self._joined(states, is_here)
+                assert whole is not None, "every position is in a pass"
+                self._trainer.learn(whole, labels, torch.arange(len(labels)), sums)
         figures = sums.results()
         return {
             **{f"heads/{name}": value for name, value in figures.items() if name.startswith("accuracy")},
             "heads/loss": figures["loss"] / len(kept),
-            "heads/tokens": float(sum(len(left.labels) for left in kept)),
+            "heads/tokens": float(sum(len(labels) for *_, labels in kept)),
             "heads/skipped_steps": float(self._trainer.num_skipped),
         }
 
-    def _joined(self, left: _Kept) -> Tensor:
+    def _joined(self, states: Tensor | None, is_here: Tensor) -> Tensor:
         """``[M, D]`` from the passes of all ranks."""
-        own = None if left.states is None else left.states[left.is_here].cpu()
-        found = self._engine.of_all_ranks((left.is_here.cpu(), own))
+        own = None if states is None else states[is_here].cpu()
+        found = self._engine.of_all_ranks((is_here.cpu(), own))
         parts = [(is_here, theirs) for is_here, theirs in found if theirs is not None]
-        states = parts[0][1].new_zeros(len(left.labels), self.heads.hidden_size)
-        for is_here, theirs in parts:
-            states[is_here] = theirs
-        return states
+        joined = parts[0][1].new_zeros(len(is_here), self.heads.hidden_size)
+        for places, theirs in parts:
+            joined[places] = theirs
+        return joined
 
     def note_drafts(self, drafted: int, kept: int) -> None:
-        """Sets the budget of the next step by what became of the drafts in this one; without any it stays.
+        """Sets the budget of the next step by what became of the drafts in this one; without any it stays. All of it
+        while acceptance is low or has fallen, else half as much as before.
 
         An engine that was started anew counts from 0, so the difference may be below that: as if there were none.
         """
         if drafted <= 0:
             return
-        self._counts = self._counts.after(drafted, kept)
-        recent = self._counts.acceptance
+        fade = 1 - 1 / MEMORY
+        self._drafted, self._accepted = fade * self._drafted + drafted, fade * self._accepted + kept
+        recent = self._accepted / self._drafted
         self._best = max(self._best, recent)
-        self._share = next_share(self._share, recent, self._best)
+        is_low = recent < LOW or recent < FALLING * self._best
+        self._share = 1.0 if is_low else max(self._share / 2, LEAST)
 
     @property
     def num_bytes(self) -> int:
@@ -408,7 +376,7 @@ class Companion:
         """As ``HeadTrainer.state``, tensors named as beside a trunk's."""
         state = self._trainer.state()
         tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
-        own = {"share": self._share, "best": self._best, "counts": (self._counts.drafted, self._counts.kept)}
+        own = {"share": self._share, "best": self._best, "counts": (self._drafted, self._accepted)}
         return {**tensors, REST: {**state[REST], **own}}
 
     @contextmanager
@@ -416,7 +384,8 @@ class Companion:
         """As ``TrainEngine.loading``, by the names of ``state``."""
         with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
             yield {PREFIX + name: tensor for name, tensor in live.items()}
-        self._share, self._best, self._counts = rest["share"], rest["best"], Counts(*rest["counts"])
+        self._share, self._best = rest["share"], rest["best"]
+        self._drafted, self._accepted = rest["counts"]
 
 
 class CompanionWorker(TrainWorker):
