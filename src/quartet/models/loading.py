@@ -50,8 +50,7 @@ from quartet.models.packed_model import (
     Precision,
     Recomputation,
 )
-from quartet.models.packing_probe import check_exact, positions_are_relative, probe
-from quartet.models.tiny_model import tiny_random_model
+from quartet.models.packing_probe import check_exact, positions_are_relative, probe, tiny_random_model
 from quartet.remote.hub import split_name
 from quartet.text.loading import (
     PAD_TOKEN,

@@ -26,8 +26,7 @@ from quartet.config.common import LoRAConfig
 from quartet.models import directories
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM
-from quartet.models.packing_probe import check_decoding, model_context_length, probe
-from quartet.models.tiny_model import MAX_PARAMETERS, tiny_random_model
+from quartet.models.packing_probe import MAX_PARAMETERS, check_decoding, model_context_length, probe, tiny_random_model
 
 
 def _others(name: str) -> PreTrainedModel:
