@@ -49,9 +49,6 @@ class Storage(Protocol):
     def local_copy(self) -> Path:
         """Brings the file or directory to this machine, once: only what has changed comes again."""
 
-    def fingerprint(self) -> str:
-        """Changes with what is there; nothing is downloaded for it."""
-
     def records(self, names: Collection[str] | None = None) -> Path:
         """Brings files of a run into a directory here: those of these names, or all but models and checkpoints."""
 

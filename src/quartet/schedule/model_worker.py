@@ -35,12 +35,10 @@ from quartet.observe.digests import FileDigest
 from quartet.rollout.drafter import DrafterModel
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.weight_sync import WeightSenderMixin
-from quartet.train.bit_flips import ModelPart
 from quartet.train.checkpoint import Share, ShareWriter
-from quartet.train.engine import LossTerm, Objective, TrainEngine
+from quartet.train.engine import LossTerm, ModelPart, Objective, TrainEngine
 from quartet.train.forward import Needs, forward_only
-from quartet.train.host_memory import MappedFiles, PinnedMemory
-from quartet.train.offload import PARTS, Moved, Offload, OffloadPart, Store
+from quartet.train.offload import PARTS, MappedFiles, Moved, Offload, OffloadPart, PinnedMemory, Store
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget

@@ -41,8 +41,7 @@ from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.staleness import AdmissionRule
 from quartet.train.engine import Objective
-from quartet.train.objectives import PolicyObjective, ValueObjective
-from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective
+from quartet.train.objectives import BestOfNObjective, PolicyObjective, PreferenceObjective, ValueObjective
 from quartet.trainers.experience import (
     BASELINE,
     Assembler,

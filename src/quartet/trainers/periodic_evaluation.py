@@ -24,24 +24,22 @@ from quartet.schedule.iteration import side_by_side
 from quartet.schedule.leases import LeaseContext
 from quartet.schedule.rollout import Rollout
 from quartet.trainers.evaluation import prompt_requests, sampling_params, score_groups
-from quartet.trainers.evaluation_files import (
+from quartet.trainers.evaluation_metrics import (
     Answer,
     as_text,
-    drop_after,
-    evaluation_path,
-    or_null,
-    read_answers,
-    write_answers,
-)
-from quartet.trainers.evaluation_metrics import (
     check_graded,
     check_named,
+    drop_after,
+    evaluation_path,
     measure,
     metrics_of,
+    or_null,
     pairs,
     prompt_means,
+    read_answers,
     standard_error,
     weighted_scores,
+    write_answers,
 )
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.run_files import writing

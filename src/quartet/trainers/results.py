@@ -233,7 +233,7 @@ def _commits(run: Path) -> Mapping[str, str]:
     """Of the run's models on the hub, by their keys."""
     try:
         return dict(read_json(run / MARKER).get("commits", {}))
-    except (UserError, ValueError, AttributeError):
+    except (UserError, AttributeError):
         return {}
 
 

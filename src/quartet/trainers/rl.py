@@ -42,7 +42,7 @@ from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, DRAFTS, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.engine_memory import check_engine_fits
-from quartet.trainers.evaluation_files import answer_rows, evaluation_path
+from quartet.trainers.evaluation_metrics import answer_rows, evaluation_path
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.experience import KLCoefficient
 from quartet.trainers.input_sources import (

@@ -24,10 +24,8 @@ from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceWorker, data_digest
-from quartet.trainers.reward_model import RewardModelWorker
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sft import SFTTrainer, SFTWorker
-from quartet.trainers.supervised_worker import Given
+from quartet.trainers.supervised import Given, RewardModelWorker, SFTTrainer, SFTWorker
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"

@@ -24,7 +24,7 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.sampler import sample_seed
 from quartet.trainers.evaluation import run_to_end
-from quartet.trainers.supervised_worker import Given
+from quartet.trainers.supervised import Given
 
 
 def trainer(

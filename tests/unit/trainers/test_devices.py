@@ -26,7 +26,7 @@ from quartet.trainers.devices import (
 )
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 GPU = torch.device("cuda", 1)
 

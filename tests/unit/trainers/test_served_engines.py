@@ -29,7 +29,7 @@ from quartet.rollout.protocol import Request
 from quartet.rollout.stepped import SteppedEngine
 from quartet.trainers import engines
 from quartet.trainers.engines import Policy
-from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.rl import RLTrainer
 
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "overlap/", "handover/", "time_s", "engine/")

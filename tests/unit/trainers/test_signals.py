@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from quartet.trainers import event_loop, signals
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.signals import STOP_SIGNALS, Stopped, StopSignals, stop_signals, take_back_signals
+from quartet.trainers.signals import STOP_SIGNALS, Stopped, stop_signals, take_back_signals
 
 INT, TERM, USR1 = STOP_SIGNALS
 
@@ -116,14 +116,6 @@ def test_a_stop_between_two_stages_is_not_forgotten() -> None:
             outer.check()
 
 
-def test_every_scope_begins_anew() -> None:
-    for _ in range(2):
-        with stop_signals() as found, found.graceful():
-            assert not found.requested
-            arrive(INT)
-            assert found.requested and not found.at_once
-
-
 def test_what_ray_takes_is_taken_back() -> None:
     def rays(*_: object) -> None:
         raise SystemExit(15)
@@ -138,32 +130,6 @@ def test_what_ray_takes_is_taken_back() -> None:
         with found.graceful():
             arrive(TERM)
             assert found.first == TERM
-
-
-def test_signals_within_a_running_event_loop() -> None:
-    async def notebook() -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, lambda: None)
-        with stop_signals() as found, found.graceful():
-            arrive(INT)
-            with pytest.raises(Stopped):
-                arrive(INT)
-
-    asyncio.run(notebook())
-
-
-def test_another_thread_has_no_signals_of_its_own() -> None:
-    found: list[StopSignals] = []
-
-    def work() -> None:
-        with stop_signals() as own, own.graceful():
-            found.append(own)
-
-    for scope in (contextlib.nullcontext(), stop_signals()):
-        with scope as outer:
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-            assert not found[-1].requested and (outer is None or found[-1] is outer)
 
 
 def test_a_forked_child_ends_by_the_signals() -> None:
@@ -278,16 +244,3 @@ def test_a_computation_is_ended_also_where_the_interpreter_drops_what_ends_it(
     assert asyncio.run(compute.run(lambda: 5)) == 5
     compute.close()
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("outcome", "expected"), [(lambda: 7, 7), (lambda: 1 / 0, ZeroDivisionError)])
-def test_without_a_signal_it_is_asyncio_run(outcome: Callable[[], int], expected: object) -> None:
-    async def work() -> int:
-        await asyncio.sleep(0)
-        return int(outcome())
-
-    if isinstance(expected, int):
-        assert run_async(work()) == expected
-    else:
-        with pytest.raises(ZeroDivisionError):
-            run_async(work())

@@ -41,10 +41,9 @@ from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import AddedLosses, TrainWorker, Update
-from quartet.train.engine import Objective, TrainEngine
+from quartet.train.engine import Objective, TrainEngine, build_optimizer, clip_gradients, learning_rate
 from quartet.train.forward import Needs, Outputs, leaf_rows
 from quartet.train.metrics import MetricSums
-from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 from quartet.train.state import (
     REST,
     Shape,
