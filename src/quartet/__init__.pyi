@@ -91,7 +91,7 @@ from .config.logs import (
     TrackioConfig as TrackioConfig,
     WandbConfig as WandbConfig,
 )
-from .extras.speculation.recipe import (
+from .extras.speculation.config import (
     HeadsConfig as HeadsConfig,
     MedusaRecipe as MedusaRecipe,
 )

@@ -28,8 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, Layout, dispatch
 from quartet.config import UserError

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import RaggedBatch, join
 from quartet.batch.trajectory import CUT_OFF, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, Selection

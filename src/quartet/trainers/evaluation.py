@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.batch.columns import join
+from quartet.batch.ragged import join
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config import Interrupted, UserError
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig

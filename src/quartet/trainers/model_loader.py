@@ -19,8 +19,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference

@@ -38,8 +38,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.algorithms.preference import kto_reference_point, step_anchors
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe, StepLossConfig

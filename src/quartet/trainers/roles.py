@@ -37,8 +37,8 @@ from quartet.data.datasets import PromptData, PromptItem, draw
 from quartet.envs.episode import Act, EpisodeError, EpisodeLimits, FinishedEpisode, NoRoom, run_episode
 from quartet.envs.protocol import Environment, EnvironmentFactory, Item, environment_factory
 from quartet.envs.transcript import SOURCE, Seen
+from quartet.models.logprobs import Limits
 from quartet.models.packed_model import PackedModel
-from quartet.models.truncation import Limits
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import Group

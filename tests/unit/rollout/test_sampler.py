@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quartet.models import truncation as truncation_module
-from quartet.models.truncation import Limits, Truncation, truncate
+from quartet.models import logprobs as truncation_module
+from quartet.models.logprobs import Limits, Truncation, truncate
 from quartet.rollout import sampler
 from quartet.rollout.protocol import Draw, SamplingParams
 from quartet.rollout.sampler import (

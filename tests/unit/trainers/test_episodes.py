@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import (
     STEP_PREFIX,
     Trajectory,

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import DataConfig, SamplingConfig

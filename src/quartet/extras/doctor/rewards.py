@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import ColumnSet
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectories
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import MathReward, NumericReward
