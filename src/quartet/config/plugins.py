@@ -183,6 +183,7 @@ class Plugin:
             is to be said, as texts.
         drafters: what drafts tokens for an engine, by ``type``. As for rewards.
         engines: what generates, by ``type``; as with rewards.
+        environments: classes of ``quartet.envs.protocol.Environment`` by ``type``, made with ``environment.options``.
         weight_form: other ways to compute with weights, used wherever they are there.
         report: writes a report of the run in a directory, and returns where it is.
         storage: a class of ``Storage``, for all URLs.
@@ -194,6 +195,7 @@ class Plugin:
     checks: tuple[str, ...] = ()
     drafters: Mapping[str, DrafterType] = field(default_factory=dict)
     engines: Mapping[str, EngineType] = field(default_factory=dict)
+    environments: Mapping[str, str] = field(default_factory=dict)
     report: str | None = None
     storage: str | None = None
     weight_form: WeightForm | None = None
@@ -220,6 +222,7 @@ def _additions(plugin: Plugin) -> Iterator[str]:
     yield from (f"the reward type {name}" for name in plugin.rewards)
     yield from (f"the drafter {name}" for name in plugin.drafters)
     yield from (f"the engine type {name}" for name in plugin.engines)
+    yield from (f"the environment {name}" for name in plugin.environments)
     yield from ["storage at URLs"] if plugin.storage else []
 
 
@@ -293,6 +296,11 @@ def sections(
 
 def _default_type(section: Any) -> Any:
     return getattr(section.model_fields.get("type"), "default", None)
+
+
+def environments() -> dict[str, str]:
+    """Classes of environments by ``type``, as ``module:name``."""
+    return {name: target for plugin in plugins() for name, target in plugin.environments.items()}
 
 
 def weight_forms() -> list[WeightForm]:

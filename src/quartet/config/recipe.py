@@ -35,7 +35,7 @@ from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.placement import PlacementConfig
-from quartet.config.plugins import sections
+from quartet.config.plugins import environments, sections
 from quartet.config.preference import DoubtfulPairs
 from quartet.config.reward_types import RewardConfig
 from quartet.config.speculation import DRAFTERS, Speculation
@@ -120,6 +120,7 @@ class PTXConfig(Strict):
 class EnvironmentConfig(Strict):
     """A Python class that answers the policy's actions; ``rollout.sampling`` holds for each of its turns."""
 
+    type: str | None = Field(None, description="An environment that a plug-in adds, in place of a target.")
     target: str | None = Field(
         None, description="path/to/file.py:Class or package.module:Class; left out only from Python, which passes it."
     )
@@ -136,6 +137,12 @@ class EnvironmentConfig(Strict):
         "learned from it.",
     )
     weight: float = Field(1.0, description="Factor of the environment's own rewards in the score.")
+
+    def _misfits(self) -> Iterator[str]:
+        if self.type is not None and self.target is not None:
+            yield f"environment.type {self.type} and environment.target {self.target} are both set: drop one"
+        if self.type is not None and self.type not in (known := environments()):
+            yield f"environment.type {self.type} is none that a plug-in adds: {', '.join(known) or 'there is none'}"
 
 
 class RLRecipe(TrainingRecipe):
