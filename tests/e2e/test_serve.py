@@ -20,7 +20,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from quartet.config.remote import RemoteServer
+from quartet.config.rewards import RemoteServer
 from quartet.extras.servers.openai import OpenAIEngine
 from quartet.rollout.protocol import Request, SamplingParams
 

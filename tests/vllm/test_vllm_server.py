@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quartet.config import UserError
-from quartet.config.remote import RemoteServer, RetryConfig
+from quartet.config.rewards import RemoteServer, RetryConfig
 from quartet.extras.servers.openai import OpenAIEngine
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams

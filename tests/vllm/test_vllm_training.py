@@ -12,13 +12,13 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
-from quartet.config.cluster import RayCluster
 from quartet.config.common import (
     CheckpointConfig,
     LogConfig,
     LoRAConfig,
     ModelConfig,
     OptimConfig,
+    RayCluster,
     SamplingConfig,
     ShardingConfig,
 )

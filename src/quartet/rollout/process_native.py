@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 
 from quartet.config.common import LoRAConfig
-from quartet.config.plugins import load
-from quartet.config.speculation import DRAFTERS
+from quartet.config.plugins import added, load
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.rollout.drafter import make_drafter
@@ -61,7 +60,7 @@ def make(
     adapters = None if lora is None else LoRAConfig(**lora)
     packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
     packed.model.requires_grad_(False)
-    section = None if speculation is None else load(DRAFTERS[speculation["type"]].section)(**speculation)
+    section = None if speculation is None else load(added("drafters")[speculation["type"]].section)(**speculation)
     drafter = make_drafter(section, packed)
     decode = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code).decode_completion
     options |= {"decode": decode, "version": version, "drafter": drafter}

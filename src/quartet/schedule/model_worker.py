@@ -32,8 +32,8 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, Layout, dispatch
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
-from quartet.config.file_errors import write_error
+from quartet.config.common import OffloadConfig
+from quartet.config.errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel

@@ -28,7 +28,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
+from quartet.config.common import OffloadConfig
 from quartet.config.recipe import SamplingConfig
 from quartet.data.datasets import PromptItem
 from quartet.envs.episode import FinishedEpisode

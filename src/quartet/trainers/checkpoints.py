@@ -28,13 +28,11 @@ from transformers import PreTrainedModel
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
-from quartet.config.addresses import is_url
-from quartet.config.common import ModelConfig, TrainConfig
-from quartet.config.jobs import jobs, recipes
+from quartet.config.common import ModelConfig, SupervisedRecipe, TrainConfig
 from quartet.config.nearest import has_older_model
-from quartet.config.plugins import load
+from quartet.config.plugins import jobs, load, recipes
 from quartet.config.recipe import RLRecipe
-from quartet.config.supervised import SupervisedRecipe
+from quartet.config.strict import is_url
 from quartet.data.datasets import PromptItem
 from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel

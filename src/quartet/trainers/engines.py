@@ -14,11 +14,10 @@ from typing import Any, Literal
 import torch
 
 from quartet.config import UserError
+from quartet.config.choices import EngineConfig
 from quartet.config.common import LoRAConfig, ModelConfig
-from quartet.config.engine_types import PLUGIN_ENGINES, EngineConfig
-from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, is_served
-from quartet.config.plugins import load
-from quartet.config.speculation import DRAFTERS, Speculation
+from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig, is_served
+from quartet.config.plugins import added, load
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.observe.logs import logging_variables, own_rank
 from quartet.rollout import process_native
@@ -128,7 +127,7 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
         return [EngineProcess(spec, policy.staging)]
     if isinstance(config, VLLMEngineConfig):
         return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
-    made: list[RolloutEngine] = load(PLUGIN_ENGINES[config.type].open)(config, policy)
+    made: list[RolloutEngine] = load(added("engines")[config.type].open)(config, policy)
     return made
 
 
@@ -160,7 +159,7 @@ def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec
         "seed": policy.seed,
     }
     if policy.speculation is not None:
-        arguments["drafter"] = DRAFTERS[policy.speculation.type].vllm, policy.speculation.model_dump()
+        arguments["drafter"] = added("drafters")[policy.speculation.type].vllm, policy.speculation.model_dump()
     visible = visible_devices()
     for number in range(config.engines):
         yield EngineSpec(

@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
 from quartet.config import UserError
-from quartet.config.plugins import load, plugins
+from quartet.config.plugins import added, load, plugins
 from quartet.config.recipe import RLRecipe
-from quartet.config.speculation import DRAFTERS
 from quartet.data.datasets import PromptData
 from quartet.envs.protocol import Environment
 from quartet.models.loading import (
@@ -568,7 +567,7 @@ class RLTrainer:
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
         written, speculation = [path, adapter_path(path)], self.recipe.rollout.speculation
         if role == "actor" and speculation is not None and speculation.learns:
-            written.append(path.with_name(DRAFTERS[speculation.type].folder))
+            written.append(path.with_name(added("drafters")[speculation.type].folder))
         await checkpoints.bring(self.run, roles.train_group(role), *written)
         return [f"{path.name}: {warning}"] if warning else []
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quartet.config import UserError
-from quartet.config.remote import RemoteServer, RetryConfig
+from quartet.config.rewards import RemoteServer, RetryConfig
 from quartet.extras.servers.openai import OpenAIEngine
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.router import Router

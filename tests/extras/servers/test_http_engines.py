@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quartet.config.remote import RemoteServer, RetryConfig
+from quartet.config.rewards import RemoteServer, RetryConfig
 from quartet.extras.servers.openai import OpenAIEngine
 from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
 from quartet.extras.servers.sglang_group import GroupWeights

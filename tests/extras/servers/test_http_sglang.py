@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from quartet.config import UserError
-from quartet.config.remote import RemoteServer, RetryConfig
+from quartet.config.rewards import RemoteServer, RetryConfig
 from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Request, SamplingParams
 from quartet.rollout.router import Router

@@ -12,7 +12,7 @@ import pytest
 import torch
 from starlette.responses import JSONResponse
 
-from quartet.config.remote import RemoteServer, RetryConfig
+from quartet.config.rewards import RemoteServer, RetryConfig
 from quartet.extras.servers import sglang_group
 from quartet.extras.servers.sglang import SGLangEngine
 from quartet.extras.servers.sglang_group import GroupWeights

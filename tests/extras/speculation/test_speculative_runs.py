@@ -18,11 +18,10 @@ from safetensors.torch import load_file
 from breaking import same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LoRAConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig
+from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig
 from quartet.config.placement import AsynchronousPlacement
 from quartet.config.plugins import load
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
-from quartet.config.speculation import Speculation
 from quartet.extras.speculation.config import (
     HeadTraining,
     HistorySpeculation,

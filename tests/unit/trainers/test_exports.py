@@ -23,7 +23,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.config.jobs import recipes
+from quartet.config.plugins import recipes
 from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, SFTRecipe
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.steps import load_step_separator

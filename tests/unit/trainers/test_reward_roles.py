@@ -19,7 +19,6 @@ from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import DataConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
-from quartet.config.remote import RetryConfig
 from quartet.config.rewards import (
     ExactMatchReward,
     FormatReward,
@@ -29,6 +28,7 @@ from quartet.config.rewards import (
     LengthReward,
     NumericReward,
     RegexReward,
+    RetryConfig,
 )
 from quartet.data.datasets import PromptItem
 from quartet.models.packed_model import PackedScalarModel

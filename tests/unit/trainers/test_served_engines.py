@@ -18,8 +18,8 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
+from quartet.config.choices import EngineConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
 from quartet.observe.rollouts import read_step

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.common import DataConfig, ModelConfig, Recipe
-from quartet.config.file_errors import read_file
+from quartet.config.errors import read_file
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
 from quartet.data.datasets import PromptData, draws

@@ -39,7 +39,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quartet.config import UserError
-from quartet.config.foreign import described
+from quartet.config.errors import described
 from quartet.extras.serve.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, check_size, requests_of
 from quartet.rollout.ledger import RequestsRefused
 from quartet.rollout.protocol import (

@@ -27,7 +27,7 @@ from multiprocessing.connection import wait as wait_readable
 from typing import Any, Literal
 
 from quartet.config import UserError
-from quartet.config.remote import RemoteServer
+from quartet.config.rewards import RemoteServer
 from quartet.extras.servers.checks import Ended, Part, agreed, check_columns, ending
 from quartet.remote.json_client import JSONClient, RemoteError
 from quartet.rollout.ledger import RequestLedger, RequestsRefused

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quartet.config.remote import RemoteServer
+from quartet.config.rewards import RemoteServer
 from quartet.extras.servers.checks import Part
 from quartet.extras.servers.client import LARGEST_SEED, HTTPEngine
 from quartet.extras.servers.config import ServerEngineConfig

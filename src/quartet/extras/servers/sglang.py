@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal
 from torch import Tensor
 
 from quartet.config import UserError
-from quartet.config.remote import RemoteServer
+from quartet.config.rewards import RemoteServer
 from quartet.extras.servers.checks import Part
 from quartet.extras.servers.client import LARGEST_SEED, HTTPEngine
 from quartet.extras.servers.config import SGLangEngineConfig

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quartet.cluster.torchrun import address_towards
 from quartet.config import UserError
-from quartet.config.remote import RemoteServer, RetryConfig
+from quartet.config.rewards import RemoteServer, RetryConfig
 from quartet.remote.json_client import JSONClient
 from quartet.rollout.staging import Load, StagedWeights
 from quartet.weights.errors import WeightsRefused, WeightSyncError
