@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess, EngineSpec
-from quartet.rollout.process_native import make
 from quartet.rollout.protocol import RolloutEngine
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
@@ -38,11 +38,11 @@ def staged(model: PreTrainedModel) -> StagedWeights:
 
 
 def in_thread(path: Path) -> RolloutEngine:
-    return SteppedEngine(make(str(path), max_running=8))
+    return SteppedEngine(load_engine(str(path), max_running=8))
 
 
 def in_process(path: Path) -> RolloutEngine:
-    spec = EngineSpec("quartet.rollout.process_native:make", {"path": str(path), "max_running": 8})
+    spec = EngineSpec("quartet.rollout.engine:load_engine", {"path": str(path), "max_running": 8})
     return EngineProcess(spec, staged(targets.build_model()))
 
 

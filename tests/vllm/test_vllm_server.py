@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.extras.servers.openai import OpenAIEngine
+from quartet.extras.servers.client import OpenAIEngine
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.router import Router

@@ -30,8 +30,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from quartet.config import UserError
 from quartet.observe.logs import VARIABLE, set_up_from_environment
 from quartet.processes import Process, ProcessTimeout, Wire
-from quartet.rollout.ledger import RequestLedger
-from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, Generated, GenerationError, Request
+from quartet.rollout.protocol import (
+    Completion,
+    EngineFailed,
+    EngineStats,
+    Generated,
+    GenerationError,
+    Request,
+    RequestLedger,
+    check_ids,
+)
 from quartet.rollout.stepped import SteppedEngine
 
 if TYPE_CHECKING:
@@ -333,7 +341,7 @@ class EngineProcess:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._require()
-        self._ledger.check(requests)
+        check_ids(requests, self._ledger.held)
         if not self._ledger and self.version is not None:
             self._versions = {self.version}
         # Answers may follow at once.

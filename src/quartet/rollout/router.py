@@ -21,7 +21,6 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Literal
 
 from quartet.config import UserError
-from quartet.rollout.ledger import RequestLedger, RequestsRefused
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
@@ -30,7 +29,10 @@ from quartet.rollout.protocol import (
     Generated,
     GenerationError,
     Request,
+    RequestLedger,
+    RequestsRefused,
     RolloutEngine,
+    check_ids,
 )
 
 if TYPE_CHECKING:
@@ -224,7 +226,7 @@ class Router:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._require_engines()
-        self._ledger.check(requests)
+        check_ids(requests, self._ledger.held)
         if not self._ledger.held:
             for member in self._members:
                 member.done = 0
@@ -246,7 +248,7 @@ class Router:
             for n in range(max(1, len(members)))
         ]
         self._require_engines()
-        self._ledger.check(copies)
+        check_ids(copies, self._ledger.held)
         self._ledger.add(copies)
         self._routing.pins.update((copy.request_id, member) for copy, member in zip(copies, members, strict=False))
         self._queue.extendleft([copy] for copy in reversed(copies))

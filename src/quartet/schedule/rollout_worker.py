@@ -34,7 +34,6 @@ from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcr
 from quartet.observe.memory import held_bytes
 from quartet.rollout.drafter import Drafter
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.paced import PacedEngine
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -45,6 +44,7 @@ from quartet.rollout.protocol import (
     StepEngine,
 )
 from quartet.rollout.router import Progress, Router
+from quartet.rollout.stepped import PacedEngine
 from quartet.schedule.groups import answered, group_batch
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import Checkpointed, Offloadable, model_bytes

@@ -21,17 +21,15 @@ from quartet.config.plugins import load
 from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.observe.logs import logging_variables, own_rank
-from quartet.rollout import process_native
 from quartet.rollout.drafter import DrafterModel, make_drafter
-from quartet.rollout.engine import NativeEngine
+from quartet.rollout.engine import NativeEngine, load_engine
 from quartet.rollout.owned_folders import OwnedFolder, remove_left
-from quartet.rollout.paced import PacedEngine
 from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import RolloutEngine, StepEngine
 from quartet.rollout.router import Router
+from quartet.rollout.scheduler import Decode
 from quartet.rollout.staging import StagedWeights
-from quartet.rollout.stepped import SteppedEngine
-from quartet.rollout.stop_strings import Decode
+from quartet.rollout.stepped import PacedEngine, SteppedEngine
 from quartet.text.loading import brings_code, local_or_hub
 from quartet.text.tokenizer import TextCodec
 
@@ -121,8 +119,8 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
     if isinstance(config, NativeEngineConfig):
         arguments = _native_arguments(config, policy)
         if not config.process:
-            return [SteppedEngine(process_native.make(**arguments))]
-        target, options = "quartet.rollout.process_native:make", _process_options(config)
+            return [SteppedEngine(load_engine(**arguments))]
+        target, options = "quartet.rollout.engine:load_engine", _process_options(config)
         environment = _threads() | logging_variables("native engine", own_rank())
         spec = EngineSpec(target, arguments, environment=environment, name="native engine", **options)
         return [EngineProcess(spec, policy.staging)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from quartet.extras.cpu_kernels import merged_layers, products
+from quartet.extras.cpu_kernels import merged_layers
 from quartet.extras.cpu_kernels.merged_layers import MergedLayer, MergedLayers
 from quartet.models.attention import PackedAttention
 from quartet.models.packed_model import PackedCausalLM
@@ -44,7 +44,7 @@ def test_common_layers_are_merged_and_agree(
     name: str, blocked: bool, build_architecture: Build, tolerances: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if blocked:
-        monkeypatch.setattr(products, "MIN_PACKED", 1)
+        monkeypatch.setattr(merged_layers, "MIN_PACKED", 1)
     packed = PackedCausalLM(build_architecture(name))
     expected = hidden(packed)
     weights = ComputeWeights(packed)
@@ -168,7 +168,7 @@ def test_a_request_gets_the_same_bits_in_any_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if blocked:
-        monkeypatch.setattr(products, "MIN_PACKED", 1)
+        monkeypatch.setattr(merged_layers, "MIN_PACKED", 1)
     requests = [make_request(f"r{i}", length=5 + 3 * i, seed=i, max_new_tokens=6 + i) for i in range(9)]
     engine = tiny.engine()
     together = run_all(engine, requests)

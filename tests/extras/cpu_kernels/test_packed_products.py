@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.extras.cpu_kernels import products
+from quartet.extras.cpu_kernels import merged_layers
 from quartet.extras.cpu_kernels.merged_layers import MergedLayers
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm
@@ -51,7 +51,7 @@ def test_logits_have_the_same_bits_with_transposed_weights(family: Any) -> None:
 @pytest.fixture
 def all_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are packed as large ones are."""
-    monkeypatch.setattr(products, "MIN_PACKED", 1)
+    monkeypatch.setattr(merged_layers, "MIN_PACKED", 1)
 
 
 @pytest.mark.usefixtures("all_packed", "unmerged")
@@ -103,7 +103,7 @@ def test_rows_of_a_packed_product_do_not_see_each_other(threads: int) -> None:
     layer = torch.nn.Linear(512, 512)
     generator = torch.Generator().manual_seed(0)
     layer.weight.data.normal_(generator=generator)
-    copy_ = products.PackedProduct(layer, 64)
+    copy_ = merged_layers.PackedProduct(layer, 64)
     x = torch.randn(130, 512, generator=generator)
     former = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -129,7 +129,7 @@ def test_layers_that_are_merged_and_packed_follow_the_sync(make_request: Make, r
     )  # fmt: skip
     trainer = packed_causal_lm(LlamaForCausalLM(config))
     shared, apart = NativeEngine(trainer), NativeEngine(own_copy(trainer), owns_weights=True)
-    assert apart._weights.num_bytes > 4 * products.MIN_PACKED, "nothing is packed here"
+    assert apart._weights.num_bytes > 4 * merged_layers.MIN_PACKED, "nothing is packed here"
     sent = [make_request(f"r{i}", length=5 + i, seed=i, max_new_tokens=5) for i in range(5)]
     for version in (1, 2):
         generator = torch.Generator().manual_seed(version)

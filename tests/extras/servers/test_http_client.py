@@ -17,7 +17,7 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.extras.servers.openai import OpenAIEngine
+from quartet.extras.servers.client import OpenAIEngine
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.router import Router
 

@@ -13,9 +13,8 @@ import torch
 from starlette.responses import JSONResponse
 
 from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.extras.servers import sglang_group
-from quartet.extras.servers.sglang import SGLangEngine
-from quartet.extras.servers.sglang_group import GroupWeights
+from quartet.extras.servers import sglang
+from quartet.extras.servers.sglang import GroupWeights, SGLangEngine
 from quartet.rollout.protocol import EngineFailed, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
@@ -83,7 +82,7 @@ def side(
 
 
 def test_every_update_arrives_in_parts_at_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_group, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(sglang, "_PART_BYTES", 20_000)
     with side(is_tied=True, num_workers=2) as made_of:
         for version in (1, 2, 3):
             made_of.send(version)

@@ -21,9 +21,8 @@ from quartet.models.attention import LayerRule
 from quartet.models.exact import decode_attention, exact_masked_attention, row_step
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import step_attention
-from quartet.rollout.engine import NativeEngine
+from quartet.rollout.engine import NativeEngine, choose_contexts
 from quartet.rollout.protocol import Completion, Request
-from quartet.rollout.runner import choose_contexts
 from quartet.rollout.step_attention import Contexts
 from quartet.train.forward import Needs, compute, forward_only
 

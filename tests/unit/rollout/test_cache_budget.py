@@ -21,7 +21,7 @@ RunAll = Callable[..., dict[str, Completion]]
 def stored(engine: NativeEngine) -> int:
     """Places of all tensors that exist, counted from the tensors."""
     slots = max((x.shape[0] * x.shape[2] for x in engine._cache.keys.values()), default=0)
-    prefixes = engine._admission.prefixes
+    prefixes = engine._scheduler.prefixes
     blocks = list(prefixes._blocks)
     return slots + sum(max((x.shape[1] for x in b.keys.values()), default=0) for b in blocks)
 
@@ -110,6 +110,6 @@ def test_a_broken_request_leaves_the_budget_as_it_was(tiny: Any, make_request: M
     engine.submit([make_request("broken", prompt=(50,) * 20, max_new_tokens=5)])
     with pytest.raises(UserError, match="not finite"):
         engine.step()
-    assert engine._admission.prefixes.num_tokens == 0
+    assert engine._scheduler.prefixes.num_tokens == 0
     good = make_request("good", prompt=(5, 6, 7), temperature=0.0, max_new_tokens=5)
     assert len(run_all(engine, [good])["good"].token_ids) == 5

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import scheduler
-from quartet.rollout.engine import NativeEngine
+from quartet.rollout.engine import NativeEngine, choose_contexts
 from quartet.rollout.protocol import Completion, Request
-from quartet.rollout.runner import choose_contexts
 from quartet.rollout.step_attention import PlainContexts
 
 MIXTURE: tuple[dict[str, Any], ...] = (
@@ -114,7 +113,10 @@ def test_everything_is_made_on_the_models_device_and_nothing_is_read_but_tokens(
     done: list[Completion] = []
     while engine.has_work:
         before = sampled.num_reads, len(engine._scheduler.waiting)
-        done += engine.step({f"{g}-1": (5, 5, 9) for g in range(4)} if engine.stats().num_steps % 3 == 2 else None)
+        for response in engine.running if engine.stats().num_steps % 3 == 2 else ():
+            if response.request.request_id.endswith("-1"):
+                response.propose((5, 5, 9)[: response.max_tokens - len(response.token_ids) - 1])
+        done += engine.step()
         # One for those that run, one for those that just got their first token.
         assert sampled.num_reads - before[0] <= 1 + (len(engine._scheduler.waiting) < before[1])
     assert sorted(len(c.token_ids) for c in done) == sorted(r.sampling.max_new_tokens for r in mixed(make_request))

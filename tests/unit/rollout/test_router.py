@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from quartet.config import UserError
 from quartet.rollout import router as router_module
-from quartet.rollout.ledger import RequestsRefused
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import (
     Completion,
@@ -32,6 +31,7 @@ from quartet.rollout.protocol import (
     Generated,
     GenerationError,
     Request,
+    RequestsRefused,
     SamplingParams,
 )
 from quartet.rollout.router import Router

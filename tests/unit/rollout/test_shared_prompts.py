@@ -119,7 +119,7 @@ def test_idle_prompts_do_not_pile_up(tiny: Any, make_request: Make, run_all: Run
     engine = tiny.engine(max_running=4)
     for i in range(40):
         run_all(engine, [make_request(f"r{i}", length=20 + i, max_new_tokens=4)])
-    assert 0 < engine._admission.prefixes.idle_tokens <= engine._cache.num_tokens + 60
+    assert 0 < engine._scheduler.prefixes.idle_tokens <= engine._cache.num_tokens + 60
 
 
 # ---- pieces ----
@@ -205,7 +205,7 @@ def test_cancelling_at_any_moment_spares_the_others(tiny: Any, make_request: Mak
                 assert completion.token_ids == expected[name].token_ids[: len(completion.token_ids)]
             else:
                 assert completion == expected[name]
-        prefixes = engine._admission.prefixes
+        prefixes = engine._scheduler.prefixes
         assert prefixes.num_tokens == prefixes.idle_tokens
         assert engine.stats().num_running == engine.stats().num_waiting == 0
 
@@ -228,7 +228,7 @@ def test_prompts_of_other_content_share_nothing(
     run_all(engine, asked)
     stats = engine.stats()
     assert (stats.prompt_tokens_prefilled, stats.prefix_hit_tokens) == (15, 5)
-    blocks = [engine._admission.prefixes.find(*request.prompt_key) for request in asked]
+    blocks = [engine._scheduler.prefixes.find(*request.prompt_key) for request in asked]
     assert None not in blocks
     assert blocks[0] is blocks[2]
     assert len({id(block) for block in blocks}) == 3

@@ -16,7 +16,7 @@ from quartet.envs.transcript import Action, Seen, Transcript
 from quartet.extras.serve.bodies import CompletionBody
 from quartet.extras.serve.server import Answers
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
-from quartet.rollout.stop_strings import StopStringMatcher
+from quartet.rollout.scheduler import StopStringMatcher
 from quartet.schedule.groups import answered, group_batch
 from quartet.schedule.rollout_worker import completion_text
 from quartet.schedule.rollout_writer import record_columns, rollout_records

@@ -23,7 +23,7 @@ from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, Rollo
 from quartet.extras.doctor.examine import examine
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
-from quartet.rollout import process_native
+from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Request
 from quartet.rollout.stepped import SteppedEngine
@@ -51,7 +51,7 @@ class Beside(SteppedEngine):
 
     def __init__(self, policy: Policy, **options: Any) -> None:
         lora = None if policy.lora is None else policy.lora.model_dump()
-        native = process_native.make(policy.path, numerics=policy.numerics, lora=lora, seed=policy.seed, **options)
+        native = load_engine(policy.path, numerics=policy.numerics, lora=lora, seed=policy.seed, **options)
         super().__init__(native)
         assert policy.staging is not None
         self._staging = policy.staging

@@ -87,6 +87,11 @@ def measure(
         with computing():
             proposer.draft(engine.running, nodes)
 
+    def step_with(length: int) -> None:
+        for response in engine.running:
+            response.propose([0] * min(length, response.max_tokens - len(response.token_ids) - 1))
+        engine.step()
+
     for power in range(max_running.bit_length()):
         begin(1 << power)
         plain.append(seconds(engine.step))
@@ -100,9 +105,8 @@ def measure(
     for power in range(most.bit_length()):
         num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)
         length = (1 << power) // num_rows - 1
-        ids = begin(num_rows)
-        proposed = {request_id: [0] * length for request_id in ids}
-        drafted.append(seconds(partial(engine.step, proposed)))
+        begin(num_rows)
+        drafted.append(seconds(partial(step_with, length)))
     engine.cancel([response.request.request_id for response in engine.running])
     growing = [tuple(accumulate(found, max)) for found in (plain, drafted, drafting)]
     return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
@@ -118,20 +122,22 @@ def _most_tokens(tree: DraftTree, max_running: int) -> int:
     return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + _max_waits(max_running)
 
 
-def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> list[str]:
+def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> None:
     """Has so many requests run, and no others."""
     engine.cancel([response.request.request_id for response in engine.running])
-    ids = [str(row) for row in range(num_rows)]
     sampling = replace(like.sampling, max_new_tokens=most, stop_token_ids=(), stop_strings=())
-    for i in ids:
-        prompt = (*like.prompt_ids[1:], int(i) % engine.packed.vocab_size)
+    for row in range(num_rows):
+        prompt = (*like.prompt_ids[1:], row % engine.packed.vocab_size)
         engine.submit(
-            [replace(like, request_id=i, group=i, prompt_ids=prompt, sampling=replace(sampling, seed=int(i)))]
+            [
+                replace(
+                    like, request_id=str(row), group=str(row), prompt_ids=prompt, sampling=replace(sampling, seed=row)
+                )
+            ]
         )
     for _ in range(1 + _max_waits(num_rows)):
         if len(engine.running) < num_rows:
             engine.step()
-    return ids
 
 
 def _seconds(clock: Callable[[], float], work: Callable[[], object]) -> float:

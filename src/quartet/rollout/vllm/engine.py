@@ -1,10 +1,22 @@
 """vLLM's engine core, driven step by step in the engine's own process. Imported only where vLLM is installed.
 
 The core's outputs are read here and not by vLLM's output processor: log-probabilities as the arrays that they are.
+
+The native engine's sampler in vLLM's workers. Imported only where vLLM is installed.
+
+A token is then a function of its distribution, its request's seed and its place, as everywhere here: vLLM's own
+generators keep a state, which prompts computed in pieces advance, cost a call per request and step, and leave
+log-probabilities of the truncated distribution alone.
+
+So a drafted token is kept where it is the one that is drawn there, as in the native engine: vLLM's rejection sampler,
+whose random numbers would decide, is replaced, too.
+
+New weights inside of vLLM's workers. Imported only where vLLM is installed.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 import time
@@ -13,17 +25,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VLLMFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from quartet.config import UserError
 from quartet.models.directories import checkpoint_shapes
+from quartet.models.memory import to_device
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -34,13 +56,189 @@ from quartet.rollout.protocol import (
     SamplingParams,
     Unfinished,
 )
-from quartet.rollout.scheduler import check_request
-from quartet.rollout.stop_strings import Decode, StopStringMatcher
-from quartet.rollout.vllm.head_padding import HeadPadding
-from quartet.rollout.vllm.sampling import SAMPLING
-from quartet.rollout.vllm.start import Drafts
-from quartet.rollout.vllm.weights import save_adapter
-from quartet.weights.errors import WeightsUnusable
+from quartet.rollout.sampler import SamplingRows, sample
+from quartet.rollout.scheduler import Decode, StopStringMatcher, check_request
+from quartet.rollout.vllm.start import Drafts, HeadPadding
+from quartet.weights.errors import WeightsRefused, WeightsUnusable
+
+SAMPLING = "quartet_sampling"
+"""The key of a request's ``SamplingParams`` among the extra arguments that vLLM passes on."""
+
+
+class SeededSampler(Sampler):
+    """
+    Args:
+        runner: vLLM's model runner, whose requests stand in the order of the logits' rows.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self._runner = runner
+        self._params: list[SamplingParams] = []
+        self._rows: SamplingRows | None = None
+
+    def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
+        """``logits [B, V]`` → a token of each row and its log-probability."""
+        tokens, logprobs = self.draw(logits, [1] * len(logits))
+        return _output(tokens.unsqueeze(1), logprobs)
+
+    def draw(self, logits: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Draws the next tokens of every request, whose rows of ``logits [N, V]`` follow each other.
+
+        Args:
+            counts: ``[B]`` rows of each request, N in all.
+
+        Returns:
+            ``tokens [N]`` int32 and ``logprobs [N]`` fp32.
+        """
+        states = [self._runner.requests[name] for name in self._runner.input_batch.req_ids]
+        rows = [(state, i) for state, count in zip(states, counts, strict=True) for i in range(count)]
+        params = [state.sampling_params.extra_args[SAMPLING] for state, _ in rows]
+        if self._rows is None or params != self._params:
+            self._params, self._rows = params, SamplingRows.build(params, logits.shape[1], logits.device)
+        places = np.array([len(state.output_token_ids) + i for state, i in rows], dtype=np.uint64)
+        tokens, logprobs = sample(logits.float(), self._rows, places)
+        return tokens.to(torch.int32), logprobs
+
+
+class SeededVerifier(nn.Module):
+    """Takes the place of vLLM's rejection sampler: keeps the drafted tokens that are drawn anyway, and one more.
+
+    Args:
+        sampler: that draws.
+    """
+
+    def __init__(self, sampler: SeededSampler) -> None:
+        super().__init__()
+        self._sampler = sampler
+
+    def forward(self, metadata: SpecDecodeMetadata, _probs: Tensor | None, logits: Tensor, _: Any) -> SamplerOutput:
+        """``logits [N, V]``, of each request behind its newest token and behind each drafted one, → ``[B, K + 1]``
+        tokens, placeholders behind the first that was not drafted so.
+        """
+        device, longest = logits.device, metadata.max_spec_len
+        counts = to_device(torch.tensor(metadata.num_draft_tokens), device).unsqueeze(1)
+        offsets = torch.arange(longest + 1, device=device)
+        tokens, logprobs = self._sampler.draw(logits, [1 + n for n in metadata.num_draft_tokens])
+        drawn = tokens.new_full((len(counts), longest + 1), PLACEHOLDER_TOKEN_ID)
+        found = logprobs.new_zeros(drawn.shape)
+        drafted = torch.full_like(drawn[:, :-1], PLACEHOLDER_TOKEN_ID)
+        drawn[offsets <= counts] = tokens
+        found[offsets <= counts] = logprobs
+        drafted[offsets[:-1] < counts] = metadata.draft_token_ids.to(torch.int32)
+        kept = (drawn[:, :-1] == drafted).cumprod(1).sum(1, keepdim=True)
+        # Behind a draft's end nothing equals: there a token is drawn, or none.
+        drawn[offsets > kept] = PLACEHOLDER_TOKEN_ID
+        return _output(drawn, found.flatten())
+
+
+def _output(tokens: Tensor, logprobs: Tensor) -> SamplerOutput:
+    """Of ``tokens [B, K]`` and ``logprobs [B · K]``."""
+    flat = tokens.reshape(-1, 1)
+    return SamplerOutput(tokens, LogprobsTensors(flat, logprobs.unsqueeze(1), torch.zeros_like(flat[:, 0])))
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class WorkerMethods:
+    """What vLLM's worker class can do besides (its ``worker_extension_cls``); methods are called on every rank."""
+
+    model_runner: Any
+    model_config: Any
+
+    def quartet_replace_sampler(self) -> None:
+        """Also where drafts are verified, and gives heads that share the model's LM head the one that serves."""
+        runner = self.model_runner
+        runner.sampler = SeededSampler(runner)
+        if runner.speculative_config is None:
+            return
+        runner.rejection_sampler = SeededVerifier(runner.sampler)
+        heads = getattr(runner.drafter, "model", None)
+        if heads is not None and heads.config.original_lm_head:
+            del heads.lm_head
+            heads.lm_heads = [runner.get_model().lm_head] * len(heads.blocks)
+
+    def quartet_update_weights(
+        self, source: Iterable[tuple[str, Tensor]], shapes: Shapes, heads: Shapes, padding: HeadPadding | None
+    ) -> None:
+        """Replaces every weight, and those of the heads that draft where they are sent.
+
+        Args:
+            source: under the checkpoint's names; maybe with ``ties``, pairs of another name and the one that it has.
+            shapes, heads: of the checkpoint, and of the heads that are sent beside it, as ``Drafts.shapes``.
+
+        Raises:
+            WeightsRefused: names, shapes or dtypes are not the checkpoint's; nothing has changed.
+        """
+        tensors = dict(source if padding is None else padding(source))
+        of_heads = {n: tensors.pop(n) for n in heads if n in tensors}
+        named = _checked(tensors, dict(getattr(source, "ties", ())), shapes, self.model_config.dtype)
+        of_heads = _checked(of_heads, {}, heads, self.model_config.dtype)
+        load(self.model_runner.get_model(), named, self.model_config)
+        if of_heads:
+            of_heads = {name.partition(".")[2]: tensor for name, tensor in of_heads.items()}
+            load(self.model_runner.drafter.model, of_heads, self.model_runner.drafter.spec_config.draft_model_config)
+
+
+@torch.no_grad()
+def load(model: Any, tensors: Mapping[str, Tensor], model_config: Any) -> None:
+    """Writes ``tensors`` into a model that serves, in place: graphs that were captured stay valid."""
+    initialize_layerwise_reload(model)
+    model.load_weights(tensors.items())
+    finalize_layerwise_reload(model, model_config)
+    for module in model.modules():
+        # A tied head keeps a packed copy of its own on CPUs, which the reload knows nothing of.
+        if isinstance(module, ParallelLMHead):
+            quant_method: Any = module.quant_method
+            quant_method.process_weights_after_loading(module)
+    # A layer that got no weights is left without memory.
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise RuntimeError(f"vLLM put no weights into {empty[0]!r} ({len(empty)} in all)")
+
+
+def _checked(
+    tensors: Mapping[str, Tensor], ties: Mapping[str, str], shapes: Shapes, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors in the checkpoint's order, a tied one under each name that the checkpoint has of it.
+
+    Raises:
+        WeightsRefused: one is missing, unknown, or has another shape or dtype.
+    """
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        tensor = tensors.get(name, tensors.get(ties.get(name, name)))
+        if tensor is None:
+            raise _refused(f"nothing for {name!r}", name)
+        if tuple(tensor.shape) != shape:
+            raise _refused(f"{name!r} of shape {list(tensor.shape)}, needed {list(shape)}", name)
+        if tensor.dtype != dtype:
+            raise _refused(f"{name!r} in {tensor.dtype}, the engine computes in {dtype}", name)
+        found[name] = tensor
+    used = {tensor.data_ptr() for tensor in found.values()}
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() not in used:
+            raise _refused(f"an unknown name {name!r}", name)
+    return found
+
+
+def save_adapter(named: Iterable[tuple[str, Tensor]], path: Path, lora: Mapping[str, Any]) -> None:
+    """Writes trained factors as the adapter directory that vLLM loads."""
+    tensors = {f"base_model.model.{name.replace('.default.weight', '.weight')}": t for name, t in named}
+    modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    config = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": modules, "peft_type": "LORA"}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _refused(found: str, name: str) -> WeightsRefused:
+    return WeightsRefused(
+        "the new weights do not fit the vLLM engine",
+        found=found,
+        remedy="send every tensor of the checkpoint that the engine was started from, in the engine's dtype",
+        tensor=name,
+    )
 
 
 @dataclass(eq=False)
