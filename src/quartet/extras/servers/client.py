@@ -287,12 +287,6 @@ class HTTPEngine(abc.ABC):
                     found=f"draw {request.sampling.draw!r} of request {request.request_id!r}",
                     remedy="leave it out, or use the native engine",
                 )
-            if request.content_digests:
-                raise UserError(
-                    "a server takes text alone",
-                    found=f"request {request.request_id!r} with images",
-                    remedy="use the native engine for them",
-                )
         check_ids(requests, self._ledger.held)
         self._ledger.add(requests)
         self._waiting.extend(_Held(request) for request in requests)

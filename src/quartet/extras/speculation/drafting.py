@@ -25,7 +25,7 @@ from quartet.extras.speculation.heads import MedusaHeads
 from quartet.extras.speculation.speculator import Speculator
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.drafter import DraftTree, chain
-from quartet.rollout.protocol import Draw, PromptKey
+from quartet.rollout.protocol import Draw
 from quartet.rollout.sampler import SamplingRows, largest, sample_tokens
 from quartet.rollout.scheduler import Response
 
@@ -35,6 +35,9 @@ _JOINT = 8
 """Tokens of the prompt that an answer is added with, so that the answer's beginning is found, too."""
 _MOST_LINKS = 32
 """Suffixes of a text that count a new token. In text that repeats itself there would be as many as tokens."""
+
+
+Prompt = tuple[int, ...]
 
 
 class SuffixAutomaton:
@@ -134,17 +137,17 @@ class Answers:
     def __init__(self, kept_tokens: int) -> None:
         self.kept_tokens = kept_tokens
         self.num_tokens = 0
-        self._of: OrderedDict[PromptKey, list[Tensor]] = OrderedDict()  # int32: of the prompt, then of its answers
+        self._of: OrderedDict[Prompt, list[Tensor]] = OrderedDict()  # int32: of the prompt, then of its answers
 
-    def of(self, prompt: PromptKey) -> list[list[int]]:
+    def of(self, prompt: Prompt) -> list[list[int]]:
         """The oldest first."""
         return [answer.tolist() for answer in self._of.get(prompt, [])[1:]]
 
-    def add(self, prompt: PromptKey, answer: Tensor) -> None:
+    def add(self, prompt: Prompt, answer: Tensor) -> None:
         """``[n]`` int32."""
         if prompt not in self._of:
-            self._of[prompt] = [torch.tensor(prompt[0], dtype=torch.int32)]
-            self.num_tokens += len(prompt[0])
+            self._of[prompt] = [torch.tensor(prompt, dtype=torch.int32)]
+            self.num_tokens += len(prompt)
         texts = self._of[prompt]
         texts.append(answer)
         self._of.move_to_end(prompt)
@@ -156,7 +159,7 @@ class Answers:
             self.num_tokens -= len(texts.pop(1))
             if len(texts) == 1:
                 del self._of[first]
-                self.num_tokens -= len(first[0])
+                self.num_tokens -= len(first)
 
     def state(self) -> dict[str, Any]:
         """Tokens and lengths of all texts as tensors: of each prompt, then of its answers."""
@@ -165,7 +168,6 @@ class Answers:
             "tokens": torch.cat([torch.empty(0, dtype=torch.int32), *texts]),
             "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64),
             "num_answers": torch.tensor([len(of_prompt) - 1 for of_prompt in self._of.values()], dtype=torch.int64),
-            "digests": [list(prompt[1]) for prompt in self._of],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -173,8 +175,8 @@ class Answers:
         texts = iter([text.clone() for text in tokens.split(state["lengths"].tolist())])
         self._of.clear()
         self.num_tokens = 0
-        for num, digests in zip(state["num_answers"].tolist(), state["digests"], strict=True):
-            prompt = tuple(next(texts).tolist()), tuple((position, digest) for position, digest in digests)
+        for num in state["num_answers"].tolist():
+            prompt = tuple(next(texts).tolist())
             for _ in range(num):
                 self.add(prompt, next(texts))
 
@@ -204,7 +206,7 @@ class HistoryDrafter:
         self.tree = chain(max_draft)
         self.answers = Answers(kept_tokens)
         self._min_match = min_match
-        self._automata: dict[PromptKey, SuffixAutomaton] = {}
+        self._automata: dict[Prompt, SuffixAutomaton] = {}
         self._places: dict[Response, _Place] = {}
 
     def lengths(self, running: Sequence[Response]) -> list[int]:
@@ -217,7 +219,7 @@ class HistoryDrafter:
         """Goes on to the newest token."""
         place = self._places.get(response)
         if place is None:
-            place = self._places[response] = self._begin(response.request.prompt_key)
+            place = self._places[response] = self._begin(response.request.prompt_ids)
         automaton, num_tokens = place.automaton, len(response.token_ids)
         if place.num_read < num_tokens:
             for token in response.token_ids[max(place.num_read, 0) :]:
@@ -228,21 +230,21 @@ class HistoryDrafter:
                 place.draft = automaton.likeliest(place.state, self._min_match, len(self.tree))
         return place
 
-    def _begin(self, prompt: PromptKey) -> _Place:
+    def _begin(self, prompt: Prompt) -> _Place:
         """The end of the prompt; its automaton is made where there is none."""
         automaton = self._automata.get(prompt)
         if automaton is None:
             automaton = self._automata[prompt] = SuffixAutomaton()
-            automaton.add(prompt[0][-MAX_AUTOMATON_TOKENS // 2 :])
+            automaton.add(prompt[-MAX_AUTOMATON_TOKENS // 2 :])
             for answer in reversed(self.answers.of(prompt)):
                 _add(automaton, prompt, answer, MAX_AUTOMATON_TOKENS * 3 // 4)
         state = matched = 0
-        for token in prompt[0][-MAX_AUTOMATON_TOKENS // 2 :]:
+        for token in prompt[-MAX_AUTOMATON_TOKENS // 2 :]:
             state, matched = automaton.follow(state, matched, token)
         return _Place(automaton, state, matched)
 
     def finished(self, response: Response) -> None:
-        prompt, tokens = response.request.prompt_key, response.token_ids
+        prompt, tokens = response.request.prompt_ids, response.token_ids
         self.answers.add(prompt, torch.tensor(tokens, dtype=torch.int32))
         if prompt in self._automata:
             _add(self._automata[prompt], prompt, tokens, MAX_AUTOMATON_TOKENS)
@@ -253,8 +255,8 @@ class HistoryDrafter:
     def forget(self, response: Response) -> None:
         if self._places.pop(response, None) is None:
             return
-        prompt = response.request.prompt_key
-        if all(other.request.prompt_key != prompt for other in self._places):
+        prompt = response.request.prompt_ids
+        if all(other.request.prompt_ids != prompt for other in self._places):
             del self._automata[prompt]
 
     def state(self) -> dict[str, Any]:
@@ -264,11 +266,11 @@ class HistoryDrafter:
         self.answers.load(state)
 
 
-def _add(automaton: SuffixAutomaton, prompt: PromptKey, answer: Sequence[int], limit: int) -> None:
+def _add(automaton: SuffixAutomaton, prompt: Prompt, answer: Sequence[int], limit: int) -> None:
     """What follows the prompt's last tokens, too; of a long answer as much as there is room for below ``limit``."""
     room = limit - automaton.num_tokens
     if room > _JOINT:
-        automaton.add((*prompt[0][-_JOINT:], *answer)[:room])
+        automaton.add((*prompt[-_JOINT:], *answer)[:room])
 
 
 Choice = Literal["top", "uniform", "gumbel"]

@@ -79,7 +79,7 @@ def measure(
     plain, drafted, drafting = [], [], []
     tree, most_new = proposer.tree, _most_tokens(proposer.tree, max_running)
     longest, room = len(tree), _PROMPT if context is None else max(1, min(context - most_new, _PROMPT))
-    like = replace(like, prompt_ids=like.prompt_ids[:room], content_digests=())
+    like = replace(like, prompt_ids=like.prompt_ids[:room])
     begin = partial(_begin, engine, like, most_new)
     seconds = partial(_seconds, time.thread_time if engine.packed.device.type == "cpu" else time.perf_counter)
 

@@ -43,7 +43,6 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from quartet.config import UserError
 from quartet.models.directories import checkpoint_shapes
 from quartet.models.memory import to_device
 from quartet.rollout.protocol import (
@@ -55,6 +54,7 @@ from quartet.rollout.protocol import (
     Request,
     SamplingParams,
     Unfinished,
+    check_ids,
 )
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Decode, StopStringMatcher, check_request
@@ -292,7 +292,7 @@ class VLLMEngine:
     # ---- requests ----
 
     def submit(self, requests: Sequence[Request]) -> None:
-        given: set[str] = set()
+        check_ids(requests, self._held)
         for request in requests:
             check_request(
                 request,
@@ -300,21 +300,11 @@ class VLLMEngine:
                 vocab_size=self._model.get_vocab_size(),
                 decodes=self._decode is not None,
             )
-            _check_contents(request)
-            if request.request_id in self._held or request.request_id in given:
-                raise UserError(
-                    "a request id is held already", found=repr(request.request_id), remedy="give each request its own"
-                )
-            given.add(request.request_id)
         for request in requests:
             self._add(request)
 
     def _add(self, request: Request) -> None:
-        strings = request.sampling.stop_strings
-        matcher = None
-        if strings and self._decode is not None:
-            matcher = StopStringMatcher(strings, self._decode, request.prompt_ids)
-        self._held[request.request_id] = _Response(request, matcher)
+        self._held[request.request_id] = _Response(request, StopStringMatcher.of(request, self._decode))
         wanted = EngineCoreRequest(
             request_id=request.request_id,
             prompt_token_ids=list(request.prompt_ids),
@@ -372,12 +362,11 @@ class VLLMEngine:
         self._drafted.clear()
         cached = round(self._core.scheduler.get_kv_cache_usage() * self._num_blocks) * self._block_size
         self._stats.cached_tokens = cached
-        self._stats.peak_cached_tokens = max(self._stats.peak_cached_tokens, cached)
 
     def _take(self, response: _Response, output: EngineCoreOutput) -> None:
         """Adds a step's tokens to a response, and ends it where it has its stop string or vLLM says so."""
         if output.prefill_stats is not None and not response.token_ids:
-            self._count_prompt(response, output.prefill_stats)
+            self._stats.prompt_tokens_prefilled += output.prefill_stats.num_computed_tokens
         assert output.new_logprobs is not None and self._version is not None
         for token, logprob in zip(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), strict=True):
             if not math.isfinite(logprob):
@@ -424,13 +413,6 @@ class VLLMEngine:
         if output.finish_reason is None:
             self._core.abort_requests([output.request_id])
 
-    def _count_prompt(self, response: _Response, prefill: Any) -> None:
-        self._stats.prompt_tokens_prefilled += prefill.num_computed_tokens
-        self._stats.prefix_hit_tokens += prefill.num_cached_tokens
-        others = (r for r in self._held.values() if r is not response and r.request.group == response.request.group)
-        if not any(other.token_ids for other in others):
-            self._stats.distinct_prompt_tokens += len(response.request.prompt_ids)
-
     # ---- weights and memory ----
 
     def update_weights(self, source: Any, version: int) -> None:
@@ -445,7 +427,6 @@ class VLLMEngine:
             self._core.collective_rpc("quartet_update_weights", args=(source, self._shapes, heads, self._padding))
         else:
             self._load_adapter(source, self._lora)
-        self._stats.recomputed_tokens += sum(r.num_computed_tokens for r in self._core.scheduler.running)
         # Keys and values of the old weights are wrong under the new ones; requests go on from the tokens they have.
         self._core.reset_prefix_cache(reset_running_requests=True)
         self._version = self._stats.policy_version = version
@@ -479,15 +460,6 @@ class VLLMEngine:
             kept_by_depth=tuple(self._kept_by_depth),
             num_running=running,
             num_waiting=waiting,
-        )
-
-
-def _check_contents(request: Request) -> None:
-    if request.content_digests:
-        raise UserError(
-            "the vLLM engine takes token ids alone",
-            found=f"request {request.request_id!r} with contents that its tokens do not say",
-            remedy="use the native engine for it",
         )
 
 
