@@ -27,8 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from quartet.extras.serve.bodies import ModelLimits
 from quartet.extras.serve.server import EngineThread, Server, ServerSettings, listen
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams, SteppedEngine
 from quartet.text.tokenizer import TextCodec
 
 TEMPLATE = (

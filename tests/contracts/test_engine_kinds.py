@@ -16,10 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess, EngineSpec
-from quartet.rollout.protocol import RolloutEngine
+from quartet.rollout.protocol import RolloutEngine, SteppedEngine
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.rollout.stepped import SteppedEngine
 from quartet.text.tokenizer import TextCodec
 
 contract: Any = importlib.import_module("engine_contract")

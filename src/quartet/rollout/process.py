@@ -38,9 +38,9 @@ from quartet.rollout.protocol import (
     GenerationError,
     Request,
     RequestLedger,
+    SteppedEngine,
     check_ids,
 )
-from quartet.rollout.stepped import SteppedEngine
 
 if TYPE_CHECKING:
     from quartet.rollout.staging import StagedWeights
@@ -185,7 +185,6 @@ class EngineProcess:
 
     def _start(self) -> None:
         self.version = None if self._staging is not None else 0
-        self._versions = set() if self.version is None else {self.version}
         self._ledger.clear()
         self._inbox: deque[list[Completion] | GenerationError] = deque()
         self._stats = EngineStats()
@@ -302,7 +301,7 @@ class EngineProcess:
     def _take(self, what: str, value: Any) -> None:
         if what == "completed":
             for completion in value:
-                self._ledger.settle(completion, self._versions)
+                self._ledger.settle(completion)
             self._inbox.append(value)
         elif what == "failed":
             self._ledger.drop(value.request_ids)
@@ -342,8 +341,6 @@ class EngineProcess:
     def submit(self, requests: Sequence[Request]) -> None:
         self._require()
         check_ids(requests, self._ledger.held)
-        if not self._ledger and self.version is not None:
-            self._versions = {self.version}
         # Answers may follow at once.
         self._ledger.add(requests)
         try:
@@ -424,13 +421,9 @@ class EngineProcess:
 
     def _load(self, version: int) -> None:
         assert self._staging is not None
-
-        def take() -> None:
-            self.version = version
-            self._versions.add(version)
-
         self.version = None
-        self._call("load", self._staging.handle, version, then=take, patience_s=self.spec.start_timeout_s)
+        self._call("load", self._staging.handle, version, patience_s=self.spec.start_timeout_s)
+        self.version = version
 
     def sleep(self, level: Literal[1, 2]) -> None:
         if not self._is_asleep:

@@ -2,16 +2,18 @@
 
 A ``RolloutEngine`` turns requests into completions at its own pace, wherever it computes. A ``StepEngine`` is driven
 step by step by the thread that has it: the native engine, and what computes inside of an engine's own process.
+``SteppedEngine`` and ``PacedEngine`` make either of the other.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quartet.config import UserError
@@ -227,8 +229,9 @@ class EngineStats:
     def sampling_less(self, other: EngineStats) -> EngineStats:
         """The counters of sampling alone, less those of ``other``."""
         names = ("prompt_tokens_prefilled", "generated_tokens", "num_row_steps", "drafted_by_depth", "kept_by_depth")
-        theirs = {name: _negated(getattr(other, name)) for name in names}
-        return self.total([EngineStats(**{name: getattr(self, name) for name in names}), EngineStats(**theirs)])
+        mine, theirs = ([getattr(stats, name) for name in names] for stats in (self, other))
+        pairs = zip(names, mine, theirs, strict=True)
+        return EngineStats(**{name: _summed([own, _negated(of_other)]) for name, own, of_other in pairs})
 
 
 def _negated(value: Any) -> Any:
@@ -382,7 +385,8 @@ def check_ids(requests: Sequence[Request], held: Container[str]) -> None:
 
 
 class RequestLedger:
-    """
+    """What an engine owes: each request is answered once.
+
     Args:
         name: of the engine, for messages.
 
@@ -394,11 +398,11 @@ class RequestLedger:
         self.name = name
         self.held: dict[str, Request] = {}
         # Apart, because their ids may be used again at once.
-        self._cancelled: dict[str, list[Request]] = {}
+        self._cancelled: list[Request] = []
 
     def __len__(self) -> int:
         """Answers that are still to come, cancelled ones included."""
-        return len(self.held) + sum(map(len, self._cancelled.values()))
+        return len(self.held) + len(self._cancelled)
 
     def add(self, requests: Iterable[Request]) -> None:
         """Requests that the engine has taken."""
@@ -407,67 +411,50 @@ class RequestLedger:
     def cancel(self, request_ids: Iterable[str]) -> list[str]:
         """The ids among these that were held; each is expected once more, as cancelled."""
         cancelled = [self.held.pop(i) for i in dict.fromkeys(request_ids) if i in self.held]
-        for request in cancelled:
-            self._cancelled.setdefault(request.request_id, []).append(request)
+        self._cancelled += cancelled
         return [request.request_id for request in cancelled]
 
-    def settle(self, completion: Completion, versions: Container[int] | None = None) -> None:
+    def settle(self, completion: Completion) -> None:
         """Strikes off what ``completion`` answers.
 
-        Args:
-            versions: that the engine may have computed with; None: they were looked at before.
-
         Raises:
-            EngineFailed: nobody asked, or it was answered already; numbers, versions or group are not what can be.
+            EngineFailed: nobody asked, or it was answered already; its numbers are not what can be.
         """
-        request = self._struck_off(completion)
-        num_tokens, used = len(completion.token_ids), completion.versions
-        found: str | None = None
-        if not len(completion.logprobs) == len(used) == num_tokens:
-            found = f"{num_tokens} tokens, {len(completion.logprobs)} log-probabilities, {len(used)} versions"
+        request_id, num_tokens = completion.request_id, len(completion.token_ids)
+        if completion.finish_reason is FinishReason.CANCELLED:
+            request = next((request for request in self._cancelled if request.request_id == request_id), None)
+            if request is not None:
+                self._cancelled.remove(request)
+        else:
+            request = self.held.pop(request_id, None)
+        if request is None:
+            found = (
+                f"{request_id!r} as {completion.finish_reason}, which nobody asked for or which was answered already"
+            )
+        elif not len(completion.logprobs) == len(completion.versions) == num_tokens:
+            columns = len(completion.logprobs), len(completion.versions)
+            found = f"{num_tokens} tokens, {columns[0]} log-probabilities, {columns[1]} versions"
         elif num_tokens > request.sampling.max_new_tokens:
             found = f"{num_tokens} tokens where {request.sampling.max_new_tokens} were the most"
-        elif completion.group != request.group:
-            found = f"group {completion.group!r} instead of {request.group!r}"
-        elif versions is not None and (foreign := [version for version in set(used) if version not in versions]):
-            found = f"version {foreign[0]}, which it was not given"
-        elif any(after < before for before, after in pairwise(used)):
-            found = "versions that go back"
-        if found is not None:
-            raise self._failed(f"{found}, in the answer to {request.request_id!r}")
-
-    def _struck_off(self, completion: Completion) -> Request:
-        request_id, is_cancelled = completion.request_id, completion.finish_reason is FinishReason.CANCELLED
-        if is_cancelled and request_id in self._cancelled:
-            request = self._cancelled[request_id].pop(0)
-            if not self._cancelled[request_id]:
-                del self._cancelled[request_id]
-            return request
-        held = self.held.pop(request_id, None)
-        if held is None:
-            raise self._failed(f"an answer to {request_id!r}, which is not held: not asked for, or answered already")
-        if is_cancelled:
-            raise self._failed(f"{request_id!r} as cancelled, which nobody asked for")
-        return held
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Requests that have ended without an answer, by an error that named them."""
-        for request_id in request_ids:
-            if self.held.pop(request_id, None) is None:
-                self._cancelled.pop(request_id, None)  # it was cancelled just before
-
-    def clear(self) -> tuple[list[Request], list[Request]]:
-        """Nothing will be answered any more: what was held, in order, and what was cancelled."""
-        held, cancelled = list(self.held.values()), [r for requests in self._cancelled.values() for r in requests]
-        self.held, self._cancelled = {}, {}
-        return held, cancelled
-
-    def _failed(self, found: str) -> EngineFailed:
-        return EngineFailed(
+        else:
+            return
+        raise EngineFailed(
             f"the rollout engine {self.name!r} answers what cannot be",
             found=found,
             remedy="it is started anew where it can be; if that repeats itself, report it with the engine's version",
         )
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Requests that have ended without an answer, by an error that named them."""
+        for request_id in request_ids:
+            if self.held.pop(request_id, None) is None:  # it was cancelled just before
+                self._cancelled = [request for request in self._cancelled if request.request_id != request_id]
+
+    def clear(self) -> tuple[list[Request], list[Request]]:
+        """Nothing will be answered any more: what was held, in order, and what was cancelled."""
+        held, cancelled = list(self.held.values()), self._cancelled
+        self.held, self._cancelled = {}, []
+        return held, cancelled
 
 
 class RequestsRefused(GenerationError):
@@ -477,3 +464,110 @@ class RequestsRefused(GenerationError):
         self.error = error
         self.request_ids = tuple(request_ids)
         UserError.__init__(self, error.problem, found=error.found, remedy=error.remedy)
+
+
+class SteppedEngine:
+    """A step engine that computes in the thread which waits for completions; closing it leaves that as it is."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        self.engine = engine
+        self._is_paused = False
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is work, and no pause."""
+        return not self._is_paused and self.engine.has_work
+
+    def completed(self, timeout_s: float) -> list[Completion]:
+        """As the protocol has it; makes at least one step where it can, however short the time is."""
+        end = time.monotonic() + timeout_s
+        done: list[Completion] = []
+        while not done and self.can_step:
+            done = self.engine.step()
+            if time.monotonic() >= end:
+                break
+        return done
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        self.engine.cancel(request_ids)
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        return self.engine.generated(request_ids)
+
+    def pause(self) -> None:
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+
+    def weight_sink(self) -> TensorSink:
+        return self.engine.weight_sink()
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        engine: Any = self.engine
+        engine.sleep(level)
+
+    def wake(self) -> None:
+        engine: Any = self.engine
+        engine.wake()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class PacedEngine:
+    """A rollout engine whose steps wait until something has ended.
+
+    Args:
+        engine: generates at its own pace, between steps, too.
+        step_s: longest step.
+    """
+
+    def __init__(self, engine: RolloutEngine, step_s: float = 1.0) -> None:
+        self.engine = engine
+        self.step_s = step_s
+        self._held: set[str] = set()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+        self._held.update(request.request_id for request in requests)
+
+    def note(self, request_ids: Iterable[str]) -> None:
+        """These were submitted to the engine by other ways, and are waited for."""
+        self._held.update(request_ids)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._held)
+
+    def step(self) -> list[Completion]:
+        try:
+            done = self.engine.completed(self.step_s)
+        except GenerationError as error:
+            self._held.difference_update(error.request_ids)
+            raise
+        self._held.difference_update(completion.request_id for completion in done)
+        return done
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        self.engine.cancel(request_ids)
+
+    def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        from quartet.weights.in_process import write_into
+
+        write_into(self.weight_sink(), source or (), version)
+
+    def weight_sink(self) -> TensorSink:
+        return self.engine.weight_sink()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        return self.engine.generated(request_ids)

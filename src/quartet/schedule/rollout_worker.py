@@ -39,12 +39,12 @@ from quartet.rollout.protocol import (
     EngineStats,
     FinishReason,
     GenerationError,
+    PacedEngine,
     Request,
     SamplingParams,
     StepEngine,
 )
 from quartet.rollout.router import Progress, Router
-from quartet.rollout.stepped import PacedEngine
 from quartet.schedule.groups import answered, group_batch
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import Checkpointed, Offloadable, model_bytes

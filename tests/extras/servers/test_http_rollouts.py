@@ -21,7 +21,7 @@ from quartet.extras.servers.config import ServerEngineConfig, SGLangEngineConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.protocol import SteppedEngine
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.rl import RLTrainer

@@ -12,9 +12,8 @@ from quartet.config import UserError
 from quartet.config.cluster import OffloadConfig
 from quartet.extras.simulation.cost_model import Cost
 from quartet.extras.simulation.simulation import TimedCodec, TimedEngine
-from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
+from quartet.rollout.protocol import Completion, FinishReason, SamplingParams, SteppedEngine
 from quartet.rollout.router import Router
-from quartet.rollout.stepped import SteppedEngine
 from quartet.schedule.rollout_worker import PromptRequest, SampleRequest, ServedRolloutWorker
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec

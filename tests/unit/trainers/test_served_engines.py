@@ -25,8 +25,7 @@ from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess
-from quartet.rollout.protocol import Request
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.protocol import Request, SteppedEngine
 from quartet.trainers import engines
 from quartet.trainers.engines import Policy
 from quartet.trainers.evaluation_job import Evaluator

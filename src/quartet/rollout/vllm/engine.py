@@ -1,17 +1,12 @@
-"""vLLM's engine core, driven step by step in the engine's own process. Imported only where vLLM is installed.
+"""vLLM's engine core, driven step by step in the engine's own process, with the native engine's sampler and the
+trainer's weights inside of its workers. Imported only where vLLM is installed.
 
 The core's outputs are read here and not by vLLM's output processor: log-probabilities as the arrays that they are.
 
-The native engine's sampler in vLLM's workers. Imported only where vLLM is installed.
-
-A token is then a function of its distribution, its request's seed and its place, as everywhere here: vLLM's own
-generators keep a state, which prompts computed in pieces advance, cost a call per request and step, and leave
-log-probabilities of the truncated distribution alone.
-
-So a drafted token is kept where it is the one that is drawn there, as in the native engine: vLLM's rejection sampler,
-whose random numbers would decide, is replaced, too.
-
-New weights inside of vLLM's workers. Imported only where vLLM is installed.
+A token is a function of its distribution, its request's seed and its place, as everywhere here: vLLM's own generators
+keep a state, which prompts computed in chunks advance, cost a call per request and step, and leave log-probabilities of
+the truncated distribution alone. So a drafted token is kept where it is the one that is drawn there, as in the native
+engine: vLLM's rejection sampler, whose random numbers would decide, is replaced, too.
 """
 
 from __future__ import annotations

@@ -56,13 +56,15 @@ class HeadPadding:
                 tensor = self._spread(tensor.T).T
             yield name, tensor.contiguous()
 
-    def save(self, path: Path, folder: Path) -> None:
-        """Writes the model in ``path`` with heads of the larger size."""
+    def save(self, path: Path, folder: Path) -> Path:
+        """Writes the model in ``path`` into the new ``folder``, with heads of the larger size."""
+        folder.mkdir()
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         config["head_dim"] = self.size * self.stride
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         for file in path.glob("*.safetensors"):
             save_file(dict(self(load_file(file).items())), folder / file.name)
+        return folder
 
     def _spread(self, tensor: Tensor) -> Tensor:
         """``[heads · size, …]`` → ``[heads · size · stride, …]``."""
@@ -84,18 +86,14 @@ def head_padding(config: Mapping[str, Any], sizes: Sequence[int]) -> HeadPadding
     if not size or size in sizes or "kv_lora_rank" in config:
         return None
     strides = [padded // size for padded in sizes if padded % size == 0]
-    if strides and config.get("model_type") in _PLAIN and _rope_type(config) == "default":
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if strides and config.get("model_type") in _PLAIN and rope.get("rope_type", "default") == "default":
         return HeadPadding(size, min(strides))
     raise UserError(
         "vLLM's attention on CPUs does not have heads of this size",
         found=f"heads of {size} in a model of type {config.get('model_type')!r}; it has {', '.join(map(str, sizes))}",
         remedy="use the native engine, a GPU, or a Llama, whose heads are padded",
     )
-
-
-def _rope_type(config: Mapping[str, Any]) -> str:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return str(rope.get("rope_type", "default"))
 
 
 SUPPORTED = "vllm >= 0.31, < 0.33"
@@ -181,16 +179,13 @@ def make(
     given |= _further(engine_args or {})
     try:
         with tempfile.TemporaryDirectory(prefix="quartet-vllm-") as made:
-            padded, own = Path(made, "model"), Path(made, "drafter")
             if padding is not None:
-                padded.mkdir()
-                padding.save(folder, padded)
-                given["model"] = str(padded)
+                given["model"] = str(padding.save(folder, Path(made, "model")))
             drafts = None
             if drafter is not None:
-                own.mkdir()
                 target, section = drafter
-                drafts = load(target)(section, own)
+                Path(made, "drafter").mkdir()
+                drafts = load(target)(section, Path(made, "drafter"))
                 given["speculative_config"] = drafts.config
             options: dict[str, Any] = {"lora": lora, "padding": padding, "drafts": drafts}
             decode = _decode(folder, bool(given.get("trust_remote_code")))
