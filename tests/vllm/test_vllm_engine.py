@@ -75,18 +75,6 @@ def test_seeds_draw_what_the_native_engine_draws(tied: Any) -> None:
     assert len(others) <= 1
 
 
-def test_truncated_sampling_gives_renormalised_logprobs_where_asked(tied: Any) -> None:
-    requests = tied.requests(4, top_k=3, truncated_logprobs=True)
-    completions = tied.generate(requests)
-    for completion, request in zip(completions, requests, strict=True):
-        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
-        with torch.no_grad():
-            scores = tied.model(ids).logits[0, len(request.prompt_ids) - 1 : -1]
-        kept = scores.masked_fill(scores < scores.topk(3).values[:, -1:], -torch.inf)
-        found = torch.log_softmax(kept, -1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(found, torch.tensor(completion.logprobs), atol=TOLERANCE, rtol=0)
-
-
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_twenty_updates_are_seen_by_every_engine(kind: str, tied: Any, start: Callable[..., Any]) -> None:
     """The same long prompt each time: what a cache keeps of old weights would show."""

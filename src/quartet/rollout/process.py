@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("quartet.rollout.process")
 _PACKAGE = Path(__file__).parents[1]
 _SHOWN_LINES, _SHOWN_BYTES = 30, 3000
-_MAX_LOG_BYTES = 16 << 20
 _LOOK_S = 0.5
 """Between two looks whether a silent process stands still."""
 _END_S = 5.0
@@ -99,9 +98,8 @@ class _EngineChild(Process):
         if spec.python is None or "PYTHONPATH" in spec.environment:
             path += filter(None, [variables.get("PYTHONPATH")])
         variables["PYTHONPATH"] = os.pathsep.join(path)
-        # It appends: what is read or cut off here does not move where the process writes.
+        # It appends: what is read here does not move where the process writes.
         self._log = open(Path(self._folder.name) / "log", "a+b", buffering=0)  # noqa: SIM115
-        self._cut_off = b""
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         stderr = os.dup(2)  # for log records
@@ -138,8 +136,10 @@ class _EngineChild(Process):
 
     def end(self, patience_s: float) -> str:
         said = super().end(patience_s)
-        text = (self._cut_off + self._end_of_log()).decode(errors="replace")
-        lines = text[-_SHOWN_BYTES:].strip().splitlines()[-_SHOWN_LINES:]
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _SHOWN_BYTES))
+        text = self._log.read().decode(errors="replace")
+        lines = text.strip().splitlines()[-_SHOWN_LINES:]
         self._close()
         return said + ("; its last lines:\n" + "\n".join(lines) if lines else "; it printed nothing")
 
@@ -147,17 +147,6 @@ class _EngineChild(Process):
         os.close(self.bell)
         self._log.close()
         self._folder.cleanup()
-
-    def _end_of_log(self) -> bytes:
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _SHOWN_BYTES))
-        return self._log.read()
-
-    def trim_log(self) -> None:
-        """An engine may print for weeks; only the end is ever shown."""
-        if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
-            self._cut_off = self._end_of_log()
-            os.ftruncate(self._log.fileno(), 0)
 
 
 class EngineProcess:
@@ -295,8 +284,6 @@ class EngineProcess:
         self._heard = max(self._heard, child.wire.heard)  # parts of long messages count, too
         if messages and messages[-1] is None:
             raise self._fail("it ended", _END_S)
-        if messages:
-            child.trim_log()
 
     def _take(self, what: str, value: Any) -> None:
         if what == "completed":

@@ -54,22 +54,6 @@ def all_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merged_layers, "MIN_PACKED", 1)
 
 
-@pytest.mark.usefixtures("all_packed", "unmerged")
-def test_packed_products_agree_and_leave_no_trace(family: Any, tolerances: Any) -> None:
-    packed = family.packed
-    before = {name: dict(vars(module)) for name, module in packed.model.named_modules()}
-    expected = logits(packed)
-    weights = ComputeWeights(packed)
-    with weights.active():
-        linear = [m for m in packed.model.modules() if type(m) is torch.nn.Linear]
-        assert linear and all("forward" in vars(m) for m in linear)
-        atol, rtol = tolerances[torch.float32]
-        torch.testing.assert_close(logits(packed), expected, atol=atol, rtol=rtol)
-    assert weights.num_bytes == sum(m.weight.numel() * 4 for m in linear)
-    assert torch.equal(logits(packed), expected)
-    assert {n: vars(m).keys() for n, m in packed.model.named_modules()} == {n: v.keys() for n, v in before.items()}
-
-
 @pytest.mark.usefixtures("all_packed")
 @pytest.mark.parametrize("how", ["in place", "behind autograd's back"])
 def test_packed_products_follow_the_weights(tiny: Any, tolerances: Any, how: str) -> None:
@@ -86,16 +70,6 @@ def test_packed_products_follow_the_weights(tiny: Any, tolerances: Any, how: str
     atol, rtol = tolerances[torch.float32]
     torch.testing.assert_close(found, logits(tiny.packed), atol=atol, rtol=rtol)
     assert not torch.allclose(found, old, atol=1e-3)
-
-
-@pytest.mark.usefixtures("all_packed")
-def test_packed_products_give_a_request_the_same_bits_in_any_batch(
-    tiny: Any, make_request: Make, run_all: RunAll
-) -> None:
-    requests = [make_request(f"r{i}", length=5 + 3 * i, seed=i, max_new_tokens=6 + i) for i in range(9)]
-    together = run_all(tiny.engine(), requests)
-    for request in requests:
-        assert run_all(tiny.engine(), [request])[request.request_id] == together[request.request_id]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

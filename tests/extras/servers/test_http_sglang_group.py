@@ -116,15 +116,6 @@ def test_names_and_shapes_are_checked_before_anything_is_sent(wrong: str) -> Non
         GroupWeights(staging, RemoteServer(url="http://127.0.0.1:9"), shapes=shapes)
 
 
-def test_a_tied_name_of_the_checkpoint_is_known() -> None:
-    model = targets.build_model(0, is_tied=True)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    with closing(StagedWeights(model.named_parameters(remove_duplicate=False))) as staging:
-        for known in (shapes, {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}):
-            weights = GroupWeights(staging, RemoteServer(url="http://127.0.0.1:9"), shapes=known)
-            weights._client.close()
-
-
 @pytest.mark.parametrize("path", ["/init_weights_update_group", "/update_weights_from_distributed"])
 def test_a_refusal_is_told_at_once_and_leaves_an_engine_that_answers_nothing(path: str) -> None:
     with side() as made_of:

@@ -68,19 +68,6 @@ def test_the_budget_is_never_exceeded(
         assert done[name].token_ids == expected[name].token_ids
 
 
-def test_requests_wait_for_room_and_all_finish(tiny: Any, make_request: Make, run_all: RunAll) -> None:
-    requests = [make_request(f"r{i}", length=20, seed=i, max_new_tokens=12) for i in range(9)]
-    expected = run_all(tiny.engine(), requests)
-    # Two slots of 64 and two prompts of 20.
-    engine = tiny.engine(cache_tokens=2 * 64 + 2 * 20)
-    engine.submit(requests)
-    done, running = {}, set()
-    while engine.has_work:
-        done |= {c.request_id: c for c in engine.step()}
-        running.add(engine.stats().num_running)
-    assert done == expected and max(running) == 2
-
-
 def test_reused_prompts_give_way_to_running_requests(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     engine = tiny.engine(cache_tokens=200)
     for i in range(12):
@@ -91,15 +78,6 @@ def test_reused_prompts_give_way_to_running_requests(tiny: Any, make_request: Ma
     assert engine.stats().prompt_tokens_prefilled == before
     run_all(engine, [make_request("r0", length=20, max_new_tokens=4)])
     assert engine.stats().prompt_tokens_prefilled == before + 20
-
-
-def test_a_request_that_can_never_fit_is_refused_whole(tiny: Any, make_request: Make) -> None:
-    engine = tiny.engine(cache_tokens=100)
-    with pytest.raises(UserError, match="never fit") as error:
-        engine.submit([make_request("fine", length=10, max_new_tokens=10), make_request("big", length=60)])
-    assert "rollout.cache_tokens" in error.value.remedy
-    assert "'big'" in error.value.found
-    assert not engine.has_work
 
 
 def test_a_broken_request_leaves_the_budget_as_it_was(tiny: Any, make_request: Make, run_all: RunAll) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -110,27 +109,6 @@ def test_exact_numerics_agree_to_the_bit(name: str, adapted: Build, make_request
 # Copies --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt_neox"])
-def test_copies_are_of_the_merged_weights(name: str, precision: Any, adapted: Build, tolerances: Any) -> None:
-    """In bf16 to the bit: both round the merged weight."""
-    packed = adapted(name, precision)
-    with packed.with_merged_adapters():
-        expected = logits(packed)
-    own = logits(packed)
-    weights = ComputeWeights(packed)
-    with weights.active():
-        found = logits(packed)
-        assert torch.equal(found, expected) or precision == "fp32"
-        atol, rtol = tolerances[torch.float32]
-        torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
-        assert packed.adapters is not None
-        assert not any(type(m).__module__.startswith("peft") for m in packed.model.modules())
-    assert torch.equal(logits(packed), own), "outside, the trainer's products"
-    adapted_bytes = sum(layer.base.weight.numel() for layer in packed.adapters.layers)
-    assert weights.num_bytes >= adapted_bytes * (2 if precision == "bf16" else 4)
-
-
 @pytest.mark.parametrize("how", ["in place", "behind autograd's back", "released"])
 def test_copies_follow_the_adapters(adapted: Build, tolerances: Any, how: str) -> None:
     packed = adapted()
@@ -153,43 +131,6 @@ def test_copies_follow_the_adapters(adapted: Build, tolerances: Any, how: str) -
     atol, rtol = tolerances[torch.float32]
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
     assert not torch.allclose(old, expected, atol=1e-3)
-
-
-def test_the_model_is_itself_again_after_an_error(adapted: Build) -> None:
-    packed = adapted()
-    expected, before = logits(packed), dict(packed.model.named_parameters())
-    with pytest.raises(ZeroDivisionError), ComputeWeights(packed).active():
-        _ = 1 / 0
-    assert all(p is before[n] for n, p in packed.model.named_parameters())
-    assert torch.equal(logits(packed), expected)
-
-
-def merged_logits(packed: PackedCausalLM, rounded: Callable[[Any], Any] = lambda model: model) -> Tensor:
-    """By plain layers of merged weights."""
-    own = copy.deepcopy(packed)
-    rounded(own.model)
-    with own.with_merged_adapters():
-        return logits(own)
-
-
-@pytest.mark.parametrize("width", [784, 1024])
-def test_large_layers_are_merged_too(width: int, build_architecture: Callable[..., Any], leeway: Any) -> None:
-    """Layers that fp32 keeps as they are, or in the blocks of the kernel: whose sums have another order."""
-    model = build_architecture("llama", hidden_size=width, intermediate_size=32, num_hidden_layers=1)
-    packed = packed_causal_lm(model, lora=LORA)
-    learn(packed, 0.05)
-    with packed.without_adapters():
-        base = logits(packed)
-    weights = ComputeWeights(packed)
-    for seed in (12, 13):
-        allowed = leeway(lambda rounded: {"logits": merged_logits(packed, rounded)}, torch.float32, terms=width)[
-            "logits"
-        ]
-        with weights.active():
-            found = logits(packed)
-        torch.testing.assert_close(found, merged_logits(packed), atol=allowed, rtol=0)
-        assert float((found - base).abs().max()) > 1000 * allowed
-        learn(packed, 0.05, seed=seed)
 
 
 # An engine of its own ------------------------------------------------------------------------------------

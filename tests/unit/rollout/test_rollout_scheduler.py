@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.config import UserError
-from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, Block, round_up
+from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, round_up
 from quartet.rollout.protocol import FinishReason, Request, SamplingParams
 from quartet.rollout.scheduler import Scheduler, StepPlan
 
@@ -43,18 +43,6 @@ def retire(scheduler: Scheduler, *names: str) -> None:
     scheduler.retire([scheduler.held[name] for name in names])
 
 
-def test_arrivals_run_but_have_a_row_only_once_settled() -> None:
-    scheduler = Scheduler(2)
-    add(scheduler, "a", "b", "c")
-    admit(scheduler)
-    assert (scheduler.num_running, len(scheduler.waiting), rows(scheduler)) == (2, 1, [])
-    placement = scheduler.place_rows()
-    assert sorted(rows(scheduler)) == ["a", "b"]
-    assert {r.request.request_id for r in placement.placed} == {"a", "b"}
-    assert (sorted(placement.changed), placement.moves) == ([0, 1], ())
-    assert scheduler.place_rows().changed == ()
-
-
 def test_gaps_are_closed_and_what_moves_brings_its_tokens() -> None:
     scheduler = Scheduler(8)
     add(scheduler, "a", "b", "c", "d", "e")
@@ -70,15 +58,6 @@ def test_gaps_are_closed_and_what_moves_brings_its_tokens() -> None:
     assert sorted(source for source, _, _ in placement.moves) == [3, 4]
 
 
-def test_an_arrival_that_ends_at_once_never_takes_a_row() -> None:
-    scheduler = Scheduler(8)
-    add(scheduler, "a", "b")
-    admit(scheduler)
-    retire(scheduler, "a")
-    assert [r.request.request_id for r in scheduler.place_rows().placed] == ["b"]
-    assert rows(scheduler) == ["b"]
-
-
 def test_preempted_requests_wait_again_before_all_others_in_their_old_order() -> None:
     scheduler = Scheduler(3)
     add(scheduler, "a", "b", group="g")
@@ -92,32 +71,6 @@ def test_preempted_requests_wait_again_before_all_others_in_their_old_order() ->
     assert (scheduler.num_running, scheduler.running) == (0, [])
     assert scheduler.groups["g"].num_waiting == 2
     assert scheduler.place_rows().changed == ()
-
-
-def test_a_group_is_forgotten_with_its_last_member() -> None:
-    scheduler = Scheduler(1)
-    add(scheduler, "a0", "a1", group="a")
-    admit(scheduler)
-    scheduler.place_rows()
-    retire(scheduler, "a0")
-    assert scheduler.groups["a"].num_waiting == 1
-    retire(scheduler, "a1")
-    assert not scheduler.groups
-    assert not scheduler.waiting
-    assert scheduler.num_running == 0
-    scheduler.check([Request("a2", "a", (9, 9), SamplingParams())], tokens_of)
-
-
-def test_blocks_of_groups_with_members_waiting_are_wanted() -> None:
-    scheduler = Scheduler(2)
-    add(scheduler, "a0", "a1", "a2", group="a")
-    add(scheduler, "b")
-    for name, group in scheduler.groups.items():
-        group.block = Block(tuple(range(4)), shared=name == "a")
-    admit(scheduler)
-    assert scheduler.wanted_blocks() == {scheduler.groups["a"].block, scheduler.groups["b"].block}
-    retire(scheduler, "a2")
-    assert scheduler.wanted_blocks() == {scheduler.groups["b"].block}
 
 
 def test_one_group_one_prompt() -> None:
@@ -247,15 +200,6 @@ def pieces(plan: StepPlan) -> list[tuple[int, int, int]]:
     return [(len(prefill.block), prefill.start, prefill.end) for prefill in plan.prefills]
 
 
-def test_first_come_first_served_up_to_max_running() -> None:
-    queue = Queue(max_running=2)
-    queue.add("a", "b", "c", "d")
-    assert names(queue.step()) == ["a", "b"]
-    assert names(queue.step()) == []
-    queue.retire("a")
-    assert names(queue.step()) == ["c"]
-
-
 def test_a_prompt_is_filled_once_for_all_who_have_it() -> None:
     queue = Queue()
     queue.add("a0", "a1", group="a", length=9)
@@ -267,15 +211,6 @@ def test_a_prompt_is_filled_once_for_all_who_have_it() -> None:
     assert (names(plan), pieces(plan)) == (["c"], [])
 
 
-def test_the_steps_tokens_are_bounded_and_requests_keep_their_order() -> None:
-    queue = Queue(max_prefill=10)
-    queue.add("a", length=6)
-    queue.add("b", length=5)
-    queue.add("c", length=1)
-    assert names(queue.step()) == ["a"]
-    assert names(queue.step()) == ["b", "c"]
-
-
 def test_a_long_prompt_is_filled_in_pieces_of_its_own() -> None:
     """Pieces begin at multiples of the bound, whatever else is filled; what is left of a step goes to others."""
     queue = Queue(max_prefill=10)
@@ -285,16 +220,6 @@ def test_a_long_prompt_is_filled_in_pieces_of_its_own() -> None:
     found = [queue.step() for _ in range(4)]
     assert [pieces(plan) for plan in found] == [[(3, 0, 3)], [(24, 0, 10)], [(24, 10, 20)], [(24, 20, 24), (5, 0, 5)]]
     assert [names(plan) for plan in found] == [["a"], [], [], ["long", "b"]]
-
-
-def test_cancelling_during_the_pieces_forgets_them() -> None:
-    queue = Queue(max_prefill=10)
-    queue.add("long", length=24)
-    queue.step()
-    queue.retire("long")
-    assert (queue.scheduler.prefixes.num_tokens, len(queue.scheduler.prefixes)) == (0, 0)
-    queue.add("again", length=24)
-    assert pieces(queue.step()) == [(24, 0, 10)]
 
 
 def test_preempted_requests_fill_prompt_and_tokens() -> None:

@@ -101,16 +101,6 @@ def test_prompts_are_reused_until_the_weights_change(tiny: Any, make_request: Ma
     assert second["g.0"].logprobs != first["g.0"].logprobs
 
 
-def test_prompts_are_computed_again_after_a_lost_cache(tiny: Any, make_request: Make, run_all: RunAll) -> None:
-    engine = tiny.engine()
-    requests = group_of(make_request, "g", 3, 40, max_new_tokens=6)
-    expected = run_all(engine, requests)
-    engine.release_cache()
-    assert engine.stats().cached_tokens == 0
-    assert run_all(engine, requests) == expected
-    assert engine.stats().prompt_tokens_prefilled == 80
-
-
 def test_idle_prompts_do_not_pile_up(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     """Without ``cache_tokens`` idle prompts hold at most as many tokens as the slots."""
     engine = tiny.engine(max_running=4)
