@@ -3,23 +3,14 @@
 A pause aborts what runs; the server returns the tokens that each request has, and ``resume`` asks for the rest. So the
 version of every token is known, and nothing computed from older weights is used.
 
-Weights as model directories, one per version, for servers that load files.
-
-``version_00000012/`` holds ``model.safetensors``, ``manifest.json`` and, where a template is given, its configuration
-and tokenizer, so that it loads as any Hugging Face model does. It takes its name when all of it is on the disk; half a
-version is never seen.
-
-New weights for an SGLang server over a process group (``/update_weights_from_distributed``).
-
-Both ends make the group beside their default one with the function of torch's that is used here: by which names its
-members meet in the store differs between versions of torch, and is torch's own affair.
+New weights come as model directories, one per version, or over a process group
+(``/update_weights_from_distributed``). Both ends make the group beside their default one with the function of torch's
+that is used here: by which names its members meet in the store differs between versions of torch, and is torch's own
+affair.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import shutil
 import threading
 import time
@@ -29,12 +20,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from safetensors.torch import save_file
 from torch import Tensor
 
 from quartet.cluster.torchrun import address_towards
@@ -43,16 +35,12 @@ from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.extras.servers.client import LARGEST_SEED, HTTPEngine, Part
 from quartet.extras.servers.config import SGLangEngineConfig
 from quartet.models.directories import checkpoint_shapes
-from quartet.observe.digests import sync_directory
 from quartet.remote.json_client import JSONClient, RemoteError
-from quartet.rollout.owned_folders import OwnedFolder
 from quartet.rollout.protocol import Request
 from quartet.rollout.scheduler import Decode
 from quartet.rollout.staging import Load, StagedWeights
 from quartet.trainers.engines import Policy
-from quartet.weights.digest import bytes_of, tensor_digest
 from quartet.weights.errors import WeightsRefused, WeightSyncError
-from quartet.weights.manifest import TensorSpec, WeightManifest
 from quartet.weights.sink import TensorSink
 
 _PART_BYTES = 1 << 30
@@ -279,10 +267,6 @@ def _end(held: list[Any]) -> None:
     dist.destroy_process_group(group)
 
 
-WEIGHTS = "model.safetensors"
-MANIFEST = "manifest.json"
-_PREFIX = "version_"
-_DRAFT = ".draft_"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _KEPT = 2
 
@@ -290,28 +274,39 @@ _KEPT = 2
 class PublishedWeights:
     """Staged weights as model directories, one per version, that servers load; shared by all engines of a staging.
 
+    A version takes its name when all of it is written; the two newest stay, and all go with the last engine.
+
     Args:
         folder: on a file system that the servers see under the same path; a folder in it is this one's own.
-        template: the model's directory; its other files go beside the weights.
+        template: the model's directory; its files other than weights go beside them.
     """
 
     def __init__(self, staging: StagedWeights, folder: Path, template: Path | None = None) -> None:
         self.staging = staging
-        self._folder = OwnedFolder(folder, "weights_")
+        self._folder = folder.resolve() / f"weights_{uuid.uuid4().hex[:12]}"
         self._template = template
-        self._written: tuple[int, str] | None = None
+        self._written: int | None = None
         self._lock = threading.Lock()
         self._users: set[Load] = set()
 
     def path(self, version: int) -> str:
         """Of the directory with the version that is staged."""
+        target = self._folder / f"version_{version:08d}"
         with self._lock:
-            if self._written is None or self._written[0] != version:
-                handle = self.staging.handle
-                tensors = (tensor for _, tensor in handle)
-                written = publish(self._folder.path, version, handle.specs, tensors, self._template)
-                self._written = version, str(written)
-            return self._written[1]
+            if self._written != version:
+                draft = self._folder / "draft"
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir(parents=True)
+                save_file(dict(self.staging.handle), draft / "model.safetensors", metadata={"format": "pt"})
+                for path in self._template.iterdir() if self._template is not None else ():
+                    if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                        shutil.copy2(path, draft / path.name)
+                shutil.rmtree(target, ignore_errors=True)  # the same version once more
+                draft.rename(target)
+                for old in sorted(self._folder.glob("version_*"))[:-_KEPT]:
+                    shutil.rmtree(old)
+                self._written = version
+        return str(target)
 
     def attach(self, load: Load) -> None:
         """As ``StagedWeights.attach``."""
@@ -323,82 +318,7 @@ class PublishedWeights:
         self.staging.detach(load)
         self._users.discard(load)
         if not self._users:
-            self._folder.remove()
-
-
-def publish(
-    folder: Path, version: int, specs: Sequence[TensorSpec], tensors: Iterable[Tensor], template: Path | None = None
-) -> Path:
-    """Writes a version into ``folder``, into which nothing else writes, and leaves of all versions the two newest.
-
-    Args:
-        tensors: those of ``specs``, in their order.
-        template: a model directory whose files other than weights go beside them.
-
-    Returns:
-        The version's own directory.
-    """
-    folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(_DRAFT + "*"):
-        shutil.rmtree(left)  # of a process that was killed
-    draft, target = folder / f"{_DRAFT}{version:08d}", folder / f"{_PREFIX}{version:08d}"
-    draft.mkdir()
-    try:
-        _write(draft, version, specs, tensors)
-        for path in template.iterdir() if template is not None else ():
-            if path.is_file() and not path.name.endswith(_NOT_COPIED):
-                shutil.copy2(path, draft / path.name)
-        replaced = folder / f"{_DRAFT}replaced"
-        if target.exists():  # the same version once more
-            os.rename(target, replaced)
-        os.rename(draft, target)
-        sync_directory(folder)  # the rename itself must survive a crash of the machine
-        shutil.rmtree(replaced, ignore_errors=True)
-        for old in sorted(path for path in folder.glob(_PREFIX + "*") if path.is_dir())[:-_KEPT]:
-            shutil.rmtree(old)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    return target
-
-
-def _write(draft: Path, version: int, specs: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> None:
-    header, offsets = _safetensors_header(specs)
-    digests = []
-    with _synced(draft / WEIGHTS) as file:
-        file.write(header)
-        for spec, tensor in zip(specs, tensors, strict=True):
-            here = tensor.cpu()
-            file.seek(offsets[spec.name])
-            file.write(bytes_of(here).numpy().data)
-            digests.append(tensor_digest(here))
-    manifest = WeightManifest(version, tuple(specs), tuple(digests))
-    with _synced(draft / MANIFEST) as file:
-        file.write(json.dumps(manifest.to_json(), indent=1).encode())
-
-
-def _safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
-    """The file's beginning, and where in the file each tensor goes: wide dtypes first, so that all are aligned."""
-    ordered = sorted(specs, key=lambda spec: (-spec.torch_dtype.itemsize, spec.name))
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets, used = {}, 0
-    for spec in ordered:
-        end = used + spec.num_bytes
-        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [used, end]}
-        offsets[spec.name], used = used, end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + offset for name, offset in offsets.items()}
-
-
-@contextlib.contextmanager
-def _synced(path: Path) -> Iterator[BinaryIO]:
-    with open(path, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 _REGIONS = {1: ["kv_cache"], 2: ["kv_cache", "weights"]}
