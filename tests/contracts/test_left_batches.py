@@ -16,7 +16,6 @@ from quartet.batch import ColumnSet, RaggedBatch, join
 from quartet.cluster import (
     RANK_ZERO,
     SPLIT,
-    BatchFuture,
     ResourcePool,
     WorkerError,
     WorkerGroup,
@@ -172,20 +171,6 @@ def test_seconds_of_each_worker_are_noted_in_the_span_around_the_call(
     assert straggler_metrics(recorder.spans())["time/straggler_rest"] > 1.2
 
 
-def test_an_outline_may_be_dropped_as_soon_as_the_call_is_made(
-    processes: WorkerGroup, rollout: RemoteGroup[Rollout]
-) -> None:
-    outline: RaggedBatch | None = asyncio.run(rollout.leave(Rollout.make, 1, num_groups=9, length=5000))
-    busy = processes.call(RolesWorker.run_role, "model", "rest", 0.5, blocking=False)
-    future: BatchFuture = processes.call(
-        RolesWorker.run_role, "model", "tokens", outline, mode=RANK_ZERO, blocking=False
-    )
-    outline = None
-    gc.collect()
-    assert torch.equal(future.result(), batch_of(1, 9, 5000).input_ids)
-    assert busy.result() == [0, 0]
-
-
 def test_the_last_outline_frees_the_ids(backend: Backend, rollout: RemoteGroup[Rollout]) -> None:
     def held() -> set[Any]:
         counts: dict[Any, Any] = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
@@ -213,20 +198,6 @@ def test_ids_that_were_never_made_fail_what_reads_them(processes: WorkerGroup, m
         with pytest.raises(WorkerError, match="there is no step -1") as caught:
             asyncio.run(model.call(method, outline))
         assert str(caught.value).count("Traceback (most recent call last)") == 1
-
-
-def test_ids_that_are_not_where_they_should_be_are_named(
-    processes: WorkerGroup, rollout: RemoteGroup[Rollout], model: RemoteGroup[Model]
-) -> None:
-    left = asyncio.run(rollout.leave(Rollout.make, 2))
-    number = processes.call(RolesWorker.run_role, "model", "rest", 0.0, mode=RANK_ZERO, blocking=False)
-    for elsewhere, message in (
-        (left.elsewhere, "no source has the token ids of sequence '1.0.0'"),
-        ([number.reference()], "are in other batches, not in a int"),
-        (["the other machine"], "are in results of calls, not in a str"),
-    ):
-        with pytest.raises(WorkerError, match=message):
-            tokens_of(model, batch_of(1).outline(elsewhere))
 
 
 def test_workers_that_compute_a_part_together_get_the_same_and_one_answers(

@@ -236,8 +236,6 @@ class NativeEngine:
         self._stats.num_steps += 1
         new = (prefill for prefill in plan.prefills if not prefill.block.again)
         self._stats.prompt_tokens_prefilled += sum(prefill.end - prefill.start for prefill in new)
-        if plan.prefills:
-            self._note_peak()
         self._stats.num_row_steps += len(running)
         if spans is not None:
             self._record(running, self._sample_drafted(running, logits), hidden)
@@ -342,7 +340,6 @@ class NativeEngine:
             changed = placement.changed if self._rows_valid else range(len(running))
             self._rows.load(running, changed, shape)
             self._rows_current = True
-            self._note_peak()
             if self._scheduler.cache_tokens is None:
                 self._scheduler.prefixes.trim(self._cache.num_tokens, self._scheduler.wanted_blocks)
         return running
@@ -377,9 +374,6 @@ class NativeEngine:
                 self._scheduler.prefixes.hold(prefix)
             self._scheduler.prefixes.drop(block)
         response.block = None
-
-    def _note_peak(self) -> None:
-        self._stats.peak_cache_bytes = max(self._stats.peak_cache_bytes, self._cache_bytes())
 
     def _begin(self, admitted: Sequence[Response], logits: Tensor, hidden: Tensor) -> None:
         """Samples the next token of requests whose blocks are complete, from ``logits [A, V]``, ``hidden [A, D]``."""

@@ -212,7 +212,6 @@ class EngineStats:
     generated_tokens: int = 0
     cached_tokens: int = 0
     cache_bytes: int = 0
-    peak_cache_bytes: int = 0
     num_retries: int = 0
     num_restarts: int = 0
     num_rerouted: int = 0

@@ -117,13 +117,6 @@ def test_they_follow_every_weight_and_bias(name: str, build_architecture: Build,
             torch.testing.assert_close(hidden(packed), expected, atol=atol, rtol=rtol)
 
 
-def test_a_windowed_layer_keeps_its_window(build_architecture: Build) -> None:
-    packed = PackedCausalLM(build_architecture("mistral", sliding_window=8))
-    layer = decoder_layers(packed)[0]
-    merged = MergedLayers().merge(layer, 16, {})
-    assert merged is not None and merged._rule.window == 8
-
-
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_only_fast_fp32_is_merged(precision: Any, numerics: Any, build_architecture: Build) -> None:

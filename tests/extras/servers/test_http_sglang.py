@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.config import UserError
 from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
-from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Request, SamplingParams
+from quartet.rollout.protocol import Completion, EngineFailed, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
 from quartet.weights.in_process import write_into
@@ -223,17 +222,3 @@ def test_sleep_gives_up_what_its_level_says_and_waking_brings_the_weights_back(t
             assert set(collect(made_of.engine)[0].versions) == {1}
         loads = [body for path, body in made_of.server.asked if path == "/update_weights_from_disk"]
         assert [body["weight_version"] for body in loads] == ["1", "1"]
-
-
-def test_frozen_weights_are_those_the_server_has(tmp_path: Path) -> None:
-    server = servers.SGLangServer(targets.native(version=0), targets.CONTEXT)
-    with servers.sglang_server(server) as url:
-        engine = SGLangEngine(RemoteServer(url=url), vocab_size=targets.VOCAB)
-        with closing(engine):
-            with pytest.raises(UserError, match="takes no weights"):
-                engine.weight_sink()
-            with pytest.raises(UserError, match="decode"):
-                engine.submit([ask(stop_strings=("a",))])
-            engine.submit([ask()])
-            (made,) = collect(engine)
-            assert (set(made.versions), made.finish_reason) == ({0}, FinishReason.LENGTH)

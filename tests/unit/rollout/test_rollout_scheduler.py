@@ -43,21 +43,6 @@ def retire(scheduler: Scheduler, *names: str) -> None:
     scheduler.retire([scheduler.held[name] for name in names])
 
 
-def test_gaps_are_closed_and_what_moves_brings_its_tokens() -> None:
-    scheduler = Scheduler(8)
-    add(scheduler, "a", "b", "c", "d", "e")
-    admit(scheduler)
-    scheduler.place_rows()
-    names = rows(scheduler)
-    retire(scheduler, names[0], names[2])
-    placement = scheduler.place_rows()
-    assert set(rows(scheduler)) == {names[1], names[3], names[4]}
-    assert placement.placed == ()
-    # Of a prompt of 4 and one token, the slot holds the prompt.
-    assert sorted((target, length) for _, target, length in placement.moves) == [(0, 4), (2, 4)]
-    assert sorted(source for source, _, _ in placement.moves) == [3, 4]
-
-
 def test_preempted_requests_wait_again_before_all_others_in_their_old_order() -> None:
     scheduler = Scheduler(3)
     add(scheduler, "a", "b", group="g")
@@ -251,16 +236,6 @@ def test_long_prompts_of_groups_are_shared_unless_the_contexts_cannot() -> None:
         assert [r.prefix is not None for r in queue.scheduler.rows] == [shares] * 2
         stored = [queue.scheduler.slot_tokens(r) for r in queue.scheduler.rows]
         assert stored == [round_up(8 if shares else MIN_SHARED_TOKENS + 8)] * 2
-
-
-def test_a_copied_prompt_is_shared_by_a_group_that_comes_later() -> None:
-    queue = Queue(max_prefill=MIN_SHARED_TOKENS)
-    queue.add("alone", length=MIN_SHARED_TOKENS)
-    queue.step()
-    queue.add("a", "b", group="g", length=MIN_SHARED_TOKENS)
-    plan = queue.step()
-    assert (names(plan), plan.prefills) == (["a", "b"], [])
-    assert [r.prefix is not None for r in sorted(queue.scheduler.rows, key=lambda r: r.order)] == [False, True, True]
 
 
 # ---- a bounded cache ----

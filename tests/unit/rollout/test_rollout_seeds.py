@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from quartet.rollout.sampler import sample_seed, seed_keys, uniforms
 
@@ -22,21 +21,6 @@ def test_splitmix_reference_values() -> None:
     states = np.array([0, golden, (2 * golden) % 2**64], dtype=np.uint64)
     values = _splitmix(states)
     assert [int(v) for v in values] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-
-
-@pytest.mark.parametrize("pairing", ["next_position", "next_seed"])
-def test_neighbouring_draws_fill_the_square_evenly(pairing: str) -> None:
-    """Chi-square over a 16 × 16 grid of neighbouring pairs; its 1e-6 quantile (255 dof) is about 373."""
-    n = 40_000
-    if pairing == "next_position":
-        seeds, positions = np.full(n + 1, 7, dtype=np.uint64), np.arange(n + 1, dtype=np.uint64)
-    else:
-        seeds, positions = np.arange(n + 1, dtype=np.uint64), np.zeros(n + 1, dtype=np.uint64)
-    u = uniforms(seed_keys(seeds), positions)
-    assert u.min() >= 0
-    assert u.max() < 1
-    cells = np.bincount((u[:-1] * 16).astype(int) * 16 + (u[1:] * 16).astype(int), minlength=256)
-    assert ((cells - n / 256) ** 2 / (n / 256)).sum() < 373
 
 
 def test_uniforms_are_a_fixed_function() -> None:

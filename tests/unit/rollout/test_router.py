@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import math
 import os
 import random
 import signal
@@ -352,27 +351,6 @@ def test_restarts_wait_longer_each_time_and_start_from_the_beginning_after_ten_m
             router.completed(0)
 
 
-def test_one_that_waits_for_its_restart_holds_up_neither_the_others_nor_their_sleep() -> None:
-    engines, clock = [Restartable(), Restartable()], Seconds()
-    with routed(engines, policy="round_robin", clock=clock) as router:
-        for _ in range(2):
-            while len(router._in_state("up")) != 2:
-                router.completed(0)
-            engines[0].kill()
-            router.completed(0)
-        assert engines[0].num_starts == 2
-        router.submit([ask("r"), ask("s")])
-        drain(router, 2)
-        assert engines[0].num_starts == 2
-        router.pause()
-        router.sleep(1)
-        clock.now += 1
-        router.completed(0)
-        assert engines[0].num_starts == 2
-        router.wake()
-        assert engines[0].num_starts == 3
-
-
 def test_an_engine_that_answers_nonsense_is_out() -> None:
     class Doubling(FakeEngine):
         def completed(self, timeout_s: float) -> list[Completion]:
@@ -452,24 +430,6 @@ def test_a_request_that_ends_every_engine_is_refused_and_others_are_not() -> Non
         assert not router._routing._failures
 
 
-def test_one_that_cannot_be_made_anew_is_out_and_the_others_go_on() -> None:
-    class Lost(Restartable):
-        def is_ready(self) -> bool:
-            if self.num_starts > 1:
-                raise UserError("no such engine any more", found="no memory for it", remedy="none")
-            return super().is_ready()
-
-    engines = [Lost(), Restartable()]
-    with routed(engines, max_restarts=2, policy="round_robin") as router:
-        router.submit([ask("r"), ask("s")])
-        engines[0].kill()
-        assert sorted(made.request_id for made in drain(router, 2)) == ["r", "s"]
-        while router._in_state("starting"):
-            router.completed(0)
-        assert [engine.is_out for engine in router.progress().engines] == [True, False]
-        assert router._members[0].reason == "no memory for it"
-
-
 def test_a_failed_start_closes_all() -> None:
     engines = [EngineProcess(targets.spec(f"engine_faults:{name}", kwargs=kwargs, name=name))
                for name, kwargs in (("scripted", {}), ("fails_at_start", {"how": "user error"}))]  # fmt: skip
@@ -517,33 +477,6 @@ def test_what_is_outstanding_is_bounded_and_groups_stay_together(policy: Any) ->
         assert all(engine.most_held <= 13 for engine in engines), "a group more than the limit, less one"
         groups = [{request.group for request in engine.taken} for engine in engines]
         assert sum(map(len, groups)) == 40
-
-
-def looks_until_all_ended(lengths: Sequence[int], num_engines: int, num_slots: int, policy: Any) -> int:
-    """With groups of 8; the router knows that an answer may have 1024 tokens, and no more."""
-    clock = Clock()
-    engines = [FakeEngine(num_slots, clock=clock) for _ in range(num_engines)]
-    asked = [ask(f"r{i}", length, group=f"g{i // 8}", most=1024) for i, length in enumerate(lengths)]
-    with routed(engines, policy=policy, max_outstanding=num_slots) as router:
-        router.submit(asked)
-        assert len(drain(router, len(asked))) == len(asked)
-        assert router.progress().done == router.progress().expected == sum(lengths)
-    return max(engine.now for engine in engines)
-
-
-def lengths_of(number: int, seed: int) -> list[int]:
-    """8 to 800 tokens, each order of magnitude as often as the other."""
-    draw = random.Random(seed)
-    return [round(math.exp(draw.uniform(math.log(8), math.log(800)))) for _ in range(number)]
-
-
-@pytest.mark.parametrize("policy", ["prefix", "least_tokens", "round_robin"])
-@pytest.mark.parametrize("seed", range(2))
-def test_four_engines_end_together_with_lengths_over_two_orders_of_magnitude(policy: Any, seed: int) -> None:
-    """At most 1.15 times as late as if every slot were busy to the end."""
-    lengths = lengths_of(3072, seed)
-    ideal = max(sum(lengths) / (4 * 32), max(lengths))
-    assert looks_until_all_ended(lengths, 4, 32, policy) <= 1.15 * ideal
 
 
 # Joining, leaving, refusals, state -------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from quartet.rollout import sampler
 from quartet.rollout.protocol import Draw, SamplingParams
 from quartet.rollout.sampler import (
     SamplingRows,
-    argmax,
     race_keys,
     race_numbers,
     sample,
@@ -123,17 +122,6 @@ def test_frequencies_over_several_blocks(options: dict[str, float], draw: Draw) 
     assert freedom > 30
     # Mean and standard deviation of the statistic are freedom and sqrt(2 freedom).
     assert float(((counts - cells) ** 2 / cells).sum()) < freedom + 5 * math.sqrt(2 * freedom)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_greedy_takes_the_first_of_equals(width: int) -> None:
-    """Also in a row with a NaN, whose place it is."""
-    logits = torch.randint(0, 40, (64, width), generator=torch.Generator().manual_seed(0)).float()
-    logits[5, width // 2] = torch.nan
-    assert torch.equal(argmax(logits).squeeze(1), logits.argmax(-1))
-    for i, row in enumerate(logits):
-        if i != 5:
-            assert int(argmax(row.unsqueeze(0))) == int((row == row.max()).nonzero()[0])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -276,26 +264,6 @@ def test_the_token_has_the_largest_sum_of_logit_and_noise(options: dict[str, flo
             1, best.indices, best.values.masked_fill(left_out, -torch.inf)
         )
     assert torch.equal(tokens, (scaled + noise).argmax(-1))
-
-
-@pytest.mark.parametrize("neighbours", ["tokens", "tokens far apart", "positions", "seeds"])
-def test_neighbouring_numbers_fill_the_square_evenly(neighbours: str) -> None:
-    """Chi-square over a 16 × 16 grid, of the numbers and of their lowest bits; its 1e-6 quantile is about 373."""
-    seeds, positions = np.arange(40, dtype=np.uint64), np.arange(40, dtype=np.uint64)
-    fixed = np.zeros(40, dtype=np.uint64)
-    keys = seed_keys(seeds), fixed
-    if neighbours == "positions":
-        keys = seed_keys(fixed), positions
-    numbers = race_numbers(token_hashes(20_000, CPU), torch.from_numpy(race_keys(*keys))).double().numpy()
-    pairs = numbers[:, :-1], numbers[:, 1:]
-    if neighbours == "tokens far apart":
-        pairs = numbers[:, :-4096], numbers[:, 4096:]
-    elif neighbours in ("positions", "seeds"):
-        pairs = numbers[:-1], numbers[1:]
-    for stretch in (1, 2**8):
-        x, y = (((part * stretch) % 1 * 16).astype(int).clip(0, 15).ravel() for part in pairs)
-        cells = np.bincount(x * 16 + y, minlength=256)
-        assert ((cells - len(x) / 256) ** 2 / (len(x) / 256)).sum() < 373
 
 
 @pytest.mark.parametrize("draw", DRAWS)

@@ -320,27 +320,6 @@ def test_what_is_sampled_depends_on_place_and_turn_alone(codec: TextCodec) -> No
     assert len(set(seeds.values())) == 6
 
 
-def test_a_turn_gets_the_room_that_its_transcript_leaves(codec: TextCodec) -> None:
-    """An action has 2 tokens, an observation 1; the first turn earns nothing."""
-    held = len(codec.encode_prompt(ITEM.prompt))
-
-    def played(max_tokens: int) -> tuple[Group, list[int]]:
-        policy = Recording(codec)
-        found = asyncio.run(player(policy, max_tokens).group(2, ITEM, SamplingParams(max_new_tokens=4), 1))
-        return found, [r.sampling.max_new_tokens for r in policy.requests]
-
-    whole, room = played(held + 4)
-    assert room == [4, 1] and whole.batch.objects["finish_reason"] == ("length",)
-    assert whole.batch.sequence["num_turns"].tolist() == [2]
-    cut_off, room = played(held + 3)
-    assert room == [3] and cut_off.batch.objects["finish_reason"] == ("context",)
-    assert math.isnan(cut_off.batch.sequence["reward/environment"].item())
-    assert len(cut_off.batch.token_ids(0)) == held + 2, "without the observation that nothing answers"
-    with pytest.raises(UserError, match="no room") as raised:
-        played(held)
-    assert f"{held} tokens of at most {held}" in raised.value.found and "p1" in raised.value.found
-
-
 def test_a_failing_episode_ends_the_others_before_its_error_goes_on(codec: TextCodec) -> None:
     Echo.live = 0
 
@@ -423,25 +402,6 @@ def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCod
     )
 
 
-def test_an_environment_that_never_works_stops_the_run(codec: TextCodec) -> None:
-    """One row that always fails, however many episodes it has, is no such environment."""
-    Flaky.failing = dict.fromkeys(range(9), 99)
-    make = EnvironmentFactory(partial(Flaky, True))
-    runner = EpisodeRunner(
-        make, EnvironmentConfig(on_error="leave_out"), Recording(codec), EpisodeLimits(3, 60), run_seed=3
-    )
-
-    async def play(num_groups: int) -> None:
-        for number in range(num_groups):
-            await runner.group(number, ITEM, SamplingParams(max_new_tokens=4), 9)
-
-    asyncio.run(play(7))
-    assert make.failures.rows == {"p1": 63}
-    with pytest.raises(UserError, match="not played a single episode") as raised:
-        asyncio.run(play(1))
-    assert "the simulator is gone" in raised.value.found
-
-
 # Training ------------------------------------------------------------------------------------------------
 
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2))
@@ -514,21 +474,6 @@ def test_training_learns_from_one_gae_over_the_whole_trajectory(
             assert on_actions_of(parts, "advantages") == pytest.approx(expected, abs=1e-4)
             assert len(rewards) > len(on_actions_of(parts[:1], "values")) if rewrites else len(parts) == 1
             assert {part.score for part in parts} == {parts[-1].score}
-
-
-def test_the_reward_of_the_last_turn_reaches_the_first(trainer: Callable[..., RLTrainer], tmp_path: Path) -> None:
-    """With gamma and lambda 1 the advantage of the very first token is all that came of it, less its value."""
-    config = PPO(kl=NO_KL, gae_lambda=1.0, whiten_advantages=False)
-    result = trainer(recipe(tmp_path / "run", True, algorithm=config, steps=1)).train()
-    found = trajectories_of(read_step(result.path / "rollouts", 1))
-    scores = set()
-    for first, last in found.values():
-        assert sum(first.columns["token_rewards"]) == 0.0, "nothing is earned in the first turn"
-        earned = last.columns["token_rewards"][-1]
-        expected = earned - first.columns["values"][0]
-        assert first.columns["advantages"][0] == pytest.approx(expected, abs=1e-4)
-        scores.add(earned)
-    assert len(scores) > 1, "the episodes differ"
 
 
 @pytest.mark.parametrize("algorithm", [GRPO(kl=KLConfig(coef=0.1, place="loss", estimator="k3")), RLOO(), DAPO()])
