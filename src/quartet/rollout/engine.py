@@ -212,17 +212,10 @@ class NativeEngine:
         """
         if self._sink is not None:
             self._sink.require()
-        if self._scheduler.held:
-            if self.drafter is not None:
-                self.drafter.propose(self, self._weights.active if self._keeps_hidden else nullcontext)
-            self._advance()
-        if self._failed:
-            failed, self._failed = self._failed, []
-            raise _not_finite(failed)
-        finished, self._finished = self._finished, []
-        return finished
-
-    def _advance(self) -> None:
+        if not self._scheduler.held:
+            return self._hand_over()
+        if self.drafter is not None:
+            self.drafter.propose(self, self._weights.active if self._keeps_hidden else nullcontext)
         running = self._place_rows()
         plan = self._scheduler.plan()
         if plan.prefills:
@@ -234,9 +227,9 @@ class NativeEngine:
         wanted = [r.block for r in plan.admitted if r.block is not None]
         logits, hidden, first_logits, first_hidden = self._forward(bool(running), plan.prefills, wanted, spans)
         self._stats.num_steps += 1
+        self._stats.num_row_steps += len(running)
         new = (prefill for prefill in plan.prefills if not prefill.block.again)
         self._stats.prompt_tokens_prefilled += sum(prefill.end - prefill.start for prefill in new)
-        self._stats.num_row_steps += len(running)
         if spans is not None:
             self._record(running, self._sample_drafted(running, logits), hidden)
         elif running:
@@ -247,6 +240,19 @@ class NativeEngine:
             self._begin(plan.admitted, first_logits, first_hidden)
         # After proposals rows advance by different numbers of tokens and are loaded anew.
         self._rows_valid = spans is None
+        return self._hand_over()
+
+    def _hand_over(self) -> list[Completion]:
+        if self._failed:
+            failed, self._failed = self._failed, []
+            ids = [response.request.request_id for response in failed]
+            raise GenerationError(
+                f"logits of request {ids[0]!r} are not finite at response token {len(failed[0].token_ids)}"
+                + (f" ({len(ids)} requests in all)" if len(ids) > 1 else ""),
+                ids,
+            )
+        finished, self._finished = self._finished, []
+        return finished
 
     def _forward(
         self, decodes: bool, prefills: Sequence[PrefillChunk], wanted: Sequence[Block], spans: DraftRows | None
@@ -544,16 +550,6 @@ class NativeEngine:
             cached_tokens=self._cached_tokens(),
             cache_bytes=self._cache_bytes(),
         )
-
-
-def _not_finite(failed: Sequence[Response]) -> GenerationError:
-    """The error about responses whose logits were not finite."""
-    ids = [response.request.request_id for response in failed]
-    return GenerationError(
-        f"logits of request {ids[0]!r} are not finite at response token {len(failed[0].token_ids)}"
-        + (f" ({len(ids)} requests in all)" if len(ids) > 1 else ""),
-        ids,
-    )
 
 
 def load_engine(

@@ -32,7 +32,7 @@ def logits(packed: PackedCausalLM) -> torch.Tensor:
 
 def places(weights: ComputeWeights) -> list[int]:
     """Where the dense copies lie."""
-    return [weight.tensor.data_ptr() for one in weights._copies or () for weight in one._weights]
+    return [tensor.data_ptr() for one in weights._copies or () for tensor in one.tensors]
 
 
 @pytest.fixture

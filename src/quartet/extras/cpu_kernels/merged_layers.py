@@ -89,7 +89,7 @@ class PackedProduct(WeightCopy):
         del self._module.forward
 
     def _forward(self, x: Tensor) -> Tensor:
-        return product(self._weights[0].tensor, x, self._module.bias)
+        return product(self.tensors[0], x, self._module.bias)
 
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -211,7 +211,7 @@ class MergedLayer(WeightCopy):
         return self._product(3, F.silu(gate).mul_(up)).add_(hidden).unsqueeze(0)
 
     def _product(self, i: int, x: Tensor) -> Tensor:
-        return product(self._weights[i].tensor, x, self._biases[i])
+        return product(self.tensors[i], x, self._biases[i])
 
     def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
         """``[R, D] → [R, H Dh]``"""
