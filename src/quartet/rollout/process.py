@@ -175,7 +175,7 @@ class EngineProcess:
     def _start(self) -> None:
         self.version = None if self._staging is not None else 0
         self._ledger.clear()
-        self._inbox: deque[list[Completion] | GenerationError] = deque()
+        self._inbox: deque[Completion | GenerationError] = deque()
         self._stats = EngineStats()
         self._then: Callable[[], object] | None = None  # of the call whose answer is awaited
         self._answer: Any = None
@@ -289,7 +289,7 @@ class EngineProcess:
         if what == "completed":
             for completion in value:
                 self._ledger.settle(completion)
-            self._inbox.append(value)
+                self._inbox.append(completion)
         elif what == "failed":
             self._ledger.drop(value.request_ids)
             self._inbox.append(value)
@@ -341,24 +341,17 @@ class EngineProcess:
         end = time.monotonic() + timeout_s
         while True:
             self._receive(0.0 if self._inbox else min(_LOOK_S, max(0.0, end - time.monotonic())))
-            if self._inbox:
-                return self._handed_over()
+            done: list[Completion] = []
+            while self._inbox and not (done and isinstance(self._inbox[0], GenerationError)):
+                first = self._inbox.popleft()
+                if isinstance(first, GenerationError):
+                    raise first
+                done.append(first)
+            if done:
+                return done
             self._check_progress()
             if time.monotonic() >= end:
                 return []
-
-    def _handed_over(self) -> list[Completion]:
-        """In the order in which they came, up to an error."""
-        done: list[Completion] = []
-        while self._inbox:
-            if isinstance(first := self._inbox[0], GenerationError):
-                if done:
-                    break
-                self._inbox.popleft()
-                raise first
-            done += first
-            self._inbox.popleft()
-        return done
 
     def _check_progress(self) -> None:
         if not self._ledger or self._is_paused:

@@ -96,17 +96,11 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         changed(logprobs=lambda p: {"token_logprobs": p["token_logprobs"][1:]}),
         "3 log-probabilities of 4",
     ),
-    "no logprobs": (changed(logprobs=lambda p: None), "lacks what was asked for"),
     "another prompt": (changed(prompt_token_ids=lambda ids: [0, *ids]), "the answer to another prompt"),
     "no such token": (changed(token_ids=lambda ids: [*ids[1:], VOCAB]), "100 among the token ids"),
-    "text as token": (changed(token_ids=lambda ids: [*ids[1:], "7"]), "'7' among the token ids"),
     "NaN": (changed(logprobs=lambda p: {"token_logprobs": [float("nan")] * 4}), "nan among the log-probabilities"),
-    "null": (changed(logprobs=lambda p: {"token_logprobs": [None] * 4}), "None among the log-probabilities"),
-    "a probability": (changed(logprobs=lambda p: {"token_logprobs": [0.5] * 4}), "0.5 among the log-probabilities"),
-    "cut off": (changed(finish_reason=lambda r: "abort"), "it ended by 'abort'"),
     "stops for nothing": (changed(finish_reason=lambda r: "stop"), "stopped after 4 tokens, where nothing stops it"),
     "not JSON": (lambda body: (200, b"<html>"), "malformed"),
-    "no answer": (lambda body: {"choices": []}, "0 answers to one request"),
 }
 """What no server should say, and what is said of it."""
 

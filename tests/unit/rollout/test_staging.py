@@ -120,7 +120,7 @@ def pairs() -> Iterator[dict[str, Pair]]:
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied", "adapters"])
-def test_twenty_updates_give_the_bits_of_the_engine_in_this_process(kind: str, pairs: dict[str, Pair]) -> None:
+def test_updates_give_the_bits_of_the_engine_in_this_process(kind: str, pairs: dict[str, Pair]) -> None:
     """Tokens, log-probabilities and versions."""
     pair = pairs[kind]
     early = requests(99)
@@ -129,7 +129,7 @@ def test_twenty_updates_give_the_bits_of_the_engine_in_this_process(kind: str, p
         pair.apart.completed(0.1)
     pair.apart.cancel([request.request_id for request in early])
     seen = set()
-    for version in range(20):
+    for version in range(6):
         train([tensor for _, tensor in pair.sent], version)
         send(pair.sent, [pair.here.weight_sink(), pair.apart.weight_sink()], version)
         if version == 0:
@@ -138,7 +138,7 @@ def test_twenty_updates_give_the_bits_of_the_engine_in_this_process(kind: str, p
         assert found == expected
         assert all(set(made.versions) == {version} for made in found.values())
         seen.add(found[f"{version}-0"].logprobs)
-    assert len(seen) == 20, "the weights did change"
+    assert len(seen) == 6, "the weights did change"
     assert pair.staging.handle.num_bytes < (20_000 if kind == "adapters" else 200_000)
 
 
