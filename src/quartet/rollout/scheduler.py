@@ -102,43 +102,18 @@ class RequestGroup:
 
 
 @dataclass(eq=False)
-class Response(Unfinished):
-    """One request as the native engine holds it.
+class Decoding(Unfinished):
+    """A request whose tokens come one by one.
 
     Attributes:
-        order: its place among all requests ever submitted.
         max_tokens: ``max_new_tokens`` or what the model's context leaves, whichever is less.
-        row: batch row and cache slot, -1 while it has none.
-        block: what holds its keys and values while it has no row: the prompt, or prompt and tokens after new weights.
-        prefix: the shared block it reads beside its slot.
-        draft: tokens proposed to follow its newest one, within one step.
-        tree: which of them follows which.
-        hidden: ``[D]`` of the position that gave the newest token, where drafts are made from it.
     """
 
-    group: RequestGroup
-    order: int
     max_tokens: int
-    matcher: StopStringMatcher | None = None
-    row: int = -1
-    block: Block | None = None
-    prefix: Block | None = None
-    draft: tuple[int, ...] = ()
-    tree: DraftTree = NO_DRAFT
-    hidden: Tensor | None = None
+    matcher: StopStringMatcher | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
-
-    @property
-    def position(self) -> int:
-        """Of the newest token, whose keys and values come next."""
-        return len(self.request.prompt_ids) + len(self.token_ids) - 1
-
-    @property
-    def num_stored(self) -> int:
-        """Tokens that its slot holds between two steps."""
-        return self.position - (0 if self.prefix is None else len(self.prefix))
 
     def append(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
         """Takes the next token; returns why the response ends with it, if it does."""
@@ -152,6 +127,40 @@ class Response(Unfinished):
             if self.text_end is not None:
                 return FinishReason.STOP_STRING
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_tokens else None
+
+
+@dataclass(eq=False)
+class Response(Decoding):
+    """One request as the native engine holds it.
+
+    Attributes:
+        order: its place among all requests ever submitted.
+        row: batch row and cache slot, -1 while it has none.
+        block: what holds its keys and values while it has no row: the prompt, or prompt and tokens after new weights.
+        prefix: the shared block it reads beside its slot.
+        draft: tokens proposed to follow its newest one, within one step.
+        tree: which of them follows which.
+        hidden: ``[D]`` of the position that gave the newest token, where drafts are made from it.
+    """
+
+    group: RequestGroup
+    order: int
+    row: int = -1
+    block: Block | None = None
+    prefix: Block | None = None
+    draft: tuple[int, ...] = ()
+    tree: DraftTree = NO_DRAFT
+    hidden: Tensor | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the newest token, whose keys and values come next."""
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens that its slot holds between two steps."""
+        return self.position - (0 if self.prefix is None else len(self.prefix))
 
     def propose(self, tokens: Sequence[int], tree: DraftTree | None = None) -> None:
         """Tokens that might follow the newest one: one behind the other, or as ``tree`` has it."""
@@ -288,7 +297,7 @@ class Scheduler:
         group = self.groups.setdefault(request.group, RequestGroup(request.prompt_ids))
         group.num_members += 1
         group.num_waiting += 1
-        response = Response(request, group, self._num_submitted, max_tokens, matcher)
+        response = Response(request, max_tokens, group, self._num_submitted, matcher=matcher)
         self._num_submitted += 1
         self.held[request.request_id] = response
         self.waiting.append(response)

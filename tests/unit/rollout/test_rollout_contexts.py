@@ -80,7 +80,7 @@ def loaded(sequences: Sequences, prefixes: Sequence[Block | None]) -> tuple[KVCa
         _, k, v = (x[:, start : length - 1] for x in sequences.qkv[slot])
         cache.write([slot], {0: k}, {0: v})
         prompt = tuple(range(length - 1))
-        response = Response(Request(f"r{slot}", "g", prompt, SamplingParams()), RequestGroup(prompt), slot, 8, row=slot)
+        response = Response(Request(f"r{slot}", "g", prompt, SamplingParams()), 8, RequestGroup(prompt), slot, row=slot)
         response.prefix = prefix
         response.append(5, -0.1, 0)
         responses.append(response)

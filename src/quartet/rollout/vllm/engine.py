@@ -16,7 +16,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine import FinishReason as VLLMFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -48,11 +47,10 @@ from quartet.rollout.protocol import (
     GenerationError,
     Request,
     SamplingParams,
-    Unfinished,
     check_ids,
 )
 from quartet.rollout.sampler import SamplingRows, sample
-from quartet.rollout.scheduler import Decode, StopStringMatcher, check_request
+from quartet.rollout.scheduler import Decode, Decoding, StopStringMatcher, check_request
 from quartet.rollout.vllm.start import Drafts, HeadPadding
 from quartet.weights.errors import WeightsRefused, WeightsUnusable
 
@@ -236,11 +234,6 @@ def _refused(found: str, name: str) -> WeightsRefused:
     )
 
 
-@dataclass(eq=False)
-class _Response(Unfinished):
-    matcher: StopStringMatcher | None
-
-
 class VLLMEngine:
     """A ``StepEngine`` over vLLM's engine core.
 
@@ -279,7 +272,7 @@ class VLLMEngine:
         self._shapes = checkpoint_shapes(Path(config.model_config.model))
         self._adapter = None if lora is None else LoRARequest("policy", 1, "(loaded before the first step)")
         self._version = version
-        self._held: dict[str, _Response] = {}
+        self._held: dict[str, Decoding] = {}
         self._ended: list[Completion] = []
         self._failed: list[str] = []
         self._stats = EngineStats(policy_version=version or 0)
@@ -299,7 +292,9 @@ class VLLMEngine:
             self._add(request)
 
     def _add(self, request: Request) -> None:
-        self._held[request.request_id] = _Response(request, StopStringMatcher.of(request, self._decode))
+        limit = min(request.sampling.max_new_tokens, self._model.max_model_len - len(request.prompt_ids))
+        matcher = StopStringMatcher.of(request, self._decode)
+        self._held[request.request_id] = Decoding(request, limit, matcher=matcher)
         wanted = EngineCoreRequest(
             request_id=request.request_id,
             prompt_token_ids=list(request.prompt_ids),
@@ -358,8 +353,8 @@ class VLLMEngine:
         cached = round(self._core.scheduler.get_kv_cache_usage() * self._num_blocks) * self._block_size
         self._stats.cached_tokens = cached
 
-    def _take(self, response: _Response, output: EngineCoreOutput) -> None:
-        """Adds a step's tokens to a response, and ends it where it has its stop string or vLLM says so."""
+    def _take(self, response: Decoding, output: EngineCoreOutput) -> None:
+        """Adds a step's tokens to a response, and ends it where they end it."""
         if output.prefill_stats is not None and not response.token_ids:
             self._stats.prompt_tokens_prefilled += output.prefill_stats.num_computed_tokens
         assert output.new_logprobs is not None and self._version is not None
@@ -368,24 +363,14 @@ class VLLMEngine:
                 self._end(output)
                 self._failed.append(response.request.request_id)
                 return
-            response.token_ids.append(token)
-            response.logprobs.append(logprob)
-            response.versions.append(self._version)
             self._stats.generated_tokens += 1
-            if response.matcher is None or token in response.request.sampling.stop_token_ids:
-                continue
-            response.text_end = response.matcher.find(response.token_ids)
-            if response.text_end is not None:
+            reason = response.append(token, logprob, self._version)
+            if reason is not None:
                 self._end(output)
-                self._ended.append(response.completion(FinishReason.STOP_STRING))
+                self._ended.append(response.completion(reason))
                 return
-        if output.finish_reason is None:
-            return
-        reasons = {VLLMFinishReason.STOP: FinishReason.STOP, VLLMFinishReason.LENGTH: FinishReason.LENGTH}
-        if output.finish_reason not in reasons:
+        if output.finish_reason is not None:
             raise RuntimeError(f"vLLM ended request {output.request_id!r} by {output.finish_reason}")
-        self._end(output)
-        self._ended.append(response.completion(reasons[output.finish_reason]))
 
     def _note_drafted(
         self, _: object, *, request_id: str, num_draft_tokens: int, num_accepted_tokens: int, **__: object

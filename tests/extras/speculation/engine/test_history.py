@@ -110,7 +110,7 @@ def test_answers_keep_to_their_bound_and_come_back_as_they_were() -> None:
 
 
 def response_of(request: Request) -> Response:
-    return Response(request, RequestGroup(request.prompt_ids), 0, 100)
+    return Response(request, 100, RequestGroup(request.prompt_ids), 0)
 
 
 @pytest.fixture
