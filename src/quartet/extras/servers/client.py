@@ -41,7 +41,6 @@ from quartet.rollout.protocol import (
     FinishReason,
     Generated,
     Request,
-    RequestLedger,
     RequestsRefused,
     Unfinished,
     check_ids,
@@ -174,7 +173,6 @@ class HTTPEngine(abc.ABC):
         self.server, self.version = server, version
         self._vocab_size, self._decode, self._restart_timeout_s = vocab_size, decode, restart_timeout_s
         self._client = JSONClient(server)
-        self._ledger = RequestLedger(server.url)
         self._context: int | None = None
         self._is_paused = False
         self._patient_until_s = self._ask_again_s = -math.inf
@@ -187,6 +185,7 @@ class HTTPEngine(abc.ABC):
 
     def _forget(self) -> None:
         self._stats, self._client.num_retries = EngineStats(), 0
+        self._held: dict[str, _Held] = {}  # what flies, waits, or has come and was not looked at
         self._waiting: deque[_Held] = deque()
         self._flying: dict[str, _Held] = {}
         self._ended: list[Completion] = []
@@ -265,7 +264,6 @@ class HTTPEngine(abc.ABC):
         """Forgets what it held and waits for the server, which whoever runs it starts anew."""
         for held in self._flying.values():
             held.answer.cancel()
-        self._ledger.clear()
         self._forget()
         self._is_paused = False
         self._patient_until_s = time.monotonic() + self._restart_timeout_s
@@ -287,9 +285,9 @@ class HTTPEngine(abc.ABC):
                     found=f"draw {request.sampling.draw!r} of request {request.request_id!r}",
                     remedy="leave it out, or use the native engine",
                 )
-        check_ids(requests, self._ledger.held)
-        self._ledger.add(requests)
-        self._waiting.extend(_Held(request) for request in requests)
+        check_ids(requests, self._held)
+        self._held |= {request.request_id: _Held(request) for request in requests}
+        self._waiting.extend(self._held[request.request_id] for request in requests)
         self._dispatch()
 
     def _raise_failure(self) -> None:
@@ -367,7 +365,7 @@ class HTTPEngine(abc.ABC):
         except RemoteError as error:
             if error.status in _REFUSED:
                 self._refused.append(RequestsRefused(error, [held.request.request_id]))
-                self._ledger.drop([held.request.request_id])
+                del self._held[held.request.request_id]
             else:
                 self._failure = self._failed(error)
             return
@@ -379,16 +377,13 @@ class HTTPEngine(abc.ABC):
             self._end(held, reason)
 
     def _end(self, held: _Held, reason: FinishReason) -> None:
-        completion = held.completion(reason)
-        self._ledger.settle(completion)
-        self._ended.append(completion)
+        del self._held[held.request.request_id]
+        self._ended.append(held.completion(reason))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         self._collect()
-        for request_id in self._ledger.cancel(request_ids):
-            held = self._flying.pop(request_id, None)
-            if held is None:
-                held = next(each for each in self._waiting if each.request.request_id == request_id)
+        for held in [self._held[i] for i in dict.fromkeys(request_ids) if i in self._held]:
+            if self._flying.pop(held.request.request_id, None) is None:
                 self._waiting.remove(held)
             held.answer.cancel()  # closes the connection
             self._end(held, FinishReason.CANCELLED)
