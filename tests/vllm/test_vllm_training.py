@@ -131,11 +131,6 @@ def test_heads_learn_along_and_draft(
     assert rows[-1]["rollout/tokens_per_forward"] > rows[0]["rollout/tokens_per_forward"]
 
 
-def test_heads_of_another_model_are_refused(trainer: Callable[..., RLTrainer], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no heads directory here"):
-        trainer("separated", speculation=MedusaSpeculation(path=str(tmp_path / "none"))).train()
-
-
 def test_a_killed_engine_and_a_resumed_run(trainer: Callable[..., RLTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[str] = []
     submit = EngineProcess.submit

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from quartet.config.errors import UserError
-from quartet.config.plugins import load
+from quartet.config.plugins import added, load
 from quartet.config.recipe import EnvironmentConfig
 from quartet.config.targets import load_target
 from quartet.observe.global_state import RandomStateGuard

@@ -36,12 +36,12 @@ from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcr
 from quartet.observe.memory import held_bytes
 from quartet.rollout.drafter import Drafter
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.paced import PacedEngine
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
     FinishReason,
     GenerationError,
+    PacedEngine,
     Request,
     SamplingParams,
     StepEngine,

@@ -31,9 +31,9 @@ from quartet.rollout.protocol import (
     Request,
     SamplingParams,
     StepEngine,
+    SteppedEngine,
 )
 from quartet.rollout.router import Router
-from quartet.rollout.stepped import SteppedEngine
 from quartet.schedule.groups import by_group
 from quartet.schedule.rollout_worker import (
     FinishedRequest,
