@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from quartet.config.algorithms import GRPO, KLConfig
-from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
+from quartet.config.common import ModelConfig, SamplingConfig
 from quartet.config.engines import VLLMEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.extras.doctor.checks import Finding
 from quartet.extras.doctor.examine import examine
 from quartet.rollout.process import EngineProcess

@@ -13,18 +13,11 @@ import pytest
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
 from quartet.config.cluster import RayCluster
-from quartet.config.common import (
-    CheckpointConfig,
-    LogConfig,
-    LoRAConfig,
-    ModelConfig,
-    OptimConfig,
-    SamplingConfig,
-    ShardingConfig,
-)
+from quartet.config.common import CheckpointConfig, LoRAConfig, ModelConfig, OptimConfig, SamplingConfig, ShardingConfig
 from quartet.config.common import TrainConfig as Train
 from quartet.config.engines import VLLMEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.extras.speculation.config import HeadTraining, MedusaSpeculation
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import load_causal_lm

@@ -1,15 +1,12 @@
-"""Sections that several recipes share (models, optimisation, data, sampling), and what every recipe has."""
+"""Sections that several recipes share: models, optimisation, data, sampling, checkpoints, trackers."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, field_validator
 
-from quartet.config.logs import CallbackConfig
-from quartet.config.logs import LogConfig as LogConfig
 from quartet.config.strict import Processes, Rows, Steps, Tokens
 from quartet.config.strict import Strict as Strict
 
@@ -352,31 +349,21 @@ class CheckpointConfig(Strict):
             yield "metric_for_best_model chooses among exports: set export_every, too"
 
 
-class Recipe(Strict):
-    """What every job has."""
+class TrackerConfig(Strict):
+    """Where metrics and samples also go: a section of a ``type``; those of plug-ins are subclasses."""
 
-    seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
-    output_dir: str | None = Field(
-        None, description="Directory or URL where the run is kept; runs/<job>-<date>-<time> when left out."
-    )
-    device: str = Field(
-        "auto", description="auto, cpu, cuda or cuda:N; auto: the GPU if there is one, or where a model passed lies."
-    )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of torch; all when left out.")
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
+    if TYPE_CHECKING:
+        type: str
 
-    @field_validator("device")
-    @classmethod
-    def _is_a_device(cls, value: str) -> str:
-        if not re.fullmatch(DEVICES, value):
-            raise ValueError(f"{value!r} is no device: use auto, cpu, cuda, or cuda:N with the number of a GPU")
-        return value
+    def check(self) -> None:
+        """Looks for what the tracker needs, and asks no server.
+
+        Raises:
+            UserError: it is not there.
+        """
 
 
-class TrainingRecipe(Recipe):
-    """What every job has that trains."""
+class TensorBoardConfig(TrackerConfig):
+    """Event files for TensorBoard, in the run's directory."""
 
-    callbacks: tuple[CallbackConfig, ...] = Field(
-        (), description="Classes that are told of steps, and may end the run."
-    )
+    type: Literal["tensorboard"] = "tensorboard"

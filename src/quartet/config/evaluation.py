@@ -12,7 +12,6 @@ from quartet.config.common import (
     HubConfig,
     ModelConfig,
     PrecisionChoice,
-    Recipe,
     SamplingConfig,
     ShardingConfig,
     Strict,
@@ -21,6 +20,7 @@ from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, draw_misfits
 from quartet.config.reward_types import RewardConfig
 from quartet.config.rewards import JudgeReward, PairwiseJudge, compiled
+from quartet.config.run import Recipe
 from quartet.config.strict import Prompts, Samples
 
 # What counts as right --------------------------------------------------------------------------------------

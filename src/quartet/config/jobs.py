@@ -10,7 +10,7 @@ from quartet.config.errors import UserError
 from quartet.config.plugins import Job, load, plugins
 
 if TYPE_CHECKING:
-    from quartet.config.common import Recipe
+    from quartet.config.run import Recipe
 
 OWN: Mapping[str, Job] = {
     "sft": Job(
@@ -66,7 +66,7 @@ def recipes() -> Mapping[str, type[Recipe]]:
     Raises:
         UserError: a plug-in names one that is no recipe of its job.
     """
-    from quartet.config.common import Recipe
+    from quartet.config.run import Recipe
 
     found = {name: load(job.recipe) for name, job in jobs().items()}
     for name, recipe in found.items():

@@ -159,6 +159,20 @@ class EngineType:
 
 
 @dataclass(frozen=True)
+class TrackerType:
+    """Where metrics and samples also go: what a recipe's ``log.trackers`` names by ``type``.
+
+    Args:
+        section: ``module:class`` of it, a ``quartet.config.common.TrackerConfig`` whose ``type`` is the name.
+        tracker: ``module:function`` that makes a ``quartet.observe.trackers.Tracker`` of a section, a
+            ``quartet.observe.trackers.TrackedRun``, and the id that the run had there before, if it is resumed.
+    """
+
+    section: str
+    tracker: str
+
+
+@dataclass(frozen=True)
 class WeightForm:
     """Other ways to compute with a model's weights, of which no result changes but in its rounding.
 
@@ -186,6 +200,7 @@ class Plugin:
             is to be said, as texts.
         drafters: what drafts tokens for an engine, by ``type``. As for rewards.
         engines: what generates, by ``type``; as with rewards.
+        trackers: where metrics and samples also go, by ``type``; as with rewards.
         weight_form: other ways to compute with weights, used wherever they are there.
         report: writes a report of the run in a directory, and returns where it is.
         storage: a class of ``Storage``, for all URLs.
@@ -197,6 +212,7 @@ class Plugin:
     checks: tuple[str, ...] = ()
     drafters: Mapping[str, DrafterType] = field(default_factory=dict)
     engines: Mapping[str, EngineType] = field(default_factory=dict)
+    trackers: Mapping[str, TrackerType] = field(default_factory=dict)
     report: str | None = None
     storage: str | None = None
     weight_form: WeightForm | None = None
@@ -223,6 +239,7 @@ def _additions(plugin: Plugin) -> Iterator[str]:
     yield from (f"the reward type {name}" for name in plugin.rewards)
     yield from (f"the drafter {name}" for name in plugin.drafters)
     yield from (f"the engine type {name}" for name in plugin.engines)
+    yield from (f"the tracker {name}" for name in plugin.trackers)
     yield from ["storage at URLs"] if plugin.storage else []
 
 
@@ -268,7 +285,10 @@ def load(target: str) -> Any:
 
 
 def sections(
-    what: str, added: Mapping[str, RewardType | DrafterType | EngineType], base: type, own: tuple[type, ...]
+    what: str,
+    added: Mapping[str, RewardType | DrafterType | EngineType | TrackerType],
+    base: type,
+    own: tuple[type, ...],
 ) -> list[type]:
     """The sections of what plug-ins add.
 

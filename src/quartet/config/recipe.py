@@ -26,10 +26,7 @@ from quartet.config.common import (
     ShardingConfig,
     Strict,
     TrainConfig,
-    TrainingRecipe,
 )
-from quartet.config.common import LogConfig as LogConfig
-from quartet.config.common import Recipe as Recipe
 from quartet.config.cross_checks import misfits
 from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig
@@ -38,6 +35,9 @@ from quartet.config.placement import PlacementConfig
 from quartet.config.plugins import sections
 from quartet.config.preference import DoubtfulPairs
 from quartet.config.reward_types import RewardConfig
+from quartet.config.run import LogConfig as LogConfig
+from quartet.config.run import Recipe as Recipe
+from quartet.config.run import TrainingRecipe
 from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.config.strict import Batches, Groups, Nats, Pairs, Prompts, Rows
 from quartet.config.supervised import SupervisedRecipe

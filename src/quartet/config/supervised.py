@@ -8,7 +8,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from quartet.config.cluster import LocalCluster, SupervisedClusterConfig, device_misfits
-from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, ShardingConfig, TrainConfig, TrainingRecipe
+from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, ShardingConfig, TrainConfig
+from quartet.config.run import TrainingRecipe
 from quartet.config.strict import Processes
 
 

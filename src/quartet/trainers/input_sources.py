@@ -16,11 +16,12 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, ModelConfig, Recipe, SourceConfig
+from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.jobs import jobs
 from quartet.config.plugins import load
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
+from quartet.config.run import Recipe
 from quartet.config.validation import shortened
 from quartet.data.datasets import Mixture, Ordered, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading

@@ -32,11 +32,11 @@ from transformers import PreTrainedModel
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
 from quartet.config.addresses import is_url
-from quartet.config.common import TrainingRecipe
 from quartet.config.load import dump_recipe
 from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
+from quartet.config.run import TrainingRecipe
 from quartet.observe import memory
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
@@ -55,7 +55,6 @@ from quartet.observe.trackers import (
     JsonlTracker,
     TrackedRun,
     build_trackers,
-    check_trackers,
     metrics_of_row,
     read_metrics,
 )
@@ -601,7 +600,8 @@ def open_run(
     use_threads(recipe)
     progress = progress if progress is not None else Progress()
     path, device = output_path(recipe.output_dir, job_of(recipe), resume), compute_device(recipe, passed)
-    check_trackers(recipe.log)
+    for section in recipe.log.chosen_trackers:
+        section.check()
     if (metric := recipe.checkpoint.metric_for_best_model) is not None:
         try:
             find_metric(metric)

@@ -12,9 +12,9 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig
-from quartet.config.logs import CallbackConfig, LogConfig
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
+from quartet.config.run import CallbackConfig, LogConfig
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.observe.callbacks import Callback

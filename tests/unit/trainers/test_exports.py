@@ -18,10 +18,11 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 import quartet
 from quartet.config import UserError
-from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
+from quartet.config.common import LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.jobs import recipes
 from quartet.config.recipe import ActorConfig, CheckpointConfig, RewardModelRecipe, SFTRecipe
+from quartet.config.run import LogConfig
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.steps import load_step_separator
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from quartet.cli.main import app
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig
-from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
+from quartet.config.common import ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.recipe import ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
+from quartet.config.run import LogConfig
 from quartet.observe.progress import Progress
 from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.input_sources import cut_short

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import normalizers
 
 from quartet.config import UserError
-from quartet.config.common import CheckpointConfig, DataConfig, LogConfig, OptimConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
 from quartet.config.preference import (
     CachedReferenceConfig,
     DPOLoss,
@@ -30,6 +30,7 @@ from quartet.config.preference import (
     RobustDPOLoss,
     SimPOLoss,
 )
+from quartet.config.run import LogConfig
 from quartet.extras.quickstart import task
 from quartet.trainers.preference import PreferenceTrainer
 

@@ -15,11 +15,12 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.extras.doctor.examine import examine
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics

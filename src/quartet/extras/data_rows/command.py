@@ -35,11 +35,12 @@ from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from quartet.config.common import DataConfig, ModelConfig, Recipe, SamplingConfig
+from quartet.config.common import DataConfig, ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.jobs import jobs
 from quartet.config.plugins import load
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
+from quartet.config.run import Recipe
 from quartet.config.supervised import SupervisedRecipe
 from quartet.data.datasets import Ordered, PromptItem
 from quartet.data.fields import TOOLS_TOLD, Reading

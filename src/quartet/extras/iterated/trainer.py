@@ -32,7 +32,7 @@ from pydantic import Field
 
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
-from quartet.config.common import DataConfig, ModelConfig, Recipe, SamplingConfig, Strict, TrainingRecipe
+from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, Strict
 from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, draw_misfits
 from quartet.config.evaluation import untrained
@@ -41,6 +41,7 @@ from quartet.config.plugins import Starter
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.reward_types import RewardConfig
 from quartet.config.rewards import ModelReward
+from quartet.config.run import Recipe, TrainingRecipe
 from quartet.config.strict import Prompts, Samples
 from quartet.data.datasets import PromptData, draws
 from quartet.data.fields import Reading

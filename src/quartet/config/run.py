@@ -1,61 +1,19 @@
-"""Where a run's figures go, what it says when it ends, and which Python objects are called on the way."""
+"""What every recipe has: where a run's figures go, what it says when it ends, what it calls on the way."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Field, JsonValue, SecretStr, field_validator
 
+from quartet.config.common import DEVICES, CheckpointConfig, TensorBoardConfig, TrackerConfig
+from quartet.config.plugins import TrackerType, plugins, sections
 from quartet.config.strict import Rows, Steps, Strict
 
-
-class TensorBoardConfig(Strict):
-    """Event files for TensorBoard, in the run's directory."""
-
-    type: Literal["tensorboard"] = "tensorboard"
-
-
-class WandbConfig(Strict):
-    """Weights & Biases; needs the extra `wandb`."""
-
-    type: Literal["wandb"] = "wandb"
-    project: str = Field("quartet", min_length=1, description="Project that the run is shown in.")
-    entity: str | None = Field(None, description="Team or user; the key's own when left out.")
-    group: str | None = Field(None, description="Runs of one group are shown together.")
-    tags: tuple[str, ...] = Field((), description="Words to find the run by.")
-    mode: Literal["online", "offline"] | None = Field(
-        None, description="offline: files in the run's directory, for `wandb sync`. Left out: WANDB_MODE, else online."
-    )
-
-
-class TrackioConfig(Strict):
-    """Trackio, on this machine or in a Space of the hub; needs the extra `trackio`."""
-
-    type: Literal["trackio"] = "trackio"
-    project: str = Field("quartet", min_length=1, description="Project that the run is shown in.")
-    space_id: str | None = Field(None, description="Space of the hub, user/name; this machine when left out.")
-
-
-class MLflowConfig(Strict):
-    """MLflow; needs the extra `mlflow`."""
-
-    type: Literal["mlflow"] = "mlflow"
-    uri: str | None = Field(
-        None, description="Server or store, http://host:port or sqlite:///mlflow.db. Left out: MLFLOW_TRACKING_URI."
-    )
-    experiment: str = Field("quartet", min_length=1, description="Experiment that the run belongs to.")
-
-    @field_validator("uri")
-    @classmethod
-    def _has_no_password(cls, value: str | None) -> str | None:
-        if value is not None and urlsplit(value).password is not None:
-            raise ValueError(
-                "the uri holds a password, which would be saved: set it as MLFLOW_TRACKING_URI, or "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, in the environment"
-            )
-        return value
+PLUGIN_TRACKERS: dict[str, TrackerType] = {name: kind for plugin in plugins() for name, kind in plugin.trackers.items()}
+"""Trackers that plug-ins add, by ``type``."""
 
 
 def _by_name(value: Any) -> Any:
@@ -66,10 +24,12 @@ def _by_name(value: Any) -> Any:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()} if isinstance(value, dict) else value
 
 
-TrackerConfig = Annotated[
-    Annotated[TensorBoardConfig | WandbConfig | TrackioConfig | MLflowConfig, Field(discriminator="type")],
-    BeforeValidator(_by_name),
-]
+if TYPE_CHECKING:
+    AnyTracker = TrackerConfig
+else:
+    _ALL = (TensorBoardConfig, *sections("a tracker", PLUGIN_TRACKERS, TrackerConfig, (TensorBoardConfig,)))
+    _Union = Annotated[Union[(*_ALL,)], Field(discriminator="type")] if len(_ALL) > 1 else TensorBoardConfig
+    AnyTracker = Annotated[_Union, BeforeValidator(_by_name)]
 
 
 class NotifyConfig(Strict):
@@ -93,7 +53,7 @@ class NotifyConfig(Strict):
 class LogConfig(Strict):
     """What is written and told beside metrics.jsonl."""
 
-    trackers: tuple[TrackerConfig, ...] = Field(
+    trackers: tuple[AnyTracker, ...] = Field(
         (TensorBoardConfig(),), description="Where metrics and samples also go; a name, or a type with its keys."
     )
     tensorboard: bool = Field(True, description="false leaves tensorboard out of trackers.")
@@ -112,7 +72,7 @@ class LogConfig(Strict):
             yield f"trackers names {twice[0]} twice"
 
     @property
-    def chosen_trackers(self) -> tuple[TensorBoardConfig | WandbConfig | TrackioConfig | MLflowConfig, ...]:
+    def chosen_trackers(self) -> tuple[TrackerConfig, ...]:
         return tuple(t for t in self.trackers if self.tensorboard or t.type != "tensorboard")
 
 
@@ -121,3 +81,33 @@ class CallbackConfig(Strict):
 
     target: str = Field(description="path/to/file.py:Class or package.module:Class, derived from quartet.Callback.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
+
+
+class Recipe(Strict):
+    """What every job has."""
+
+    seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
+    output_dir: str | None = Field(
+        None, description="Directory or URL where the run is kept; runs/<job>-<date>-<time> when left out."
+    )
+    device: str = Field(
+        "auto", description="auto, cpu, cuda or cuda:N; auto: the GPU if there is one, or where a model passed lies."
+    )
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of torch; all when left out.")
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str) -> str:
+        if not re.fullmatch(DEVICES, value):
+            raise ValueError(f"{value!r} is no device: use auto, cpu, cuda, or cuda:N with the number of a GPU")
+        return value
+
+
+class TrainingRecipe(Recipe):
+    """What every job has that trains."""
+
+    callbacks: tuple[CallbackConfig, ...] = Field(
+        (), description="Classes that are told of steps, and may end the run."
+    )
