@@ -25,7 +25,7 @@ from quartet.cluster import (
 )
 from quartet.cluster.backend import Backend, Ref, WorkerHandle
 from quartet.config.common import ShardingConfig
-from quartet.observe.diagnostics import straggler_metrics
+from quartet.observe.health import straggler_metrics
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RolesWorker
 

@@ -29,7 +29,7 @@ from quartet.cli.push import export, push
 from quartet.config import Interrupted, UserError
 from quartet.config.jobs import OWN
 from quartet.config.plugins import Job, load, plugins
-from quartet.observe.openmp import share_cores
+from quartet.observe.process import share_cores
 from quartet.trainers.signals import stop_signals
 
 app = typer.Typer(

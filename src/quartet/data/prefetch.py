@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from quartet.observe.openmp import end_pool
+from quartet.observe.process import end_pool
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from pydantic import ConfigDict, TypeAdapter
 from quartet.config.common import TensorBoardConfig, TrackerConfig
 from quartet.config.plugins import load
 from quartet.observe.background import BestEffortThread
-from quartet.observe.jsonl import RowAppender, read_objects, replace_atomically
+from quartet.observe.files import RowAppender, read_objects, replace_atomically
 from quartet.observe.metrics import find_metric
 
 if TYPE_CHECKING:

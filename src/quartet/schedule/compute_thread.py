@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 
 from quartet.observe.global_state import EXCLUSIVE
-from quartet.observe.openmp import end_pool
+from quartet.observe.process import end_pool
 from quartet.schedule.clock import drained
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quartet.observe.jsonl import RowAppender, as_dataclass, read_whole
+from quartet.observe.files import RowAppender, as_dataclass, read_whole
 from quartet.schedule.clock import News
 
 EventKind = Literal["admit", "pause", "swap", "consume"]

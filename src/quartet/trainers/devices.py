@@ -19,7 +19,7 @@ from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
 from quartet.config.schema import flatten
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
-from quartet.observe.logs import set_up_logging
+from quartet.observe.process import set_up_logging
 from quartet.schedule.role_group import RolesWorker
 from quartet.train.parallel.mesh import DataParallelGroup
 

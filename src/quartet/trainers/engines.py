@@ -20,7 +20,7 @@ from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, is_serv
 from quartet.config.plugins import load
 from quartet.config.speculation import DRAFTERS, Speculation
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
-from quartet.observe.logs import logging_variables, own_rank
+from quartet.observe.process import logging_variables, own_rank
 from quartet.rollout import process_native
 from quartet.rollout.drafter import DrafterModel, make_drafter
 from quartet.rollout.engine import NativeEngine

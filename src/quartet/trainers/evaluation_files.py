@@ -31,7 +31,7 @@ from quartet.config import UserError
 from quartet.config.errors import printable
 from quartet.config.nearest import missing_file
 from quartet.data.datasets import PromptItem
-from quartet.observe.jsonl import RowAppender, as_dataclass, read_rows, read_whole, replace_atomically
+from quartet.observe.files import RowAppender, as_dataclass, read_rows, read_whole, replace_atomically
 from quartet.observe.trackers import Row
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.text.examples import PromptText

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from quartet.config.errors import UserError
 from quartet.observe.global_state import guarded_code
-from quartet.observe.openmp import end_pool
+from quartet.observe.process import end_pool
 from quartet.schedule.compute_thread import ComputationStopped, interrupt_computing
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from typing import Any
 
 from quartet.config import UserError
 from quartet.data.datasets import PromptData
-from quartet.observe.hacking_alarm import AlarmVerdict, HackingAlarm, read_alarms
-from quartet.observe.jsonl import RowAppender
-from quartet.observe.jsonl import truncate_after as truncate_rows_after
+from quartet.observe.files import RowAppender
+from quartet.observe.files import truncate_after as truncate_rows_after
+from quartet.observe.health import AlarmVerdict, HackingAlarm, read_alarms
 from quartet.observe.progress import Progress
 from quartet.schedule.iteration import side_by_side
 from quartet.schedule.leases import LeaseContext

@@ -29,7 +29,7 @@ from quartet.models.loading import (
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.callbacks import Callback
-from quartet.observe.diagnostics import LanguageChange
+from quartet.observe.health import LanguageChange
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.group_stream import BufferedGroups

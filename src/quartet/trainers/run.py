@@ -41,14 +41,12 @@ from quartet.observe import memory
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
 from quartet.observe.callbacks import Callback, Callbacks, Control, Notifier, as_callbacks
-from quartet.observe.follow import Tail
+from quartet.observe.files import ENDED, LOCK, Tail, replace_atomically
+from quartet.observe.files import truncate_after as truncate_rows_after
 from quartet.observe.health import examine
-from quartet.observe.jsonl import replace_atomically
-from quartet.observe.jsonl import truncate_after as truncate_rows_after
-from quartet.observe.logs import set_up_logging
 from quartet.observe.metrics import find_metric
+from quartet.observe.process import set_up_logging
 from quartet.observe.progress import Progress
-from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import (
     DeliveredTracker,

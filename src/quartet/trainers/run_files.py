@@ -43,8 +43,7 @@ from quartet.config.schema import flatten
 from quartet.config.speculation import DRAFTERS
 from quartet.config.supervised import SupervisedRecipe
 from quartet.config.yamls import parse_yaml, yaml_complaint
-from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
-from quartet.observe.jsonl import replace_atomically
+from quartet.observe.files import FileDigest, changed_file, digest_files, replace_atomically, seal, unseal
 
 FREE_KEYS = (
     "output_dir",

@@ -26,7 +26,7 @@ from quartet.models.directories import on_meta
 from quartet.models.loading import adapter_path, load_trained, outlined
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.callbacks import Callback
-from quartet.observe.diagnostics import straggler_metrics
+from quartet.observe.health import straggler_metrics
 from quartet.observe.progress import Progress
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup

@@ -17,7 +17,7 @@ from quartet.cluster.dispatch import marks_of
 from quartet.cluster.layout import Layout
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import scalar_model_from
-from quartet.observe.digests import FileDigest
+from quartet.observe.files import FileDigest
 from quartet.schedule.model_worker import Checkpointed
 from rank_forks import run_ranks
 

@@ -23,11 +23,9 @@ from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
 from quartet.config.yamls import parse_yaml
 from quartet.extras.quickstart.run import Quickstart
-from quartet.extras.report.build import build_report
-from quartet.extras.report.collect import collect_run
-from quartet.extras.report.samples import ReportLimits
-from quartet.observe import jsonl
-from quartet.observe.jsonl import read_rows
+from quartet.extras.report.build import ReportLimits, build_report, collect_run
+from quartet.observe import files
+from quartet.observe.files import read_rows
 from quartet.observe.progress import Progress
 from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
 from quartet.schedule.journal import Event, Journal
@@ -284,7 +282,7 @@ def test_broken_lines_of_records_are_left_out_and_counted(
     name: str, damage: str, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(jsonl._log, "warning", lambda *args: told.append(args))
+    monkeypatch.setattr(files._log, "warning", lambda *args: told.append(args))
     STRUCTURAL[damage](small / name)
     if damage in ("a directory", "a pipe", "a link to itself"):
         with pytest.raises(UserError):

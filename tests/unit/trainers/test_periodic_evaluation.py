@@ -21,7 +21,7 @@ from quartet.config.rewards import FunctionReward
 from quartet.config.run import LogConfig
 from quartet.extras.quickstart import task
 from quartet.extras.report.build import build_report
-from quartet.observe.hacking_alarm import HackingAlarm
+from quartet.observe.health import HackingAlarm
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.evaluation_files import Answer, evaluation_path, read_answers
 from quartet.trainers.periodic_evaluation import PeriodicEvaluation, hacking_examples

@@ -49,8 +49,7 @@ from quartet.data.formats import preferences
 from quartet.data.readers import iter_rows
 from quartet.models.loading import load_causal_lm
 from quartet.observe.callbacks import Callback
-from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
-from quartet.observe.jsonl import replace_atomically
+from quartet.observe.files import FileDigest, changed_file, digest_file, replace_atomically, seal, unseal
 from quartet.observe.progress import Progress
 from quartet.text.examples import AnswerText, Preference, answer_turn
 from quartet.trainers.devices import FrozenModels, precision_on

@@ -30,7 +30,7 @@ from quartet.extras.servers.client import LARGEST_SEED, HTTPEngine
 from quartet.extras.servers.config import SGLangEngineConfig
 from quartet.extras.servers.sglang_group import GroupWeights
 from quartet.models.directories import checkpoint_shapes
-from quartet.observe.digests import sync_directory
+from quartet.observe.files import sync_directory
 from quartet.remote.json_client import RemoteError
 from quartet.rollout.owned_folders import OwnedFolder
 from quartet.rollout.protocol import Request
