@@ -627,7 +627,7 @@ def test_no_room_on_the_disk(examined: Examined, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_room_in_memory(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examine, "available_bytes", lambda: 1000)
+    monkeypatch.setattr("quartet.extras.doctor.examine.available_bytes", lambda: 1000)
     assert unwell(examined()) == {"memory"}
 
 
