@@ -52,6 +52,7 @@ from .config.common import (
     SamplingConfig as SamplingConfig,
     ShardingConfig as ShardingConfig,
     SourceConfig as SourceConfig,
+    TensorBoardConfig as TensorBoardConfig,
     TrainConfig as TrainConfig,
 )
 from .extras.speculation.config import (
@@ -82,16 +83,17 @@ from .config.load import (
     dump_recipe as dump_recipe,
     load_recipe as load_recipe,
 )
-from .config.logs import (
+from .config.run import (
     CallbackConfig as CallbackConfig,
     LogConfig as LogConfig,
-    MLflowConfig as MLflowConfig,
     NotifyConfig as NotifyConfig,
-    TensorBoardConfig as TensorBoardConfig,
+)
+from .extras.trackers.config import (
+    MLflowConfig as MLflowConfig,
     TrackioConfig as TrackioConfig,
     WandbConfig as WandbConfig,
 )
-from .extras.speculation.recipe import (
+from .extras.speculation.config import (
     HeadsConfig as HeadsConfig,
     MedusaRecipe as MedusaRecipe,
 )
@@ -138,6 +140,7 @@ from .config.plugins import (
     Job as Job,
     Plugin as Plugin,
     RewardType as RewardType,
+    TrackerType as TrackerType,
 )
 from .config.rewards import (
     BreakerConfig as BreakerConfig,
@@ -161,8 +164,8 @@ from .config.rewards import (
 from .extras.iterated.trainer import (
     CollectConfig as CollectConfig,
     IteratedRecipe as IteratedRecipe,
+    IteratedTrainer as IteratedTrainer,
 )
-from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
 from .extras.process_rewards.config import (
     DiscountedSteps as DiscountedSteps,
     MinSteps as MinSteps,

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.observe.rollouts import read_step
-from quartet.trainers import engine_memory
+from quartet.trainers import devices
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_missing_files(
 def test_a_policy_that_no_engine_can_hold(
     world: Any, quartet: Any, recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_memory, "available_bytes", lambda: 50_000)
+    monkeypatch.setattr(devices, "available_bytes", lambda: 50_000)
     recipe = world.recipe("large", recipes["rl"](output_dir=str(tmp_path / "run")))
     quartet("rl", recipe).expect_user_error(
         "no process of the native rollout engine can hold 'model'", "set rollout.engine.type: vllm"
@@ -322,7 +322,7 @@ def test_damaged_checkpoints(world: Any, quartet: Any, recipes: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("place", "written", "shown"),
     [
-        ("quartet.observe.jsonl.RowAppender.append", "", "could not be written"),
+        ("quartet.observe.files.RowAppender.append", "", "could not be written"),
         ("quartet.schedule.model_worker.save_causal_lm", "", "model could not be written"),
         ("os.replace", "summary.json", "summary.json could not be written"),
     ],

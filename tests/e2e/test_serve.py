@@ -21,7 +21,7 @@ import httpx2
 import pytest
 
 from quartet.config.rewards import RemoteServer
-from quartet.extras.servers.openai import OpenAIEngine
+from quartet.extras.servers.client import OpenAIEngine
 from quartet.rollout.protocol import Request, SamplingParams
 
 targets: Any = importlib.import_module("engine_targets")

@@ -28,7 +28,7 @@ from quartet.cli.options import (
 )
 from quartet.config import Interrupted, UserError
 from quartet.config.plugins import OWN, Job, load, plugins
-from quartet.observe.openmp import share_cores
+from quartet.observe.process import share_cores
 from quartet.trainers.signals import stop_signals
 
 app = typer.Typer(
@@ -68,7 +68,7 @@ def push(
     recipe: read it first.
     """
     from quartet.remote.hub import push as upload
-    from quartet.trainers.results import exported
+    from quartet.trainers.checkpoints import exported
 
     typer.echo(upload(exported(run), repo_id, private=private, revision=revision))
 
@@ -86,7 +86,7 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """A run's model as a Hugging Face directory."""
-    from quartet.trainers.results import export as write
+    from quartet.trainers.checkpoints import export as write
 
     written, warning = write(run, step, directory, model, trust_remote_code=trust_remote_code)
     if warning is not None:

@@ -21,7 +21,7 @@ from quartet.config.errors import UserError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from quartet.config.common import Recipe
+    from quartet.config.run import Recipe
 
 
 GROUP = "quartet.plugins"
@@ -36,7 +36,7 @@ class RewardType:
         section: ``module:class`` of the recipe's section, a ``Fallible`` whose ``type`` is the name.
         source: ``module:function`` that makes a ``quartet.rewards.source.RewardSource`` of a section.
         model: in place of a source, for a reward that is a model of the run's own: ``module:function`` that makes a
-            ``quartet.trainers.reward_roles.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
+            ``quartet.trainers.model_loader.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
             what frozen models are made with.
         metrics: ``module:function`` of further figures of a step: of its batch, the rewards ``[N]`` and their weights.
     """
@@ -121,7 +121,7 @@ class Job:
     Args:
         recipe: ``module:class`` of its recipe, a ``Recipe`` whose ``job`` is the name. Importable without torch.
         trainer: ``module:class`` of what runs it: made with the recipe, ``resume`` and ``progress``, its ``train()``
-            returns a ``quartet.trainers.results.TrainResult``.
+            returns a ``quartet.trainers.checkpoints.TrainResult``.
         help: its line in ``quartet --help``.
         is_supervised: it is a ``SupervisedTrainer``, of which torchrun may start several processes.
         reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.
@@ -162,6 +162,20 @@ class EngineType:
 
 
 @dataclass(frozen=True)
+class TrackerType:
+    """Where metrics and samples also go: what a recipe's ``log.trackers`` names by ``type``.
+
+    Args:
+        section: ``module:class`` of it, a ``quartet.config.common.TrackerConfig`` whose ``type`` is the name.
+        tracker: ``module:function`` that makes a ``quartet.observe.trackers.Tracker`` of a section, a
+            ``quartet.observe.trackers.TrackedRun``, and the id that the run had there before, if it is resumed.
+    """
+
+    section: str
+    tracker: str
+
+
+@dataclass(frozen=True)
 class WeightForm:
     """Other ways to compute with a model's weights, of which no result changes but in its rounding.
 
@@ -189,6 +203,8 @@ class Plugin:
             is to be said, as texts.
         drafters: what drafts tokens for an engine, by ``type``. As for rewards.
         engines: what generates, by ``type``; as with rewards.
+        environments: classes of ``quartet.envs.protocol.Environment`` by ``type``, made with ``environment.options``.
+        trackers: where metrics and samples also go, by ``type``; as with rewards.
         weight_form: other ways to compute with weights, used wherever they are there.
         report: writes a report of the run in a directory, and returns where it is.
         storage: a class of ``Storage``, for all URLs.
@@ -200,6 +216,8 @@ class Plugin:
     checks: tuple[str, ...] = ()
     drafters: Mapping[str, DrafterType] = field(default_factory=dict)
     engines: Mapping[str, EngineType] = field(default_factory=dict)
+    environments: Mapping[str, str] = field(default_factory=dict)
+    trackers: Mapping[str, TrackerType] = field(default_factory=dict)
     report: str | None = None
     storage: str | None = None
     weight_form: WeightForm | None = None
@@ -403,6 +421,6 @@ def recipes() -> Mapping[str, type[Recipe]]:
     Raises:
         UserError: a plug-in names one that is no recipe of its job.
     """
-    from quartet.config.common import Recipe
+    from quartet.config.run import Recipe
 
     return {name: _section("jobs", name, job.recipe, Recipe, "job") for name, job in jobs().items()}

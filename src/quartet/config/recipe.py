@@ -46,20 +46,19 @@ from quartet.config.common import (
     SamplingConfig,
     ShardingConfig,
     Strict,
-    SupervisedRecipe,
     TrainConfig,
-    TrainingRecipe,
     WeightSyncConfig,
     device_misfits,
 )
-from quartet.config.common import LogConfig as LogConfig
-from quartet.config.common import Recipe as Recipe
 from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, draw_misfits
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.placement import ROLES, AsynchronousPlacement, PlacementConfig, Role, has_budget, processes_of
 from quartet.config.plugins import added
 from quartet.config.preference import DoubtfulPairs
 from quartet.config.rewards import ModelSource
+from quartet.config.run import LogConfig as LogConfig
+from quartet.config.run import Recipe as Recipe
+from quartet.config.run import SupervisedRecipe, TrainingRecipe
 from quartet.config.strict import Batches, Groups, Nats, Pairs, Prompts, Rows
 
 
@@ -131,6 +130,7 @@ class PTXConfig(Strict):
 class EnvironmentConfig(Strict):
     """A Python class that answers the policy's actions; ``rollout.sampling`` holds for each of its turns."""
 
+    type: str | None = Field(None, description="An environment that a plug-in adds, in place of a target.")
     target: str | None = Field(
         None, description="path/to/file.py:Class or package.module:Class; left out only from Python, which passes it."
     )
@@ -147,6 +147,12 @@ class EnvironmentConfig(Strict):
         "learned from it.",
     )
     weight: float = Field(1.0, description="Factor of the environment's own rewards in the score.")
+
+    def _misfits(self) -> Iterator[str]:
+        if self.type is not None and self.target is not None:
+            yield f"environment.type {self.type} and environment.target {self.target} are both set: drop one"
+        if self.type is not None and self.type not in (known := added("environments")):
+            yield f"environment.type {self.type} is none that a plug-in adds: {', '.join(known) or 'there is none'}"
 
 
 class RLRecipe(TrainingRecipe):

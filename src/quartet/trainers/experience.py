@@ -67,8 +67,7 @@ from quartet.algorithms.advantages import (
     token_rewards,
     whitened_unless_equal,
 )
-from quartet.algorithms.losses import adaptive_kl_coef, kl_estimate
-from quartet.algorithms.policy_losses import SampledTokens, is_accepted
+from quartet.algorithms.losses import SampledTokens, adaptive_kl_coef, is_accepted, kl_estimate
 from quartet.algorithms.preference import best_and_worst, best_of_groups
 from quartet.algorithms.segments import (
     covariance,
@@ -83,8 +82,7 @@ from quartet.algorithms.segments import (
     segment_sum,
     top_share,
 )
-from quartet.batch.columns import ColumnSet, join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, Trajectories, TrajectoryEnd
 from quartet.config.algorithms import (
     GPG,

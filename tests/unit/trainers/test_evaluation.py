@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import ColumnSet
 from quartet.config.common import SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvalRecipe
@@ -23,7 +23,7 @@ from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import chunk_of, without_texts
-from quartet.schedule.rollout_writer import record_columns, rollout_records
+from quartet.schedule.model_worker import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.devices import FrozenModels

@@ -24,17 +24,17 @@ from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.data.datasets import PromptData, SFTData, SFTItem
-from quartet.extras.speculation.config import FOLDER
+from quartet.extras.speculation.config import FOLDER, MedusaRecipe
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
 from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
-from quartet.extras.speculation.recipe import MedusaRecipe
 from quartet.models.memory import drop_derived
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.rollout_worker import sampling_params
 from quartet.train.state import REST, Shape
-from quartet.trainers.evaluation import run_to_end, sampling_params
+from quartet.trainers.evaluation import run_to_end
 from quartet.trainers.evaluation_metrics import EvaluationCache
 from quartet.trainers.input_sources import Reader, check_budget, demonstration_reader, prompt_data, prompt_reader
 from quartet.trainers.run_files import writing
