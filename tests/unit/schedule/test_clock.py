@@ -39,21 +39,6 @@ def test_time_jumps_to_the_next_timer() -> None:
     assert time.monotonic() - started < 5
 
 
-def test_moments_reached_by_different_sums_are_one_moment() -> None:
-    async def main() -> set[float]:
-        moments: set[float] = set()
-
-        async def walk(*steps: float) -> None:
-            for step in steps:
-                await asyncio.sleep(step)
-            moments.add(now())
-
-        await asyncio.gather(walk(0.1, 0.2), walk(0.3), walk(*[0.01] * 30), walk(0.2, 0.1))
-        return moments
-
-    assert run_virtual(main()) == {0.3}
-
-
 def test_deadlock_still_runs_the_cleanup_of_tasks() -> None:
     cleaned: list[str] = []
 

@@ -130,18 +130,6 @@ def test_chunks_are_scored_while_later_groups_are_generated(colocated: bool) -> 
     assert 0 in scored and 1 in scored, simulation.log
 
 
-def test_scoring_beside_generation_costs_no_wall_time() -> None:
-    """Pools of their own: four seconds of groups, then the last chunk's scores, then both learners and the update."""
-    simulation = Simulation(colocated=False)
-
-    async def main() -> float:
-        async with GroupStream(simulation.produce, AdmissionRule(4), chunk_size=1) as stream:
-            await run_iteration(0, simulation.roles(stream))
-        return now()
-
-    assert run_virtual(main()) == pytest.approx(4 * 1.0 + (0.25 + 0.5) + (2.0 + 3.0) + 0.1)
-
-
 def test_results_come_in_prompt_order_and_scorer_order_whatever_finishes_first() -> None:
     slow_first = Simulation(chunk_size=2, score_s={"reward": 2.0, "reference": 0.01})
     ((experience, _),) = slow_first.run()
@@ -269,18 +257,6 @@ def test_a_stage_waits_for_all_chunks_of_another() -> None:
 
 def test_scoring_after_generation_waits_for_the_last_chunk() -> None:
     assert played({"reward": ["generate"]}, {"reward": 0.5}) == [("reward", 0, 2.5), ("reward", 1, 2.5)]
-
-
-def test_several_scorers_make_up_one_stage() -> None:
-    log: BarriersLog = []
-    barriers = Barriers({"values": ["reward"]}, num_chunks=2)
-    rewards = [barriers.scorer("reward", Timed(f"reward{i}", 0.5 + i, log)) for i in range(2)]
-    run_virtual(play([barriers.scorer("values", Timed("values", 0.0, log)), *rewards], barriers))
-    assert min(end for name, _, end in log if name == "values") == 3.5
-
-
-def test_a_stage_without_a_role_holds_no_other_back() -> None:
-    assert played({"values": ["reward"]}, {"values": 0.5}) == [("values", 0, 1.5), ("values", 1, 2.5)]
 
 
 def test_learners_wait_for_each_other_where_an_edge_says_so() -> None:

@@ -76,35 +76,6 @@ def test_a_role_has_one_forward_lease_at_a_time_but_shares_generation() -> None:
     assert run_virtual(main("generate")) == 1.0
 
 
-def test_parts_stay_resident_while_they_fit() -> None:
-    async def main() -> list[str]:
-        offloader = SlowMover(0.5)
-        arbiter = one_pool("a", "b", "c", budget=20, offloader=offloader)
-        for name in ("a", "b", "a", "b"):
-            await work(arbiter, name, "forward", 1.0)
-        assert offloader.log == ["+a forward begins", "+a forward ends", "+b forward begins", "+b forward ends"]
-        offloader.log.clear()
-        await work(arbiter, "c", "forward", 1.0)
-        assert (arbiter.peak_bytes(), now()) == ({"gpu": 20}, 5 + 4 * 0.5)
-        return offloader.log
-
-    # a was used before b: it is the one to leave, and is gone before c comes in
-    assert run_virtual(main()) == ["-a begins", "-a ends", "+c forward begins", "+c forward ends"]
-
-
-def test_training_adds_to_what_forward_holds_and_serves_forward_after_it() -> None:
-    async def main() -> list[str]:
-        offloader = SlowMover(0.0)
-        arbiter = one_pool("a", budget=40, offloader=offloader)
-        modes: list[LeaseMode] = ["forward", "train", "forward"]
-        for mode, num_bytes in zip(modes, (10, 40, 40), strict=True):
-            await work(arbiter, "a", mode, 1.0)
-            assert arbiter.resident_bytes("gpu") == num_bytes
-        return offloader.log[::2]
-
-    assert run_virtual(main()) == ["+a forward begins", "+a train begins"]
-
-
 def test_resident_roles_go_first_until_patience_ends() -> None:
     async def main(patience: int) -> list[str]:
         arbiter = one_pool("a", "b", budget=10, patience=patience)

@@ -447,22 +447,6 @@ def test_what_an_engine_refuses_or_computes_wrongly_reaches_those_who_asked() ->
     run_virtual(main())
 
 
-def test_an_engine_sees_its_requests_before_the_burst_and_in_order() -> None:
-    async def main() -> list[tuple[str, Any]]:
-        world = World(lengths=lambda i: 3, steps_per_lease=2)
-        first = asyncio.create_task(world.rollout.generate(0))
-        await asyncio.sleep(0.5)
-        second = [asyncio.create_task(world.rollout.generate(index)) for index in (1, 2)]
-        await asyncio.gather(first, *second)
-        return world.engines[0].log
-
-    assert run_virtual(main()) == [
-        ("submit", ["0.0", "0.1"]), ("step", 2), ("step", 2),
-        ("submit", ["1.0", "1.1"]), ("submit", ["2.0", "2.1"]), ("step", 6), ("step", 4),
-        ("step", 4), ("step", 2),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("max_running", [None, 5])
 def test_finishing_on_old_weights_waits_for_no_more_than_what_runs(max_running: int | None) -> None:
     async def main() -> list[set[int]]:
@@ -554,23 +538,6 @@ def test_the_actor_trains_on_no_sooner_than_its_weights_were_compared() -> None:
 
     heard, _ = run_virtual(main())
     assert heard == [1, 2]
-
-
-def test_evaluating_beside_groups_is_refused() -> None:
-    async def main() -> None:
-        world = World()
-        group = asyncio.create_task(world.rollout.generate(0))
-        await asyncio.sleep(0.5)
-        with pytest.raises(RuntimeError, match=r"inside of quiet\(\)"):
-            await world.rollout.evaluate([], 0)
-        async with world.rollout.quiet():
-            assert group.done() or not world.engines[0].held
-            later = asyncio.create_task(world.rollout.generate(1))
-            await asyncio.sleep(5.0)
-            assert not later.done() and ("submit", ["1.0", "1.1"]) not in world.engines[0].log
-        await asyncio.gather(group, later)
-
-    run_virtual(main())
 
 
 def test_groups_that_are_no_longer_asked_for_are_not_waited_for() -> None:

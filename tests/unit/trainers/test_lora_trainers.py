@@ -26,7 +26,6 @@ from quartet.config.recipe import (
     SFTRecipe,
 )
 from quartet.observe.trackers import read_metrics
-from quartet.schedule.leases import LeaseMode
 from quartet.train.checkpoint import Share
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.reward_model import RewardModelTrainer
@@ -85,30 +84,6 @@ def test_the_reference_is_the_actor_without_its_adapters(roles_of: Any, causal_l
     causal_lm(3).save_pretrained(tmp_path / "other")
     elsewhere = roles_of(rl(reference=ReferenceConfig(path=str(tmp_path / "other"))))
     assert not elsewhere.shares_reference and len(elsewhere.models()) == 2
-
-
-def sizes_of(roles: RLRoles) -> dict[str, dict[LeaseMode, int]]:
-    """Role → mode → bytes, with an engine that shares the actor's weights."""
-    return {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in roles.workers.items()}}
-
-
-def test_roles_keep_no_states_of_what_is_frozen(roles_of: Any) -> None:
-    roles = roles_of(rl(PPO(kl=KL)))
-    sizes = sizes_of(roles)
-    for name, engine in roles.engines().items():
-        whole = sum(p.nbytes for p in engine.packed.model.parameters())
-        learning = sum(p.nbytes for p in engine.packed.adapters.trained.values())
-        assert sizes[name] == {"forward": whole, "train": whole + 3 * learning}
-        assert learning < whole / 2
-    assert sizes["reference"] == {"forward": 0}
-
-
-def test_a_critic_on_the_actors_own_body_is_refused(roles_of: Any, causal_lm: Any, scalar_model: Any) -> None:
-    actor, critic = causal_lm(), scalar_model()
-    critic.model = actor.model
-    with pytest.raises(UserError, match="the critic shares weights with the actor") as caught:
-        roles_of(rl(PPO(kl=KL)), model=actor, critic=critic)
-    assert "first model." in caught.value.found
 
 
 def test_a_critic_starts_from_the_actors_base(roles_of: Any) -> None:

@@ -189,16 +189,6 @@ def test_an_update_that_breaks_off_half_way_is_not_saved(
     assert trainer.run.saved_steps() == []
 
 
-def test_evaluation_prompts_passed_from_python_are_used(
-    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
-) -> None:
-    """Without an evaluation section of the recipe, too: at the start and at the end then."""
-    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
-    RLTrainer(recipe(GRPO(), output_dir=str(tmp_path / "run")), evaluation_prompts=prompts[:3], **objects).train()
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows if "eval/share_of_digits" in row] == [0, 2]
-
-
 def test_a_reward_model_that_gives_nan_stops_the_run(
     causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path
 ) -> None:
@@ -308,15 +298,6 @@ def assembled(config: AlgorithmConfig, scores: Sequence[float], ended: Sequence[
     return Assembler(config, {"score": 1.0}, lambda: config.kl.coef)([(Chunk(0, 0, batch), [found])])
 
 
-@pytest.mark.parametrize("config", [GRPO, RLOO])
-def test_a_missing_end_counts_where_all_scores_are_equal(config: type[GRPO] | type[RLOO]) -> None:
-    used = config(kl=KLConfig(coef=0.0), missing_eos_penalty=0.5)
-    experience = assembled(used, [0.0, 0.0], [True, False])
-    advantages = experience.batch.token["advantages"][experience.batch.sequence_index() >= 0]
-    assert advantages[0] > 0 > advantages[2], "the response that was cut off is the worse one"
-    assert experience.metrics["groups/zero_variance"] == 0.0
-
-
 def trainer_of_rl(
     tmp_path: Path,
     causal_lm: Any,
@@ -380,13 +361,3 @@ def test_a_budget_below_the_longest_response_is_refused_before_anything_starts(
     with pytest.raises(UserError, match=r"actor\.train\.token_budget"):
         trainer_of_rl(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 5}})
     trainer_of_rl(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 6}})
-
-
-def test_a_reward_model_in_half_precision_gives_a_critic_in_full(
-    tmp_path: Path, causal_lm: Any, tokenizer: Any, scalar_model: Any
-) -> None:
-    recipe = RLRecipe(output_dir=str(tmp_path / "run"), threads=1)
-    reward = scalar_model().to(torch.bfloat16)
-    run = RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, rewards=[reward], prompts=["1+2="])
-    assert run.roles.critic is not None
-    assert {p.dtype for p in run.roles.critic.packed.model.parameters()} == {torch.float32}

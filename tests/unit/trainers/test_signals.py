@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,14 +91,6 @@ def test_a_stop_between_two_stages_is_not_forgotten() -> None:
             outer.check()
 
 
-def test_every_scope_begins_anew() -> None:
-    for _ in range(2):
-        with stop_signals() as found, found.graceful():
-            assert not found.requested
-            arrive(INT)
-            assert found.requested and not found.at_once
-
-
 def test_what_ray_takes_is_taken_back() -> None:
     def rays(*_: object) -> None:
         raise SystemExit(15)
@@ -113,17 +105,6 @@ def test_what_ray_takes_is_taken_back() -> None:
         with found.graceful():
             arrive(TERM)
             assert found.first == TERM
-
-
-def test_signals_within_a_running_event_loop() -> None:
-    async def notebook() -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, lambda: None)
-        with stop_signals() as found, found.graceful():
-            arrive(INT)
-            with pytest.raises(Stopped):
-                arrive(INT)
-
-    asyncio.run(notebook())
 
 
 def test_another_thread_has_no_signals_of_its_own() -> None:
@@ -217,16 +198,3 @@ def test_an_interrupt_lets_tasks_clean_up() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_async(work())
     assert ended == ["work", "other"]
-
-
-@pytest.mark.parametrize(("outcome", "expected"), [(lambda: 7, 7), (lambda: 1 / 0, ZeroDivisionError)])
-def test_without_a_signal_it_is_asyncio_run(outcome: Callable[[], int], expected: object) -> None:
-    async def work() -> int:
-        await asyncio.sleep(0)
-        return int(outcome())
-
-    if isinstance(expected, int):
-        assert run_async(work()) == expected
-    else:
-        with pytest.raises(ZeroDivisionError):
-            run_async(work())
