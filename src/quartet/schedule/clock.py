@@ -42,7 +42,7 @@ class Deadlock(RuntimeError):
     """Nothing is runnable and no timer is set: the tasks wait for each other, or for nothing."""
 
 
-class News:
+class Condition:
     """Lets tasks wait until something has changed, and look again."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class News:
         self._waiting.append(asyncio.get_running_loop().create_future())
         await self._waiting[-1]
 
-    def tell(self) -> None:
+    def notify_all(self) -> None:
         told, self._waiting = self._waiting, []
         for waiting in told:
             if not waiting.done():
@@ -64,7 +64,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def drained(work: Awaitable[T], on_cancel: Callable[[], object] | None = None) -> T:
+async def shielded(work: Awaitable[T], on_cancel: Callable[[], object] | None = None) -> T:
     """Awaits work that goes on elsewhere; a caller that is cancelled meanwhile is held until it has really ended.
 
     A lease given back earlier would let another role in beside it. `on_cancel` is called when that happens.
@@ -174,7 +174,7 @@ class ComputeThread:
             _threads.add(self)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.put((work, done))
-        return await drained(done)
+        return await shielded(done)
 
     def close(self) -> None:
         """Ends the thread when its last call has ended; the next ``run`` starts another."""

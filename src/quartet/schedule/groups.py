@@ -48,7 +48,7 @@ from quartet.config import UserError
 from quartet.observe.diagnostics import repetition, script_counts
 from quartet.observe.jsonl import RowAppender, as_dataclass, read_whole
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.clock import News, drained
+from quartet.schedule.clock import Condition, shielded
 
 EventKind = Literal["admit", "pause", "swap", "consume"]
 Consumed = tuple[int, tuple[tuple[int, int], ...]]
@@ -87,7 +87,7 @@ class Journal:
         given = list(script)
         self._script = deque(event for event in given if event.kind != "consume")
         self._consumed = {(e.number, e.chunk): e.groups for e in given if e.kind == "consume"}
-        self._news = News()
+        self._changed = Condition()
 
     # The engine's driver ---------------------------------------------------------------------------------
 
@@ -106,9 +106,9 @@ class Journal:
         """True while something that the script puts before the next tick has not happened."""
         return self._due() is not None
 
-    async def news(self) -> None:
+    async def change(self) -> None:
         """Waits until something was told."""
-        await self._news.wait()
+        await self._changed.wait()
 
     def begin_tick(self) -> None:
         self.tick += 1
@@ -116,7 +116,7 @@ class Journal:
 
     def tell(self) -> None:
         """Something changed that may be waited for: a group asks to be admitted, a tick began."""
-        self._news.tell()
+        self._changed.notify_all()
 
     # Weights, consumption --------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Journal:
             due = self._due()
             if due is not None and (due.kind, due.number) == (kind, version):
                 return
-            await self.news()
+            await self.change()
 
     def note(self, kind: Literal["pause", "swap"], version: int) -> None:
         """It has happened, before the next tick."""
@@ -487,7 +487,7 @@ class GroupStream(Generic[G]):
         self._boundary = self._snapshot()  # where the last whole step ended
         self._failure: BaseException | None = None
         self._closed = False
-        self._news = News()  # for the consumer, and for what looks ahead
+        self._changed = Condition()  # for the consumer, and for what looks ahead
 
     @property
     def num_running(self) -> int:
@@ -542,7 +542,7 @@ class GroupStream(Generic[G]):
 
     async def change(self) -> None:
         """Until another group was produced."""
-        await self._news.wait()
+        await self._changed.wait()
 
     def published(self, version: int) -> None:
         """Says that the weights of `version` are out (0 are the first ones): admits more groups."""
@@ -606,9 +606,9 @@ class GroupStream(Generic[G]):
             task.cancel()
         try:
             if self._running:  # a worker may still be at it: leave only when none is
-                await drained(asyncio.wait([*self._running.values()]))
+                await shielded(asyncio.wait([*self._running.values()]))
         finally:
-            self._news.tell()
+            self._changed.notify_all()
 
     async def __aenter__(self) -> GroupStream[G]:
         return self
@@ -649,7 +649,7 @@ class GroupStream(Generic[G]):
                 continue
             if self._closed:
                 raise RuntimeError("the stream was closed while a step was being consumed")
-            await self._news.wait()
+            await self._changed.wait()
 
     def _launch(self) -> None:
         """Starts as many groups as the rule admits, in index order; restored ones are there already."""
@@ -700,7 +700,7 @@ class GroupStream(Generic[G]):
             self._num_waiting += group is not None
             if not self._running:
                 self._launch()
-        self._news.tell()
+        self._changed.notify_all()
 
     def _snapshot(self) -> dict[str, int]:
         return {

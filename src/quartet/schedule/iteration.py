@@ -52,7 +52,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement
-from quartet.schedule.clock import News
+from quartet.schedule.clock import Condition
 from quartet.schedule.groups import Chunk, Group, GroupStream, chunk_of, group_members
 from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, TrainWorker, Update
@@ -283,7 +283,7 @@ class Barriers:
         self._num_chunks = num_chunks
         self._parts: Counter[str] = Counter()  # in every step
         self._ended: dict[int, Counter[str]] = {}  # by step
-        self._news = News()
+        self._changed = Condition()
 
     def collect(self, collect: Collect) -> Collect:
         """The stage ``generate``: a chunk's groups are there when it is collected."""
@@ -314,7 +314,7 @@ class Barriers:
     async def run(self, stage: str, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
         """A part of the stage, once everything that the stage comes after has ended in the step."""
         while any(self._ended[step][earlier] < self._parts[earlier] for earlier in self._after.get(stage, ())):
-            await self._news.wait()
+            await self._changed.wait()
         result = await work()
         self._part_ended(stage, step)
         return result
@@ -322,7 +322,7 @@ class Barriers:
     def _part_ended(self, stage: str, step: int) -> None:
         self._ended[step][stage] += 1
         if self._ended[step][stage] >= self._parts[stage]:
-            self._news.tell()
+            self._changed.notify_all()
 
     def _begin(self, step: int) -> None:
         if step in self._ended:

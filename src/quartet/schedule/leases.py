@@ -47,7 +47,7 @@ from typing import Any, Literal, Protocol
 from quartet.config.errors import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement, ResolvedPool
 from quartet.observe.spans import Span, SpanRecorder
-from quartet.schedule.clock import News, drained
+from quartet.schedule.clock import Condition, shielded
 
 # Versions of weights: who may read which, and who may advance it ----------------------------------------
 
@@ -317,7 +317,7 @@ class Pool:
         def abandon() -> None:
             move.abandoned = True
 
-        await drained(self._steps(move, offloader), abandon)
+        await shielded(self._steps(move, offloader), abandon)
 
     async def _steps(self, move: Move, offloader: Offloader | None) -> None:
         try:
@@ -419,7 +419,7 @@ class Arbiter:
         self._versions = Versions(versions or {})
         self._offloader = offloader
         self._patience = patience
-        self._advanced = News()
+        self._advanced = Condition()
         self._queue: list[Lease] = []
         self._held: list[Lease] = []
         self._tasks: dict[asyncio.Task[Any] | None, Lease] = {}
@@ -610,7 +610,7 @@ class Arbiter:
                 pool.drop(request.move)
             pool.give_back(request.role.name)
             self._versions.end(request.access, advance=clean)
-            self._advanced.tell()
+            self._advanced.notify_all()
         elif request in self._queue:
             self._queue.remove(request)
         self._fail_missed()

@@ -25,7 +25,7 @@ from quartet.cluster.ranks import Ranks
 from quartet.cluster.worker import Worker, local_path
 from quartet.config.common import ShardingConfig
 from quartet.observe.spans import note_workers
-from quartet.schedule.clock import ComputeThread, drained
+from quartet.schedule.clock import ComputeThread, shielded
 
 W_co = TypeVar("W_co", covariant=True)
 V_co = TypeVar("V_co", covariant=True)
@@ -171,7 +171,7 @@ class RemoteGroup(RoleGroup[W_co]):
             )
         else:
             future = self.group.ask(RolesWorker.run_role, self.role, name, *args, mode=mode, **kwargs)
-        result: Any = await drained(future)
+        result: Any = await shielded(future)
         note_workers(self.role, future.seconds)
         found: R = result[0] if mode == BROADCAST else result
         return found
@@ -185,7 +185,7 @@ class RemoteGroup(RoleGroup[W_co]):
             first = FirstRanks(mode.num, awaits_all=False)
         sent = self.group.call(RolesWorker.run_role, self.role, method.__name__, mode=first, blocking=False)
         name, taking = taken_by.__name__, to._mode(taken_by.__name__)
-        await drained(to.group.call(RolesWorker.run_role, to.role, name, sent, mode=taking, blocking=False))
+        await shielded(to.group.call(RolesWorker.run_role, to.role, name, sent, mode=taking, blocking=False))
 
     async def leave(
         self, method: Callable[Concatenate[W_co, P], RaggedBatch], *args: P.args, **kwargs: P.kwargs
@@ -196,7 +196,7 @@ class RemoteGroup(RoleGroup[W_co]):
         future: BatchFuture = self.group.call(
             RolesWorker.leave_role, self.role, name, *args, mode=mode, blocking=False, **kwargs
         )
-        (manifest,) = await drained(future.finished())
+        (manifest,) = await shielded(future.finished())
         outline: RaggedBatch = manifest.note
         return outline.outline([future.reference()])
 

@@ -25,7 +25,7 @@ from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
 from quartet.rollout.router import Progress
-from quartet.schedule.clock import News, all_ended, drained
+from quartet.schedule.clock import Condition, all_ended, shielded
 from quartet.schedule.groups import Diverged, Group, Journal, by_group
 from quartet.schedule.leases import LeaseContext, MissedVersion
 from quartet.schedule.model_worker import ModelWorker
@@ -127,14 +127,14 @@ class EngineClient:
         """Stops and waits until the engine has stopped; waits for completions are cancelled."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
-            await drained(asyncio.wait({self._task}))
+            await shielded(asyncio.wait({self._task}))
 
     async def _run(self) -> None:
         journal = self._rollout.journal
         while self._waiting:
             self._admit()
             if journal is not None and journal.is_due():
-                await journal.news()
+                await journal.change()
             elif self._running:
                 await self._run_steps()
             elif self._rollout.num_pauses:
@@ -324,7 +324,7 @@ class Rollout:
     def __post_init__(self) -> None:
         if self.journal is not None and len(self.engines) != 1:
             raise _no_journal(f"{len(self.engines)} rollout engines", "give the rollout role one process")
-        self._news = News()
+        self._changed = Condition()
         self._clients = [EngineClient(engine, self) for engine in self.engines]
         self._homes: dict[int, EngineClient] = {}  # of groups that are being made
         self._weights_stay = asyncio.Lock()
@@ -335,11 +335,11 @@ class Rollout:
 
     async def change(self) -> None:
         """Waits until something was told."""
-        await self._news.wait()
+        await self._changed.wait()
 
     def tell(self) -> None:
         """Something changed that a client or a pause may wait for."""
-        self._news.tell()
+        self._changed.notify_all()
         if self.journal is not None:
             self.journal.tell()
 

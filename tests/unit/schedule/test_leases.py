@@ -13,7 +13,7 @@ import pytest
 
 from quartet.config.errors import UserError
 from quartet.observe.spans import SpanRecorder
-from quartet.schedule.clock import drained, now, run_virtual
+from quartet.schedule.clock import now, run_virtual, shielded
 from quartet.schedule.leases import Arbiter, LeaseContext, LeaseMode, MissedVersion, NestedLease, PoolSpec, RoleSpec
 
 
@@ -295,7 +295,7 @@ def test_a_cancelled_turn_keeps_its_lease_until_the_work_elsewhere_has_ended(fai
 
         async def turn() -> None:
             async with worker.turn("actor", "forward", "pass", step=0):
-                await drained(elsewhere())
+                await shielded(elsewhere())
 
         first = asyncio.create_task(turn())
         for seconds in (1.0, 2.0):  # the second finds it already cancelled

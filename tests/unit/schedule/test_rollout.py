@@ -28,7 +28,7 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
-from quartet.schedule.clock import drained, now, run_virtual
+from quartet.schedule.clock import now, run_virtual, shielded
 from quartet.schedule.groups import AdmissionRule, Group, GroupStream, Journal
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
@@ -138,7 +138,7 @@ class Slow(RoleGroup[Any]):
 
     async def call(self, method: Any, *args: Any) -> Any:
         name = method.__name__
-        await drained(asyncio.sleep(self.seconds(name)))
+        await shielded(asyncio.sleep(self.seconds(name)))
         if self.died:
             raise WorkerDied(Death("rollout", 0, 1, "here", name, "killed", None))
         return getattr(self.host, name)(*args)

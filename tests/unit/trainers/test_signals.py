@@ -135,7 +135,7 @@ def test_a_forked_child_ends_by_the_signals() -> None:
 def test_workers_that_a_signal_ended_are_not_replaced(tmp_path: Path) -> None:
     """SIGTERM to all processes of a job: whoever waited for new workers waited for a Ray that was gone."""
     trainer = RLTrainer.__new__(RLTrainer)
-    trainer.run, trainer._attempt = RunDirectory(tmp_path / "run", RLRecipe()), None
+    trainer.run, trainer._loop = RunDirectory(tmp_path / "run", RLRecipe()), None
     with trainer.run.stoppable():
         arrive(TERM)
         with pytest.raises(Interrupted) as stop:

@@ -19,7 +19,7 @@ from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.extras.doctor.weights import check_weights
 from quartet.schedule.groups import Chunk, chunk_of
 from quartet.schedule.rollout_worker import PromptRequest
-from quartet.trainers.attempt import RunAttempt
+from quartet.trainers.loop import RLLoop
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.run_files import output_path
@@ -85,12 +85,12 @@ class _Examination:
     async def run(self) -> None:
         trainer = self._trainer
         trainer.run.start(0)
-        attempt = RunAttempt(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None, 0)
-        await attempt.begin()
+        loop = RLLoop(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None, 0)
+        await loop.begin()
         started = ", ".join(trainer.workers.models)
         self._findings.add(judged("start", f"{started} and {len(trainer.workers.engines)} engines"))
-        async with contextlib.aclosing(attempt):
-            await self._check(ExaminedRun(trainer.roles, trainer.workers, attempt, self._max_new_tokens))
+        async with contextlib.aclosing(loop):
+            await self._check(ExaminedRun(trainer.roles, trainer.workers, loop, self._max_new_tokens))
 
     async def _check(self, run: ExaminedRun) -> None:
         findings = self._findings
@@ -132,7 +132,7 @@ class _Examination:
 
     async def _sample(self, run: ExaminedRun) -> Chunk:
         """Groups of the first prompts, by the run's own way of asking for them."""
-        roles, rollout = run.roles, run.attempt.rollout
+        roles, rollout = run.roles, run.loop.rollout
         asked = rollout.requests
 
         def limited(index: int) -> tuple[PromptItem, PromptRequest]:

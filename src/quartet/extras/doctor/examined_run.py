@@ -14,7 +14,7 @@ from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.text.examples import PromptText
 from quartet.train.forward import Needs
-from quartet.trainers.attempt import RunAttempt
+from quartet.trainers.loop import RLLoop
 from quartet.trainers.roles import RLRoles, limits_of
 from quartet.trainers.workers import RunWorkers
 
@@ -28,13 +28,13 @@ class ExaminedRun:
 
     roles: RLRoles
     workers: RunWorkers
-    attempt: RunAttempt
+    loop: RLLoop
     max_new_tokens: int
 
     @property
     def tolerance(self) -> float:
         """Nats by which engine and trainer may differ about a token."""
-        return self.attempt.rollout.canary.tolerance
+        return self.loop.rollout.canary.tolerance
 
     @property
     def temperature(self) -> float:
@@ -42,7 +42,7 @@ class ExaminedRun:
 
     async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
         """What each engine answers, with token ids, by each of ``params``; by the engines' names."""
-        rollout, found = self.attempt.rollout, dict[str, RaggedBatch]()
+        rollout, found = self.loop.rollout, dict[str, RaggedBatch]()
         asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
             for n, worker in enumerate(self.workers.engines):
@@ -53,7 +53,7 @@ class ExaminedRun:
 
     async def canaries(self) -> list[RaggedBatch]:
         """Each engine's answer to the canary prompt."""
-        rollout, found = self.attempt.rollout, list[RaggedBatch]()
+        rollout, found = self.loop.rollout, list[RaggedBatch]()
         async with rollout.leases.turn("rollout", "generate", "canary", step=0, reads=rollout.reads()):
             for engine in self.workers.engines:
                 await engine.call(RolloutWorker.run_canary, rollout.canary, "canary")
@@ -68,7 +68,7 @@ class ExaminedRun:
 
     async def logprobs(self, batch: RaggedBatch, needs: Needs) -> Tensor:
         """``[T]`` the actor's."""
-        async with self.attempt.leases.turn("actor", "forward", "doctor", step=0, reads={"actor": None}):
+        async with self.loop.leases.turn("actor", "forward", "doctor", step=0, reads={"actor": None}):
             found = await self.roles.groups["actor"].call(ModelWorker.forward, batch.without_objects(), needs)
         return found.token["logprobs"]
 

@@ -41,32 +41,32 @@ async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet])
     Raises:
         UserError: a model's values are not finite, or memory is too small.
     """
-    roles, attempt, watch = run.roles, run.attempt, Stopwatch()
-    scorers = list(roles.column_scorers(attempt.leases))
+    roles, loop, watch = run.roles, run.loop, Stopwatch()
+    scorers = list(roles.column_scorers(loop.leases))
     if all(scorer.column != OLD for scorer in scorers):
-        scorers.append(ModelScorer(attempt.leases, "actor", roles.groups["actor"], run.needs(), OLD, trains=True))
+        scorers.append(ModelScorer(loop.leases, "actor", roles.groups["actor"], run.needs(), OLD, trains=True))
     parts: list[Scorer] = list(scorers)
     if GREEDY in chunk.data.sequence:
         parts = [PartScorer(scorer, sampled_only) for scorer in scorers]
     columns = await score_all(parts, chunk)
-    experience: Experience = await attempt.stages.assemble([(chunk, [*rewards, *columns])])
+    experience: Experience = await loop.stages.assemble([(chunk, [*rewards, *columns])])
     scoring_s, watch = watch.seconds, Stopwatch()
-    metrics = await _update(run, attempt.learned(experience))
+    metrics = await _update(run, loop.learned(experience))
     return Learned(experience, scoring_s, watch.seconds, metrics)
 
 
 async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
     """What the rehearsed update measured; nothing where no token is learned from."""
-    roles, attempt = run.roles, run.attempt
+    roles, loop = run.roles, run.loop
     picked = UpdatePlan(1, 1, roles.recipe.seed).selections(batch, 0)
     if not picked:
         return {}
     actor = roles.train_group("actor")
-    update = Update(picked[0], attempt.policy_objective(False), 0, rehearsal=True)
+    update = Update(picked[0], loop.policy_objective(False), 0, rehearsal=True)
     if roles.ptx is not None:
         await actor.call(TrainWorker.expect_update, 0)
     # Weights are read, and stay: nobody waits for a new version.
-    async with attempt.leases.turn("actor", "train", "rehearsal", step=0, reads={"actor": None}):
+    async with loop.leases.turn("actor", "train", "rehearsal", step=0, reads={"actor": None}):
         (found,) = await actor.call(TrainWorker.update, batch.without_objects(), [update])
     return found
 

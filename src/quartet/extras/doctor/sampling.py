@@ -98,7 +98,7 @@ def check_diversity(batch: RaggedBatch) -> Finding:
 
 def check_versions(run: ExaminedRun, batch: RaggedBatch) -> Finding:
     """Tokens carry the version of the weights that sampled them."""
-    versions, version = batch.token["policy_version"][batch.token["action_mask"]], run.attempt.rollout.version
+    versions, version = batch.token["policy_version"][batch.token["action_mask"]], run.loop.rollout.version
     wrong = int((versions != version).sum())
     return judged("versions", f"{wrong} of {len(versions)} tokens do not carry version {version}", failure=wrong > 0)
 

@@ -27,7 +27,7 @@ async def check_weights(run: ExaminedRun, findings: Findings) -> float:
     Returns:
         Seconds of a publication.
     """
-    rollout, before, flipped = run.attempt.rollout, await run.canaries(), list[ModelPart]()
+    rollout, before, flipped = run.loop.rollout, await run.canaries(), list[ModelPart]()
     trained, watch = await run.logprobs(before[0], _CANARY), Stopwatch()
     mask = before[0].token["loss_mask"]
     apart = float((before[0].token["rollout_logprobs"] - trained)[mask].abs().max())
@@ -65,7 +65,7 @@ async def _check_part(
     before = await run.canaries()
     num = await _flip(run, part)
     flipped += [part] if num else []
-    difference = (await run.attempt.rollout.publish(_version(run)))["agreement/canary_diff"]
+    difference = (await run.loop.rollout.publish(_version(run)))["agreement/canary_diff"]
     still = sum(not _apart([old], [new]) for old, new in _pairs(before, await run.canaries()))
     found = f"{still} of {len(before)} engines compute as before a change of {num} tensors ({part}), "
     return judged(
@@ -77,7 +77,7 @@ async def _check_part(
 
 async def _check_sleep(run: ExaminedRun) -> Finding:
     """Engines that give up their memory for others come back with the same weights."""
-    name, rollout = "after_sleep", run.attempt.rollout
+    name, rollout = "after_sleep", run.loop.rollout
     if "rollout" not in run.workers.offloaded_roles():
         return judged(name, "engines never sleep in this placement")
     before = await run.canaries()
@@ -94,10 +94,10 @@ async def _flip(run: ExaminedRun, part: ModelPart) -> int:
     """Makes the actor's next version, with heads that learn along as they are; returns the number of tensors that
     changed.
     """
-    leases, step = run.attempt.leases, _version(run)
+    leases, step = run.loop.leases, _version(run)
     async with leases.turn("actor", "train", "flip_bits", step=step, writes="actor"):
         num = await run.roles.train_group("actor").call(TrainWorker.flip_bits, part)
-    if HEADS in run.attempt.rollout.sends:
+    if HEADS in run.loop.rollout.sends:
         async with leases.turn("actor", "forward", "flip_bits", step=step, reads={"actor": None}, writes=HEADS):
             pass
     return num
@@ -105,7 +105,7 @@ async def _flip(run: ExaminedRun, part: ModelPart) -> int:
 
 def _version(run: ExaminedRun) -> int:
     """Of the actor's weights."""
-    return run.attempt.leases.arbiter.version("actor")
+    return run.loop.leases.arbiter.version("actor")
 
 
 def _pairs(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> list[tuple[RaggedBatch, RaggedBatch]]:

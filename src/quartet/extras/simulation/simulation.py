@@ -38,7 +38,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams, StepEngine
-from quartet.schedule.clock import drained, now
+from quartet.schedule.clock import now, shielded
 from quartet.schedule.groups import AdmissionRule, Consumed, Event, Group, GroupStream, Journal
 from quartet.schedule.iteration import (
     Chunk,
@@ -281,7 +281,7 @@ class TimedGroup(RoleGroup[Any]):
         found = getattr(self.worker, method.__name__)(*args, **kwargs)
         seconds = self.seconds(*args)
         if seconds > 0:
-            await drained(self.sleep(seconds))
+            await shielded(self.sleep(seconds))
         return found
 
 
@@ -438,7 +438,7 @@ class Simulation:
 
     async def _update_engine_weights(self, version: int) -> int:
         """The engine gets the weights that the actor has when they have come over."""
-        await drained(self.sleep("rollout", self._publish_s()))
+        await shielded(self.sleep("rollout", self._publish_s()))
         self.engine.num_updates = self._models["actor"].num_updates
         self.engine.update_weights(None, version)
         return 0

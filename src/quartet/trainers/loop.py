@@ -151,7 +151,7 @@ class DynamicSampling:
         )
 
 
-class RunAttempt:
+class RLLoop:
     """What an RL run computes with from ``step`` on, until it ends or a worker dies.
 
     Args:
@@ -295,7 +295,7 @@ class RunAttempt:
 
     def _open_journal(self, step: int) -> Journal | None:
         """The record of what depends on timing when generation runs ahead, so that another run can repeat it: in
-        ``journal.jsonl``, of an attempt that begins after ``step`` steps in ``journal_<step>.jsonl``. None where it
+        ``journal.jsonl``, of a loop that begins after ``step`` steps in ``journal_<step>.jsonl``. None where it
         cannot be repeated."""
         placement = self.recipe.placement
         if not isinstance(placement, AsynchronousPlacement):
