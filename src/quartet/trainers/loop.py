@@ -264,7 +264,7 @@ class RLLoop:
         }
 
     def _engine_metrics(self) -> dict[str, float]:
-        """What happened to engines and running responses since the run, or its last attempt, began."""
+        """What happened to engines and running responses since the run, or the loop after a worker's death, began."""
         found, stats = {}, self.rollout.stats()
         if self._workers.placement.in_flight == "start_over":
             found["rollout/started_over"] = float(self.rollout.num_started_over)
