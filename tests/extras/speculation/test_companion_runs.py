@@ -25,13 +25,13 @@ from quartet.extras.simulation.simulation import (
     Simulation,
     SimulationResult,
     StageCost,
+    run_virtual,
 )
 from quartet.extras.speculation.config import HeadTraining, MedusaSpeculation, StepCosts
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import Span, read_spans
 from quartet.observe.trackers import read_metrics
-from quartet.schedule.clock import run_virtual
 from quartet.schedule.role_group import LocalGroup
 
 COSTS = StepCosts(plain=(1.0, 1.01, 1.02), drafted=(1.0, 1.0, 1.01, 1.05, 1.15))

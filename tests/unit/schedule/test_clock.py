@@ -18,8 +18,9 @@ from functools import partial
 import pytest
 import torch
 
+from quartet.extras.simulation.simulation import Deadlock, run_virtual
 from quartet.observe.global_state import RandomStateGuard
-from quartet.schedule.clock import ComputeThread, Deadlock, interrupt_computing, now, run_virtual
+from quartet.schedule.clock import ComputeThread, interrupt_computing, now
 from quartet.schedule.role_group import LocalGroup
 
 

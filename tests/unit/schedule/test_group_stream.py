@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
-from quartet.schedule.clock import now, run_virtual
+from quartet.extras.simulation.simulation import run_virtual
+from quartet.schedule.clock import now
 from quartet.schedule.groups import AdmissionRule, BufferedGroups, GroupStream, TooFewGroups
 
 QUICK = settings(deadline=None, max_examples=300)

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from quartet.schedule.clock import now, run_virtual
+from quartet.extras.simulation.simulation import run_virtual
+from quartet.schedule.clock import now
 from quartet.schedule.groups import AdmissionRule, GroupStream
 from quartet.schedule.iteration import Barriers, Chunk, IterationStages, ScorePrefetcher, Scorer, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseMode, PoolSpec, RoleSpec

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from quartet.schedule.clock import now, run_virtual
+from quartet.extras.simulation.simulation import run_virtual
+from quartet.schedule.clock import now
 from quartet.schedule.leases import Arbiter, Lease, LeaseMode, PoolSpec, RoleSpec
 
 MakeArbiter = Callable[..., Any]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from quartet.config.errors import UserError
+from quartet.extras.simulation.simulation import run_virtual
 from quartet.observe.spans import SpanRecorder
-from quartet.schedule.clock import now, run_virtual, shielded
+from quartet.schedule.clock import now, shielded
 from quartet.schedule.leases import Arbiter, LeaseContext, LeaseMode, MissedVersion, NestedLease, PoolSpec, RoleSpec
 
 

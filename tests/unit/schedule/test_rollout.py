@@ -19,7 +19,7 @@ from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen
-from quartet.extras.simulation.simulation import Cost, TimedCodec, TimedEngine, TimedModel, logprob_of
+from quartet.extras.simulation.simulation import Cost, TimedCodec, TimedEngine, TimedModel, logprob_of, run_virtual
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import (
     Completion,
@@ -28,7 +28,7 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
-from quartet.schedule.clock import now, run_virtual, shielded
+from quartet.schedule.clock import now, shielded
 from quartet.schedule.groups import AdmissionRule, Group, GroupStream, Journal
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
