@@ -503,7 +503,7 @@ class GroupStream(Generic[G]):
         """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
 
         The last chunk is smaller where `chunk_size` does not divide the step. `step` counts from 0 and only
-        ever by one: it is checked against what was consumed. Raises `UserError` when the filter leaves a step
+        ever by one. Raises `UserError` when the filter leaves a step
         short, and once whatever `produce` or `accept` raised, after everything in flight has been stopped.
         """
         self._begin(step)
@@ -546,8 +546,6 @@ class GroupStream(Generic[G]):
 
     def published(self, version: int) -> None:
         """Says that the weights of `version` are out (0 are the first ones): admits more groups."""
-        if version < self._versions_published:
-            raise ValueError(f"version {version} published after version {self._versions_published}")
         self._versions_published = version
         if self._open_steps:
             self._launch()
@@ -619,11 +617,6 @@ class GroupStream(Generic[G]):
     def _begin(self, step: int) -> None:
         if self._closed and self._failure is None:
             raise RuntimeError("the stream is closed")
-        if self._consumed != step * self.rule.prompts_per_step:
-            raise RuntimeError(
-                f"step {step} asked for after {self._consumed} groups of "
-                f"{self.rule.prompts_per_step} per step: steps are consumed whole and in order"
-            )
         self._open_steps = step + 1
         if self._failure is None:
             self._launch()

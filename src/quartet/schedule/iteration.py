@@ -325,8 +325,6 @@ class Barriers:
             self._changed.notify_all()
 
     def _begin(self, step: int) -> None:
-        if step in self._ended:
-            raise RuntimeError(f"step {step} begins twice")
         over = [earlier for earlier, ended in self._ended.items() if ended >= self._parts]
         for earlier in over[:-1]:
             del self._ended[earlier]
@@ -400,10 +398,8 @@ class ModelScorer:
         """The one field of a pass, and those beside it, under the names that the step knows them by."""
         token = dict(found.token)
         beside = {column: token.pop(name) for name, column in self.beside.items()}
-        fields = [*token.values(), *found.sequence.values()]
-        if len(fields) != 1:
-            raise ValueError(f"{self.column} is one column, the pass gave {len(fields)}")
-        own = {self.column: fields[0]}
+        (values,) = [*token.values(), *found.sequence.values()]
+        own = {self.column: values}
         return ColumnSet(found.ids, {**own, **beside} if token else beside, {} if token else own)
 
     def _check_finite(self, columns: ColumnSet) -> None:

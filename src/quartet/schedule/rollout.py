@@ -87,8 +87,6 @@ class EngineClient:
         """
         loop = asyncio.get_running_loop()
         ids = asked.request_ids
-        if len(set(ids)) < len(ids) or not self._waiting.keys().isdisjoint(ids):
-            raise ValueError(f"requests {ids} are waited for already, or named alike")
         futures: list[asyncio.Future[FinishedRequest]] = [loop.create_future() for _ in ids]
         self._waiting.update(zip(ids, futures, strict=True))
         self._lengths.update(asked.lengths)
@@ -420,9 +418,7 @@ class Rollout:
                 self._beside = EngineStats.total([self._beside, before.sampling_less(self.stats())])
 
     async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[Group]:
-        """Groups of all responses to the prompts, by their places; each engine's share in one lease."""
-        if any(client.is_running for client in self._clients):
-            raise RuntimeError("groups are being generated: evaluate inside of quiet()")
+        """Inside of ``quiet``, groups of all responses to the prompts, by their places; an engine's in one lease."""
         num = len(self._clients)
         shares = [{i: prompts[i][1] for i in range(p, len(prompts), num)} for p in range(num)]
         pairs = zip(self._clients, shares, strict=True)

@@ -304,22 +304,6 @@ def test_closing_waits_for_producers_that_take_time_to_stop() -> None:
     assert run_virtual(main()) == (4.0, ["stopped 0", "stopped 1"])
 
 
-def test_steps_are_taken_whole_and_in_order() -> None:
-    async def main() -> None:
-        async with make_stream(fixed()) as stream:
-            with pytest.raises(RuntimeError, match="step 1 asked for after 0 groups"):
-                await anext(stream.chunks(1))
-            first = stream.chunks(0)
-            assert await anext(first) == [0, 1]
-            with pytest.raises(RuntimeError, match="steps are consumed whole and in order"):
-                await anext(stream.chunks(0))
-            assert stream.state()["accepted"] == 0
-            assert await anext(first) == [2, 3]
-            assert stream.state()["accepted"] == 4
-
-    run_virtual(main())
-
-
 def test_a_run_with_other_steps_is_not_restored() -> None:
     async def produce(index: int) -> int:
         return index
