@@ -3,7 +3,7 @@
 Code that runs on a simulation's virtual clock, too, asks `now()` and sleeps with `asyncio.sleep`.
 
 `ComputeThread` is the one thread of a process that computes; the event loop stays free. All roles of a process share
-it. Calls run one at a time, in the order in which they were handed over: that in which the arbiter granted their leases.
+it. Calls run one at a time, in the order in which they were handed over, that in which leases were granted.
 User code that runs in the event loop, a reward function or an environment passed from Python, has the process to itself
 meanwhile (``EXCLUSIVE``): random generators are its own then, and training's after.
 """

@@ -37,7 +37,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -429,55 +429,36 @@ class AdmissionRule:
             )
 
 
-class Aged(Protocol):
-    @property
-    def first_version(self) -> int:
-        """Of the oldest weights that made the group."""
-
-
-G = TypeVar("G", bound=Aged)
-
-
 @dataclass(frozen=True)
-class BufferedGroups(Generic[G]):
+class BufferedGroups:
     """What has been produced beyond the last whole step: accepted groups by index, and the indices rejected."""
 
-    groups: Mapping[int, G] = field(default_factory=dict)
+    groups: Mapping[int, Group] = field(default_factory=dict)
     rejected: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class TooFewGroups:
-    """A filter has used up the attempts of a step: ``accepted`` of the ``wanted`` groups in ``attempts``."""
-
-    step: int
-    wanted: int
-    accepted: int
-    attempts: int
-
-
 @dataclass(eq=False)
-class GroupStream(Generic[G]):
+class GroupStream:
     """Produces groups ahead of their consumption and hands them out step by step.
 
     `produce(i)` makes the group of index `i` (0, 1, 2, ... for ever; the caller maps it to a prompt);
     `accept` keeps or rejects it. `max_attempts` bounds the indices that one step may use up; `shortage` makes
-    the error that is raised then. One consumer, steps in order; use it as `async with GroupStream(...) as
-    stream`, or call `close()`.
+    the error that is raised then, of step, groups wanted, groups accepted and attempts. One consumer, steps in order;
+    use it as `async with GroupStream(...) as stream`, or call `close()`.
     """
 
-    produce: Callable[[int], Awaitable[G]]
+    produce: Callable[[int], Awaitable[Group]]
     rule: AdmissionRule
     _: KW_ONLY
     chunk_size: int
-    accept: Callable[[G], bool] | None = None
+    accept: Callable[[Group], bool] | None = None
     max_attempts: int | None = None
-    shortage: Callable[[TooFewGroups], Exception] = RuntimeError
+    shortage: Callable[[int, int, int, int], Exception] = RuntimeError
 
     def __post_init__(self) -> None:
-        self._running: dict[int, asyncio.Task[G | None]] = {}
-        self._decided: dict[int, G | None] = {}  # produced, but not yet passed by the cursor; None where rejected
-        self._passed: dict[int, G | None] = {}  # passed by it since the last whole step
+        self._running: dict[int, asyncio.Task[Group | None]] = {}
+        self._decided: dict[int, Group | None] = {}  # produced, but not yet passed by the cursor; None where rejected
+        self._passed: dict[int, Group | None] = {}  # passed by it since the last whole step
         self._cursor = 0  # every index below it is consumed or rejected
         self._next_launch = 0
         self._consumed = 0
@@ -499,7 +480,7 @@ class GroupStream(Generic[G]):
         """Groups accepted since the start of the run, those not consumed yet included."""
         return self._consumed + self._num_waiting
 
-    async def chunks(self, step: int) -> AsyncIterator[list[G]]:
+    async def chunks(self, step: int) -> AsyncIterator[list[Group]]:
         """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
 
         The last chunk is smaller where `chunk_size` does not divide the step. `step` counts from 0 and only
@@ -508,7 +489,7 @@ class GroupStream(Generic[G]):
         """
         self._begin(step)
         first_index, size = self._cursor, self.rule.prompts_per_step
-        chunk: list[G] = []
+        chunk: list[Group] = []
         for taken in range(1, size + 1):
             chunk.append(await self._take(step, first_index, taken))
             if taken == size:  # before the last yield: a consumer need not come back after it
@@ -518,13 +499,13 @@ class GroupStream(Generic[G]):
                 full, chunk = chunk, []
                 yield full
 
-    def buffered_chunks(self) -> Iterator[tuple[int, int, list[G]]]:
+    def buffered_chunks(self) -> Iterator[tuple[int, int, list[Group]]]:
         """Chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in order.
 
         They are what `chunks` will give.
         """
         size, place = self.rule.prompts_per_step, self._consumed
-        chunk: list[G] = []
+        chunk: list[Group] = []
         index = self._cursor
         while index in self._decided:
             group = self._decided[index]
@@ -557,13 +538,13 @@ class GroupStream(Generic[G]):
         """
         return {**self._boundary, "versions_published": self._versions_published}
 
-    def buffered(self) -> BufferedGroups[G]:
+    def buffered(self) -> BufferedGroups:
         """What is complete beyond `state()`."""
         decided = sorted({**self._passed, **self._decided}.items())
         groups = {index: group for index, group in decided if group is not None}
         return BufferedGroups(groups, tuple(index for index, _ in decided if index not in groups))
 
-    def restore(self, state: Mapping[str, int], buffered: BufferedGroups[G] | None = None) -> None:
+    def restore(self, state: Mapping[str, int], buffered: BufferedGroups | None = None) -> None:
         """Continues from `state()`; only before the first step of this stream.
 
         Args:
@@ -589,7 +570,7 @@ class GroupStream(Generic[G]):
             self._decided = {**buffered.groups, **dict.fromkeys(buffered.rejected)}
             self._num_waiting = len(buffered.groups)
 
-    def _check_age(self, buffered: BufferedGroups[G]) -> None:
+    def _check_age(self, buffered: BufferedGroups) -> None:
         """A group's step is at the latest the one that it comes into when all before it are accepted."""
         rejected = sorted(buffered.rejected)
         for index, group in buffered.groups.items():
@@ -608,7 +589,7 @@ class GroupStream(Generic[G]):
         finally:
             self._changed.notify_all()
 
-    async def __aenter__(self) -> GroupStream[G]:
+    async def __aenter__(self) -> GroupStream:
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -621,7 +602,7 @@ class GroupStream(Generic[G]):
         if self._failure is None:
             self._launch()
 
-    async def _take(self, step: int, first_index: int, wanted: int) -> G:
+    async def _take(self, step: int, first_index: int, wanted: int) -> Group:
         """The next accepted group in index order; `wanted` is its number within the step, from 1."""
         while True:
             if self._failure is not None:  # it comes out once; the stream stays closed after it
@@ -631,7 +612,7 @@ class GroupStream(Generic[G]):
             attempts = self._cursor - first_index
             if self.max_attempts is not None and attempts >= self.max_attempts:
                 await self.close()
-                raise self.shortage(TooFewGroups(step, self.rule.prompts_per_step, wanted - 1, attempts))
+                raise self.shortage(step, self.rule.prompts_per_step, wanted - 1, attempts)
             if self._cursor in self._decided:
                 group = self._passed[self._cursor] = self._decided.pop(self._cursor)
                 self._cursor += 1
@@ -670,11 +651,11 @@ class GroupStream(Generic[G]):
         steps_ahead = 1 + (self.rule.max_staleness or 0)
         return self._next_launch < self._boundary["next_index"] + steps_ahead * self.max_attempts
 
-    async def _attempt(self, index: int) -> G | None:
+    async def _attempt(self, index: int) -> Group | None:
         group = await self.produce(index)
         return group if self.accept is None or self.accept(group) else None
 
-    def _settle(self, index: int, task: asyncio.Task[G | None]) -> None:
+    def _settle(self, index: int, task: asyncio.Task[Group | None]) -> None:
         """A producer has ended: books its group, or stops the stream."""
         del self._running[index]
         if task.cancelled():

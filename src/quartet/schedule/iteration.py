@@ -73,7 +73,7 @@ class ScorePrefetcher:
         num_steps: of the run, behind which nothing is scored, however far generation goes.
     """
 
-    stream: GroupStream[Group]
+    stream: GroupStream
     collect: Collect
     scorers: Sequence[Scorer]
     num_steps: int | None = None
@@ -155,7 +155,7 @@ class IterationStages:
     ``publish(version)`` waits for the actor's weights of that version and hands them to the rollout engine, be other
     roles still learning. ``prefetch`` has begun to score some of the chunks already."""
 
-    stream: GroupStream[Group]
+    stream: GroupStream
     collect: Collect
     scorers: Sequence[Scorer]
     assemble: Callable[[Sequence[tuple[Chunk, Sequence[ColumnSet]]]], Awaitable[Any]]
@@ -167,7 +167,7 @@ class IterationStages:
     def wired(
         cls,
         rollout: Rollout,
-        stream: GroupStream[Group],
+        stream: GroupStream,
         scorers: Sequence[tuple[str, Scorer, bool]],
         assemble: Callable[[Sequence[tuple[Chunk, Sequence[ColumnSet]]]], Awaitable[Any]],
         learners: Sequence[tuple[str, StepLearner]],

@@ -37,7 +37,6 @@ from quartet.schedule.groups import (
     Group,
     GroupStream,
     Journal,
-    TooFewGroups,
     chunk_of,
     staleness_metrics,
     without_texts,
@@ -100,7 +99,7 @@ class DynamicSampling:
         self._judge = judge
         self._outcomes: dict[int, tuple[bool, Tensor]] = {}  # by group: whether its scores differ, and they themselves
 
-    def stream(self, rule: AdmissionRule, *, chunk_size: int) -> GroupStream[Group]:
+    def stream(self, rule: AdmissionRule, *, chunk_size: int) -> GroupStream:
         """The stream of groups with variance, replaced in rounds, as which requests share the engine's batch must not
         depend on how long a reward takes."""
         return GroupStream(
@@ -140,11 +139,11 @@ class DynamicSampling:
             found["reward/sampled_score_mean"] = sum(float(scores.sum()) for _, scores in outcomes) / num
         return found
 
-    def _too_few(self, shortage: TooFewGroups) -> UserError:
+    def _too_few(self, step: int, wanted: int, accepted: int, attempts: int) -> UserError:
         key = "algorithm.dynamic_sampling.max_prompts_factor"
         return UserError(
-            f"step {shortage.step + 1}: too few groups have responses with different scores",
-            found=f"{shortage.attempts} groups tried, {shortage.accepted} with variance, {shortage.wanted} needed; "
+            f"step {step + 1}: too few groups have responses with different scores",
+            found=f"{attempts} groups tried, {accepted} with variance, {wanted} needed; "
             f"{key}={self.config.max_prompts_factor:g}",
             remedy="use prompts that the model solves sometimes, more responses_per_prompt or a reward with more "
             f"grades; a resumed run may also raise {key}. Nothing of this step was trained on",

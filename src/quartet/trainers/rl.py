@@ -309,7 +309,7 @@ class _ResumePoint:
 
     step: int
     stream: Mapping[str, Any] | None = None
-    buffered: BufferedGroups[Any] | None = None
+    buffered: BufferedGroups | None = None
     drafts: Sequence[Mapping[str, Any]] = ()
 
 

@@ -73,7 +73,7 @@ class Simulation:
                 await self.work("rollout", "generate", index, self.group_s / 4)
         return index
 
-    def roles(self, stream: GroupStream[int]) -> IterationStages:
+    def roles(self, stream: GroupStream) -> IterationStages:
         return IterationStages(
             stream=stream,
             collect=lambda step, index, groups: Chunk(step, index, list(groups)),

@@ -220,7 +220,7 @@ class World:
             max_running=self.max_running,
             journal=self.journal,
         )
-        self.stream: GroupStream[Group] = GroupStream(
+        self.stream: GroupStream = GroupStream(
             self.rollout.generate,
             AdmissionRule(self.prompts_per_step, self.max_staleness),
             chunk_size=self.chunk_size,

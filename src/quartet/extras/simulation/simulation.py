@@ -381,7 +381,7 @@ class Simulation:
         self._publish_s = self._varied("publish", lambda: costs.publish_s)
         self._runs_ahead = placement.max_staleness is not None
         self.rollout = self._rollout()
-        self.stream: GroupStream[Group] = GroupStream(
+        self.stream: GroupStream = GroupStream(
             self.rollout.generate,
             AdmissionRule(self.prompts_per_step, placement.max_staleness),
             chunk_size=self.chunk_size,
