@@ -210,3 +210,9 @@ def test_an_interrupt_in_a_running_loop_cancels_the_work_and_waits_for_it() -> N
 def test_another_recipe_than_the_trainers_is_refused(trainer: Any, recipe: Any) -> None:
     with pytest.raises(q.UserError, match=r"class .*Recipe\n.*found.*\n.*load_recipe"):
         trainer(recipe)
+
+
+def test_two_names_for_one_model_are_refused(saved: Path) -> None:
+    recipe = q.SFTRecipe(model=q.ModelConfig(path="other"))
+    with pytest.raises(q.UserError, match="two models are named for one place"):
+        q.SFTTrainer(recipe, model=str(saved), rows=ROWS)

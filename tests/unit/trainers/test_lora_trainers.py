@@ -187,3 +187,11 @@ def test_a_reward_model_with_adapters(causal_lm: Any, tokenizer: Any, pairs: Seq
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
     assert torch.equal(merged.score.weight, result.model.score.weight)
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_critic_on_the_actors_own_body_is_refused(roles_of: Any, causal_lm: Any, scalar_model: Any) -> None:
+    actor, critic = causal_lm(), scalar_model()
+    critic.model = actor.model
+    with pytest.raises(UserError, match="the critic shares weights with the actor") as caught:
+        roles_of(rl(PPO(kl=KL)), model=actor, critic=critic)
+    assert "first model." in caught.value.found

@@ -19,11 +19,13 @@ from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import DataConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
+from quartet.config.remote import RetryConfig
 from quartet.config.rewards import (
     ExactMatchReward,
     FormatReward,
     FunctionReward,
     GateConfig,
+    HTTPReward,
     LengthReward,
     NumericReward,
     RegexReward,
@@ -325,3 +327,11 @@ def test_what_a_passed_function_draws_and_seeds_changes_nothing_in_training(trai
         weights.append(trainer.roles.actor.packed.model.state_dict())
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
     assert any("torch's global generator" in warning for warning in trainer.roles.warnings())
+
+
+def test_a_server_that_was_never_there_stops_the_run(train: Train) -> None:
+    reward = HTTPReward(url="http://127.0.0.1:9", retry=RetryConfig(attempts=1))
+    with pytest.raises(UserError, match="has not given a single score") as caught:
+        train([reward])
+    assert "unreachable" in caught.value.found
+    assert train.trainers[0].roles.actor.num_updates == 0  # type: ignore[attr-defined]

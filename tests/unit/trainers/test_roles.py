@@ -361,3 +361,38 @@ def test_a_budget_below_the_longest_response_is_refused_before_anything_starts(
     with pytest.raises(UserError, match=r"actor\.train\.token_budget"):
         trainer_of_rl(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 5}})
     trainer_of_rl(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 6}})
+
+
+def test_a_reference_of_another_size_takes_over_no_weights(trainer: Any, causal_lm: Any, tmp_path: Path) -> None:
+    causal_lm(num_hidden_layers=1).save_pretrained(tmp_path / "small")
+    other = ReferenceConfig(path=str(tmp_path / "small"))
+    trainer("fixed", OnlineDPO(), reference=other)
+    with pytest.raises(UserError, match="cannot take over") as caught:
+        trainer("run", OnlineDPO(refresh_steps=2), reference=other)
+    assert "layers.1." in caught.value.found
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_pair_of_responses_has_to_fit_the_budget(share: bool, trainer: Any) -> None:
+    def with_budget(name: str, tokens: int) -> RLTrainer:
+        train = TrainConfig(token_budget=tokens, share_prefixes=share)
+        return trainer(name, OnlineDPO(), actor=ActorConfig(train=train))
+
+    prompt = max(item.num_tokens for item in with_budget("large", 1000).roles.prompts.items)
+    needed = (1 if share else 2) * prompt + 2 * 5
+    with pytest.raises(UserError, match="token_budget is too small") as caught:
+        with_budget("small", needed - 1)
+    assert f"{needed} tokens" in caught.value.found
+    with_budget("enough", needed)
+
+
+def test_a_critic_that_is_not_read_is_refused_and_its_section_remarked_on(
+    trainer: Any, scalar_model: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="the method does not have"):
+        trainer("refused", GRPO(), critic_model=scalar_model())
+    assert not (tmp_path / "refused").exists()
+    run = trainer("said", GRPO(), critic=CriticConfig(warmup_steps=1), steps=1)
+    assert run.train().summary["notes"][0] == "critic: not read, grpo has none"
+    assert not any("not read" in warning for warning in trainer("ppo", PPO()).roles.warnings())
