@@ -61,19 +61,16 @@ from quartet.train.token_budget import TokenBudget
 _PARTS_OF: dict[LeaseMode, tuple[OffloadPart, ...]] = {"forward": ("params",), "generate": ("params",), "train": PARTS}
 
 
-def store_of(config: OffloadConfig) -> Store:
-    if config.to == "pinned_memory":
-        return PinnedMemory()
-    return MappedFiles(config.directory or tempfile.gettempdir())
-
-
 class Offloadable(ABC):
     """A worker with parts that move, once ``make_offloadable`` was called."""
 
     _parts: Offload | None = None
 
     def make_offloadable(self, config: OffloadConfig) -> None:
-        self._parts = self._offload(store_of(config))
+        is_pinned = config.to == "pinned_memory"
+        self._parts = self._offload(
+            PinnedMemory() if is_pinned else MappedFiles(config.directory or tempfile.gettempdir())
+        )
 
     def onload(self, mode: LeaseMode) -> Moved:
         """Brings in what ``mode`` needs and is not there."""

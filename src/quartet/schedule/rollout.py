@@ -150,17 +150,14 @@ class EngineClient:
             for ids, (asked, index) in list(self._queue.items()):
                 if rollout.num_pauses and index >= 0:
                     continue
-                if not self._has_room(len(ids)):
+                most = rollout.max_running
+                if most is not None and self._running and len(self._running) + len(ids) >= most:
                     break  # nor may smaller ones go before it, again and again
                 if journal is None or journal.admit(index):
                     del self._queue[ids]
                     self._to_send[ids] = asked
                     self._running.update(ids)
                     goes_on = True
-
-    def _has_room(self, num: int) -> bool:
-        most = self._rollout.max_running
-        return most is None or not self._running or len(self._running) + num < most
 
     async def _run_steps(self) -> None:
         """The steps of one lease, with what is to be submitted and cancelled.
