@@ -28,14 +28,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
-from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, dispatch
-from quartet.cluster.layout import Layout
+from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, Layout, dispatch
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
-from quartet.config.file_errors import write_error
+from quartet.config.common import OffloadConfig
+from quartet.config.errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel
@@ -48,12 +46,10 @@ from quartet.schedule.leases import LeaseMode
 from quartet.schedule.weight_sync import WeightSenderMixin
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
-from quartet.train.bit_flips import ModelPart
 from quartet.train.checkpoint import Share, ShareWriter
-from quartet.train.engine import LossTerm, Objective, TrainEngine
+from quartet.train.engine import LossTerm, ModelPart, Objective, TrainEngine
 from quartet.train.forward import Needs, forward_only
-from quartet.train.host_memory import MappedFiles, PinnedMemory
-from quartet.train.offload import PARTS, Moved, Offload, OffloadPart, Store
+from quartet.train.offload import PARTS, MappedFiles, Moved, Offload, OffloadPart, PinnedMemory, Store
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget

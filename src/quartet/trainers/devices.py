@@ -23,7 +23,7 @@ from quartet.config import UserError
 from quartet.config.common import DEVICES, PrecisionChoice
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
-from quartet.config.schema import flatten
+from quartet.config.strict import flatten
 from quartet.models.directories import loading, read_config, stored_tensors
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision

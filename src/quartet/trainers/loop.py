@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import RaggedBatch, join
 from quartet.batch.trajectory import CUT_OFF, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, Selection
@@ -55,8 +54,7 @@ from quartet.schedule.leases import LeaseContext, placed_arbiter
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.rollout import Rollout
 from quartet.train.engine import Objective
-from quartet.train.objectives import PolicyObjective, ValueObjective
-from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective
+from quartet.train.objectives import BestOfNObjective, PolicyObjective, PreferenceObjective, ValueObjective
 from quartet.trainers.devices import throughput
 from quartet.trainers.experience import (
     BASELINE,

@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
 from quartet.config import UserError
-from quartet.config.plugins import load, plugins
+from quartet.config.plugins import added, load, plugins
 from quartet.config.recipe import RLRecipe
-from quartet.config.speculation import DRAFTERS
 from quartet.data.datasets import PromptData
 from quartet.envs.protocol import Environment
 from quartet.models.loading import (
@@ -58,25 +57,23 @@ from quartet.trainers import checkpoints
 from quartet.trainers.checkpoints import BUFFERED, DRAFTS, TrainResult, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.devices import check_engine_fits
 from quartet.trainers.evaluation import prompt_requests, score_groups
-from quartet.trainers.evaluation_files import (
+from quartet.trainers.evaluation_metrics import (
     Answer,
     answer_rows,
     as_text,
-    drop_after,
-    evaluation_path,
-    or_null,
-    read_answers,
-    write_answers,
-)
-from quartet.trainers.evaluation_metrics import (
     check_graded,
     check_named,
+    drop_after,
+    evaluation_path,
     measure,
     metrics_of,
+    or_null,
     pairs,
     prompt_means,
+    read_answers,
     standard_error,
     weighted_scores,
+    write_answers,
 )
 from quartet.trainers.experience import KLCoefficient
 from quartet.trainers.input_sources import (
@@ -568,7 +565,7 @@ class RLTrainer:
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
         written, speculation = [path, adapter_path(path)], self.recipe.rollout.speculation
         if role == "actor" and speculation is not None and speculation.learns:
-            written.append(path.with_name(DRAFTERS[speculation.type].folder))
+            written.append(path.with_name(added("drafters")[speculation.type].folder))
         await checkpoints.bring(self.run, roles.train_group(role), *written)
         return [f"{path.name}: {warning}"] if warning else []
 

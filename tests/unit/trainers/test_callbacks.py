@@ -13,10 +13,12 @@ import torch
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig
 from quartet.config.logs import CallbackConfig, LogConfig
+from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import SFTRecipe
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.preference import PreferenceTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 QUIET = LogConfig(tensorboard=False)
 
@@ -147,6 +149,14 @@ def test_a_recipe_names_callbacks(sft: Any, tmp_path: Path) -> None:
     assert "Stop ended the run after step 2 of 5" in result.summary["notes"]
     with pytest.raises(UserError, match="cannot be made"):
         sft("other", callbacks=(CallbackConfig(target=target, options={"befor": 2}),))
+
+
+def test_preference_training_takes_callbacks(causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path) -> None:
+    values = {"threads": 1, "steps": 3, "log": QUIET, "output_dir": str(tmp_path / "run"), "pairs_per_step": 4}
+    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rows": pairs}
+    notes = Notes("step", 1)
+    PreferenceTrainer(PreferenceRecipe(**values), **objects, callbacks=[notes]).train()
+    assert notes.calls == [("begin",), ("step", 1), ("log", 1), ("save", 1), ("end",)]
 
 
 AHEAD = {

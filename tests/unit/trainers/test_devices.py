@@ -32,7 +32,7 @@ from quartet.trainers.devices import (
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 from quartet.trainers.workers import PoolWorker, placement_of
 
 GPU = torch.device("cuda", 1)

@@ -21,7 +21,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.config.jobs import recipes
+from quartet.config.plugins import recipes
 from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, SFTRecipe
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, save_causal_lm
 from quartet.models.packed_model import PackedScalarModel
@@ -29,12 +29,11 @@ from quartet.observe.rollouts import list_steps, read_step
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.text.loading import load_tokenizer
 from quartet.train.engine import TrainEngine
-from quartet.trainers.checkpoints import export, model_directory
-from quartet.trainers.evaluation_job import Evaluator
-from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.checkpoints import export, exported, model_directory
+from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run_files import completed_run
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 COMMON: dict[str, Any] = {
     "threads": 1,
@@ -62,9 +61,10 @@ def sft(path: Path, rows: Any, *, resume: bool = False, **changes: Any) -> SFTTr
 # Code of a model -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-@pytest.mark.parametrize("where", ["{evil}--", ""])
-@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize(
+    ("file", "where", "is_list"),
+    [("tokenizer_config.json", "{evil}--", True), ("tokenizer_config.json", "", False), ("config.json", "", False)],
+)
 def test_code_that_nobody_trusted_never_runs_and_is_not_written_out(
     file: str, where: str, is_list: bool, base: Path, tmp_path: Path
 ) -> None:
@@ -130,7 +130,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in directory.iterdir() if p.name not in ("README.md", "models.json")}
 
 
-@pytest.mark.parametrize("lora", [None, "both", "adapter"])
+@pytest.mark.parametrize("lora", [None, "adapter"])
 def test_a_checkpoint_becomes_the_directory_that_its_run_would_have_written(
     lora: Any, base: Path, demonstrations: Any, tmp_path: Path
 ) -> None:
@@ -179,7 +179,7 @@ def test_the_step_of_an_rl_run_is_what_evaluation_and_generation_take(
     assert files(made) == files(tmp_path / "last") and tmp_path not in made.parents
 
 
-@pytest.mark.parametrize("pad", [None, "eos_token", "pad_token"])
+@pytest.mark.parametrize("pad", [None, "eos_token"])
 def test_a_reward_model_pads_with_what_no_text_ends_in(
     pad: str | None, causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from quartet.data.datasets import Mixture
 from quartet.extras.process_rewards.data import step_reader
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.input_sources import (
     demonstration_reader,
     pair_or_judgement_reader,
@@ -25,7 +25,7 @@ from quartet.trainers.input_sources import (
     prompt_data,
     read_data,
 )
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 
 def sft_data(*given: Any) -> Any:

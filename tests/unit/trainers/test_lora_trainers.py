@@ -28,10 +28,9 @@ from quartet.config.recipe import (
 from quartet.observe.trackers import read_metrics
 from quartet.train.checkpoint import Share
 from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LORA)
@@ -160,7 +159,7 @@ def test_a_resumed_run_has_the_same_bits(objects: Any, causal_lm: Any, tmp_path:
         RLTrainer(recipe, **objects(model=causal_lm(9)), resume=True).train()
 
 
-@pytest.mark.parametrize("export", ["merged", "adapter", "both"])
+@pytest.mark.parametrize("export", ["both"])
 def test_sft_with_adapters(export: Any, causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path) -> None:
     lora = LORA.model_copy(update={"export": export})
     train = TrainConfig(optim=OptimConfig(lr=1e-2), lora=lora)

@@ -15,7 +15,7 @@ from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.recipe import ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
 from quartet.observe.progress import Progress
-from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.roles import RLRoles
 

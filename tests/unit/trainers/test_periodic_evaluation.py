@@ -21,7 +21,7 @@ from quartet.config.rewards import FunctionReward
 from quartet.extras.quickstart import task
 from quartet.extras.report.build import build_report
 from quartet.observe.trackers import read_metrics
-from quartet.trainers.evaluation_files import Answer
+from quartet.trainers.evaluation_metrics import Answer
 from quartet.trainers.rl import PeriodicEvaluation, RLTrainer, hacking_examples
 
 LENGTH = 6

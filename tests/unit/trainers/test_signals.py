@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from quartet.config.recipe import RLRecipe
 from quartet.trainers import signals
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.signals import STOP_SIGNALS, Stopped, StopSignals, run_async, stop_signals, take_back_signals
+from quartet.trainers.signals import STOP_SIGNALS, Stopped, run_async, stop_signals, take_back_signals
 
 INT, TERM, USR1 = STOP_SIGNALS
 
@@ -105,21 +104,6 @@ def test_what_ray_takes_is_taken_back() -> None:
         with found.graceful():
             arrive(TERM)
             assert found.first == TERM
-
-
-def test_another_thread_has_no_signals_of_its_own() -> None:
-    found: list[StopSignals] = []
-
-    def work() -> None:
-        with stop_signals() as own, own.graceful():
-            found.append(own)
-
-    for scope in (contextlib.nullcontext(), stop_signals()):
-        with scope as outer:
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-            assert not found[-1].requested and (outer is None or found[-1] is outer)
 
 
 def test_a_forked_child_ends_by_the_signals() -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.extras.doctor.checks import Finding, judged
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.schedule.groups import GREEDY, Chunk
