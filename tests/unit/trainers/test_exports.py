@@ -29,7 +29,7 @@ from quartet.observe.rollouts import list_steps, read_step
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.text.loading import load_tokenizer
 from quartet.train.engine import TrainEngine
-from quartet.trainers.checkpoints import export, exported, model_directory
+from quartet.trainers.checkpoints import export, model_directory
 from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run_files import completed_run
