@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from breaking import fails_at
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.plugins import recipes
 from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, SFTRecipe
+from quartet.config.run import LogConfig
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, save_causal_lm
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.rollouts import list_steps, read_step
