@@ -36,10 +36,10 @@ from quartet.extras.simulation.simulation import (
     StageCost,
     critical_path,
     iteration_causes,
+    run_virtual,
     seconds_on_path,
     sleep_here,
 )
-from quartet.schedule.clock import run_virtual
 from quartet.schedule.leases import LeaseMode
 
 SAMPLES, GPUS, CHUNK = 256, 16, 32

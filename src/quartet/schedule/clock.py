@@ -1,30 +1,22 @@
-"""A virtual clock: the same asyncio program, run in no time and always in the same order.
+"""Waiting in the event loop, and the thread that computes apart from it.
 
-`VirtualLoop` is an event loop whose selector never sleeps. When nothing is runnable it jumps `time()` to the
-next timer; when there is no timer either, nothing can ever happen again, and it raises `Deadlock`.
-Times are whole microseconds, so that 0.1 + 0.2 and 0.3 are one moment and not two.
+Code that runs on a simulation's virtual clock, too, asks `now()` and sleeps with `asyncio.sleep`.
 
-Code that wants to run on both clocks asks `now()` and sleeps with `asyncio.sleep`. On the virtual clock it
-must not wait for threads, sockets or processes: nothing that happens outside the loop moves this clock.
-
-The one thread of a process that computes, apart from the event loop, which stays free.
-
-All roles of a process share it. Calls run one at a time, in the order in which they were handed over: that in which
-the arbiter granted their leases. User code that runs in the event loop, a reward function or an environment passed from
-Python, has the process to itself meanwhile (``EXCLUSIVE``): random generators are its own then, and training's after.
+`ComputeThread` is the one thread of a process that computes; the event loop stays free. All roles of a process share
+it. Calls run one at a time, in the order in which they were handed over, that in which leases were granted.
+User code that runs in the event loop, a reward function or an environment passed from Python, has the process to itself
+meanwhile (``EXCLUSIVE``): random generators are its own then, and training's after.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import ctypes
 import queue
-import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -33,16 +25,9 @@ from quartet.observe.global_state import EXCLUSIVE
 from quartet.observe.process import end_pool
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-TICKS_PER_S = 1_000_000
 
 
-class Deadlock(RuntimeError):
-    """Nothing is runnable and no timer is set: the tasks wait for each other, or for nothing."""
-
-
-class News:
+class Condition:
     """Lets tasks wait until something has changed, and look again."""
 
     def __init__(self) -> None:
@@ -52,7 +37,7 @@ class News:
         self._waiting.append(asyncio.get_running_loop().create_future())
         await self._waiting[-1]
 
-    def tell(self) -> None:
+    def notify_all(self) -> None:
         told, self._waiting = self._waiting, []
         for waiting in told:
             if not waiting.done():
@@ -64,7 +49,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def drained(work: Awaitable[T], on_cancel: Callable[[], object] | None = None) -> T:
+async def shielded(work: Awaitable[T], on_cancel: Callable[[], object] | None = None) -> T:
     """Awaits work that goes on elsewhere; a caller that is cancelled meanwhile is held until it has really ended.
 
     A lease given back earlier would let another role in beside it. `on_cancel` is called when that happens.
@@ -92,56 +77,6 @@ async def all_ended(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(one, BaseException):
             raise one
     return cast(list[T], found)
-
-
-def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` to its end on a fresh virtual clock that starts at 0; tasks it leaves behind are cancelled.
-
-    Raises whatever `main` raises, and `Deadlock` when it can never end.
-    """
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Advances a tick counter where an ordinary selector would block."""
-
-    ticks = 0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0)
-        if events:
-            return events
-        if timeout is None:
-            raise Deadlock(f"nothing can run at {self.ticks / TICKS_PER_S} s")
-        self.ticks += round(max(timeout, 0.0) * TICKS_PER_S)
-        return events
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop on virtual time, counted in whole microseconds from 0."""
-
-    # A handle is due when it lies less than this beyond `time()`: half a tick lets exactly the current tick
-    # run.
-    _clock_resolution: float
-
-    def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-        self._clock_resolution = 0.5 / TICKS_PER_S
-
-    def time(self) -> float:
-        return self._jumping.ticks / TICKS_PER_S
-
-    def call_at(
-        self,
-        when: float,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: *Ts,
-        context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
-        quantised = round(when * TICKS_PER_S) / TICKS_PER_S
-        return super().call_at(quantised, callback, *args, context=context)
 
 
 _Job = tuple[Callable[[], Any], asyncio.Future[Any]]
@@ -174,7 +109,7 @@ class ComputeThread:
             _threads.add(self)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.put((work, done))
-        return await drained(done)
+        return await shielded(done)
 
     def close(self) -> None:
         """Ends the thread when its last call has ended; the next ``run`` starts another."""

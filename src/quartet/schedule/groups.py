@@ -37,7 +37,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ from quartet.config import UserError
 from quartet.observe.files import RowAppender, as_dataclass, read_whole
 from quartet.observe.health import repetition, script_counts
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.clock import News, drained
+from quartet.schedule.clock import Condition, shielded
 
 EventKind = Literal["admit", "pause", "swap", "consume"]
 Consumed = tuple[int, tuple[tuple[int, int], ...]]
@@ -87,7 +87,7 @@ class Journal:
         given = list(script)
         self._script = deque(event for event in given if event.kind != "consume")
         self._consumed = {(e.number, e.chunk): e.groups for e in given if e.kind == "consume"}
-        self._news = News()
+        self._changed = Condition()
 
     # The engine's driver ---------------------------------------------------------------------------------
 
@@ -106,9 +106,9 @@ class Journal:
         """True while something that the script puts before the next tick has not happened."""
         return self._due() is not None
 
-    async def news(self) -> None:
+    async def change(self) -> None:
         """Waits until something was told."""
-        await self._news.wait()
+        await self._changed.wait()
 
     def begin_tick(self) -> None:
         self.tick += 1
@@ -116,7 +116,7 @@ class Journal:
 
     def tell(self) -> None:
         """Something changed that may be waited for: a group asks to be admitted, a tick began."""
-        self._news.tell()
+        self._changed.notify_all()
 
     # Weights, consumption --------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Journal:
             due = self._due()
             if due is not None and (due.kind, due.number) == (kind, version):
                 return
-            await self.news()
+            await self.change()
 
     def note(self, kind: Literal["pause", "swap"], version: int) -> None:
         """It has happened, before the next tick."""
@@ -429,55 +429,36 @@ class AdmissionRule:
             )
 
 
-class Aged(Protocol):
-    @property
-    def first_version(self) -> int:
-        """Of the oldest weights that made the group."""
-
-
-G = TypeVar("G", bound=Aged)
-
-
 @dataclass(frozen=True)
-class BufferedGroups(Generic[G]):
+class BufferedGroups:
     """What has been produced beyond the last whole step: accepted groups by index, and the indices rejected."""
 
-    groups: Mapping[int, G] = field(default_factory=dict)
+    groups: Mapping[int, Group] = field(default_factory=dict)
     rejected: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class TooFewGroups:
-    """A filter has used up the attempts of a step: ``accepted`` of the ``wanted`` groups in ``attempts``."""
-
-    step: int
-    wanted: int
-    accepted: int
-    attempts: int
-
-
 @dataclass(eq=False)
-class GroupStream(Generic[G]):
+class GroupStream:
     """Produces groups ahead of their consumption and hands them out step by step.
 
     `produce(i)` makes the group of index `i` (0, 1, 2, ... for ever; the caller maps it to a prompt);
     `accept` keeps or rejects it. `max_attempts` bounds the indices that one step may use up; `shortage` makes
-    the error that is raised then. One consumer, steps in order; use it as `async with GroupStream(...) as
-    stream`, or call `close()`.
+    the error that is raised then, of step, groups wanted, groups accepted and attempts. One consumer, steps in order;
+    use it as `async with GroupStream(...) as stream`, or call `close()`.
     """
 
-    produce: Callable[[int], Awaitable[G]]
+    produce: Callable[[int], Awaitable[Group]]
     rule: AdmissionRule
     _: KW_ONLY
     chunk_size: int
-    accept: Callable[[G], bool] | None = None
+    accept: Callable[[Group], bool] | None = None
     max_attempts: int | None = None
-    shortage: Callable[[TooFewGroups], Exception] = RuntimeError
+    shortage: Callable[[int, int, int, int], Exception] = RuntimeError
 
     def __post_init__(self) -> None:
-        self._running: dict[int, asyncio.Task[G | None]] = {}
-        self._decided: dict[int, G | None] = {}  # produced, but not yet passed by the cursor; None where rejected
-        self._passed: dict[int, G | None] = {}  # passed by it since the last whole step
+        self._running: dict[int, asyncio.Task[Group | None]] = {}
+        self._decided: dict[int, Group | None] = {}  # produced, but not yet passed by the cursor; None where rejected
+        self._passed: dict[int, Group | None] = {}  # passed by it since the last whole step
         self._cursor = 0  # every index below it is consumed or rejected
         self._next_launch = 0
         self._consumed = 0
@@ -487,7 +468,7 @@ class GroupStream(Generic[G]):
         self._boundary = self._snapshot()  # where the last whole step ended
         self._failure: BaseException | None = None
         self._closed = False
-        self._news = News()  # for the consumer, and for what looks ahead
+        self._changed = Condition()  # for the consumer, and for what looks ahead
 
     @property
     def num_running(self) -> int:
@@ -499,16 +480,16 @@ class GroupStream(Generic[G]):
         """Groups accepted since the start of the run, those not consumed yet included."""
         return self._consumed + self._num_waiting
 
-    async def chunks(self, step: int) -> AsyncIterator[list[G]]:
+    async def chunks(self, step: int) -> AsyncIterator[list[Group]]:
         """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
 
         The last chunk is smaller where `chunk_size` does not divide the step. `step` counts from 0 and only
-        ever by one: it is checked against what was consumed. Raises `UserError` when the filter leaves a step
+        ever by one. Raises `UserError` when the filter leaves a step
         short, and once whatever `produce` or `accept` raised, after everything in flight has been stopped.
         """
         self._begin(step)
         first_index, size = self._cursor, self.rule.prompts_per_step
-        chunk: list[G] = []
+        chunk: list[Group] = []
         for taken in range(1, size + 1):
             chunk.append(await self._take(step, first_index, taken))
             if taken == size:  # before the last yield: a consumer need not come back after it
@@ -518,13 +499,13 @@ class GroupStream(Generic[G]):
                 full, chunk = chunk, []
                 yield full
 
-    def buffered_chunks(self) -> Iterator[tuple[int, int, list[G]]]:
+    def buffered_chunks(self) -> Iterator[tuple[int, int, list[Group]]]:
         """Chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in order.
 
         They are what `chunks` will give.
         """
         size, place = self.rule.prompts_per_step, self._consumed
-        chunk: list[G] = []
+        chunk: list[Group] = []
         index = self._cursor
         while index in self._decided:
             group = self._decided[index]
@@ -542,12 +523,10 @@ class GroupStream(Generic[G]):
 
     async def change(self) -> None:
         """Until another group was produced."""
-        await self._news.wait()
+        await self._changed.wait()
 
     def published(self, version: int) -> None:
         """Says that the weights of `version` are out (0 are the first ones): admits more groups."""
-        if version < self._versions_published:
-            raise ValueError(f"version {version} published after version {self._versions_published}")
         self._versions_published = version
         if self._open_steps:
             self._launch()
@@ -559,13 +538,13 @@ class GroupStream(Generic[G]):
         """
         return {**self._boundary, "versions_published": self._versions_published}
 
-    def buffered(self) -> BufferedGroups[G]:
+    def buffered(self) -> BufferedGroups:
         """What is complete beyond `state()`."""
         decided = sorted({**self._passed, **self._decided}.items())
         groups = {index: group for index, group in decided if group is not None}
         return BufferedGroups(groups, tuple(index for index, _ in decided if index not in groups))
 
-    def restore(self, state: Mapping[str, int], buffered: BufferedGroups[G] | None = None) -> None:
+    def restore(self, state: Mapping[str, int], buffered: BufferedGroups | None = None) -> None:
         """Continues from `state()`; only before the first step of this stream.
 
         Args:
@@ -591,7 +570,7 @@ class GroupStream(Generic[G]):
             self._decided = {**buffered.groups, **dict.fromkeys(buffered.rejected)}
             self._num_waiting = len(buffered.groups)
 
-    def _check_age(self, buffered: BufferedGroups[G]) -> None:
+    def _check_age(self, buffered: BufferedGroups) -> None:
         """A group's step is at the latest the one that it comes into when all before it are accepted."""
         rejected = sorted(buffered.rejected)
         for index, group in buffered.groups.items():
@@ -606,11 +585,11 @@ class GroupStream(Generic[G]):
             task.cancel()
         try:
             if self._running:  # a worker may still be at it: leave only when none is
-                await drained(asyncio.wait([*self._running.values()]))
+                await shielded(asyncio.wait([*self._running.values()]))
         finally:
-            self._news.tell()
+            self._changed.notify_all()
 
-    async def __aenter__(self) -> GroupStream[G]:
+    async def __aenter__(self) -> GroupStream:
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -619,16 +598,11 @@ class GroupStream(Generic[G]):
     def _begin(self, step: int) -> None:
         if self._closed and self._failure is None:
             raise RuntimeError("the stream is closed")
-        if self._consumed != step * self.rule.prompts_per_step:
-            raise RuntimeError(
-                f"step {step} asked for after {self._consumed} groups of "
-                f"{self.rule.prompts_per_step} per step: steps are consumed whole and in order"
-            )
         self._open_steps = step + 1
         if self._failure is None:
             self._launch()
 
-    async def _take(self, step: int, first_index: int, wanted: int) -> G:
+    async def _take(self, step: int, first_index: int, wanted: int) -> Group:
         """The next accepted group in index order; `wanted` is its number within the step, from 1."""
         while True:
             if self._failure is not None:  # it comes out once; the stream stays closed after it
@@ -638,7 +612,7 @@ class GroupStream(Generic[G]):
             attempts = self._cursor - first_index
             if self.max_attempts is not None and attempts >= self.max_attempts:
                 await self.close()
-                raise self.shortage(TooFewGroups(step, self.rule.prompts_per_step, wanted - 1, attempts))
+                raise self.shortage(step, self.rule.prompts_per_step, wanted - 1, attempts)
             if self._cursor in self._decided:
                 group = self._passed[self._cursor] = self._decided.pop(self._cursor)
                 self._cursor += 1
@@ -649,7 +623,7 @@ class GroupStream(Generic[G]):
                 continue
             if self._closed:
                 raise RuntimeError("the stream was closed while a step was being consumed")
-            await self._news.wait()
+            await self._changed.wait()
 
     def _launch(self) -> None:
         """Starts as many groups as the rule admits, in index order; restored ones are there already."""
@@ -677,11 +651,11 @@ class GroupStream(Generic[G]):
         steps_ahead = 1 + (self.rule.max_staleness or 0)
         return self._next_launch < self._boundary["next_index"] + steps_ahead * self.max_attempts
 
-    async def _attempt(self, index: int) -> G | None:
+    async def _attempt(self, index: int) -> Group | None:
         group = await self.produce(index)
         return group if self.accept is None or self.accept(group) else None
 
-    def _settle(self, index: int, task: asyncio.Task[G | None]) -> None:
+    def _settle(self, index: int, task: asyncio.Task[Group | None]) -> None:
         """A producer has ended: books its group, or stops the stream."""
         del self._running[index]
         if task.cancelled():
@@ -700,7 +674,7 @@ class GroupStream(Generic[G]):
             self._num_waiting += group is not None
             if not self._running:
                 self._launch()
-        self._news.tell()
+        self._changed.notify_all()
 
     def _snapshot(self) -> dict[str, int]:
         return {

@@ -51,7 +51,7 @@ import torch
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement
-from quartet.schedule.clock import News
+from quartet.schedule.clock import Condition
 from quartet.schedule.groups import Chunk, Group, GroupStream, chunk_of, group_members
 from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, TrainWorker, Update
@@ -72,7 +72,7 @@ class ScorePrefetcher:
         num_steps: of the run, behind which nothing is scored, however far generation goes.
     """
 
-    stream: GroupStream[Group]
+    stream: GroupStream
     collect: Collect
     scorers: Sequence[Scorer]
     num_steps: int | None = None
@@ -154,7 +154,7 @@ class IterationStages:
     ``publish(version)`` waits for the actor's weights of that version and hands them to the rollout engine, be other
     roles still learning. ``prefetch`` has begun to score some of the chunks already."""
 
-    stream: GroupStream[Group]
+    stream: GroupStream
     collect: Collect
     scorers: Sequence[Scorer]
     assemble: Callable[[Sequence[tuple[Chunk, Sequence[ColumnSet]]]], Awaitable[Any]]
@@ -166,7 +166,7 @@ class IterationStages:
     def wired(
         cls,
         rollout: Rollout,
-        stream: GroupStream[Group],
+        stream: GroupStream,
         scorers: Sequence[tuple[str, Scorer, bool]],
         assemble: Callable[[Sequence[tuple[Chunk, Sequence[ColumnSet]]]], Awaitable[Any]],
         learners: Sequence[tuple[str, StepLearner]],
@@ -282,7 +282,7 @@ class Barriers:
         self._num_chunks = num_chunks
         self._parts: Counter[str] = Counter()  # in every step
         self._ended: dict[int, Counter[str]] = {}  # by step
-        self._news = News()
+        self._changed = Condition()
 
     def collect(self, collect: Collect) -> Collect:
         """The stage ``generate``: a chunk's groups are there when it is collected."""
@@ -313,7 +313,7 @@ class Barriers:
     async def run(self, stage: str, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
         """A part of the stage, once everything that the stage comes after has ended in the step."""
         while any(self._ended[step][earlier] < self._parts[earlier] for earlier in self._after.get(stage, ())):
-            await self._news.wait()
+            await self._changed.wait()
         result = await work()
         self._part_ended(stage, step)
         return result
@@ -321,11 +321,9 @@ class Barriers:
     def _part_ended(self, stage: str, step: int) -> None:
         self._ended[step][stage] += 1
         if self._ended[step][stage] >= self._parts[stage]:
-            self._news.tell()
+            self._changed.notify_all()
 
     def _begin(self, step: int) -> None:
-        if step in self._ended:
-            raise RuntimeError(f"step {step} begins twice")
         over = [earlier for earlier, ended in self._ended.items() if ended >= self._parts]
         for earlier in over[:-1]:
             del self._ended[earlier]
@@ -399,10 +397,8 @@ class ModelScorer:
         """The one field of a pass, and those beside it, under the names that the step knows them by."""
         token = dict(found.token)
         beside = {column: token.pop(name) for name, column in self.beside.items()}
-        fields = [*token.values(), *found.sequence.values()]
-        if len(fields) != 1:
-            raise ValueError(f"{self.column} is one column, the pass gave {len(fields)}")
-        own = {self.column: fields[0]}
+        (values,) = [*token.values(), *found.sequence.values()]
+        own = {self.column: values}
         return ColumnSet(found.ids, {**own, **beside} if token else beside, {} if token else own)
 
     def _check_finite(self, columns: ColumnSet) -> None:

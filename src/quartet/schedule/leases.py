@@ -42,12 +42,12 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from quartet.config.errors import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement, ResolvedPool
 from quartet.observe.spans import Span, SpanRecorder
-from quartet.schedule.clock import News, drained
+from quartet.schedule.clock import Condition, shielded
 
 # Versions of weights: who may read which, and who may advance it ----------------------------------------
 
@@ -317,7 +317,7 @@ class Pool:
         def abandon() -> None:
             move.abandoned = True
 
-        await drained(self._steps(move, offloader), abandon)
+        await shielded(self._steps(move, offloader), abandon)
 
     async def _steps(self, move: Move, offloader: Offloader | None) -> None:
         try:
@@ -365,10 +365,6 @@ class Pool:
 # Leases ---------------------------------------------------------------------------------------------------
 
 
-class NestedLease(RuntimeError):
-    """A task asked for a lease while it holds one: two tasks doing so could wait for each other for ever."""
-
-
 @dataclass(eq=False)
 class Lease:
     """A lease from its request to its end.
@@ -378,7 +374,6 @@ class Lease:
     `move` is to be carried out before the role may work.
     """
 
-    task: asyncio.Task[Any] | None
     role: RoleSpec
     mode: LeaseMode
     access: Access
@@ -419,10 +414,9 @@ class Arbiter:
         self._versions = Versions(versions or {})
         self._offloader = offloader
         self._patience = patience
-        self._advanced = News()
+        self._advanced = Condition()
         self._queue: list[Lease] = []
         self._held: list[Lease] = []
-        self._tasks: dict[asyncio.Task[Any] | None, Lease] = {}
         self._tickets = count()
         self._grants = count()
 
@@ -439,8 +433,8 @@ class Arbiter:
 
         `reads` names the version each state must have (None: whatever is current); `writes` excludes that
         state's readers, and advances it by one when the block ends without an exception. Raises `UserError`
-        at once for what can never be granted, `MissedVersion` when a version read is already replaced,
-        `NestedLease` when this task has a lease of this arbiter already, and what the mover raises.
+        at once for what can never be granted, `MissedVersion` when a version read is already replaced, and what the
+        mover raises. A task that holds a lease asks for no other: two doing so could wait for each other for ever.
         """
         request = self._admit(role, mode, Access(dict(reads or {}), writes))
         clean = False
@@ -475,9 +469,6 @@ class Arbiter:
 
     async def until(self, state: str, version: int) -> None:
         """Waits, holding nothing, until `state` has reached `version`."""
-        held = self._tasks.get(asyncio.current_task())
-        if held is not None:
-            raise NestedLease(f"{state!r} at version {version} awaited inside lease ({held.role.name}, {held.mode})")
         while self.version(state) < version:
             await self._advanced.wait()
 
@@ -489,26 +480,18 @@ class Arbiter:
     def is_idle(self) -> bool:
         """True when nothing is held, asked for, moving or reserved."""
         quiet = not any(pool.busy_roles or pool.is_moving for pool in self._pools.values())
-        return quiet and not (self._queue or self._held or self._tasks) and self._versions.is_idle
+        return quiet and not (self._queue or self._held) and self._versions.is_idle
 
     def resident_bytes(self, pool: str) -> int:
         """Bytes now on `pool`, parts on their way in or out included."""
         return self._pools[pool].resident_bytes
 
     def _admit(self, role_name: str, mode: LeaseMode, access: Access) -> Lease:
-        task = asyncio.current_task()
-        if task in self._tasks:
-            other = self._tasks[task]
-            raise NestedLease(
-                f"lease ({role_name}, {mode}) asked for inside lease ({other.role.name}, {other.mode}): "
-                "end the first one before, nothing is awaited inside a lease"
-            )
         self.check_possible(role_name, mode)
         if missed := self._versions.missed(access):
             raise missed
-        request = Lease(task, self._roles[role_name], mode, access, next(self._tickets))
+        request = Lease(self._roles[role_name], mode, access, next(self._tickets))
         request.wake = asyncio.get_running_loop().create_future()
-        self._tasks[task] = request
         self._queue.append(request)
         self._dispatch()
         return request
@@ -602,7 +585,6 @@ class Arbiter:
 
     def _retire(self, request: Lease, clean: bool) -> None:
         """Takes all of it back, be the request queued, granted but not awake yet, or at work."""
-        del self._tasks[request.task]
         if request in self._held:
             self._held.remove(request)
             pool = self._pools[request.role.pool]
@@ -610,7 +592,7 @@ class Arbiter:
                 pool.drop(request.move)
             pool.give_back(request.role.name)
             self._versions.end(request.access, advance=clean)
-            self._advanced.tell()
+            self._advanced.notify_all()
         elif request in self._queue:
             self._queue.remove(request)
         self._fail_missed()

@@ -33,7 +33,7 @@ from quartet.cluster.ranks import Ranks
 from quartet.cluster.worker import Worker, local_path
 from quartet.config.common import ShardingConfig
 from quartet.observe.spans import note_workers
-from quartet.schedule.clock import ComputeThread, drained
+from quartet.schedule.clock import ComputeThread, shielded
 
 W_co = TypeVar("W_co", covariant=True)
 V_co = TypeVar("V_co", covariant=True)
@@ -179,7 +179,7 @@ class RemoteGroup(RoleGroup[W_co]):
             )
         else:
             future = self.group.ask(RolesWorker.run_role, self.role, name, *args, mode=mode, **kwargs)
-        result: Any = await drained(future)
+        result: Any = await shielded(future)
         note_workers(self.role, future.seconds)
         found: R = result[0] if mode == BROADCAST else result
         return found
@@ -193,7 +193,7 @@ class RemoteGroup(RoleGroup[W_co]):
             first = FirstRanks(mode.num, awaits_all=False)
         sent = self.group.call(RolesWorker.run_role, self.role, method.__name__, mode=first, blocking=False)
         name, taking = taken_by.__name__, to._mode(taken_by.__name__)
-        await drained(to.group.call(RolesWorker.run_role, to.role, name, sent, mode=taking, blocking=False))
+        await shielded(to.group.call(RolesWorker.run_role, to.role, name, sent, mode=taking, blocking=False))
 
     async def leave(
         self, method: Callable[Concatenate[W_co, P], RaggedBatch], *args: P.args, **kwargs: P.kwargs
@@ -205,7 +205,7 @@ class RemoteGroup(RoleGroup[W_co]):
             RolesWorker.leave_role, self.role, name, *args, mode=mode, blocking=False, **kwargs
         )
         outline: RaggedBatch
-        (outline,) = await drained(future.finished())
+        (outline,) = await shielded(future.finished())
         return outline.outline([future.reference()])
 
     def _mode(self, name: str) -> DispatchMode:

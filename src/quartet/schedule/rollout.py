@@ -25,7 +25,7 @@ from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
 from quartet.rollout.router import Progress
-from quartet.schedule.clock import News, all_ended, drained
+from quartet.schedule.clock import Condition, all_ended, shielded
 from quartet.schedule.groups import Diverged, Group, Journal, by_group
 from quartet.schedule.leases import LeaseContext, MissedVersion
 from quartet.schedule.model_worker import ModelWorker
@@ -87,8 +87,6 @@ class EngineClient:
         """
         loop = asyncio.get_running_loop()
         ids = asked.request_ids
-        if len(set(ids)) < len(ids) or not self._waiting.keys().isdisjoint(ids):
-            raise ValueError(f"requests {ids} are waited for already, or named alike")
         futures: list[asyncio.Future[FinishedRequest]] = [loop.create_future() for _ in ids]
         self._waiting.update(zip(ids, futures, strict=True))
         self._lengths.update(asked.lengths)
@@ -127,14 +125,14 @@ class EngineClient:
         """Stops and waits until the engine has stopped; waits for completions are cancelled."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
-            await drained(asyncio.wait({self._task}))
+            await shielded(asyncio.wait({self._task}))
 
     async def _run(self) -> None:
         journal = self._rollout.journal
         while self._waiting:
             self._admit()
             if journal is not None and journal.is_due():
-                await journal.news()
+                await journal.change()
             elif self._running:
                 await self._run_steps()
             elif self._rollout.num_pauses:
@@ -152,17 +150,14 @@ class EngineClient:
             for ids, (asked, index) in list(self._queue.items()):
                 if rollout.num_pauses and index >= 0:
                     continue
-                if not self._has_room(len(ids)):
+                most = rollout.max_running
+                if most is not None and self._running and len(self._running) + len(ids) >= most:
                     break  # nor may smaller ones go before it, again and again
                 if journal is None or journal.admit(index):
                     del self._queue[ids]
                     self._to_send[ids] = asked
                     self._running.update(ids)
                     goes_on = True
-
-    def _has_room(self, num: int) -> bool:
-        most = self._rollout.max_running
-        return most is None or not self._running or len(self._running) + num < most
 
     async def _run_steps(self) -> None:
         """The steps of one lease, with what is to be submitted and cancelled.
@@ -324,7 +319,7 @@ class Rollout:
     def __post_init__(self) -> None:
         if self.journal is not None and len(self.engines) != 1:
             raise _no_journal(f"{len(self.engines)} rollout engines", "give the rollout role one process")
-        self._news = News()
+        self._changed = Condition()
         self._clients = [EngineClient(engine, self) for engine in self.engines]
         self._homes: dict[int, EngineClient] = {}  # of groups that are being made
         self._weights_stay = asyncio.Lock()
@@ -335,11 +330,11 @@ class Rollout:
 
     async def change(self) -> None:
         """Waits until something was told."""
-        await self._news.wait()
+        await self._changed.wait()
 
     def tell(self) -> None:
         """Something changed that a client or a pause may wait for."""
-        self._news.tell()
+        self._changed.notify_all()
         if self.journal is not None:
             self.journal.tell()
 
@@ -420,9 +415,7 @@ class Rollout:
                 self._beside = EngineStats.total([self._beside, before.sampling_less(self.stats())])
 
     async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[Group]:
-        """Groups of all responses to the prompts, by their places; each engine's share in one lease."""
-        if any(client.is_running for client in self._clients):
-            raise RuntimeError("groups are being generated: evaluate inside of quiet()")
+        """Inside of ``quiet``, groups of all responses to the prompts, by their places; an engine's in one lease."""
         num = len(self._clients)
         shares = [{i: prompts[i][1] for i in range(p, len(prompts), num)} for p in range(num)]
         pairs = zip(self._clients, shares, strict=True)

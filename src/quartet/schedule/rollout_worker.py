@@ -277,7 +277,11 @@ class RolloutWorker(WeightReceiverMixin):
         self._begin(again)
         for asked in submit:
             try:
-                ended += self._submit(asked)
+                requests = self._requests.engine_requests(asked)
+                if isinstance(requests, FinishedRequest):  # an action that its episode leaves no room for
+                    ended.append(requests)
+                else:
+                    self._begin(requests)
             except UserError as error:
                 self._drop(asked.request_ids)
                 failed.append((asked.request_ids, error))
@@ -302,14 +306,6 @@ class RolloutWorker(WeightReceiverMixin):
 
     def _may_step(self) -> bool:
         return self.engine.has_work
-
-    def _submit(self, asked: AnyRequest) -> list[FinishedRequest]:
-        """Returns what has ended at once: an action that its episode leaves no room for."""
-        requests = self._requests.engine_requests(asked)
-        if isinstance(requests, FinishedRequest):
-            return [requests]
-        self._begin(requests)
-        return []
 
     def _begin(self, requests: Sequence[Request]) -> None:
         if requests:

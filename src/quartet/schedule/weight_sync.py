@@ -28,7 +28,7 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config.errors import UserError
 from quartet.rollout.protocol import StepEngine
-from quartet.schedule.clock import drained
+from quartet.schedule.clock import shielded
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.text.examples import PromptText
 from quartet.train.engine import TrainEngine
@@ -142,7 +142,7 @@ async def open_weight_sync(
         (chosen,) = await _answers({None: connected}, timeout_s)
         return chosen
 
-    return await drained(connect())
+    return await shielded(connect())
 
 
 async def sync_weights(
@@ -177,7 +177,7 @@ async def sync_weights(
         await _answers(calls, limit_s, silence_s=2 * timeout_s)
         return offer.num_bytes
 
-    return await drained(sync())
+    return await shielded(sync())
 
 
 async def _soon(group: RoleGroup[Any], call: Awaitable[Any]) -> Any:

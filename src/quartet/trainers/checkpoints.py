@@ -230,7 +230,7 @@ def _show_samples(run: RunDirectory, step: int) -> None:
     run.tracker.samples(step, "samples/rollouts", partial(rollout_rows, run.path / "rollouts", step))
 
 
-async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups[Group]) -> bool:
+async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups) -> bool:
     """Hands the writer the groups to save with the next checkpoint; False where there are none."""
     if not buffered.groups and not buffered.rejected:
         return False
@@ -242,7 +242,7 @@ async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups[Grou
 
 async def restored_buffered(
     writer: RoleGroup[Writer], checkpoint: Checkpoint, item: Callable[[int], PromptItem]
-) -> BufferedGroups[Group] | None:
+) -> BufferedGroups | None:
     """The groups that were ahead, which a resumed run neither loses nor repeats; None where there were none.
 
     Args:

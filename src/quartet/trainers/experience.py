@@ -196,8 +196,7 @@ def length_penalty(config: ScoredAlgorithm, length_N: Tensor, max_new_tokens: in
     """``[N]`` what ``config.overlong`` takes off the scores; 0 without it."""
     if config.overlong is None:
         return torch.zeros(len(length_N))
-    if max_new_tokens is None:
-        raise ValueError("overlong needs the longest response allowed, max_new_tokens")
+    assert max_new_tokens is not None, "a run has a longest response"
     return overlong_penalty(length_N, max_new_tokens, config.overlong.buffer, config.overlong.penalty)
 
 
@@ -258,9 +257,8 @@ def _discounted(config: ReinforcePlusPlus | ReMax, scored: Scored) -> Estimate:
     returns_T = discounted_returns(rewards_T, owner_T, config.gamma)
     if isinstance(config, ReinforcePlusPlus):
         advantages_T = returns_T
-    elif scored.baseline_N is None:
-        raise ValueError(f"ReMax needs the sequence column {BASELINE!r}, the scores of greedy responses")
     else:
+        assert scored.baseline_N is not None, "ReMax has greedy responses"
         advantages_T = less_baseline(returns_T, scored.baseline_N, owner_T)
     return Estimate(_whitened(config, advantages_T, scored.action_mask_T), rewards_T, None, scored.summed(rewards_T))
 

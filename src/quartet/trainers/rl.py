@@ -53,7 +53,6 @@ from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import NativeRolloutWorker, sampling_params
 from quartet.text.loading import brings_code
 from quartet.trainers import checkpoints
-from quartet.trainers.attempt import RunAttempt
 from quartet.trainers.checkpoints import BUFFERED, DRAFTS, TrainResult, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.devices import check_engine_fits
 from quartet.trainers.evaluation import prompt_requests, score_groups
@@ -85,6 +84,7 @@ from quartet.trainers.input_sources import (
     with_name,
     with_names,
 )
+from quartet.trainers.loop import RLLoop
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import Stopwatch, open_run
@@ -299,13 +299,13 @@ EXPORTED = {"actor": "model", "critic": "critic"}
 
 @dataclass(frozen=True)
 class _ResumePoint:
-    """Where an attempt begins: complete steps, where the stream stood, what it had beyond that, and what each engine
+    """Where the loop begins: complete steps, where the stream stood, what it had beyond that, and what each engine
     that drafts had learned.
     """
 
     step: int
     stream: Mapping[str, Any] | None = None
-    buffered: BufferedGroups[Any] | None = None
+    buffered: BufferedGroups | None = None
     drafts: Sequence[Mapping[str, Any]] = ()
 
 
@@ -385,7 +385,7 @@ class RLTrainer:
         self._language_change = LanguageChange(self.path / "metrics.jsonl")
         self.kl = KLCoefficient(recipe.algorithm, self.roles.warmup_steps)
         self._shuffle = partial(_permutation, recipe.seed) if shuffle_scores else None
-        self._attempt: RunAttempt | None = None
+        self._loop: RLLoop | None = None
         self._deaths: list[str] = []
         self._bar: ProgressBar | None = None
         self._rollout_bar: ProgressBar | None = None
@@ -435,25 +435,23 @@ class RLTrainer:
     async def _run_from(self, beginning: _ResumePoint) -> None:
         step, self._at = beginning.step, beginning
         self.evaluation.start(step)
-        self._attempt = None
-        attempt = RunAttempt(
-            self.roles, self.workers, self.run, self.kl, self._on_finished, step, shuffle=self._shuffle
-        )
-        await attempt.begin()
-        self._attempt = attempt
-        async with contextlib.aclosing(attempt), attempt.stream:
+        self._loop = None
+        loop = RLLoop(self.roles, self.workers, self.run, self.kl, self._on_finished, step, shuffle=self._shuffle)
+        await loop.begin()
+        self._loop = loop
+        async with contextlib.aclosing(loop), loop.stream:
             if beginning.stream is not None:
-                attempt.stream.restore(beginning.stream, beginning.buffered)
+                loop.stream.restore(beginning.stream, beginning.buffered)
             if self.roles.ptx is not None:
                 first = max(step, self.roles.warmup_steps) * self.recipe.minibatches * self.recipe.epochs
                 await self.roles.train_group("actor").call(TrainWorker.expect_update, first)
-            self._at = await self._point(step, attempt)
+            self._at = await self._point(step, loop)
             if step == 0:
                 self.evaluation.restore(None)
-                self.run.log(0, await self._evaluate(attempt, 0))
+                self.run.log(0, await self._evaluate(loop, 0))
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps and not self.run.has_stopped:
-                step = await self._step(step, attempt)
+                step = await self._step(step, loop)
 
     async def _after_death(self, error: ClusterError | WeightSyncError) -> _ResumePoint:
         """Replaces the workers that died; the step under way, or those since the last checkpoint, are done again.
@@ -462,7 +460,7 @@ class RLTrainer:
             UserError: workers died too often.
             ClusterError, WeightSyncError: no worker died.
         """
-        is_learning = self._attempt is not None and self._attempt.is_learning
+        is_learning = self._loop is not None and self._loop.is_learning
         self.run.check_stop(None)  # a signal that went to all processes ended them, or they are not needed any more
         while True:
             try:
@@ -479,14 +477,14 @@ class RLTrainer:
                 self.run.rewind(beginning.step)
                 return beginning
 
-    async def _step(self, step: int, attempt: RunAttempt) -> int:
+    async def _step(self, step: int, loop: RLLoop) -> int:
         """One iteration and everything that follows it; returns the number of complete steps."""
         watch, done = Stopwatch(), step + 1
-        async with self._saved_if_clean(attempt):
+        async with self._saved_if_clean(loop):
             with self._rollout_progress(step):
-                experience, learned = await run_iteration(step, attempt.stages)
+                experience, learned = await run_iteration(step, loop.stages)
         # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
-        metrics = {**learned, **experience.metrics, **await attempt.metrics(step, experience, watch)}
+        metrics = {**learned, **experience.metrics, **await loop.metrics(step, experience, watch)}
         if (change := self._language_change.of(metrics)) is not None:
             metrics["language/change"] = change
         self.kl.adapt(experience.batch, step)
@@ -494,17 +492,17 @@ class RLTrainer:
         if step % self.recipe.log.rollouts_every == 0 or self.run.is_last(done, self.recipe.steps):
             await write_rollouts(self.run, self.workers.writer, done, experience)
         self.evaluation.note_training(done, metrics)
-        metrics |= await self._evaluate(attempt, done)
+        metrics |= await self._evaluate(loop, done)
         self.run.log(done, metrics)
         self.run.recorder.drop_through(step)  # those of the next one may have begun
         self._show(metrics)
-        self._at = await self._point(done, attempt)
-        stuck = self.run.stuck(done, attempt.updates)
+        self._at = await self._point(done, loop)
+        stuck = self.run.stuck(done, loop.updates)
         if self.run.due(done, self.recipe.steps) or stuck is not None:
             await self._save(self._at)
         if self.run.export_is_due(done):
             draft = self.run.begin_export(done)
-            async with attempt.leases.turn("actor", "forward", "export", step=step, reads={"actor": done}):
+            async with loop.leases.turn("actor", "forward", "export", step=step, reads={"actor": done}):
                 await self._export("actor", draft / "model")
             self.run.complete_export(draft, done)
         self.run.check_stop(done)
@@ -513,10 +511,10 @@ class RLTrainer:
             raise stuck
         return done
 
-    async def _evaluate(self, attempt: RunAttempt, step: int) -> dict[str, float]:
+    async def _evaluate(self, loop: RLLoop, step: int) -> dict[str, float]:
         """Held-out figures after ``step`` complete steps, where they are due."""
         is_last = step > 0 and self.run.is_last(step, self.recipe.steps)
-        found = await self.evaluation.evaluate(attempt.leases, attempt.rollout, step, is_last=is_last)
+        found = await self.evaluation.evaluate(loop.leases, loop.rollout, step, is_last=is_last)
         if found:
             self.run.callbacks(Callback.on_evaluate, step, found)
             rows = partial(answer_rows, evaluation_path(self.path / "evaluations", step))
@@ -576,7 +574,7 @@ class RLTrainer:
 
     def _on_finished(self, finished: int) -> None:
         if self._rollout_bar is not None:
-            engines = self._attempt.rollout.progress() if self._attempt is not None else {}
+            engines = self._loop.rollout.progress() if self._loop is not None else {}
             self._rollout_bar.advance(finished, **engines)
 
     # Checkpoints -----------------------------------------------------------------------------------------
@@ -604,10 +602,10 @@ class RLTrainer:
         buffered = await restored_buffered(self.workers.writer, found, self.roles.item)
         return _ResumePoint(found.step, found.info["stream"], buffered, await self._mark_drafts())
 
-    async def _point(self, step: int, attempt: RunAttempt) -> _ResumePoint:
+    async def _point(self, step: int, loop: RLLoop) -> _ResumePoint:
         """The present state, after ``step`` complete steps."""
         drafts = await self._mark_drafts()
-        return _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered(), drafts)
+        return _ResumePoint(step, loop.stream.state(), loop.stream.buffered(), drafts)
 
     async def _mark_drafts(self) -> Sequence[Mapping[str, Any]]:
         return [await engine.call(NativeRolloutWorker.mark) for engine in self.workers.drafting()]
@@ -627,12 +625,12 @@ class RLTrainer:
         await checkpoints.save(self.run, workers, at.step, info)
 
     @contextlib.asynccontextmanager
-    async def _saved_if_clean(self, attempt: RunAttempt) -> AsyncIterator[None]:
+    async def _saved_if_clean(self, loop: RLLoop) -> AsyncIterator[None]:
         """Saves when an iteration fails before its updates begin: the state is still that of the step's beginning.
 
         The stream's state is that of the beginning, too: the stream itself may have been read to the step's end.
         """
-        attempt.begin_step()
+        loop.begin_step()
         try:
             yield
         except (WorkerDied, WeightSyncError):
@@ -641,7 +639,7 @@ class RLTrainer:
             step = self._at.step
             if self.run.is_stopped_at_once:
                 raise
-            if not attempt.is_learning and step > 0 and step not in self.run.saved_steps():
+            if not loop.is_learning and step > 0 and step not in self.run.saved_steps():
                 await self._save(self._at)
                 self.run.drain()
             raise

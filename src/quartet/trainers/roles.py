@@ -418,8 +418,7 @@ class RLRoles:
 
     def episode_runner(self, policy: Rollout, on_episode_end: Callable[[int], None] | None = None) -> EpisodeRunner:
         recipe, config = self.recipe, self.recipe.environment
-        if config is None or self.environment is None:
-            raise ValueError("the recipe has no environment")
+        assert config is not None and self.environment is not None, "a recipe with an environment"
         limits = EpisodeLimits(
             config.max_turns,
             longest_sequence(config, self.context),

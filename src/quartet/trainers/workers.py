@@ -71,35 +71,7 @@ def shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
     return placement.pool_of["actor"] == pool.name and is_alone and not ahead and not is_served(recipe.rollout.engine)
 
 
-def native_rollout_worker(
-    recipe: RLRecipe,
-    actor: PackedCausalLM,
-    codec: TextCodec,
-    *,
-    shares_actor: bool,
-    is_own: bool,
-    drafter_model: DrafterModel | None,
-) -> NativeRolloutWorker:
-    """Around an engine in this process.
-
-    Args:
-        actor: the actor's model, or (``is_own``) one that is the engine's alone.
-        shares_actor: the engine computes with ``actor`` as it is; otherwise with a copy where it is not its own.
-        drafter_model: that learns along with ``actor``, of an engine that shares it.
-    """
-    packed = actor if shares_actor or is_own else own_copy(actor)
-    engine = native_engine(
-        packed,
-        recipe.rollout.engine,
-        codec.decode_completion,
-        owns_weights=not shares_actor,
-        speculation=recipe.rollout.speculation,
-        model=drafter_model,
-    )
-    return NativeRolloutWorker(engine, codec)
-
-
-def served_rollout_worker(
+def rollout_worker(
     recipe: RLRecipe,
     placement: ResolvedPlacement,
     actor: PackedCausalLM,
@@ -107,17 +79,42 @@ def served_rollout_worker(
     device: torch.device,
     *,
     drafter_model: DrafterModel | None,
-) -> ServedRolloutWorker:
-    """Around engines in processes or on servers of their own, which are started now and wait for weights.
+    is_own: bool = False,
+) -> AnyRolloutWorker:
+    """Around an engine in this process, or engines elsewhere, which are started now and wait for weights.
 
     Args:
-        actor: its names and shapes count; contents only where the recipe names no directory with it.
+        actor: the model that a native engine computes with, itself or a copy; of served engines its names and shapes
+            count, contents only where the recipe names no directory with it.
         drafter_model: that learns along with it; names and shapes count.
         device: of this process.
+        is_own: ``actor`` is the engine's alone.
 
     Raises:
         UserError, EngineFailed: they cannot be had, or do not fit the recipe.
     """
+    if is_served(recipe.rollout.engine):
+        return _served_rollout_worker(recipe, placement, actor, codec, device, drafter_model)
+    shares = shares_actor(recipe, placement) and not is_own
+    engine = native_engine(
+        actor if shares or is_own else own_copy(actor),
+        recipe.rollout.engine,
+        codec.decode_completion,
+        owns_weights=not shares,
+        speculation=recipe.rollout.speculation,
+        model=drafter_model if shares else None,
+    )
+    return NativeRolloutWorker(engine, codec)
+
+
+def _served_rollout_worker(
+    recipe: RLRecipe,
+    placement: ResolvedPlacement,
+    actor: PackedCausalLM,
+    codec: TextCodec,
+    device: torch.device,
+    drafter_model: DrafterModel | None,
+) -> ServedRolloutWorker:
     config, pool = recipe.rollout.engine, placement.pool(placement.pool_of["rollout"])
     speculation = recipe.rollout.speculation
     if drafter_model is None and isinstance(config, VLLMEngineConfig):
@@ -253,17 +250,13 @@ class PoolWorker(RolesWorker):
         own = (name for name in names if name != HEADS)  # they are the actor's worker's
         for role in sorted(own, key=lambda name: order.get(name, 2)):
             worker: ModelWorker | AnyRolloutWorker
-            if role == "rollout" and is_served(recipe.rollout.engine):
-                names_only = self._names_only(recipe, objects, device)
-                actor, model = names_only.actor, names_only.drafter_model
-                worker = served_rollout_worker(recipe, placement, actor, loader.codec, device, drafter_model=model)
-            elif role == "rollout":
+            if role == "rollout":
                 is_own = "actor" not in names or "actor" in cut_roles
-                shared = shares_actor(recipe, placement) and not is_own
-                model = loader.drafter_model if shared else None
-                worker = native_rollout_worker(
-                    recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own, drafter_model=model
-                )
+                served = is_served(recipe.rollout.engine)
+                source = self._names_only(recipe, objects, device) if served else loader
+                actor, codec = source.actor, loader.codec
+                model = source.drafter_model if served or not is_own else None
+                worker = rollout_worker(recipe, placement, actor, codec, device, drafter_model=model, is_own=is_own)
             else:
                 worker = (cut if role in cut_roles else loader).worker(role, ptx)
             if isinstance(worker, TrainWorker) and "rollout" in names:
@@ -387,20 +380,13 @@ class LocalRunWorkers(RunWorkers):
         super().__init__(recipe, placement)
         actor, engine_thread = roles.actor.packed, self.compute
         model = cast(TrainWorker, roles.workers["actor"]).drafter_model
-        engine: AnyRolloutWorker
         with ExitStack() as made:
-            if is_served(recipe.rollout.engine):
-                engine = served_rollout_worker(recipe, placement, actor, roles.codec, actor.device, drafter_model=model)
+            engine = rollout_worker(recipe, placement, actor, roles.codec, actor.device, drafter_model=model)
+            if isinstance(engine, ServedRolloutWorker):
                 made.callback(engine.close)
                 # It waits for engines while others compute.
                 engine_thread = ComputeThread(is_exclusive=False)
                 made.callback(engine_thread.close)
-            else:
-                shares = self.shares_actor
-                model = model if shares else None
-                engine = native_rollout_worker(
-                    recipe, actor, roles.codec, shares_actor=shares, is_own=False, drafter_model=model
-                )
             workers: dict[str, Offloadable] = {**roles.workers, "rollout": engine}
             for role in self.offloaded_roles():
                 workers[role].make_offloadable(recipe.offload)

@@ -52,7 +52,7 @@ from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers import workers
-from quartet.trainers.attempt import RunAttempt
+from quartet.trainers.loop import RLLoop
 from quartet.trainers.model_loader import FunctionScorer
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.workers import LocalRunWorkers
@@ -399,12 +399,12 @@ def test_an_engine_that_is_lost_behind_a_change_of_weights(examined: Examined, m
 
 
 def test_another_temperature_in_the_loss(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Any = RunAttempt.policy_objective
+    made: Any = RLLoop.policy_objective
 
-    def at_one(self: RunAttempt, is_first: bool) -> Any:
+    def at_one(self: RLLoop, is_first: bool) -> Any:
         return replace(made(self, is_first), temperature=1.0)
 
-    monkeypatch.setattr(RunAttempt, "policy_objective", at_one)
+    monkeypatch.setattr(RLLoop, "policy_objective", at_one)
     assert unwell(examined(sampling={"temperature": 0.5})) == {"first_ratio"}
 
 

@@ -24,10 +24,10 @@ from quartet.extras.simulation.simulation import (
     StageCost,
     critical_path,
     iteration_causes,
+    run_virtual,
     seconds_on_path,
 )
 from quartet.observe.spans import Span
-from quartet.schedule.clock import run_virtual
 
 KINDS: dict[str, Role] = {"actor": "actor", "critic": "critic", "reward": "reward", "rollout": "rollout"}
 TWO = PipelinedPlacement(

@@ -18,8 +18,9 @@ from functools import partial
 import pytest
 import torch
 
+from quartet.extras.simulation.simulation import Deadlock, run_virtual
 from quartet.observe.global_state import RandomStateGuard
-from quartet.schedule.clock import ComputeThread, Deadlock, interrupt_computing, now, run_virtual
+from quartet.schedule.clock import ComputeThread, interrupt_computing, now
 from quartet.schedule.role_group import LocalGroup
 
 
@@ -37,21 +38,6 @@ def test_time_jumps_to_the_next_timer() -> None:
     started = time.monotonic()
     assert run_virtual(main()) == [("early", 0.5), ("middle", 3600.0), ("late", 200_000.0)]
     assert time.monotonic() - started < 5
-
-
-def test_moments_reached_by_different_sums_are_one_moment() -> None:
-    async def main() -> set[float]:
-        moments: set[float] = set()
-
-        async def walk(*steps: float) -> None:
-            for step in steps:
-                await asyncio.sleep(step)
-            moments.add(now())
-
-        await asyncio.gather(walk(0.1, 0.2), walk(0.3), walk(*[0.01] * 30), walk(0.2, 0.1))
-        return moments
-
-    assert run_virtual(main()) == {0.3}
 
 
 def test_deadlock_still_runs_the_cleanup_of_tasks() -> None:

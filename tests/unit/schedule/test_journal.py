@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.schedule.clock import run_virtual
+from quartet.extras.simulation.simulation import run_virtual
 from quartet.schedule.groups import Diverged, Event, Journal
 
 

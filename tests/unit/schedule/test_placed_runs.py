@@ -29,9 +29,9 @@ from quartet.extras.simulation.simulation import (
     SimulationResult,
     StageCost,
     assemble,
+    run_virtual,
 )
 from quartet.observe.spans import Span
-from quartet.schedule.clock import run_virtual
 from quartet.schedule.groups import Diverged, Event
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.leases import LeaseMode

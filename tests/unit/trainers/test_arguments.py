@@ -57,14 +57,6 @@ def test_a_model_and_its_tokenizer_may_be_named(saved: Path, tmp_path: Path) -> 
     assert all(map(torch.equal, weights(found.model), weights(expected.model)))
 
 
-def test_a_tokenizer_may_be_named_beside_a_model_object(saved: Path, causal_lm: Any, recipe: q.RLRecipe) -> None:
-    reward = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
-    trainer = q.RLTrainer(recipe, model=causal_lm(), tokenizer=str(saved), rewards=reward, prompts=["1+1=", "2+2="])
-    result = trainer.train()
-    assert [r.name for r in trainer.roles.rewards.functions] == ["lambda"]
-    assert result.summary["job"] == "rl"
-
-
 def test_a_reference_and_a_critic_may_be_named(
     saved: Path, tmp_path: Path, scalar_model: Any, tokenizer: Any, recipe: q.RLRecipe
 ) -> None:
@@ -154,12 +146,6 @@ def test_settings_of_torch_in_which_nothing_computes_right(causal_lm: Any, token
             torch.set_default_dtype(torch.float32)
 
 
-def test_two_names_for_one_model_are_refused(saved: Path) -> None:
-    recipe = q.SFTRecipe(model=q.ModelConfig(path="other"))
-    with pytest.raises(q.UserError, match="two models are named for one place"):
-        q.SFTTrainer(recipe, model=str(saved), rows=ROWS)
-
-
 def test_rl_trains_inside_a_running_event_loop(
     causal_lm: Any, tokenizer: Any, recipe: q.RLRecipe, tmp_path: Path
 ) -> None:
@@ -219,3 +205,9 @@ def test_an_interrupt_in_a_running_loop_cancels_the_work_and_waits_for_it() -> N
 def test_another_recipe_than_the_trainers_is_refused(trainer: Any, recipe: Any) -> None:
     with pytest.raises(q.UserError, match=r"class .*Recipe\n.*found.*\n.*load_recipe"):
         trainer(recipe)
+
+
+def test_two_names_for_one_model_are_refused(saved: Path) -> None:
+    recipe = q.SFTRecipe(model=q.ModelConfig(path="other"))
+    with pytest.raises(q.UserError, match="two models are named for one place"):
+        q.SFTTrainer(recipe, model=str(saved), rows=ROWS)

@@ -112,24 +112,6 @@ def test_a_reward_that_does_not_apply_is_left_out_of_baseline_masks_and_means() 
     assert math.isnan(experience.batch.sequence["score"][2])
 
 
-@pytest.mark.parametrize("config", [GRPO(kl=NO_KL), RLOO(kl=NO_KL)])
-def test_a_group_reduced_to_one_member_is_left_out(config: AlgorithmConfig) -> None:
-    chunks = step([[1, 1], [1, 1]], {"score": [1.0, NAN, 4.0, 8.0]})
-    experience = assemble(config, chunks)
-    assert actions(experience, "loss_mask") == [False, False, True, True]
-    assert actions(experience, "advantages")[:2] == [0.0, 0.0]
-    assert experience.metrics["reward/not_applicable"] == 1.0
-
-
-@pytest.mark.parametrize("config", [PPO(kl=NO_KL), GRPO(kl=NO_KL), RLOO(kl=NO_KL)])
-def test_no_reward_at_all_leaves_nothing_to_train_on(config: AlgorithmConfig) -> None:
-    experience = assemble(config, step([[2, 1]], {"score": [NAN, NAN]}, columns={"values": [1.0] * 3}))
-    assert not any(actions(experience, "loss_mask"))
-    assert experience.metrics["reward/not_applicable"] == 2.0
-    assert "reward/score_mean" not in experience.metrics
-    assert all(math.isfinite(value) for value in experience.metrics.values())
-
-
 def test_sources_are_weighted_and_one_that_does_not_apply_drops_out_of_the_sum() -> None:
     chunks = step([[1, 1, 1]], {"a": [1.0, 2.0, NAN], "b": [4.0, NAN, NAN]})
     experience = assemble(GRPO(kl=NO_KL), chunks, weights={"a": 2.0, "b": 0.5})
@@ -137,20 +119,6 @@ def test_sources_are_weighted_and_one_that_does_not_apply_drops_out_of_the_sum()
     assert experience.metrics["reward/not_applicable"] == 1.0
     assert experience.metrics["reward/a"] == pytest.approx(1.5)
     assert experience.metrics["reward/b"] == pytest.approx(4.0)
-
-
-def test_shuffled_scores_move_between_samples_and_keep_their_values() -> None:
-    scores = [1.0, 2.0, 4.0, 8.0]
-    asked = []
-
-    def backwards(step_index: int, num: int) -> Tensor:
-        asked.append((step_index, num))
-        return torch.arange(num - 1, -1, -1)
-
-    experience = assemble(RLOO(kl=NO_KL), step([[1, 1], [1, 1]], {"score": scores}), shuffle=backwards)
-    assert experience.batch.sequence["score"].tolist() == scores[::-1]
-    assert asked == [(3, 4)]
-    assert actions(experience, "advantages") == pytest.approx([4.0, -4.0, 1.0, -1.0])
 
 
 @pytest.mark.parametrize("config", [PPO(kl=KLConfig(coef=0.1)), RLOO(kl=KLConfig(coef=0.1)), GRPO()])

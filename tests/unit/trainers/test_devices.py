@@ -24,7 +24,6 @@ from quartet.trainers.devices import (
     FrozenModels,
     check_engine_fits,
     compute_device,
-    device_changes,
     find_device,
     precision_on,
     resolved,
@@ -59,10 +58,6 @@ def test_a_name_stands_for_a_device(asked: str, expected: str, two_gpus: None) -
     assert str(find_device(asked)) == expected
 
 
-def test_auto_is_the_cpu_where_there_is_nothing_else(no_gpu: None) -> None:
-    assert find_device("auto") == CPU and precision_on(CPU, "auto") == "fp32"
-
-
 def test_a_number_that_is_not_there_is_refused_with_those_that_are(two_gpus: None) -> None:
     with pytest.raises(UserError, match=r"no device cuda:7\n  found: cuda:0 \(GPU of 0\), cuda:1 \(GPU of 1\)"):
         find_device("cuda:7")
@@ -74,14 +69,6 @@ def test_without_a_gpu_nothing_is_loaded(device: str, no_gpu: None, tmp_path: Pa
     with pytest.raises(UserError, match=f"there is no device {device}\n  found: torch"):
         SFTTrainer(recipe)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:01", "mps", ""])
-def test_what_is_no_device(device: str) -> None:
-    with pytest.raises(UserError, match="is no device"):
-        SFTRecipe(device=device)
-    with pytest.raises(UserError, match="is no device"):
-        find_device(device)
 
 
 def test_precision_is_that_of_the_device(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,18 +167,6 @@ def test_a_run_may_move_alone_and_with_what_lies_beside_it() -> None:
     assert above == ["model.path: ../base then, runs/base now"]
 
 
-def test_compiled_layers_are_not_resumed(tmp_path: Path) -> None:
-    with directory(tmp_path / "run", compile=True):
-        pass
-    with pytest.raises(UserError, match="it has compiled layers"):
-        directory(tmp_path / "run", resume=True, compile=True)
-
-
-def test_nothing_is_said_where_nothing_changed() -> None:
-    record = {"resolved": {"device": "cpu", "precision": "fp32"}}
-    assert device_changes(record, record) == [] and device_changes({}, record) == []
-
-
 # Frozen models -------------------------------------------------------------------------------------------
 
 
@@ -218,11 +193,6 @@ def test_a_scalar_head_stays_in_fp32(scalar_model: Any) -> None:
     packed = FrozenModels(precision="bf16").scalar(scalar_model())
     assert packed.head.weight.dtype == torch.float32
     assert any(p.dtype == torch.bfloat16 for p in packed.model.parameters())
-
-
-def test_in_fp32_nothing_changes(causal_lm: Any) -> None:
-    packed = FrozenModels().causal(causal_lm())
-    assert {p.dtype for p in packed.model.parameters()} == {torch.float32}
 
 
 TOKENS = 12
@@ -268,14 +238,6 @@ def test_the_least_that_it_needs(
     monkeypatch.setattr(devices, "available_bytes", lambda: needed - 1)
     with pytest.raises(UserError, match="divides a model over devices"):
         check_engine_fits(recipe(*overrides), path, CPU)
-
-
-def test_of_a_gpu_its_whole_memory_counts(model: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    path, num_weights = model
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 4 * num_weights))
-    with pytest.raises(UserError) as caught:
-        check_engine_fits(recipe("actor.train.precision=fp32"), path, torch.device("cuda", 1), processes=8)
-    assert "cuda:1 has" in caught.value.found and "processes" not in caught.value.found
 
 
 def test_a_process_of_ray_looks_before_it_loads(

@@ -48,8 +48,8 @@ from quartet.schedule.iteration import Chunk, PartScorer, UpdatePlan
 from quartet.schedule.rollout_worker import FinishedRequest, RequestStore, TurnRequest
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import roles
-from quartet.trainers.attempt import episode_metrics
 from quartet.trainers.experience import Assembler, Experience
+from quartet.trainers.loop import episode_metrics
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import EpisodeRunner
 

@@ -30,7 +30,6 @@ from quartet.config.algorithms import (
     GroupAlgorithm,
     GroupRelative,
     OptimalTokenBaseline,
-    OverlongConfig,
     PassAtK,
     PolicyGradientConfig,
     ReinforcePlusPlus,
@@ -269,20 +268,7 @@ def test_every_method_of_the_recipe_is_covered() -> None:
     assert set(NAMES) == {member.model_fields["name"].default for member in PolicyGradientConfig.__args__}
 
 
-def test_remax_without_greedy_scores_says_so() -> None:
-    with pytest.raises(ValueError, match="'baseline'"):
-        estimate(ReMax(), replace(scored(), baseline_N=None))
-
-
 # Shaping -------------------------------------------------------------------------------------------------
-
-
-def test_penalties_for_a_missing_end_and_for_length_add_up() -> None:
-    config = DAPO(missing_eos_penalty=0.5, overlong=OverlongConfig(buffer=4, penalty=2.0))
-    ended, lengths = torch.tensor([True, False, True]), torch.tensor([12, 14, 15])
-    assert shaped_scores(config, torch.ones(3), ended, lengths, 16).tolist() == [1.0, 1.0 - 0.5 - 1.0, 1.0 - 1.5]
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        shaped_scores(config, torch.ones(3), ended, lengths, None)
 
 
 def test_scores_are_held_within_their_range_before_penalties() -> None:

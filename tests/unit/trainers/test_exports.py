@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from breaking import fails_at
-from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
@@ -26,17 +24,13 @@ from quartet.config.evaluation import EvalRecipe
 from quartet.config.plugins import recipes
 from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, SFTRecipe
 from quartet.config.run import LogConfig
-from quartet.extras.process_rewards.config import ProcessRewardRecipe
-from quartet.extras.process_rewards.steps import load_step_separator
-from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, save_causal_lm
 from quartet.models.packed_model import PackedScalarModel
-from quartet.observe.callbacks import Callback
 from quartet.observe.rollouts import list_steps, read_step
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
-from quartet.text.loading import load_tokenizer, local_directory
+from quartet.text.loading import load_tokenizer
 from quartet.train.engine import TrainEngine
-from quartet.trainers.checkpoints import export, exported, model_directory
+from quartet.trainers.checkpoints import export, model_directory
 from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run_files import completed_run
@@ -186,24 +180,6 @@ def test_the_step_of_an_rl_run_is_what_evaluation_and_generation_take(
     assert files(made) == files(tmp_path / "last") and tmp_path not in made.parents
 
 
-@pytest.mark.parametrize("job", ["reward-model", "process-reward"])
-def test_a_scalar_model_of_a_checkpoint_scores_as_the_exported_one(
-    job: str, base: Path, pairs: Any, tmp_path: Path
-) -> None:
-    values: dict[str, Any] = {**COMMON, "output_dir": str(tmp_path / "run"), "model": ModelConfig(path=str(base))}
-    del values["examples_per_step"]
-    if job == "reward-model":
-        RewardModelTrainer(RewardModelRecipe(**values, pairs_per_step=4), rows=pairs).train()
-    else:
-        rows = [{"prompt": "1+1=", "steps": ["1", "2"], "labels": [1.0, 0.0]}] * 4
-        ProcessRewardTrainer(ProcessRewardRecipe(**values, answers_per_step=4, separator=";"), rows=rows).train()
-    export(tmp_path / "run", 2, tmp_path / "last")
-    one, other = (load_scalar_model(str(path)) for path in (tmp_path / "run" / "model", tmp_path / "last"))
-    ids = torch.tensor([[3, 4, 5, 6]])
-    assert torch.equal(one(ids).logits, other(ids).logits)
-    assert load_step_separator(str(tmp_path / "last")) == (";" if job == "process-reward" else None)
-
-
 @pytest.mark.parametrize("pad", [None, "eos_token"])
 def test_a_reward_model_pads_with_what_no_text_ends_in(
     pad: str | None, causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path
@@ -314,33 +290,6 @@ def test_a_finished_run_goes_on_for_more_steps_as_if_it_had_been_to_have_them(
         assert json.loads((tmp_path / job / "longer" / "run.json").read_text())["status"] == "done"
 
 
-def test_a_run_that_was_stopped_on_its_way_to_more_steps_gives_its_newest_model(
-    base: Path, demonstrations: Any, tmp_path: Path
-) -> None:
-    class Stops(Callback):
-        def on_step_end(self, step: int, metrics: Any) -> None:
-            if step == 4:
-                raise RuntimeError("stop")
-
-    run = tmp_path / "run"
-    sft(run, demonstrations, steps=2, model=str(base)).train()
-    older = (run / "model" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="Stops failed"):
-        sft(run, demonstrations, steps=4, model=str(base), resume=True, callbacks=[Stops()]).train()
-    export(run, None, tmp_path / "newest")
-    export(run, 3, tmp_path / "third")
-    newest = (tmp_path / "newest" / "model.safetensors").read_bytes()
-    assert newest == (tmp_path / "third" / "model.safetensors").read_bytes() != older
-    assert (Path(model_directory(str(run))) / "model.safetensors").read_bytes() == newest
-    with pytest.raises(UserError, match="of its last step"):
-        exported(run)
-    with pytest.raises(UserError, match="has gone on since") as refused:
-        local_directory(run, "model")
-    assert "--resume" in refused.value.remedy and str(run / "model") in refused.value.remedy
-    sft(run, demonstrations, steps=4, model=str(base), resume=True).train()
-    assert local_directory(run, "model") == str(exported(run)) == str(run / "model")
-
-
 # Digests ---------------------------------------------------------------------------------------------------
 
 
@@ -362,21 +311,6 @@ def test_a_flipped_bit_in_exported_weights_is_noticed(
             with pytest.raises(UserError, match="not those that were written there") as noticed:
                 Evaluator(recipe, prompts=prompts, rewards=digits)
             assert "model.safetensors" in noticed.value.found and "models.json" in noticed.value.remedy
-
-
-@pytest.mark.parametrize("value", [math.nan])
-def test_weights_that_are_no_numbers_are_called_that(
-    value: float, causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
-) -> None:
-    model = causal_lm()
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[:1] = value
-    with pytest.raises(UserError, match=r"the weights of .* are not finite") as refused:
-        sft(tmp_path / "run", demonstrations, model=model, tokenizer=tokenizer)
-    assert "NaN or infinity in model.layers.1.mlp.up_proj" in refused.value.found and not (tmp_path / "run").exists()
-    model.save_pretrained(tmp_path / "base")
-    with pytest.raises(UserError, match="are not finite"):
-        load_causal_lm(str(tmp_path / "base"))
 
 
 VALUES: dict[str, Any] = {
@@ -419,24 +353,3 @@ def test_a_token_that_the_policy_has_produced_pads_nothing(
     monkeypatch.setattr(CriticWorker, "update", TrainWorker.update)
     tiny_rl(tmp_path / "run", half, resume=True, chunk_size=1, **VALUES).train()
     assert pad_of(tmp_path / "run" / "critic") == len(tokenizer)
-
-
-def test_the_pad_token_stays_where_neither_data_nor_policy_have_it(
-    tmp_path: Path, worker: Callable[[], CriticWorker], tokenizer: Any
-) -> None:
-    used, pad = worker(), tokenizer.pad_token_id
-    used.update(RaggedBatch.from_sequences([[i for i in range(len(tokenizer)) if i != pad]]), [])
-    used.export(tmp_path / "clean", tokenizer, frozenset(), ())
-    used.export(tmp_path / "in_prompts", tokenizer, frozenset({pad}), ())
-    assert (pad_of(tmp_path / "clean"), pad_of(tmp_path / "in_prompts")) == (pad, len(tokenizer))
-    # What only an export was told is not remembered; what was trained on is.
-    used.save_checkpoint(tmp_path / "before", background=False)
-    used.update(RaggedBatch.from_sequences([[pad]]), [])
-    used.save_checkpoint(tmp_path / "after", background=True)
-    other = worker()
-    for name, expected in (("before", pad), ("after", len(tokenizer)), ("before", pad)):
-        while used.finish_checkpoint(tmp_path / "after") is None:
-            pass
-        other.load_checkpoint(tmp_path / name)
-        other.export(tmp_path / f"{name}_again", tokenizer, frozenset(), ())
-        assert pad_of(tmp_path / f"{name}_again") == expected

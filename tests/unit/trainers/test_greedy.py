@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from breaking import fails_at, same_weights
-from quartet.batch.ragged import ColumnSet, RaggedBatch
+from quartet.batch.ragged import ColumnSet
 from quartet.batch.trajectory import Trajectory
 from quartet.config.algorithms import KLConfig, ReMax
 from quartet.config.common import CheckpointConfig
@@ -23,7 +23,7 @@ from quartet.schedule import model_worker
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, PartScorer
 from quartet.trainers.evaluation import generate
-from quartet.trainers.experience import Assembler, Experience, sampled_and_greedy, sampled_only
+from quartet.trainers.experience import Assembler, Experience, sampled_and_greedy
 from quartet.trainers.rl import RLTrainer
 
 PROMPTS, RESPONSES = 3, 2
@@ -164,23 +164,3 @@ def test_the_column_is_the_weighted_shaped_score_of_the_sequences_own_prompt() -
     assert found.batch.sequence["baseline"].tolist() == [2.0, 2.0, 5.5, 5.5]
     acted = found.batch.token["action_mask"]
     assert found.batch.token["advantages"][acted].tolist() == [6.0, 8.0, 2.5, 4.5]
-
-
-def test_sampled_and_greedy_sequences_are_scored_apart_as_if_they_were_alone() -> None:
-    """The batches that scorers see are those of a method without a baseline, and of the greedy responses alone."""
-    seen: list[RaggedBatch] = []
-
-    class Seeing:
-        async def score(self, chunk: Chunk) -> ColumnSet:
-            seen.append(chunk.data)
-            places = torch.arange(chunk.data.num_tokens, dtype=torch.float32)
-            return ColumnSet(chunk.data.ids, {"place": places})
-
-    chunk = _chunk([_completion(20), _completion(21)])
-    both = asyncio.run(PartScorer(Seeing(), sampled_and_greedy).score(chunk)).token["place"]
-    one = asyncio.run(PartScorer(Seeing(), sampled_only).score(chunk)).token["place"]
-    sampled, greedy, again = seen
-    assert sampled.ids == again.ids == ("7.0", "7.1", "8.0", "8.1") and greedy.ids == ("7.greedy", "8.greedy")
-    assert sampled.input_ids.tolist() == [1, 2, 10, 11, 1, 2, 10, 11] and sampled.parents == (-1, 0, 0, -1, 3, 3)
-    assert greedy.input_ids.tolist() == [1, 2, 20, 1, 2, 21]
-    assert both.tolist() == [0, 0, 2, 3, 2, 0, 0, 6, 7, 5] and one.tolist() == [0, 0, 2, 3, 0, 0, 0, 6, 7, 0]

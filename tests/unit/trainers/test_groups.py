@@ -119,7 +119,7 @@ def assert_equal(one: RaggedBatch, other: RaggedBatch) -> None:
             torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=0, equal_nan=True)
 
 
-def saved(ahead: BufferedGroups[Group], root: Path, codec: TextCodec, *, background: bool = False) -> Checkpoint:
+def saved(ahead: BufferedGroups, root: Path, codec: TextCodec, *, background: bool = False) -> Checkpoint:
     """A checkpoint with the groups as the writer's share."""
 
     async def write() -> None:
@@ -140,9 +140,7 @@ def newest(root: Path) -> Checkpoint:
     return found
 
 
-def restored(
-    found: Checkpoint, codec: TextCodec, item: Callable[[int], PromptItem] = item
-) -> BufferedGroups[Group] | None:
+def restored(found: Checkpoint, codec: TextCodec, item: Callable[[int], PromptItem] = item) -> BufferedGroups | None:
     return asyncio.run(restored_buffered(LocalGroup(Writer(codec)), found, item))
 
 
@@ -151,7 +149,7 @@ def restored(
 def test_groups_come_back_from_a_checkpoint_as_they_were(
     make: Callable[[int], Made], background: bool, tokenizer: Any, tmp_path: Path
 ) -> None:
-    ahead: BufferedGroups[Group] = BufferedGroups({9: make(9).group(), 7: make(7).group()}, rejected=(8,))
+    ahead: BufferedGroups = BufferedGroups({9: make(9).group(), 7: make(7).group()}, rejected=(8,))
     codec = TextCodec(tokenizer)
     found = restored(saved(ahead, tmp_path, codec, background=background), codec)
     assert found is not None and found.rejected == (8,) and list(found.groups) == [9, 7]

@@ -27,7 +27,6 @@ from quartet.config.recipe import (
 )
 from quartet.config.run import LogConfig
 from quartet.observe.trackers import read_metrics
-from quartet.schedule.leases import LeaseMode
 from quartet.train.checkpoint import Share
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.rl import RLTrainer
@@ -85,19 +84,6 @@ def test_the_reference_is_the_actor_without_its_adapters(roles_of: Any, causal_l
     causal_lm(3).save_pretrained(tmp_path / "other")
     elsewhere = roles_of(rl(reference=ReferenceConfig(path=str(tmp_path / "other"))))
     assert not elsewhere.shares_reference and len(elsewhere.models()) == 2
-
-
-def sizes_of(roles: RLRoles) -> dict[str, dict[LeaseMode, int]]:
-    """Role → mode → bytes, with an engine that shares the actor's weights."""
-    return {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in roles.workers.items()}}
-
-
-def test_a_critic_on_the_actors_own_body_is_refused(roles_of: Any, causal_lm: Any, scalar_model: Any) -> None:
-    actor, critic = causal_lm(), scalar_model()
-    critic.model = actor.model
-    with pytest.raises(UserError, match="the critic shares weights with the actor") as caught:
-        roles_of(rl(PPO(kl=KL)), model=actor, critic=critic)
-    assert "first model." in caught.value.found
 
 
 def test_a_critic_starts_from_the_actors_base(roles_of: Any) -> None:
@@ -201,3 +187,11 @@ def test_a_reward_model_with_adapters(causal_lm: Any, tokenizer: Any, pairs: Seq
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
     assert torch.equal(merged.score.weight, result.model.score.weight)
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_critic_on_the_actors_own_body_is_refused(roles_of: Any, causal_lm: Any, scalar_model: Any) -> None:
+    actor, critic = causal_lm(), scalar_model()
+    critic.model = actor.model
+    with pytest.raises(UserError, match="the critic shares weights with the actor") as caught:
+        roles_of(rl(PPO(kl=KL)), model=actor, critic=critic)
+    assert "first model." in caught.value.found

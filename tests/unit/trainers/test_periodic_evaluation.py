@@ -159,16 +159,6 @@ def test_a_resumed_run_knows_what_the_whole_one_knew(train: Any, hacked: Hacked,
         assert path.read_bytes() == (tmp_path / "run" / "evaluations" / path.name).read_bytes()
 
 
-def test_what_was_written_after_the_checkpoint_is_written_once(train: Any, hacked: Hacked, tmp_path: Path) -> None:
-    """Killed after the last evaluation and before its checkpoint: its alarm is raised again, not twice."""
-    shutil.copytree(hacked.path, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012")
-    summary = train(recipe(tmp_path / "run"), resume=True).summary
-    assert rows_of(tmp_path / "run" / "alarms.jsonl") == rows_of(hacked.path / "alarms.jsonl")
-    assert figures(tmp_path / "run") == figures(hacked.path)
-    assert summary["reward_hacking"] == hacked.summary["reward_hacking"]
-
-
 def figures(path: Path) -> list[dict[str, float]]:
     """Those of evaluation, the alarm and the training reward, by step."""
     kept = ("step", "eval/", "alarm/", "reward/")
@@ -186,14 +176,6 @@ def test_an_honest_reward_raises_nothing(train: Any, tmp_path: Path) -> None:
     assert "eval/training_score_mean" not in rows[-1]
     assert result.summary["reward_hacking"] == {"raised": False}
     assert not (tmp_path / "run" / "alarms.jsonl").exists()
-
-
-def test_the_alarm_may_watch_one_source(train: Any, tmp_path: Path) -> None:
-    """``long`` rises on held-out prompts too, so watching it stays silent where the sum would not."""
-    watched = AlarmConfig(false_alarm_rate=0.05, source="long")
-    train(recipe(tmp_path / "run", alarm=watched))
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert all(row.get("alarm/reward_hacking", 0) == 0 for row in rows)
 
 
 @pytest.mark.parametrize(

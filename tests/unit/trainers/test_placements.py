@@ -25,7 +25,6 @@ from quartet.config.algorithms import (
 from quartet.config.common import CheckpointConfig, DataConfig, LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, PTXConfig, RLRecipe, RolloutConfig
-from quartet.config.rewards import ModelReward
 from quartet.config.run import LogConfig
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
@@ -190,15 +189,6 @@ def test_a_model_from_a_file_trains_the_same(
     assert same(shared_run("serial")[0], weights(placed))
 
 
-def test_parts_move_where_a_budget_asks_for_it(shared_run: Any, tight: Any) -> None:
-    _, path = shared_run("full_offload", budgeted(PLACEMENTS["full_offload"], tight()))
-    for row in read_metrics(path / "metrics.jsonl")[1:]:
-        assert row["handover/onload_bytes"] > 0 and row["handover/offload_bytes"] > 0
-        assert "handover/freed_bytes" in row
-    _, path = shared_run("separated", PLACEMENTS["separated"])
-    assert not any(name.startswith("handover/") for row in read_metrics(path / "metrics.jsonl") for name in row)
-
-
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4.0)], ids=["all weights", "lora"])
 def test_models_are_usable_after_a_run_that_moved_them(
     lora: LoRAConfig | None, causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path, tight: Any
@@ -258,19 +248,6 @@ def test_a_journal_is_followed_from_the_first_step_only(run: Any) -> None:
     shutil.rmtree(other / "checkpoints" / "step_00000002")
     with pytest.raises(UserError, match="from a run's first step only"):
         run("second", followed, resume=True, **changes)
-
-
-def test_a_reward_model_is_not_called_as_a_role(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a reward model is called 'critic'"):
-        recipe(tmp_path, rewards=(ModelReward(path="somewhere", name="critic"),))
-
-
-def test_a_method_without_critic_and_reference(run: Any) -> None:
-    changes = {"algorithm": GRPO(kl=KLConfig(coef=0.0))}
-    serial, _ = run("serial", **changes)
-    apart = {role: PLACEMENTS["separated"][role] for role in ("actor", "rollout", "reward")}
-    placed, _ = run("separated", {"type": "separated", **apart}, **changes)
-    assert same(weights(serial), weights(placed))
 
 
 @pytest.mark.parametrize("in_flight", ["pick_up", "finish_old", "start_over"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,19 +90,6 @@ def test_every_update_of_the_actor_sees_its_demonstrations(
     assert [row["data/ptx_epoch"] for row in metrics[1:]] == [n * MINIBATCHES * EPOCHS * SIZE / 24 for n in (1, 2, 3)]
     assert metrics[-1]["loss/ptx"] < metrics[1]["loss/ptx"], "they are learned"
     assert "loss/sft" not in metrics[-1]
-
-
-def test_what_is_prepared_ahead_changes_no_bit(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
-    runs = []
-    for ahead in (0, 1, 4):
-        ptx = PTXConfig(coef=0.5, examples_per_minibatch=SIZE, prefetch=ahead)
-        runs.append(trainer(tmp_path / f"run{ahead}", ptx=ptx))
-        runs[-1].train()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-    assert same_weights(runs[0], runs[1]) and same_weights(runs[0], runs[2])
-    plain = trainer(tmp_path / "plain", ptx=None, rows=None)
-    plain.train()
-    assert not same_weights(plain, runs[0])
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])

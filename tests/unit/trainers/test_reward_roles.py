@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -35,17 +34,13 @@ from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rewards.source import RewardWeights
-from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.groups import chunk_of
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.leases import LeaseContext, local_arbiter
 from quartet.text.tokenizer import TextCodec
 from quartet.train.token_budget import TokenBudget
-from quartet.trainers.evaluation import answers_of
 from quartet.trainers.experience import Assembler
 from quartet.trainers.input_sources import prompt_data
 from quartet.trainers.model_loader import (
-    FunctionScorer,
     RewardModelRole,
     fit_to_data,
     reward_functions,
@@ -171,26 +166,6 @@ def verl(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("columns", "compared"),
-    [({"answer": "reward_model.ground_truth"}, "answer"), ({}, "reward_model.ground_truth")],
-)
-def test_nested_truths_are_compared_with(verl: str, tokenizer: Any, columns: Any, compared: str) -> None:
-    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %} {% endif %}"
-    codec = TextCodec(tokenizer)
-    data = prompt_data(DataConfig(path=verl, columns=columns), None, codec, 64, "data")
-    roles = reward_functions([NumericReward(column=compared)], [])
-    fit_to_data(roles, data, codec)
-    assert [item.prompt for item in data.items] == [[{"role": "user", "content": f"{n}+{n}="}] for n in (1, 2, 0)]
-    assert {"data_source", "extra_info", "reward_model", *columns} <= data.items[0].columns.keys()
-    made = [Completion("", "", (1,), (0.0,), (0,), FinishReason.STOP)] * 2
-    answers = [answers_of(codec, n, item, made, ["it is 2", "4"]) for n, item in enumerate(data.items)]
-    leases = LeaseContext(local_arbiter({}, version=0), SpanRecorder())
-    found = asyncio.run(FunctionScorer(leases, roles[0].reward).score(chunk_of(0, 0, answers)))
-    scores = found.sequence["reward/numeric"].tolist()
-    assert scores[:4] == [1.0, 0.0, 0.0, 1.0] and all(map(math.isnan, scores[4:])), "null: no answer"
-
-
-@pytest.mark.parametrize(
     ("columns", "reward", "found", "remedy"),
     [
         ({}, NumericReward(), "reward_model.ground_truth", "map it: data.columns.answer=reward_model.ground_truth"),
@@ -296,13 +271,6 @@ def reward(completions):
     assert "4 samples left out" in warning and "no connection" in warning
 
 
-def test_without_that_word_a_function_that_raises_stops_the_run(train: Train, target: Any) -> None:
-    broken = "def reward(completions): raise OSError('no connection')"
-    with pytest.raises(UserError, match="OSError: no connection"):
-        train([FunctionReward(target=target(broken))])
-    assert train.trainers[0].roles.actor.num_updates == 0  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("body", "part"),
     [
@@ -318,14 +286,6 @@ def test_a_function_that_ends_its_program_has_failed_and_so_has_the_run(
     with pytest.raises(UserError, match=part):
         train([FunctionReward(target=target(f"def reward(completions): {body}"))])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
-
-
-def test_a_server_that_was_never_there_stops_the_run(train: Train) -> None:
-    reward = HTTPReward(url="http://127.0.0.1:9", retry=RetryConfig(attempts=1))
-    with pytest.raises(UserError, match="has not given a single score") as caught:
-        train([reward])
-    assert "unreachable" in caught.value.found
-    assert train.trainers[0].roles.actor.num_updates == 0  # type: ignore[attr-defined]
 
 
 # Beside generation -----------------------------------------------------------------------------------------
@@ -344,29 +304,6 @@ def test_a_reward_that_waits_waits_beside_generation(train: Train) -> None:
     _, rows = train(functions=[slow])
     assert grown[0] > 0, "tokens were sampled while the first chunk waited for its scores"
     assert rows[-1]["overlap/score_generate_s"] > 0
-
-
-def test_a_function_that_a_recipe_names_changes_nothing_in_training(train: Train, target: Any) -> None:
-    """The same run with a function that leaves its process in any state, and with one that does not."""
-    honest = "def reward(completions):\n    return [float(len(text)) for text in completions]\n"
-    rude = f"""
-import os, random, signal, sys, torch
-{honest.replace("def reward", "def score")}
-def reward(completions):
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    random.seed(0)
-    os.chdir("/")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdout.close()
-    return score(completions)
-"""
-    weights = []
-    for name, source in (("honest", honest), ("rude", rude)):
-        trainer, _ = train([FunctionReward(target=target(source))], name=name)
-        weights.append(trainer.roles.actor.packed.model.state_dict())
-    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -389,3 +326,11 @@ def test_what_a_passed_function_draws_and_seeds_changes_nothing_in_training(trai
         weights.append(trainer.roles.actor.packed.model.state_dict())
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
     assert any("torch's global generator" in warning for warning in trainer.roles.warnings())
+
+
+def test_a_server_that_was_never_there_stops_the_run(train: Train) -> None:
+    reward = HTTPReward(url="http://127.0.0.1:9", retry=RetryConfig(attempts=1))
+    with pytest.raises(UserError, match="has not given a single score") as caught:
+        train([reward])
+    assert "unreachable" in caught.value.found
+    assert train.trainers[0].roles.actor.num_updates == 0  # type: ignore[attr-defined]

@@ -188,16 +188,6 @@ def test_an_update_that_breaks_off_half_way_is_not_saved(
     assert trainer.run.saved_steps() == []
 
 
-def test_evaluation_prompts_passed_from_python_are_used(
-    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
-) -> None:
-    """Without an evaluation section of the recipe, too: at the start and at the end then."""
-    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
-    RLTrainer(recipe(GRPO(), output_dir=str(tmp_path / "run")), evaluation_prompts=prompts[:3], **objects).train()
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows if "eval/share_of_digits" in row] == [0, 2]
-
-
 def test_a_reward_model_that_gives_nan_stops_the_run(
     causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path
 ) -> None:
@@ -307,15 +297,6 @@ def assembled(config: AlgorithmConfig, scores: Sequence[float], ended: Sequence[
     return Assembler(config, {"score": 1.0}, lambda: config.kl.coef)([(Chunk(0, 0, batch), [found])])
 
 
-@pytest.mark.parametrize("config", [GRPO, RLOO])
-def test_a_missing_end_counts_where_all_scores_are_equal(config: type[GRPO] | type[RLOO]) -> None:
-    used = config(kl=KLConfig(coef=0.0), missing_eos_penalty=0.5)
-    experience = assembled(used, [0.0, 0.0], [True, False])
-    advantages = experience.batch.token["advantages"][experience.batch.sequence_index() >= 0]
-    assert advantages[0] > 0 > advantages[2], "the response that was cut off is the worse one"
-    assert experience.metrics["groups/zero_variance"] == 0.0
-
-
 def trainer_of_rl(
     tmp_path: Path,
     causal_lm: Any,
@@ -381,11 +362,36 @@ def test_a_budget_below_the_longest_response_is_refused_before_anything_starts(
     trainer_of_rl(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 6}})
 
 
-def test_a_reward_model_in_half_precision_gives_a_critic_in_full(
-    tmp_path: Path, causal_lm: Any, tokenizer: Any, scalar_model: Any
+def test_a_reference_of_another_size_takes_over_no_weights(trainer: Any, causal_lm: Any, tmp_path: Path) -> None:
+    causal_lm(num_hidden_layers=1).save_pretrained(tmp_path / "small")
+    other = ReferenceConfig(path=str(tmp_path / "small"))
+    trainer("fixed", OnlineDPO(), reference=other)
+    with pytest.raises(UserError, match="cannot take over") as caught:
+        trainer("run", OnlineDPO(refresh_steps=2), reference=other)
+    assert "layers.1." in caught.value.found
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_pair_of_responses_has_to_fit_the_budget(share: bool, trainer: Any) -> None:
+    def with_budget(name: str, tokens: int) -> RLTrainer:
+        train = TrainConfig(token_budget=tokens, share_prefixes=share)
+        return trainer(name, OnlineDPO(), actor=ActorConfig(train=train))
+
+    prompt = max(item.num_tokens for item in with_budget("large", 1000).roles.prompts.items)
+    needed = (1 if share else 2) * prompt + 2 * 5
+    with pytest.raises(UserError, match="token_budget is too small") as caught:
+        with_budget("small", needed - 1)
+    assert f"{needed} tokens" in caught.value.found
+    with_budget("enough", needed)
+
+
+def test_a_critic_that_is_not_read_is_refused_and_its_section_remarked_on(
+    trainer: Any, scalar_model: Any, tmp_path: Path
 ) -> None:
-    recipe = RLRecipe(output_dir=str(tmp_path / "run"), threads=1)
-    reward = scalar_model().to(torch.bfloat16)
-    run = RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, rewards=[reward], prompts=["1+2="])
-    assert run.roles.critic is not None
-    assert {p.dtype for p in run.roles.critic.packed.model.parameters()} == {torch.float32}
+    with pytest.raises(UserError, match="the method does not have"):
+        trainer("refused", GRPO(), critic_model=scalar_model())
+    assert not (tmp_path / "refused").exists()
+    run = trainer("said", GRPO(), critic=CriticConfig(warmup_steps=1), steps=1)
+    assert run.train().summary["notes"][0] == "critic: not read, grpo has none"
+    assert not any("not read" in warning for warning in trainer("ppo", PPO()).roles.warnings())

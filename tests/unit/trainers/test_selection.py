@@ -91,14 +91,6 @@ def test_nothing_to_choose_leaves_nothing_to_train() -> None:
     assert experience.metrics["groups/zero_variance"] == 1.0
 
 
-def test_half_a_pair_is_left_out() -> None:
-    """A response whose every token is filtered out of the loss takes its partner with it."""
-    experience = assembled(OnlineDPO(), [[1.0, 3.0], [0.0, 1.0]])
-    mask = experience.batch.token["loss_mask"].clone()
-    mask[slice(*experience.batch.leaf_span(1))] = False
-    assert learned_from(OnlineDPO(), experience.batch.with_token(loss_mask=mask)).ids == ("1.0", "1.1")
-
-
 # Runs ----------------------------------------------------------------------------------------------------
 
 

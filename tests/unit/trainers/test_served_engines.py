@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
 from quartet.config.choices import EngineConfig
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
 from quartet.config.run import LogConfig
-from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess
@@ -151,23 +149,6 @@ def test_adapters_alone_are_sent(trainer: Callable[..., RLTrainer]) -> None:
     assert sent == sum(tensor.nbytes for tensor in adapters.trained.values())
 
 
-@pytest.mark.usefixtures("beside", "exact_processor")
-@pytest.mark.parametrize("in_flight", ["pick_up", "finish_old", "start_over"])
-def test_generation_ahead_of_training(trainer: Callable[..., RLTrainer], in_flight: str) -> None:
-    algorithm = GRPO(off_policy=OffPolicyConfig())
-    placement = {"type": "asynchronous", "max_staleness": 1, "in_flight": in_flight, "pools": APART}
-    made = trainer("ahead", placement={**placement, "pools": {**APART}}, algorithm=algorithm, steps=4)
-    result = made.train()
-    rows = read_metrics(made.path / "metrics.jsonl")[1:]
-    assert all(row["agreement/canary_diff"] == 0.0 for row in rows)
-    assert all(row["staleness/max"] <= 1 for row in rows)
-    if in_flight != "pick_up":
-        records = [record for step in range(1, 5) for record in read_step(result.path / "rollouts", step)]
-        versions = [record.columns.get("policy_version", [record.policy_version]) for record in records]
-        assert all(len(set(of_response)) == 1 for of_response in versions)
-    assert ("rollout/started_over" in rows[-1]) == (in_flight == "start_over")
-
-
 # The doctor ----------------------------------------------------------------------------------------------
 
 
@@ -205,24 +186,6 @@ def test_a_killed_engine_costs_nothing_but_time(
     assert last["engine/restarts"] == len(killed) == 1
     assert last["handover/offload_bytes"] > 0
     assert last["engine/rerouted"] >= 4
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("exact_processor")
-def test_a_resumed_run_ends_as_one_that_was_never_stopped(trainer: Callable[..., RLTrainer]) -> None:
-    here = trained(trainer("here", process=False))
-    first = trainer("there", steps=3, placement=PLACEMENTS["pipelined"])
-    step = first._step
-
-    async def stopped(number: int, attempt: Any) -> int:
-        if number == 2:
-            raise UserError("enough", found="two steps", remedy="go on")
-        return await step(number, attempt)
-
-    first._step = stopped  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="enough"):
-        first.train()
-    assert_equal(trained(trainer("there", resume=True, placement=PLACEMENTS["pipelined"])), here)
 
 
 @pytest.mark.usefixtures("exact_processor")

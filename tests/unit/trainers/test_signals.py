@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -119,7 +119,7 @@ def test_a_forked_child_ends_by_the_signals() -> None:
 def test_workers_that_a_signal_ended_are_not_replaced(tmp_path: Path) -> None:
     """SIGTERM to all processes of a job: whoever waited for new workers waited for a Ray that was gone."""
     trainer = RLTrainer.__new__(RLTrainer)
-    trainer.run, trainer._attempt = RunDirectory(tmp_path / "run", RLRecipe()), None
+    trainer.run, trainer._loop = RunDirectory(tmp_path / "run", RLRecipe()), None
     with trainer.run.stoppable():
         arrive(TERM)
         with pytest.raises(Interrupted) as stop:
@@ -182,16 +182,3 @@ def test_an_interrupt_lets_tasks_clean_up() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_async(work())
     assert ended == ["work", "other"]
-
-
-@pytest.mark.parametrize(("outcome", "expected"), [(lambda: 7, 7), (lambda: 1 / 0, ZeroDivisionError)])
-def test_without_a_signal_it_is_asyncio_run(outcome: Callable[[], int], expected: object) -> None:
-    async def work() -> int:
-        await asyncio.sleep(0)
-        return int(outcome())
-
-    if isinstance(expected, int):
-        assert run_async(work()) == expected
-    else:
-        with pytest.raises(ZeroDivisionError):
-            run_async(work())

@@ -14,7 +14,7 @@ from quartet.config.common import SamplingConfig
 from quartet.config.recipe import RLRecipe, RolloutConfig
 from quartet.config.run import LogConfig
 from quartet.observe.trackers import read_metrics
-from quartet.trainers import attempt, roles
+from quartet.trainers import loop, roles
 from quartet.trainers.rl import RLTrainer
 
 TRUNCATED = {"temperature": 1.2, "top_p": 0.7, "top_k": 9, "min_p": 0.02, "max_new_tokens": 8}
@@ -50,7 +50,7 @@ def test_sampler_and_trainer_agree_to_the_last_bit(first_step: Any, truncated_lo
 
 
 def test_without_the_trainers_part_they_would_differ(first_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attempt, roles):
+    for module in (loop, roles):
         monkeypatch.setattr(module, "limits_of", lambda recipe: None)
     assert first_step(truncated_logprobs=True)["agreement/logprob_diff_max"] > 0.1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import os
 import time
 from pathlib import Path
@@ -14,18 +13,13 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
 from quartet.observe import rollouts
 from quartet.observe.rollouts import list_steps, read_step, rollouts_path
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch, without_texts
-from quartet.schedule.leases import LOCAL_POOL, local_placement
 from quartet.schedule.model_worker import Writer
 from quartet.text.tokenizer import TextCodec
-from quartet.train.forward import Needs
-from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.workers import WRITER_ROLE, PoolWorker
 
 
 @pytest.fixture
@@ -106,46 +100,3 @@ def test_a_refused_file_is_told_by_its_own_step_alone(
     assert finished(writer, 1) and list_steps(run / "rollouts") == [1, 3]
     with pytest.raises(UserError, match="could not be written"):
         writer.write_rollouts(run / "rollouts", 2, [step(codec, 2, "7")], background=False)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_directory_that_is_not_there_is_refused_and_not_made(run: Path, codec: TextCodec, background: bool) -> None:
-    with pytest.raises(UserError, match="does not see the run's directory"):
-        Writer(codec).write_rollouts(run / "missing" / "rollouts", 1, [step(codec, 1, "7")], background=background)
-    assert not list(run.iterdir())
-
-
-def test_a_step_that_is_done_again_replaces_its_file(run: Path, codec: TextCodec) -> None:
-    writer = Writer(codec)
-    for answer in ("7", "8"):
-        writer.write_rollouts(run / "rollouts", 1, [step(codec, 1, answer)], background=True)
-    assert finished(writer, 1)
-    assert [record.response_text for record in read_step(run / "rollouts", 1)] == ["8"]
-    assert gzip.decompress(rollouts_path(run / "rollouts", 1).read_bytes()).count(b"\n") == 1
-
-
-def test_an_outline_is_no_record(run: Path, codec: TextCodec) -> None:
-    batch = step(codec, 1, "7")
-    with pytest.raises(ValueError):
-        Writer(codec).write_rollouts(run / "rollouts", 1, [batch.outline(["far"])], background=False)
-    whole = batch.outline(["far"]).filled([batch])
-    Writer(codec).write_rollouts(run / "rollouts", 1, [whole], background=False)
-    assert [record.response_text for record in read_step(run / "rollouts", 1)] == ["7"]
-
-
-def test_a_reward_model_may_be_called_writer(tmp_path: Path, causal_lm: Any, scalar_model: Any, tokenizer: Any) -> None:
-    """Where it is in the actor's process it stood under the writer's own name."""
-    for name, model in (("policy", causal_lm()), ("judge", scalar_model())):
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    recipe = RLRecipe(
-        actor={"model": {"path": str(tmp_path / "policy")}},
-        data={"path": "unused.jsonl"},
-        rewards=[{"type": "model", "name": "writer", "path": str(tmp_path / "judge")}],
-    )
-    placement = local_placement(("actor", "writer"))
-    process = PoolWorker(recipe, UserObjects(), placement, LOCAL_POOL, str(Path.cwd()))
-    batch = RaggedBatch.from_groups([[3, 4]], [[[5], [6, 7]]], ["a", "b"])
-    scores = process.run_role("writer", "forward", batch, Needs(scores=True))
-    assert scores.ids == batch.ids and len(scores.sequence["scores"]) == 2
-    assert process.run_role(WRITER_ROLE, "finish_rollouts", 1) is False

@@ -35,9 +35,9 @@ from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.text.examples import PromptText
 from quartet.train.engine import ModelPart
 from quartet.train.forward import Needs
-from quartet.trainers.attempt import RunAttempt
 from quartet.trainers.devices import numbers_per_token
 from quartet.trainers.experience import Experience, sampled_only
+from quartet.trainers.loop import RLLoop
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles, limits_of
 from quartet.trainers.run import RunDirectory, Stopwatch
@@ -55,13 +55,13 @@ class ExaminedRun:
 
     roles: RLRoles
     workers: RunWorkers
-    attempt: RunAttempt
+    loop: RLLoop
     max_new_tokens: int
 
     @property
     def tolerance(self) -> float:
         """Nats by which engine and trainer may differ about a token."""
-        return self.attempt.rollout.canary.tolerance
+        return self.loop.rollout.canary.tolerance
 
     @property
     def temperature(self) -> float:
@@ -69,7 +69,7 @@ class ExaminedRun:
 
     async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
         """What each engine answers, with token ids, by each of ``params``; by the engines' names."""
-        rollout, found = self.attempt.rollout, dict[str, RaggedBatch]()
+        rollout, found = self.loop.rollout, dict[str, RaggedBatch]()
         asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
             for n, worker in enumerate(self.workers.engines):
@@ -80,7 +80,7 @@ class ExaminedRun:
 
     async def canaries(self) -> list[RaggedBatch]:
         """Each engine's answer to the canary prompt."""
-        rollout, found = self.attempt.rollout, list[RaggedBatch]()
+        rollout, found = self.loop.rollout, list[RaggedBatch]()
         async with rollout.leases.turn("rollout", "generate", "canary", step=0, reads=rollout.reads()):
             for engine in self.workers.engines:
                 await engine.call(RolloutWorker.run_canary, rollout.canary, "canary")
@@ -95,7 +95,7 @@ class ExaminedRun:
 
     async def logprobs(self, batch: RaggedBatch, needs: Needs) -> Tensor:
         """``[T]`` the actor's."""
-        async with self.attempt.leases.turn("actor", "forward", "doctor", step=0, reads={"actor": None}):
+        async with self.loop.leases.turn("actor", "forward", "doctor", step=0, reads={"actor": None}):
             found = await self.roles.groups["actor"].call(ModelWorker.forward, batch.without_objects(), needs)
         return found.token["logprobs"]
 
@@ -131,32 +131,32 @@ async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet])
     Raises:
         UserError: a model's values are not finite, or memory is too small.
     """
-    roles, attempt, watch = run.roles, run.attempt, Stopwatch()
-    scorers = list(roles.column_scorers(attempt.leases))
+    roles, loop, watch = run.roles, run.loop, Stopwatch()
+    scorers = list(roles.column_scorers(loop.leases))
     if all(scorer.column != OLD for scorer in scorers):
-        scorers.append(ModelScorer(attempt.leases, "actor", roles.groups["actor"], run.needs(), OLD, trains=True))
+        scorers.append(ModelScorer(loop.leases, "actor", roles.groups["actor"], run.needs(), OLD, trains=True))
     parts: list[Scorer] = list(scorers)
     if GREEDY in chunk.data.sequence:
         parts = [PartScorer(scorer, sampled_only) for scorer in scorers]
     columns = await score_all(parts, chunk)
-    experience: Experience = await attempt.stages.assemble([(chunk, [*rewards, *columns])])
+    experience: Experience = await loop.stages.assemble([(chunk, [*rewards, *columns])])
     scoring_s, watch = watch.seconds, Stopwatch()
-    metrics = await _update(run, attempt.learned(experience))
+    metrics = await _update(run, loop.learned(experience))
     return Learned(experience, scoring_s, watch.seconds, metrics)
 
 
 async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
     """What the rehearsed update measured; nothing where no token is learned from."""
-    roles, attempt = run.roles, run.attempt
+    roles, loop = run.roles, run.loop
     picked = UpdatePlan(1, 1, roles.recipe.seed).selections(batch, 0)
     if not picked:
         return {}
     actor = roles.train_group("actor")
-    update = Update(picked[0], attempt.policy_objective(False), 0, rehearsal=True)
+    update = Update(picked[0], loop.policy_objective(False), 0, rehearsal=True)
     if roles.ptx is not None:
         await actor.call(TrainWorker.expect_update, 0)
     # Weights are read, and stay: nobody waits for a new version.
-    async with attempt.leases.turn("actor", "train", "rehearsal", step=0, reads={"actor": None}):
+    async with loop.leases.turn("actor", "train", "rehearsal", step=0, reads={"actor": None}):
         (found,) = await actor.call(TrainWorker.update, batch.without_objects(), [update])
     return found
 
@@ -372,7 +372,7 @@ def check_diversity(batch: RaggedBatch) -> Finding:
 
 def check_versions(run: ExaminedRun, batch: RaggedBatch) -> Finding:
     """Tokens carry the version of the weights that sampled them."""
-    versions, version = batch.token["policy_version"][batch.token["action_mask"]], run.attempt.rollout.version
+    versions, version = batch.token["policy_version"][batch.token["action_mask"]], run.loop.rollout.version
     wrong = int((versions != version).sum())
     return judged("versions", f"{wrong} of {len(versions)} tokens do not carry version {version}", failure=wrong > 0)
 
@@ -465,7 +465,7 @@ async def check_weights(run: ExaminedRun, findings: Findings) -> float:
     Returns:
         Seconds of a publication.
     """
-    rollout, before, flipped = run.attempt.rollout, await run.canaries(), list[ModelPart]()
+    rollout, before, flipped = run.loop.rollout, await run.canaries(), list[ModelPart]()
     trained, watch = await run.logprobs(before[0], _CANARY), Stopwatch()
     mask = before[0].token["loss_mask"]
     apart = float((before[0].token["rollout_logprobs"] - trained)[mask].abs().max())
@@ -503,7 +503,7 @@ async def _check_part(
     before = await run.canaries()
     num = await _flip(run, part)
     flipped += [part] if num else []
-    difference = (await run.attempt.rollout.publish(_version(run)))["agreement/canary_diff"]
+    difference = (await run.loop.rollout.publish(_version(run)))["agreement/canary_diff"]
     still = sum(not _apart([old], [new]) for old, new in _pairs(before, await run.canaries()))
     found = f"{still} of {len(before)} engines compute as before a change of {num} tensors ({part}), "
     return judged(
@@ -515,7 +515,7 @@ async def _check_part(
 
 async def _check_sleep(run: ExaminedRun) -> Finding:
     """Engines that give up their memory for others come back with the same weights."""
-    name, rollout = "after_sleep", run.attempt.rollout
+    name, rollout = "after_sleep", run.loop.rollout
     if "rollout" not in run.workers.offloaded_roles():
         return judged(name, "engines never sleep in this placement")
     before = await run.canaries()
@@ -532,10 +532,10 @@ async def _flip(run: ExaminedRun, part: ModelPart) -> int:
     """Makes the actor's next version, with heads that learn along as they are; returns the number of tensors that
     changed.
     """
-    leases, step = run.attempt.leases, _version(run)
+    leases, step = run.loop.leases, _version(run)
     async with leases.turn("actor", "train", "flip_bits", step=step, writes="actor"):
         num = await run.roles.train_group("actor").call(TrainWorker.flip_bits, part)
-    if HEADS in run.attempt.rollout.sends:
+    if HEADS in run.loop.rollout.sends:
         async with leases.turn("actor", "forward", "flip_bits", step=step, reads={"actor": None}, writes=HEADS):
             pass
     return num
@@ -543,7 +543,7 @@ async def _flip(run: ExaminedRun, part: ModelPart) -> int:
 
 def _version(run: ExaminedRun) -> int:
     """Of the actor's weights."""
-    return run.attempt.leases.arbiter.version("actor")
+    return run.loop.leases.arbiter.version("actor")
 
 
 def _pairs(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> list[tuple[RaggedBatch, RaggedBatch]]:
@@ -631,12 +631,12 @@ class _Examination:
     async def run(self) -> None:
         trainer = self._trainer
         trainer.run.start(0)
-        attempt = RunAttempt(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None, 0)
-        await attempt.begin()
+        loop = RLLoop(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None, 0)
+        await loop.begin()
         started = ", ".join(trainer.workers.models)
         self._findings.add(judged("start", f"{started} and {len(trainer.workers.engines)} engines"))
-        async with contextlib.aclosing(attempt):
-            await self._check(ExaminedRun(trainer.roles, trainer.workers, attempt, self._max_new_tokens))
+        async with contextlib.aclosing(loop):
+            await self._check(ExaminedRun(trainer.roles, trainer.workers, loop, self._max_new_tokens))
 
     async def _check(self, run: ExaminedRun) -> None:
         findings = self._findings
@@ -678,7 +678,7 @@ class _Examination:
 
     async def _sample(self, run: ExaminedRun) -> Chunk:
         """Groups of the first prompts, by the run's own way of asking for them."""
-        roles, rollout = run.roles, run.attempt.rollout
+        roles, rollout = run.roles, run.loop.rollout
         asked = rollout.requests
 
         def limited(index: int) -> tuple[PromptItem, PromptRequest]:

@@ -139,7 +139,7 @@ async def score(run: ExaminedRun, chunk: Chunk) -> Scored:
         UserError: a source failed.
     """
     batch, weights, watch = chunk.data, run.roles.rewards.weights, Stopwatch()
-    scorers: list[Scorer] = list(run.roles.reward_scorers(run.attempt.leases))
+    scorers: list[Scorer] = list(run.roles.reward_scorers(run.loop.leases))
     if GREEDY in batch.sequence:
         scorers = [PartScorer(scorer, sampled_and_greedy) for scorer in scorers]
     columns = await score_all(scorers, chunk)

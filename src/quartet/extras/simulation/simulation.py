@@ -19,17 +19,24 @@ The critical path of a run, read from its spans: the chain of work that made it 
 A span began when the last of its *causes* had ended: the data it needs, or the work that held its pool. Going back from
 the span that ended last, from cause to cause, gives the path; what lies between a cause's end and the next beginning is
 waiting that no span explains (on a virtual clock there is none).
+
+The virtual clock: the same asyncio program, run in no time and always in the same order. `VirtualLoop` is an event loop
+whose selector never sleeps. When nothing is runnable it jumps `time()` to the next timer; when there is no timer
+either, nothing can ever happen again, and it raises `Deadlock`. Times are whole microseconds, so that 0.1 + 0.2 and 0.3
+are one moment and not two. Nothing that happens outside the loop (threads, sockets, processes) moves this clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import selectors
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 import torch
 
@@ -37,7 +44,7 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch, join
 from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams, StepEngine
-from quartet.schedule.clock import drained, now
+from quartet.schedule.clock import now, shielded
 from quartet.schedule.groups import AdmissionRule, Consumed, Event, Group, GroupStream, Journal
 from quartet.schedule.iteration import (
     Chunk,
@@ -280,7 +287,7 @@ class TimedGroup(RoleGroup[Any]):
         found = getattr(self.worker, method.__name__)(*args, **kwargs)
         seconds = self.seconds(*args)
         if seconds > 0:
-            await drained(self.sleep(seconds))
+            await shielded(self.sleep(seconds))
         return found
 
 
@@ -373,7 +380,7 @@ class Simulation:
         self._publish_s = self._varied("publish", lambda: costs.publish_s)
         self._runs_ahead = placement.max_staleness is not None
         self.rollout = self._rollout()
-        self.stream: GroupStream[Group] = GroupStream(
+        self.stream: GroupStream = GroupStream(
             self.rollout.generate,
             AdmissionRule(self.prompts_per_step, placement.max_staleness),
             chunk_size=self.chunk_size,
@@ -437,7 +444,7 @@ class Simulation:
 
     async def _update_engine_weights(self, version: int) -> int:
         """The engine gets the weights that the actor has when they have come over."""
-        await drained(self.sleep("rollout", self._publish_s()))
+        await shielded(self.sleep("rollout", self._publish_s()))
         self.engine.num_updates = self._models["actor"].num_updates
         self.engine.update_weights(None, version)
         return 0
@@ -600,3 +607,64 @@ def _purposes(spans: Sequence[Span], placement: ResolvedPlacement) -> dict[int, 
 
 def _pool(placement: ResolvedPlacement, span: Span) -> str:
     return placement.pool_of[str(span.role)]
+
+
+# The virtual clock --------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+TICKS_PER_S = 1_000_000
+
+
+class Deadlock(RuntimeError):
+    """Nothing is runnable and no timer is set: the tasks wait for each other, or for nothing."""
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Runs `main` to its end on a fresh virtual clock that starts at 0; tasks it leaves behind are cancelled.
+
+    Raises whatever `main` raises, and `Deadlock` when it can never end.
+    """
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Advances a tick counter where an ordinary selector would block."""
+
+    ticks = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if events:
+            return events
+        if timeout is None:
+            raise Deadlock(f"nothing can run at {self.ticks / TICKS_PER_S} s")
+        self.ticks += round(max(timeout, 0.0) * TICKS_PER_S)
+        return events
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop on virtual time, counted in whole microseconds from 0."""
+
+    # A handle is due when it lies less than this beyond `time()`: half a tick lets exactly the current tick
+    # run.
+    _clock_resolution: float
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+        self._clock_resolution = 0.5 / TICKS_PER_S
+
+    def time(self) -> float:
+        return self._jumping.ticks / TICKS_PER_S
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        quantised = round(when * TICKS_PER_S) / TICKS_PER_S
+        return super().call_at(quantised, callback, *args, context=context)

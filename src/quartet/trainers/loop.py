@@ -36,7 +36,6 @@ from quartet.schedule.groups import (
     Group,
     GroupStream,
     Journal,
-    TooFewGroups,
     chunk_of,
     staleness_metrics,
     without_texts,
@@ -98,7 +97,7 @@ class DynamicSampling:
         self._judge = judge
         self._outcomes: dict[int, tuple[bool, Tensor]] = {}  # by group: whether its scores differ, and they themselves
 
-    def stream(self, rule: AdmissionRule, *, chunk_size: int) -> GroupStream[Group]:
+    def stream(self, rule: AdmissionRule, *, chunk_size: int) -> GroupStream:
         """The stream of groups with variance, replaced in rounds, as which requests share the engine's batch must not
         depend on how long a reward takes."""
         return GroupStream(
@@ -138,18 +137,18 @@ class DynamicSampling:
             found["reward/sampled_score_mean"] = sum(float(scores.sum()) for _, scores in outcomes) / num
         return found
 
-    def _too_few(self, shortage: TooFewGroups) -> UserError:
+    def _too_few(self, step: int, wanted: int, accepted: int, attempts: int) -> UserError:
         key = "algorithm.dynamic_sampling.max_prompts_factor"
         return UserError(
-            f"step {shortage.step + 1}: too few groups have responses with different scores",
-            found=f"{shortage.attempts} groups tried, {shortage.accepted} with variance, {shortage.wanted} needed; "
+            f"step {step + 1}: too few groups have responses with different scores",
+            found=f"{attempts} groups tried, {accepted} with variance, {wanted} needed; "
             f"{key}={self.config.max_prompts_factor:g}",
             remedy="use prompts that the model solves sometimes, more responses_per_prompt or a reward with more "
             f"grades; a resumed run may also raise {key}. Nothing of this step was trained on",
         )
 
 
-class RunAttempt:
+class RLLoop:
     """What an RL run computes with from ``step`` on, until it ends or a worker dies.
 
     Args:
@@ -262,7 +261,7 @@ class RunAttempt:
         }
 
     def _engine_metrics(self) -> dict[str, float]:
-        """What happened to engines and running responses since the run, or its last attempt, began."""
+        """What happened to engines and running responses since the run, or the loop after a worker's death, began."""
         found, stats = {}, self.rollout.stats()
         if self._workers.placement.in_flight == "start_over":
             found["rollout/started_over"] = float(self.rollout.num_started_over)
@@ -293,7 +292,7 @@ class RunAttempt:
 
     def _open_journal(self, step: int) -> Journal | None:
         """The record of what depends on timing when generation runs ahead, so that another run can repeat it: in
-        ``journal.jsonl``, of an attempt that begins after ``step`` steps in ``journal_<step>.jsonl``. None where it
+        ``journal.jsonl``, of a loop that begins after ``step`` steps in ``journal_<step>.jsonl``. None where it
         cannot be repeated."""
         placement = self.recipe.placement
         if not isinstance(placement, AsynchronousPlacement):
