@@ -10,9 +10,8 @@ weight syncs read and write it there like any other tensor; only computing with 
 
 All copies are made before the first tensor is pointed elsewhere: an error leaves everything as it was.
 
-Host memory for what leaves a device: pinned, for quick copies of a GPU's, or files on disk, where memory is short.
-
-Both give one piece of memory, cut into parts of which each has a storage of its own.
+A store is pinned memory, for quick copies of a GPU's, or files on disk, where memory is short. It gives one piece of
+memory, cut into parts of which each has a storage of its own.
 """
 
 from __future__ import annotations
