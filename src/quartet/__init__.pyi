@@ -161,8 +161,8 @@ from .config.rewards import (
 from .extras.iterated.trainer import (
     CollectConfig as CollectConfig,
     IteratedRecipe as IteratedRecipe,
+    IteratedTrainer as IteratedTrainer,
 )
-from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
 from .extras.process_rewards.config import (
     DiscountedSteps as DiscountedSteps,
     MinSteps as MinSteps,
