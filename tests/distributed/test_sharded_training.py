@@ -84,11 +84,6 @@ def test_bf16_is_autocast_over_fp32_weights(
             assert difference <= rtol * largest, f"{case} {name}: {difference} of {largest}"
 
 
-def test_sums_are_taken_in_the_order_of_the_ranks() -> None:
-    for found in rank_forks.run_ranks(4, ranks.summed_in_order):
-        assert all(torch.equal(actual, expected) for actual, expected in found)
-
-
 def test_the_same_mesh_gives_the_same_bits_twice() -> None:
     cases = [
         ranks.Case("grpo", shard, 4 // shard, fixed_order=fixed, dtype=torch.float32)
