@@ -112,6 +112,19 @@ def test_a_prompt_is_prefilled_once_for_all_its_responses(pipeline: Path, metric
         assert row["rollout/tokens"] == sum(len(record.response_ids) for record in records)
 
 
+def test_generate_answers_and_is_reproducible(world: Any, pipeline: Path, quartet: Any) -> None:
+    model = pipeline / "sft" / "model"
+    command = ["generate", "--model", model, "--prompt", "12+34=", "--prompt", "5+6=", "--max-new-tokens", 8]
+    once, again = quartet(*command, "--seed", 3), quartet(*command, "--seed", 3)
+    assert once.status == 0 and once.out == again.out
+    lines = once.out.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("12+34=") and lines[1].startswith("5+6=")
+    several = quartet(*command, "--num", 3, "--temperature", 0)
+    assert several.out.splitlines()[0] == several.out.splitlines()[2]
+    stopped = quartet(*command, "--stop", "+", "--temperature", 0)
+    assert all("+" not in line.split("=", 1)[1] for line in stopped.out.splitlines())
+
+
 def test_a_finished_run_resumed_changes_nothing(world: Any, pipeline: Path, processes: Any, same_run: Any) -> None:
     before = {p: p.read_bytes() for p in (pipeline / "sft").rglob("*") if p.suffix in (".safetensors", ".jsonl")}
     log = world.path / "resumed.log"
