@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from quartet.batch.partition import plan_micro_batches
 from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.config.algorithms import GRPO, PPO, KLConfig, KLCovLoss, OffPolicyConfig
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
@@ -293,12 +292,3 @@ def all_trained(cases: list[Case]) -> dict[Case, dict[str, Any]]:
 def all_trained_twice(cases: list[Case]) -> list[Any]:
     """The weights of each case, trained twice on this rank."""
     return [[trained(case, mesh_of(case))["weights"] for _ in range(2)] for case in cases]
-
-
-def passes_of_two_ranks(batches: Any, budget: int, *, num_ranks: int, **options: Any) -> list[Any]:
-    """In the place of ``plan_micro_batches`` in one process: updates make the passes of two ranks, one by one."""
-    assert num_ranks == 1
-    if "forward" in options["budget_key"]:
-        return plan_micro_batches(batches, budget, num_ranks=1, **options)
-    both = plan_micro_batches(batches, budget, num_ranks=2, **options)
-    return [[[part for part in (*one, *other) if part] for one, other in zip(*both, strict=True)]]
