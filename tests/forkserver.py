@@ -25,7 +25,6 @@ def context() -> ForkServerContext:
             "split_evaluation",
             "context_ranks",
             "tensor_ranks",
-            "vocabulary_ranks",
             "peft",
             "frozen_heap",
         ]

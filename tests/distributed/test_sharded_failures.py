@@ -105,7 +105,7 @@ def test_a_failure_in_a_pass_of_one_copy_is_told_to_all() -> None:
 @pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"context": 2, "tensor": 2}], ids=str)
 def test_a_process_that_is_gone_stops_the_others(sizes: dict[str, int]) -> None:
     world = 4 if "tensor" in sizes else 3
-    first, odd, *others = rank_forks.run_ranks(world, ranks.lost, sizes, True)
+    first, odd, *others = rank_forks.run_ranks(world, ranks.lost, sizes)
     assert isinstance(odd, rank_forks.Gone)
     # Peers of those that noticed wait for these until the time limit.
     named = (
@@ -122,10 +122,3 @@ def test_a_rank_that_hangs_within_a_pass_is_named_in_bounded_time() -> None:
     assert isinstance(odd, rank_forks.Gone)
     for error, seconds in (first, last):
         assert error.startswith("RankFailed: no answer of rank 1 of 3: ") and seconds < 20
-
-
-def test_a_rank_whose_idle_passes_fail_too_is_named_in_bounded_time() -> None:
-    first, odd, last = rank_forks.run_ranks(3, ranks.lost, {"shard": 3}, False)
-    assert odd[0] == "KeyError: 'within a pass'"
-    for error, seconds in (first, last):
-        assert "rank 1 of 3: KeyError: 'within a pass'" in error and seconds < 10

@@ -9,7 +9,6 @@ import torch
 
 import rank_forks
 import sharded_ranks as ranks
-from quartet.train import token_budget
 
 MESHES = [(1, 2), (2, 1), (2, 2), (4, 1)]
 """Shard, replicate."""
@@ -50,43 +49,6 @@ def test_outputs_gradients_and_updates_are_those_of_one_process(
         for other in (of_rank[case] for of_rank in results[1:]):
             assert other["metrics"] == found["metrics"], case
             assert all(torch.equal(other["weights"][n], values) for n, values in found["weights"].items()), case
-
-
-def test_bf16_is_autocast_over_fp32_weights(
-    tolerances: dict[torch.dtype, tuple[float, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the bit forward. Gradients are summed in fp32 and differ by what that rounds, against one process that makes
-    the passes of both ranks: other packs round otherwise in bf16, in one process too.
-    """
-    torch.set_num_threads(1)
-    options: list[tuple[str, int, Any, bool]] = [
-        ("sft", 2, False, False),
-        ("sft", 1, "selective", False),
-        ("reward", 2, True, False),
-        ("ppo-actor", 2, "selective", True),
-    ]
-    cases = [
-        ranks.Case(name, shard, 2 // shard, recompute=recompute, lora=lora, dtype=torch.float32, precision="bf16")
-        for name, shard, recompute, lora in options
-    ]
-    results = rank_forks.run_ranks(2, ranks.all_trained, cases)[0]
-    monkeypatch.setattr(token_budget, "plan_micro_batches", ranks.passes_of_two_ranks)
-    _, rtol = tolerances[torch.float32]
-    for case in cases:
-        found, expected = results[case], ranks.trained(case.alone)
-        assert all(torch.equal(found["outputs"][n], values) for n, values in expected["outputs"].items()), case
-        assert found["gradients"].keys() == expected["gradients"].keys()
-        largest = max(float(values.abs().max()) for values in expected["gradients"].values())
-        differences = {n: float((found["gradients"][n] - g).abs().max()) for n, g in expected["gradients"].items()}
-        print(f"{case}: gradients differ by {max(differences.values()):.0e} of {largest:.0e}")
-        for name, difference in differences.items():
-            assert found["gradients"][name].dtype == torch.float32
-            assert difference <= rtol * largest, f"{case} {name}: {difference} of {largest}"
-
-
-def test_sums_are_taken_in_the_order_of_the_ranks() -> None:
-    for found in rank_forks.run_ranks(4, ranks.summed_in_order):
-        assert all(torch.equal(actual, expected) for actual, expected in found)
 
 
 def test_the_same_mesh_gives_the_same_bits_twice() -> None:

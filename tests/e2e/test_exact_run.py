@@ -63,10 +63,3 @@ def test_an_engine_that_computes_otherwise_shows_in_the_metrics(
     outcome = quartet("rl", world.recipe("exact-fault", content))
     assert outcome.status == 0, outcome.err
     assert all(0.0 < row["agreement/logprob_diff_max"] < 1e-4 for row in steps(world, "exact-fault"))
-
-
-def test_settings_that_rule_it_out_are_user_errors(world: Any, recipes: Any, quartet: Callable[..., Any]) -> None:
-    content = recipes["rl"]("grpo", numerics="exact", output_dir="runs/exact-refused")
-    recipe = world.recipe("exact-refused", content)
-    quartet("rl", recipe, "threads=2").expect_user_error("numerics: exact needs threads: 1")
-    quartet("rl", recipe, "actor.train.precision=bf16").expect_user_error("numerics: exact needs precision: fp32")

@@ -125,30 +125,6 @@ def test_generate_answers_and_is_reproducible(world: Any, pipeline: Path, quarte
     assert all("+" not in line.split("=", 1)[1] for line in stopped.out.splitlines())
 
 
-def test_eval_writes_answers_and_scores(world: Any, pipeline: Path, quartet: Any) -> None:
-    recipe = {
-        "threads": 1,
-        "model": {"path": "runs/pipe/sft/model"},
-        "data": {"path": "prompts.jsonl", "limit": 5},
-        "rewards": [
-            {"type": "function", "target": "quartet.rewards.builtin:exact_match"},
-            {"type": "model", "path": "runs/pipe/reward-model/model"},
-        ],
-        "sampling": {"max_new_tokens": 8},
-        "output_dir": "runs/pipe-eval",
-    }
-    outcome = quartet("eval", world.recipe("eval", recipe))
-    assert outcome.status == 0, outcome.err
-    answers = [json.loads(line) for line in (world.path / "runs/pipe-eval/answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 5
-    assert all(answer["rewards"].keys() == {"exact_match", "reward_model"} for answer in answers)
-    metrics = json.loads((world.path / "runs/pipe-eval/summary.json").read_text())["stages"][0]["metrics"]
-    mean = sum(answer["rewards"]["reward_model"] for answer in answers) / 5
-    assert metrics["eval/reward_model"] == pytest.approx(mean, rel=1e-5)
-    assert "eval/exact_match" in metrics and "eval/truncated_frac" in metrics
-    quartet("eval", "eval.yaml").expect_user_error("already holds a run", "choose another output_dir")
-
-
 def test_a_finished_run_resumed_changes_nothing(world: Any, pipeline: Path, processes: Any, same_run: Any) -> None:
     before = {p: p.read_bytes() for p in (pipeline / "sft").rglob("*") if p.suffix in (".safetensors", ".jsonl")}
     log = world.path / "resumed.log"

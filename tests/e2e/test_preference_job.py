@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,23 +97,6 @@ def test_doubtful_pairs_are_reported_with_their_rows(world: Any, quartet: Any, p
         assert "pairs_y.jsonl:3" in outcome.out
         assert summary_of(run)["stages"][0]["metrics"]["data/epoch"] == 2.0
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 * kept
-
-
-def test_margins_from_a_column_reach_the_reward_model(
-    world: Any, quartet: Any, pairs: Any, tmp_path: Path, metrics_of: Callable[[Path], list[dict[str, float]]]
-) -> None:
-    """A margin far above the scores is the loss, less the difference of the scores."""
-    rows = [{**pair, "by_how_much": 100.0 + 50 * (n % 2)} for n, pair in enumerate(pairs)]
-    write(world, "margins.jsonl", rows)
-    changes = {"data": {"path": "margins.jsonl", "columns": {"margin": "by_how_much"}}, "steps": 1, "pairs_per_step": 8}
-    losses = []
-    for n, scale in enumerate((0.0, 1.0, 2.0)):
-        run = tmp_path / f"run{n}"
-        recipe = world.recipe("margins", recipe_of(run, **changes, margin_scale=scale))
-        assert quartet("reward-model", recipe).status == 0
-        row = metrics_of(run)[0]
-        losses.append(row["loss/reward_model"] + (row["reward_model/margin"] if scale else 0.0))
-    assert losses[0] < 1.5 and losses[1:] == pytest.approx([125.0, 250.0], rel=1e-5)
 
 
 def test_kto_from_a_csv_file(world: Any, quartet: Any, pairs: Any, tmp_path: Path) -> None:

@@ -139,25 +139,20 @@ def complete_checkpoint(
         os.replace(draft, final)
         sync_directory(root)
         if former is not None:
-            _delete(former)
+            discard(former)
     except Damage as error:
-        discard_draft(draft)
+        discard(draft)
         raise UserError(
             f"checkpoint {final} is not what the workers have written",
             found=str(error),
             remedy="put output_dir on storage that all machines share",
         ) from error
     except OSError as error:
-        discard_draft(draft)
+        discard(draft)
         raise write_error(final, error, what="checkpoint ") from error
     prune(root, keep)
     _remove(root, f"{_DAMAGED}*")
     return final
-
-
-def discard_draft(draft: Path) -> None:
-    """Deletes what will not be a checkpoint; what cannot be deleted goes with the next one."""
-    _delete(draft)
 
 
 def prune(root: Path, keep: int) -> None:
@@ -173,7 +168,7 @@ def prune(root: Path, keep: int) -> None:
         for step in claimed_steps(root):
             if step < good[-keep]:
                 with contextlib.suppress(OSError):  # What cannot be deleted stays, and the next save tries again.
-                    _delete(_set_aside(checkpoint_path(root, step)))
+                    discard(_set_aside(checkpoint_path(root, step)))
 
 
 def set_aside_after(root: Path, step: int) -> None:
@@ -181,7 +176,7 @@ def set_aside_after(root: Path, step: int) -> None:
     for later in claimed_steps(root):
         if later > step:
             path = checkpoint_path(root, later)
-            _delete(path.with_name(_DAMAGED + path.name))
+            discard(path.with_name(_DAMAGED + path.name))
             os.replace(path, path.with_name(_DAMAGED + path.name))
 
 
@@ -197,7 +192,12 @@ def claimed_steps(root: Path) -> list[int]:
 
 def list_checkpoints(root: Path) -> list[int]:
     """Steps of the checkpoints that have all their files in the right sizes, ascending; contents are not read."""
-    return [step for step in claimed_steps(root) if _is_whole(root, step)]
+    found = []
+    for step in claimed_steps(root):
+        with contextlib.suppress(Damage, OSError):
+            _check_names(root, step)
+            found.append(step)
+    return found
 
 
 def newest_checkpoint(
@@ -303,14 +303,6 @@ def _read_info(path: Path, step: int) -> dict[str, Any]:
     return info
 
 
-def _is_whole(root: Path, step: int) -> bool:
-    try:
-        _check_names(root, step)
-    except (Damage, OSError):
-        return False
-    return True
-
-
 def _said(error: Damage | OSError) -> str:
     if isinstance(error, OSError):
         return f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})"
@@ -329,11 +321,11 @@ def _set_aside(checkpoint: Path) -> Path:
 
 def _remove(root: Path, pattern: str) -> None:
     for path in root.glob(pattern):
-        _delete(path)
+        discard(path)
 
 
-def _delete(path: Path) -> None:
-    """Whatever it is; what cannot be deleted stays, and the next save tries again."""
+def discard(path: Path) -> None:
+    """Deletes whatever it is; what cannot be deleted stays, and the next save tries again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

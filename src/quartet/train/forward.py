@@ -257,7 +257,8 @@ def _logprobs(
     packed: PackedModel, hidden: Tensor, read: RowRead, labels: Tensor, needs: Needs, chunk: int
 ) -> tuple[Tensor, Tensor | None]:
     """Of ``labels [M]``, and entropies where asked for; positions without a label go no further than their rank."""
-    logprobs, entropies = _causal(packed).token_logprobs(
+    assert isinstance(packed, PackedCausalLM), "log-probabilities need a causal LM"
+    logprobs, entropies = packed.token_logprobs(
         read.of_tensor_ranks(read.own(hidden)),
         read.labels(labels),
         temperature=needs.temperature,
@@ -270,19 +271,8 @@ def _logprobs(
 
 
 def _scalars(packed: PackedModel, hidden: Tensor, read: RowRead) -> Tensor:
-    return read.join(_scalar(packed).scalars(read.own(hidden)), by_tensor=True)
-
-
-def _causal(packed: PackedModel) -> PackedCausalLM:
-    if not isinstance(packed, PackedCausalLM):
-        raise TypeError(f"log-probabilities need a causal LM, not {type(packed).__name__}")
-    return packed
-
-
-def _scalar(packed: PackedModel) -> PackedScalarModel:
-    if not isinstance(packed, PackedScalarModel):
-        raise TypeError(f"values and scores need a model with a scalar head, not {type(packed).__name__}")
-    return packed
+    assert isinstance(packed, PackedScalarModel), "values and scores need a model with a scalar head"
+    return read.join(packed.scalars(read.own(hidden)), by_tensor=True)
 
 
 def leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:

@@ -1,18 +1,11 @@
 """What each kind of training minimises: binds a batch's fields to the pure losses of ``quartet.algorithms``.
 
-Shapes: T stored tokens, S sequences, N trajectories.
-
-==================== =================================================================================
-``SFTObjective``      negative log-likelihood of demonstrations (``loss_mask``)
-``PolicyObjective``   policy loss, KL and entropy terms (``loss_mask``, ``advantages``, …)
-``ValueObjective``    clipped value loss (``action_mask``, ``values``, ``returns``)
-==================== =================================================================================
-
-What training on preferences minimises: binds a batch's fields to ``quartet.algorithms.preference``.
-
-Shapes: T stored tokens, S sequences, P pairs.
+Shapes: T stored tokens, S sequences, N trajectories, P pairs.
 
 ======================= ======================================================================================
+``SFTObjective``        negative log-likelihood of demonstrations (``loss_mask``)
+``PolicyObjective``     policy loss, KL and entropy terms (``loss_mask``, ``advantages``, …)
+``ValueObjective``      clipped value loss (``action_mask``, ``values``, ``returns``)
 ``PairwiseObjective``   Bradley-Terry loss of a reward model (``pair``, ``chosen``, ``margin``)
 ``PreferenceObjective`` DPO and its relatives (``pair``, ``chosen``, ``loss_mask``, ``ref_logprobs``; ``anchor`` where
                         the loss depends on the whole step)

@@ -10,9 +10,8 @@ weight syncs read and write it there like any other tensor; only computing with 
 
 All copies are made before the first tensor is pointed elsewhere: an error leaves everything as it was.
 
-Host memory for what leaves a device: pinned, for quick copies of a GPU's, or files on disk, where memory is short.
-
-Both give one piece of memory, cut into parts of which each has a storage of its own.
+A store is pinned memory, for quick copies of a GPU's, or files on disk, where memory is short. It gives one piece of
+memory, cut into parts of which each has a storage of its own.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ import mmap
 import os
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -44,14 +44,50 @@ _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device."""
 
 
-class PinnedMemory:
+class Store(ABC):
+    """Gives host memory, one piece at a time."""
+
+    _remedy: ClassVar[str]
+    _where = ""
+
+    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Tensors ``uint8 [size]``, each with a storage of its own, which live as long as they are held.
+
+        Raises:
+            UserError: there is no room; nothing is taken then.
+        """
+        *starts, num_bytes = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
+        if not num_bytes:
+            return []
+        try:
+            memory = self._memory(num_bytes)
+        except (OSError, RuntimeError) as error:
+            raise UserError(
+                f"no room for {num_bytes / 2**20:.1f} MiB that should leave the device",
+                found=f"{error}{self._where}",
+                remedy=self._remedy,
+            ) from error
+        return [
+            torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    @abstractmethod
+    def _memory(self, num_bytes: int) -> mmap.mmap:
+        """One piece. Raises OSError or RuntimeError where there is no room."""
+
+
+class PinnedMemory(Store):
     """Host memory that a GPU copies from and to at the full speed of its bus.
 
-    torch's own pinned memory is rounded up to the next power of two, up to twice of what is asked for.
+    torch's own pinned memory is rounded up to the next power of two, up to twice of what is asked for. Where the host
+    does not let so much be pinned there is no room.
 
     Raises:
         UserError: there is no CUDA device.
     """
+
+    _remedy = "free host memory, raise `ulimit -l`, or use MappedFiles"
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -61,52 +97,31 @@ class PinnedMemory:
                 remedy="use MappedFiles (offload.to: mapped_files) for a model on the CPU",
             )
 
-    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Pinned tensors ``uint8 [size]``, each with a storage of its own.
-
-        Raises:
-            UserError: the host has no room, or does not let so much be pinned.
-        """
-        starts, num_bytes = _starts(sizes)
-        if not num_bytes:
-            return []
-        try:
-            memory = _Pinned(-1, num_bytes)
-            memory.pin()
-        except (OSError, RuntimeError) as error:
-            raise _no_room(num_bytes, str(error), "free host memory, raise `ulimit -l`, or use MappedFiles") from error
-        return _cut(memory, starts, sizes)
+    def _memory(self, num_bytes: int) -> mmap.mmap:
+        memory = _Pinned(-1, num_bytes)
+        memory.pin()
+        return memory
 
 
-class MappedFiles:
+class MappedFiles(Store):
     """Memory-mapped files. They have no name from the beginning, so nothing of them outlives the process.
 
     Args:
         directory: on the file system that takes them; made if it is not there. One in memory (tmpfs) frees nothing.
     """
 
+    _remedy = "free some space, or choose a directory on a larger disk"
+
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
+        self._where = f" in {directory}"
 
-    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Tensors ``uint8 [size]`` in one file, each with a storage of its own.
-
-        Raises:
-            UserError: the disk is full or not writable.
-        """
-        starts, num_bytes = _starts(sizes)
-        if not num_bytes:
-            return []
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.directory) as file:
-                # A full disk is an error here; in a mapping without blocks it would end the process.
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-                memory = mmap.mmap(file.fileno(), num_bytes)
-        except OSError as error:
-            remedy = "free some space, or choose a directory on a larger disk"
-            raise _no_room(num_bytes, f"{error} in {self.directory}", remedy) from error
-        return _cut(memory, starts, sizes)
+    def _memory(self, num_bytes: int) -> mmap.mmap:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.directory) as file:
+            # A full disk is an error here; in a mapping without blocks it would end the process.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            return mmap.mmap(file.fileno(), num_bytes)
 
 
 class _Pinned(mmap.mmap):
@@ -130,28 +145,6 @@ def _cuda() -> Any:
     return torch.cuda.cudart()
 
 
-def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each part begins, and the bytes of all."""
-    rounded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    *starts, num_bytes = accumulate(rounded, initial=0)
-    return starts, num_bytes
-
-
-def _cut(memory: mmap.mmap, starts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    return [
-        torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size)
-        for start, size in zip(starts, sizes, strict=True)
-    ]
-
-
-def _no_room(num_bytes: int, found: str, remedy: str) -> UserError:
-    return UserError(
-        f"no room for {num_bytes / 2**20:.1f} MiB that should leave the device", found=found, remedy=remedy
-    )
-
-
-__all__ = ["PARTS", "MappedFiles", "Moved", "Offload", "OffloadPart", "PinnedMemory", "Store"]
-
 OffloadPart = Literal["params", "grads", "optimizer"]
 PARTS: tuple[OffloadPart, ...] = get_args(OffloadPart)
 Parts = Collection[OffloadPart] | tuple[OffloadPart, ...]
@@ -161,17 +154,6 @@ _OWNERS: WeakKeyDictionary[nn.Module, ReferenceType[Offload]] = WeakKeyDictionar
 """Who moves which model."""
 _AWAY: WeakSet[nn.Module] = WeakSet()
 """What computes with parameters that are away: bodies and roots. A copy of such a module is none, and computes."""
-
-
-class Store(Protocol):
-    """Gives host memory; ``quartet.train.offload`` has the stores."""
-
-    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Tensors ``uint8 [size]``, each with a storage of its own, which live as long as they are held.
-
-        Raises:
-            UserError: there is no room; nothing is taken then.
-        """
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from quartet.train.checkpoint import (
     Shares,
     begin_checkpoint,
     complete_checkpoint,
-    discard_draft,
+    discard,
     find_checkpoint,
     step_of,
 )
@@ -124,7 +124,7 @@ async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str
             )
         found = None if background else await _written(run, workers, draft)
     except BaseException:
-        discard_draft(draft)
+        discard(draft)
         raise
 
     def complete() -> None:
@@ -132,10 +132,10 @@ async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str
             # The thread that writes has no event loop; the run's own may be waiting for that thread.
             shares = asyncio.run(_written(run, workers, draft)) if background else found
         except BaseException:
-            discard_draft(draft)
+            discard(draft)
             raise
         if shares is None:
-            discard_draft(draft)
+            discard(draft)
             return
         final = complete_checkpoint(draft, info, shares, keep=config.keep)
         run.callbacks.saved.append((step, run.checkpoints / final.name))

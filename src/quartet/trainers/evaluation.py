@@ -6,9 +6,8 @@
 
 ``quartet eval`` and the iterated reward model generate with an ``EvaluationModel``, which has the process to itself; an
 RL run with its own rollout (``PeriodicEvaluation``); ``quartet generate`` answers without scores (``generate``).
-What answers are worth is measured in ``evaluation_metrics.py``.
-
-`quartet eval`: answers of a model to held-out prompts, scored by rewards, alone or against another model's.
+What answers are worth is measured in ``evaluation_metrics.py``. ``Evaluator`` is ``quartet eval``: a model's answers to
+held-out prompts, scored by rewards, alone or against another model's.
 """
 
 from __future__ import annotations

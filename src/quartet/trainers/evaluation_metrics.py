@@ -1,6 +1,6 @@
 """From scored answers to figures: mean score, exact match, pass@k, maj@k and win rates, with intervals over prompts.
 
-Answers on disk, and what an evaluation has finished, so that a killed one goes on where it was.
+Also answers on disk, and what an evaluation has finished, so that a killed one goes on where it was.
 
 ``answers.jsonl`` and ``evaluations/step_00000050.jsonl`` hold one line per sample::
 

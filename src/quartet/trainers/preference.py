@@ -239,6 +239,18 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
             batch = batch.with_sequence(ref_logprobs=self._tables[name]["answers"][list(rows)].flatten())
         return batch if kl is None else batch.with_sequence(kl=kl.expand(len(batch)))
 
+    def _policy_logprobs(
+        self,
+        select: Callable[[Sequence[int], Sequence[str] | None], RaggedBatch],
+        rows: Sequence[int],
+        names: Sequence[str] | None,
+    ) -> Tensor:
+        """Log-probabilities of the answers to ``rows`` that ``select`` gives, under the present policy."""
+        forward = partial(self.engine.forward, needs=_LOGPROBS)
+        batches = (select(rows[part], None if names is None else names[part]) for part in self._slices(len(rows)))
+        passes = self.engine.in_shares(batches, forward)
+        return torch.cat([answer_logprobs(found.token["logprobs"], batch)[0] for batch, found in passes])
+
     def _anchors(
         self, name: str, data: PreferenceData | JudgedData, rows: Sequence[int], names: Sequence[str] | None = None
     ) -> Tensor | None:
@@ -247,11 +259,8 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         if not isinstance(loss, StepLossConfig):
             return None
         assert self._tables is not None, f"{loss.name} has a reference"
-        parts, forward = self._slices(len(rows)), partial(self.engine.forward, needs=_LOGPROBS)
-        batches = (data.select(rows[part], None if names is None else names[part]) for part in parts)
-        passes = self.engine.in_shares(batches, forward)
-        totals = [answer_logprobs(found.token["logprobs"], batch)[0] for batch, found in passes]
-        return step_anchors(loss.name, torch.cat(totals).view(-1, 2), self._tables[name]["answers"][list(rows)])
+        totals = self._policy_logprobs(data.select, rows, names).view(-1, 2)
+        return step_anchors(loss.name, totals, self._tables[name]["answers"][list(rows)])
 
     def _reference_point(
         self, name: str, data: PreferenceData | JudgedData, rows: Sequence[int], names: Sequence[str] | None = None
@@ -260,14 +269,8 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         if not isinstance(self.recipe.loss, KTOLoss):
             return None
         assert self._tables is not None, "KTO has a reference"
-        known, ratios = self._tables[name]["mismatched"], []
-        parts = self._slices(len(rows))
-        batches = (data.mismatched(rows[part], None if names is None else names[part]) for part in parts)
-        forward = partial(self.engine.forward, needs=_LOGPROBS)
-        for part, (batch, found) in zip(parts, self.engine.in_shares(batches, forward), strict=True):
-            totals, _ = answer_logprobs(found.token["logprobs"], batch)
-            ratios.append(totals - known[list(rows[part])].flatten())
-        return kto_reference_point(torch.cat(ratios))
+        totals = self._policy_logprobs(data.mismatched, rows, names)
+        return kto_reference_point(totals - self._tables[name]["mismatched"][list(rows)].flatten())
 
     def _slices(self, num_rows: int) -> list[slice]:
         """Of the rows, for one forward-only pass after the other."""

@@ -20,7 +20,7 @@ from quartet.train.checkpoint import (
     begin_checkpoint,
     checkpoint_path,
     complete_checkpoint,
-    discard_draft,
+    discard,
     list_checkpoints,
     newest_checkpoint,
     write_share,
@@ -37,7 +37,7 @@ def save(root, step, *, actor=None, info=None, keep=5):
         writer.begin(draft / "actor", actor or {"rest": {}}, background=False)
         return complete_checkpoint(draft, info or {}, {"actor": writer.finish(draft / "actor")}, keep=keep)
     except Exception:
-        discard_draft(draft)
+        discard(draft)
         raise
 
 

@@ -16,7 +16,6 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.rollout.compute_dtype_weights import ConvertedWeight, CopySource
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective, ValueObjective
@@ -243,46 +242,6 @@ def test_tied_weights_and_views_move_once_and_stay_tied(make_model, files):
     with torch.no_grad():
         q.zero_()
     assert not k.any()
-
-
-def test_copies_of_weights_are_made_anew_after_an_update_and_not_after_a_hand_over(build, data, files):
-    class Counting(ConvertedWeight):
-        num_refreshes = 0
-
-        def refresh(self):
-            self.num_refreshes += 1
-            super().refresh()
-
-    engine = build("causal")
-    layer = engine.packed.model.model.layers[1].mlp.up_proj
-    weight = Counting(layer, "weight", CopySource(layer.weight), lambda values: values.t().contiguous().t())
-    engine.offloading(files)
-    for _ in range(2):
-        engine.offloading().offload()
-        engine.offloading().onload()
-        weight.follow()
-    assert weight.num_refreshes == 1
-    other = build("causal")
-    other.train_step(data, objective_for(other))
-    engine.load_state(other.state())
-    weight.follow()
-    assert weight.num_refreshes == 2
-    assert torch.equal(weight._weights[0].tensor, other.packed.model.model.layers[1].mlp.up_proj.weight)
-    engine.offloading().offload()
-    engine.load_state(build("causal").state())
-    engine.offloading().onload()
-    weight.follow()
-    assert weight.num_refreshes == 3 and torch.equal(weight._weights[0].tensor, layer.weight)
-
-
-def test_parts_moved_in_inference_mode_can_be_trained(build, data, files):
-    plain, engine = build("causal"), build("causal")
-    engine.offloading(files)
-    with torch.inference_mode():
-        engine.offloading().offload()
-        engine.offloading().onload()
-    assert engine.train_step(data, objective_for(engine)) == plain.train_step(data, objective_for(plain))
-    assert_same(engine.state(), plain.state())
 
 
 # Adapters ------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.config import UserError
 from quartet.config.preference import (
     AOTLoss,
     BCOPairLoss,
@@ -180,18 +179,6 @@ def test_cutting_and_sharing_change_nothing(
     same(gradients(engine), whole[1])
     for name, value in whole[0].items():
         assert metrics[name] == pytest.approx(value, abs=1e-9), name
-
-
-def test_a_prompt_is_computed_once_for_both_answers(answers: RaggedBatch, make_engine: Any) -> None:
-    """The largest pair has a prompt of 4 tokens and answers of 1 and 6: it fits a budget of 11, and not one of 10."""
-    seen: list[int] = []
-    engine = make_engine("causal", token_budget=11)
-    hidden = engine.packed.hidden
-    engine.packed.hidden = lambda ids, *rest: seen.append(len(ids)) or hidden(ids, *rest)
-    engine.train_step(answers, PreferenceObjective(DPOLoss()))
-    assert sum(seen) == answers.num_tokens
-    with pytest.raises(UserError, match=r"longer than train\.token_budget"):
-        make_engine("causal", token_budget=10).train_step(answers, PreferenceObjective(DPOLoss()))
 
 
 # Metrics -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from quartet.observe import files
 from quartet.observe.files import read_rows
 from quartet.observe.progress import Progress
 from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
-from quartet.trainers.evaluation_metrics import EvaluationCache, read_answers
+from quartet.trainers.evaluation_metrics import read_answers
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models
 from quartet.trainers.supervised import SFTTrainer
@@ -282,33 +282,6 @@ def test_broken_lines_of_records_are_left_out_and_counted(
     assert all(row["step"] is not None for row in read_rows(small / name))
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("metrics.jsonl", '{"step": "2", "time_s": 1.0}\n'),
-        ("spans.jsonl", '{"step": [], "name": "update"}\n'),
-    ],
-)
-def test_records_of_another_shape_are_left_out(name: str, content: str, small: Path) -> None:
-    kept = (small / name).read_text()
-    (small / name).write_text(content + kept)
-    assert resumed(small)[0] == 2 and (small / name).read_text() == kept
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("run.json", "{}"),
-        ("run.json", '{"job": 5, "status": [], "created": null}'),
-        ("recipe.yaml", "seed: 5\n"),
-    ],
-)
-def test_another_shape_ends_the_resume(name: str, content: str, small: Path) -> None:
-    (small / name).write_text(content)
-    with pytest.raises(UserError):
-        resumed(small)
-
-
 @pytest.mark.parametrize("number", range(10))
 def test_a_flipped_bit_in_the_recipe_is_refused_or_changes_nothing(number: int, small: Path) -> None:
     path = small / "recipe.yaml"
@@ -369,36 +342,6 @@ def test_a_flipped_bit_in_a_rollout_file_is_told_or_harmless(number: int, small:
 
 
 # An evaluation, the stages of a larger job --------------------------------------------------------------------
-
-
-@pytest.fixture
-def finished(tmp_path: Path) -> Path:
-    path = tmp_path / "finished" / "answers.jsonl"
-    work = EvaluationCache(path, "about")
-    for number in range(4):
-        work.keep_rewards(f"eval.{number}.0", {"digits": number / 4})
-        work.keep_preference(f"eval.{number}.0", 0.5)
-    work.close()
-    return path
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        '{"sample": 5, "token_ids": 7}',
-        '{"rewards": {}}',
-        '{"sample": "a", "rewards": [1]}',
-        '{"sample": "a", "token_ids": [1], "finish_reason": "tired", "text_end": null}',
-    ],
-)
-def test_broken_lines_of_finished_work_are_left_out(row: str, finished: Path) -> None:
-    text = finished.read_text()
-    finished.write_text(text + row + "\n{broken\n")
-    work = EvaluationCache(finished, "about")
-    work.keep_preference("eval.9.0", 1.0)
-    work.close()
-    found = EvaluationCache(finished, "about")
-    assert len(found.rewards) == 4 and len(found.preferences) == 5
 
 
 STAGE = {"name": "rl", "seconds": 1.0, "metrics": {"loss": 0.5}}
