@@ -20,7 +20,7 @@ from quartet.extras.doctor.checks import Finding
 from quartet.extras.doctor.examine import examine
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.in_process import write_into
+from quartet.weights.sink import write_into
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 ROWS = [f"w{7 * n + 3} w{n + 40} w{n + 300}" for n in range(8)]

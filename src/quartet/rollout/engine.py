@@ -32,8 +32,7 @@ from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Admission, Response, Scheduler, check_proposals, check_request
 from quartet.rollout.step_attention import Contexts
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
-from quartet.weights.in_process import write_into
-from quartet.weights.sink import TensorSink
+from quartet.weights.sink import TensorSink, write_into
 
 _Sampled = dict[int, list[float]]
 """``[token, logprob]`` behind a row's newest token, 0, and behind drafted ones, ``1 + node``."""

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from quartet.rollout.protocol import Completion, EngineStats, Generated, GenerationError, Request, RolloutEngine
-from quartet.weights.in_process import write_into
-from quartet.weights.sink import TensorSink
+from quartet.weights.sink import TensorSink, write_into
 
 
 class PacedEngine:

@@ -62,7 +62,7 @@ from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume
 from quartet.trainers.signals import take_back_signals
 from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference
-from quartet.weights.errors import WeightSyncError
+from quartet.weights.manifest import WeightSyncError
 
 EXPORTED = {"actor": "model", "critic": "critic"}
 """Where in a run's directory the models that train are written to, by role."""

@@ -21,8 +21,8 @@ from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.errors import WeightsUnusable
-from quartet.weights.in_process import write_into
+from quartet.weights.manifest import WeightsUnusable
+from quartet.weights.sink import write_into
 
 targets: Any = importlib.import_module("engine_targets")
 servers: Any = importlib.import_module("http_engines")

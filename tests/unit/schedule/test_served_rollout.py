@@ -18,7 +18,7 @@ from quartet.rollout.stepped import SteppedEngine
 from quartet.schedule.rollout_worker import PromptRequest, SampleRequest, ServedRolloutWorker
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
-from quartet.weights.errors import WeightSyncError
+from quartet.weights.manifest import WeightSyncError
 from quartet.weights.sink import TensorSink
 from quartet.weights.sync import Offer
 

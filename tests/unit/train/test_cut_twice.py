@@ -16,8 +16,7 @@ from quartet.train.checkpoint import Share, join_metadata, own_part, write_share
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.tensors import is_first_holder, local, local_slices, with_local, write_part
 from quartet.train.state import make_optimizer_tensors, optimizer_tensors, shapes_of, snapshot
-from quartet.weights.gather import gather
-from quartet.weights.in_process import NamedSource
+from quartet.weights.sink import NamedSource, gather
 from rank_forks import run_ranks
 
 Dims = dict[str, Any]

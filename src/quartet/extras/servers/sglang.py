@@ -13,6 +13,7 @@ version is never seen.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -38,11 +39,13 @@ from quartet.rollout.staging import Load, StagedWeights
 from quartet.rollout.stop_strings import Decode
 from quartet.trainers.engines import Policy
 from quartet.weights.digest import bytes_of, tensor_digest
-from quartet.weights.manifest import TensorSpec, WeightManifest
+from quartet.weights.manifest import TensorSpec
 from quartet.weights.sink import TensorSink
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
+WIRE_FORMAT = 1
+"""Counts changes of the manifest or of the digest's definition."""
 _PREFIX = "version_"
 _DRAFT = ".draft_"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
@@ -135,9 +138,14 @@ def _write(draft: Path, version: int, specs: Sequence[TensorSpec], tensors: Iter
             file.seek(offsets[spec.name])
             file.write(bytes_of(here).numpy().data)
             digests.append(tensor_digest(here))
-    manifest = WeightManifest(version, tuple(specs), tuple(digests))
+    # Of all names, dtypes, shapes and contents, whatever their order.
+    rows = [(spec.name, spec.dtype, list(spec.shape), digest) for spec, digest in zip(specs, digests, strict=True)]
+    lines = "\n".join(sorted(json.dumps(row, separators=(",", ":")) for row in rows))
+    whole = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+    listed = [dict(zip(("name", "dtype", "shape", "digest"), row, strict=True)) for row in rows]
+    manifest = {"wire_format": WIRE_FORMAT, "version": version, "digest": whole, "tensors": listed}
     with _synced(draft / MANIFEST) as file:
-        file.write(json.dumps(manifest.to_json(), indent=1).encode())
+        file.write(json.dumps(manifest, indent=1).encode())
 
 
 def _safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:

@@ -26,7 +26,7 @@ from quartet.config import UserError
 from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.remote.json_client import JSONClient
 from quartet.rollout.staging import Load, StagedWeights
-from quartet.weights.errors import WeightsRefused, WeightSyncError
+from quartet.weights.manifest import WeightsRefused, WeightSyncError
 
 _PART_BYTES = 1 << 30
 """Of one request: the server has so much memory more while it takes new weights."""

@@ -40,7 +40,7 @@ from quartet.rollout.vllm.head_padding import HeadPadding
 from quartet.rollout.vllm.sampling import SAMPLING
 from quartet.rollout.vllm.start import Drafts
 from quartet.rollout.vllm.weights import save_adapter
-from quartet.weights.errors import WeightsUnusable
+from quartet.weights.manifest import WeightsUnusable
 
 
 @dataclass(eq=False)

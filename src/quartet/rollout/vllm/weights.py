@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from quartet.rollout.vllm.head_padding import HeadPadding
 from quartet.rollout.vllm.sampling import SeededSampler, SeededVerifier
-from quartet.weights.errors import WeightsRefused
+from quartet.weights.manifest import WeightsRefused
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -30,7 +30,7 @@ from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.saving import Conversion, conversions_to_load, meta_twin
 from quartet.train.parallel.fsdp import sharded, stays_on_host
 from quartet.train.parallel.tensors import local, local_slices, write_part
-from quartet.weights.gather import gather
+from quartet.weights.sink import gather
 
 T = TypeVar("T")
 
