@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.observe.rollouts import read_step
-from quartet.trainers import engine_memory
+from quartet.trainers import devices
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_missing_files(
 def test_a_policy_that_no_engine_can_hold(
     world: Any, quartet: Any, recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_memory, "available_bytes", lambda: 50_000)
+    monkeypatch.setattr(devices, "available_bytes", lambda: 50_000)
     recipe = world.recipe("large", recipes["rl"](output_dir=str(tmp_path / "run")))
     quartet("rl", recipe).expect_user_error(
         "no process of the native rollout engine can hold 'model'", "set rollout.engine.type: vllm"

@@ -18,7 +18,7 @@ from quartet.config import UserError
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.schedule.role_group import RolesWorker
-from quartet.trainers.supervised_worker import SupervisedWorker
+from quartet.trainers.supervised import SupervisedWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 RAY = {"type": "ray", "cpus_per_process": 0.1}

@@ -38,7 +38,7 @@ from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import load_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 ROOT = Path(__file__).parents[2]
 PATHS = sorted((ROOT / "recipes").glob("*.yaml"))

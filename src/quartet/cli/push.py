@@ -24,7 +24,7 @@ def push(
     recipe: read it first.
     """
     from quartet.remote.hub import push as upload
-    from quartet.trainers.results import exported
+    from quartet.trainers.checkpoints import exported
 
     typer.echo(upload(exported(run), repo_id, private=private, revision=revision))
 
@@ -41,7 +41,7 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """A run's model as a Hugging Face directory."""
-    from quartet.trainers.results import export as write
+    from quartet.trainers.checkpoints import export as write
 
     written, warning = write(run, step, directory, model, trust_remote_code=trust_remote_code)
     if warning is not None:

@@ -18,7 +18,7 @@ from quartet.config.errors import printable
 from quartet.config.jobs import jobs
 
 if TYPE_CHECKING:
-    from quartet.trainers.evaluation_job import EvaluationResult
+    from quartet.trainers.evaluation import EvaluationResult
 
 _SHOWN = {
     "sft": ("loss/sft", "eval/loss"),

@@ -30,7 +30,7 @@ class RewardType:
         section: ``module:class`` of the recipe's section, a ``Fallible`` whose ``type`` is the name.
         source: ``module:function`` that makes a ``quartet.rewards.source.RewardSource`` of a section.
         model: in place of a source, for a reward that is a model of the run's own: ``module:function`` that makes a
-            ``quartet.trainers.reward_roles.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
+            ``quartet.trainers.model_loader.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
             what frozen models are made with.
         metrics: ``module:function`` of further figures of a step: of its batch, the rewards ``[N]`` and their weights.
     """
@@ -48,9 +48,6 @@ class Storage(Protocol):
 
     def local_copy(self) -> Path:
         """Brings the file or directory to this machine, once: only what has changed comes again."""
-
-    def fingerprint(self) -> str:
-        """Changes with what is there; nothing is downloaded for it."""
 
     def records(self, names: Collection[str] | None = None) -> Path:
         """Brings files of a run into a directory here: those of these names, or all but models and checkpoints."""
@@ -118,7 +115,7 @@ class Job:
     Args:
         recipe: ``module:class`` of its recipe, a ``Recipe`` whose ``job`` is the name. Importable without torch.
         trainer: ``module:class`` of what runs it: made with the recipe, ``resume`` and ``progress``, its ``train()``
-            returns a ``quartet.trainers.results.TrainResult``.
+            returns a ``quartet.trainers.checkpoints.TrainResult``.
         help: its line in ``quartet --help``.
         is_supervised: it is a ``SupervisedTrainer``, of which torchrun may start several processes.
         reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.

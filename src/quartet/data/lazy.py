@@ -5,15 +5,13 @@ They wait in a temporary file. Memory holds eight bytes per row.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import pickle
 import tempfile
 from abc import abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
 from typing import Any, BinaryIO, TypeVar, overload
 
@@ -128,11 +126,6 @@ class Chained(Rows[T]):
         self._parts = parts
         self._ends = list(accumulate(map(len, parts)))
 
-    def parts(self) -> Iterator[Sequence[T]]:
-        """Those that are not chained themselves, in their order."""
-        for part in self._parts:
-            yield from part.parts() if isinstance(part, Chained) else (part,)
-
     def __len__(self) -> int:
         return self._ends[-1]
 
@@ -160,19 +153,6 @@ class Unchecked(Rows[T]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 of the rows in their order, wherever they stand and whatever is made of them."""
-        state, data = hashlib.sha256(), io.BytesIO()
-        pickler = pickle.Pickler(data, pickle.HIGHEST_PROTOCOL)
-        pickler.fast = True  # equal rows alike, whether or not equal values in them are one object
-        for row in self.rows:
-            pickler.dump(row.values)
-            state.update(data.getvalue())
-            data.seek(0)
-            data.truncate()
-        return state.digest()
 
     def _one(self, number: int) -> T:
         for other in chain(range(number, len(self)), range(number)):

@@ -33,8 +33,7 @@ from quartet.cluster.ranks import Ranks
 from quartet.cluster.worker import Worker, local_path
 from quartet.config.common import ShardingConfig
 from quartet.observe.spans import note_workers
-from quartet.schedule.clock import drained
-from quartet.schedule.compute_thread import ComputeThread
+from quartet.schedule.clock import ComputeThread, drained
 
 W_co = TypeVar("W_co", covariant=True)
 V_co = TypeVar("V_co", covariant=True)

@@ -118,8 +118,7 @@ from quartet.config.reward_types import PLUGIN_REWARDS
 from quartet.rewards.source import LEFT_OUT_PREFIX, combine, effective_weights, source_metrics
 from quartet.schedule.groups import GREEDY
 from quartet.schedule.iteration import Chunk
-from quartet.train.objectives import HIGH_COVARIANCE, HIGH_ENTROPY, trajectory_index
-from quartet.train.preference_objectives import answer_logprobs
+from quartet.train.objectives import HIGH_COVARIANCE, HIGH_ENTROPY, answer_logprobs, trajectory_index
 
 BASELINE = "baseline"
 """Sequence column that ReMax needs: the greedy response's score after ``shaped_scores``, NaN where it has none."""

@@ -23,7 +23,7 @@ from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.stepped import SteppedEngine
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.rl import RLTrainer
 
 servers: Any = importlib.import_module("http_engines")

@@ -18,8 +18,14 @@ from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, ShardingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
-from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost, StageCost
-from quartet.extras.simulation.simulation import Simulation, SimulationResult
+from quartet.extras.simulation.simulation import (
+    Cost,
+    CostModel,
+    GenerationCost,
+    Simulation,
+    SimulationResult,
+    StageCost,
+)
 from quartet.extras.speculation.config import HeadTraining, MedusaSpeculation, StepCosts
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM

@@ -26,7 +26,7 @@ from quartet.observe.callbacks import Callback
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.sampler import sample_seed
 from quartet.trainers.evaluation import run_to_end
-from quartet.trainers.supervised_worker import Given
+from quartet.trainers.supervised import Given
 
 
 def trainer(

@@ -91,11 +91,11 @@ def test_what_has_changed_comes_again_and_what_is_gone_goes(url: str, downloads:
     store = Store(url)
     for name in ("a", "b", "c"):
         store.write(name, b"old")
-    path, before = Store(url).local_copy(), Store(url).fingerprint()
+    path = Store(url).local_copy()
     store.write("a", b"new")
     store.delete("b")
     downloads.clear()
-    assert Store(url).local_copy() == path and downloads == ["a"] and Store(url).fingerprint() != before
+    assert Store(url).local_copy() == path and downloads == ["a"]
     assert {file.name: file.read_bytes() for file in path.glob("[!.]*")} == {"a": b"new", "c": b"old"}
     (path / "c").write_bytes(b"changed here")
     Store(url).local_copy()

@@ -19,7 +19,7 @@ from quartet.config.schema import members, tags
 from quartet.extras.report.build import build_report
 from quartet.models.loading import load_causal_lm, load_scalar_model
 from quartet.text.loading import load_tokenizer, local_directory
-from quartet.trainers.evaluation_files import read_answers
+from quartet.trainers.evaluation_metrics import read_answers
 
 
 @pytest.fixture(autouse=True)

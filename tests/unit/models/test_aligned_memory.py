@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from quartet.models.loading import load_causal_lm, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.train.host_memory import MappedFiles
-from quartet.train.offload import Offload
+from quartet.train.offload import MappedFiles, Offload
 
 ROWS = (1, 2, 3, 5, 7, 13, 17, 40)
 """Few enough for products with a vector in any layer, or not divisible by the rows that a kernel takes at once."""

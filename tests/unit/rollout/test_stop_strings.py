@@ -18,8 +18,8 @@ from quartet.extras.serve.server import Answers
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.stop_strings import StopStringMatcher
 from quartet.schedule.groups import answered, group_batch
+from quartet.schedule.model_worker import record_columns, rollout_records
 from quartet.schedule.rollout_worker import completion_text
-from quartet.schedule.rollout_writer import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 
 PIECES = ["a", "b", "ab", "ba", "END", "E", "N", "D", " ", "aab"]

@@ -46,11 +46,11 @@ from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.readers import Row, iter_rows
 from quartet.models.loading import outlined
+from quartet.schedule.rollout_worker import sampling_params
 from quartet.text.examples import Messages
 from quartet.text.loading import load_generation_config, local_directory, local_or_hub
 from quartet.text.templates import MARKS, free_variables, render, split_defaults, template_of, template_warnings
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation import sampling_params
 from quartet.trainers.input_sources import (
     Reader,
     context_length,

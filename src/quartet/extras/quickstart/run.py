@@ -29,13 +29,12 @@ from quartet.observe.run_status import ENDED, LOCK
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import generate
-from quartet.trainers.evaluation_files import write_rows
-from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.evaluation_metrics import write_rows
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json
 from quartet.trainers.run_files import Resume, completed, found_summary, read_json, take_lock, writing
-from quartet.trainers.sft import SFTTrainer
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 TEMPERATURES = (0.0, 0.5, 1.0)
 NUM_EXAMPLES = 12
@@ -152,14 +151,11 @@ class Quickstart:
         """``run.json`` of the run that is there; None where there is none yet."""
         marker = self.path / "run.json"
         if os.path.lexists(marker):
-            try:
-                found: Any = read_json(marker)
-            except ValueError as error:
-                found = str(error)
+            found: Any = read_json(marker)
             if not isinstance(found, dict) or not isinstance(found.get("created"), str):
                 raise UserError(
                     f"output directory {self.path} holds no run, or one whose run.json is damaged",
-                    found=found if isinstance(found, str) else f"{marker} does not say when it was created",
+                    found=f"{marker} does not say when it was created",
                     remedy="restore run.json from a copy, or choose another --out",
                 )
             same = all(found.get(key) == value for key, value in self._identity().items())

@@ -22,9 +22,9 @@ from quartet.config.common import OptimConfig
 from quartet.extras.speculation.config import HeadTraining
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.extras.speculation.recipe import HeadsConfig
+from quartet.train.engine import build_optimizer, clip_gradients, learning_rate
 from quartet.train.forward import Needs
 from quartet.train.metrics import MetricSums
-from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 from quartet.train.state import (
     REST,
     Shape,

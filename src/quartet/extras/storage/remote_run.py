@@ -300,7 +300,7 @@ class RemoteRun(LocalRun):
             raise self._taken(owner, problem, f"what this process has written is in {self.path}; let one of them run")
 
     def _read_state(self) -> dict[str, Any]:
-        with contextlib.suppress(UserError, ValueError, LookupError, TypeError):
+        with contextlib.suppress(UserError, LookupError, TypeError):
             found: dict[str, Any] = read_json(self.path / _STATE)
             return {"run": found["run"], "processes": list(found["processes"]), "uploaded": dict(found["uploaded"])}
         return {"run": "", "processes": [], "uploaded": {}}

@@ -152,10 +152,6 @@ class Store:
         fetch(self, target, there)
         return target / next(iter(there)) if self.is_object else target
 
-    def fingerprint(self) -> str:
-        entries = self.list().items()
-        return hashlib.sha256("\n".join(f"{n} {e.size} {e.mark}" for n, e in entries).encode()).hexdigest()
-
     def records(self, names: Collection[str] | None = None) -> Path:
         """Raises UserError where all records are asked for and there is no run, and as ``fetch``."""
         target, there = cache_path("views", self.url), self.list()
