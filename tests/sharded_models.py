@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
+from quartet.models.directories import meta_twin, save_gathered
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -28,7 +29,6 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.models.saving import meta_twin, save_gathered
 from quartet.observe.memory import held_bytes
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.role_group import LocalGroup

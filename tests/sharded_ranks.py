@@ -17,8 +17,8 @@ from quartet.config.algorithms import GRPO, PPO, KLConfig, KLCovLoss, OffPolicyC
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss, KTOLoss
 from quartet.extras.process_rewards.trainer import StepObjective
-from quartet.extras.speculation.companion import Companion, CompanionWorker
 from quartet.extras.speculation.config import HeadTraining
+from quartet.extras.speculation.head_trainer import Companion, CompanionWorker
 from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel

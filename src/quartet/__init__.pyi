@@ -36,7 +36,7 @@ from .config.algorithms import (
     SAPOLoss as SAPOLoss,
     SequenceClippedLoss as SequenceClippedLoss,
 )
-from .config.cluster import (
+from .config.common import (
     LocalCluster as LocalCluster,
     OffloadConfig as OffloadConfig,
     RayCluster as RayCluster,
@@ -52,6 +52,7 @@ from .config.common import (
     SamplingConfig as SamplingConfig,
     ShardingConfig as ShardingConfig,
     SourceConfig as SourceConfig,
+    TensorBoardConfig as TensorBoardConfig,
     TrainConfig as TrainConfig,
 )
 from .extras.speculation.config import (
@@ -82,16 +83,17 @@ from .config.load import (
     dump_recipe as dump_recipe,
     load_recipe as load_recipe,
 )
-from .config.logs import (
+from .config.run import (
     CallbackConfig as CallbackConfig,
     LogConfig as LogConfig,
-    MLflowConfig as MLflowConfig,
     NotifyConfig as NotifyConfig,
-    TensorBoardConfig as TensorBoardConfig,
+)
+from .extras.trackers.config import (
+    MLflowConfig as MLflowConfig,
     TrackioConfig as TrackioConfig,
     WandbConfig as WandbConfig,
 )
-from .extras.speculation.recipe import (
+from .extras.speculation.config import (
     HeadsConfig as HeadsConfig,
     MedusaRecipe as MedusaRecipe,
 )
@@ -138,8 +140,9 @@ from .config.plugins import (
     Job as Job,
     Plugin as Plugin,
     RewardType as RewardType,
+    TrackerType as TrackerType,
 )
-from .config.remote import (
+from .config.rewards import (
     BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
 )

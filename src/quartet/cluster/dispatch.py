@@ -21,9 +21,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
 from quartet.batch.partition import AtomTree, balanced
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 EVEN_ENOUGH = 1.05

@@ -1,15 +1,12 @@
-"""Sections that several recipes share (models, optimisation, data, sampling), and what every recipe has."""
+"""Sections that several recipes share: models, optimisation, data, sampling, checkpoints, trackers, processes."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, field_validator
 
-from quartet.config.logs import CallbackConfig
-from quartet.config.logs import LogConfig as LogConfig
 from quartet.config.strict import Processes, Rows, Steps, Tokens
 from quartet.config.strict import Strict as Strict
 
@@ -352,31 +349,88 @@ class CheckpointConfig(Strict):
             yield "metric_for_best_model chooses among exports: set export_every, too"
 
 
-class Recipe(Strict):
-    """What every job has."""
+class TrackerConfig(Strict):
+    """Where metrics and samples also go: a section of a ``type``; those of plug-ins are subclasses."""
 
-    seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
-    output_dir: str | None = Field(
-        None, description="Directory or URL where the run is kept; runs/<job>-<date>-<time> when left out."
+    if TYPE_CHECKING:
+        type: str
+
+    def check(self) -> None:
+        """Looks for what the tracker needs, and asks no server.
+
+        Raises:
+            UserError: it is not there.
+        """
+
+
+class TensorBoardConfig(TrackerConfig):
+    """Event files for TensorBoard, in the run's directory."""
+
+    type: Literal["tensorboard"] = "tensorboard"
+
+
+class LocalCluster(Strict):
+    """Every role in the one process of the command; they take turns."""
+
+    type: Literal["local"] = "local"
+
+
+class RayCluster(Strict):
+    """A process per device of each pool, started by Ray: on this machine, or on a cluster that is there."""
+
+    type: Literal["ray"] = "ray"
+    address: str | None = Field(
+        None, description="Address of a running cluster; left out: RAY_ADDRESS, else Ray starts here."
     )
-    device: str = Field(
-        "auto", description="auto, cpu, cuda or cuda:N; auto: the GPU if there is one, or where a model passed lies."
+    cpus_per_process: float = Field(1.0, ge=0, description="CPUs that Ray grants each process; parts are allowed.")
+    gpus_per_process: float = Field(
+        0.0, ge=0, description="GPUs that Ray grants each process; with 1 models go there, with 0 they are on the CPU."
     )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of torch; all when left out.")
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-
-    @field_validator("device")
-    @classmethod
-    def _is_a_device(cls, value: str) -> str:
-        if not re.fullmatch(DEVICES, value):
-            raise ValueError(f"{value!r} is no device: use auto, cpu, cuda, or cuda:N with the number of a GPU")
-        return value
+    strategy: Literal["pack", "spread"] = Field("pack", description="Nodes of a pool: as few as possible, or apart.")
+    start_timeout_s: float = Field(
+        300.0, gt=0, description="Longest wait until a pool is granted and its processes run."
+    )
+    max_restarts: int = Field(3, ge=0, description="How often a run replaces workers that died.")
 
 
-class TrainingRecipe(Recipe):
-    """What every job has that trains."""
+class TorchrunCluster(Strict):
+    """The processes that torchrun has started: a recipe becomes one for them by being started so."""
 
-    callbacks: tuple[CallbackConfig, ...] = Field(
-        (), description="Classes that are told of steps, and may end the run."
+    type: Literal["torchrun"] = "torchrun"
+
+
+ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="type")]
+SupervisedClusterConfig = Annotated[LocalCluster | RayCluster | TorchrunCluster, Field(discriminator="type")]
+
+
+def device_misfits(cluster: LocalCluster | RayCluster | TorchrunCluster, device: str) -> Iterator[str]:
+    """Why a recipe cannot have this ``device``, if it cannot. Ray gives each process its GPUs already."""
+    if isinstance(cluster, TorchrunCluster) and device.startswith("cuda:"):
+        yield f"each process of a torchrun takes a GPU of its own: set device: cuda in place of {device}"
+    if isinstance(cluster, RayCluster):
+        if device.startswith("cuda:"):
+            yield f"Ray decides which GPU a process sees: set device: cuda in place of {device}"
+        if device == "cuda" and cluster.gpus_per_process == 0:
+            yield "device is cuda, but cluster.gpus_per_process is 0: set it to 1, or leave device out"
+        if device == "cpu" and cluster.gpus_per_process > 0:
+            yield f"device is cpu, but cluster.gpus_per_process is {cluster.gpus_per_process:g}: leave out either"
+
+
+class WeightSyncConfig(Strict):
+    """How new weights come to engines that have their own copy."""
+
+    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = Field(
+        "auto", description="auto: shared_memory on one machine, collective between several."
+    )
+    timeout_s: float = Field(120.0, gt=0, description="Longest silence of either end.")
+
+
+class OffloadConfig(Strict):
+    """Where parts go that must leave their device for others; only pools with budget_bytes ever move any."""
+
+    to: Literal["mapped_files", "pinned_memory"] = Field(
+        "mapped_files", description="Files mapped into memory, or host memory that a GPU reads fastest."
+    )
+    directory: str | None = Field(
+        None, description="Folder of the mapped files; the system's temporary one when left out."
     )

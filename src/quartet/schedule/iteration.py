@@ -48,8 +48,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.schedule.clock import News

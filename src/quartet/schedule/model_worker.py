@@ -28,18 +28,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, Layout, dispatch
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
-from quartet.config.file_errors import write_error
+from quartet.config.common import OffloadConfig
+from quartet.config.errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.work import Work
-from quartet.observe.digests import FileDigest
+from quartet.observe.files import FileDigest
 from quartet.observe.rollouts import RolloutRecord, rollouts_path, write_step
 from quartet.rollout.drafter import DrafterModel
 from quartet.schedule.groups import TEXT_END

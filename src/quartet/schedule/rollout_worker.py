@@ -28,7 +28,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
+from quartet.config.common import OffloadConfig
 from quartet.config.recipe import SamplingConfig
 from quartet.data.datasets import PromptItem
 from quartet.envs.episode import FinishedEpisode
@@ -36,12 +36,12 @@ from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcr
 from quartet.observe.memory import held_bytes
 from quartet.rollout.drafter import Drafter
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.paced import PacedEngine
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
     FinishReason,
     GenerationError,
+    PacedEngine,
     Request,
     SamplingParams,
     StepEngine,

@@ -21,12 +21,11 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch, sent
+from quartet.batch.ragged import ColumnSet, RaggedBatch, sent
 from quartet.cluster.dispatch import Share, merge_results, shares_of, table_of
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.memory import drop_derived
-from quartet.models.packed_model import PackedModel
+from quartet.models.packed_model import CompiledLayers, PackedModel
 from quartet.train.forward import Needs, Outputs, compute, count_useful, forward_only, idle_pass, shares
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, Store
@@ -163,11 +162,8 @@ class TrainEngine(Generic[Model]):
         self.forward_budget = TokenBudget(config.forward_token_budget, f"{name}.forward_token_budget")
         self.num_updates = 0
         self.num_skipped = 0
-        # Imported only where it is asked for: torch's compiler takes a second to import.
         self._compiled: Callable[[], AbstractContextManager[None]] = nullcontext
         if config.compile and packed.device.type != "meta":
-            from quartet.models.compiled import CompiledLayers
-
             self._compiled = CompiledLayers(packed).active
         self._offload: Offload | None = None
 

@@ -35,29 +35,27 @@ from torch import Tensor
 from quartet.algorithms.losses import (
     Aggregation,
     AggregationDenominators,
-    LossTokens,
-    aggregate,
-    aggregation_denominators,
-    kl_loss,
-    pairwise_reward_loss,
-    sft_loss,
-    value_loss,
-)
-from quartet.algorithms.policy_losses import (
     ImportanceWeights,
+    LossTokens,
     PolicyLossOutput,
     PolicyTokens,
     SampledTokens,
+    aggregate,
+    aggregation_denominators,
     cispo_loss,
     gmpo_loss,
     gspo_loss,
     importance_weights,
     kl_cov_loss,
+    kl_loss,
     mean_weight,
+    pairwise_reward_loss,
     policy_loss,
     reinforce_loss,
     sapo_loss,
     sequence_policy_loss,
+    sft_loss,
+    value_loss,
 )
 from quartet.algorithms.preference import (
     Pairs,
@@ -111,7 +109,7 @@ from quartet.config.preference import (
     SimPOLoss,
     StepLossConfig,
 )
-from quartet.models.truncation import Limits
+from quartet.models.logprobs import Limits
 from quartet.train.engine import Objective
 from quartet.train.forward import Needs, Outputs
 from quartet.train.metrics import MetricSums

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import RaggedBatch, join
 from quartet.batch.trajectory import CUT_OFF, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.engines import is_served
 from quartet.config.placement import HEADS, AsynchronousPlacement
-from quartet.observe.diagnostics import script_shares, straggler_metrics
+from quartet.observe.health import script_shares, straggler_metrics
 from quartet.observe.memory import resident_bytes
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.rollout.protocol import EngineStats

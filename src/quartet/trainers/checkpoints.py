@@ -28,19 +28,17 @@ from transformers import PreTrainedModel
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
-from quartet.config.addresses import is_url
 from quartet.config.common import ModelConfig, TrainConfig
-from quartet.config.jobs import jobs, recipes
 from quartet.config.nearest import has_older_model
-from quartet.config.plugins import load
+from quartet.config.plugins import jobs, load, recipes
 from quartet.config.recipe import RLRecipe
-from quartet.config.supervised import SupervisedRecipe
+from quartet.config.run import SupervisedRecipe
+from quartet.config.strict import is_url
 from quartet.data.datasets import PromptItem
 from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.observe.rollouts import rollout_rows, rollouts_path
 from quartet.remote.hub import push
-from quartet.rollout.owned_folders import OwnedFolder
 from quartet.schedule.clock import all_ended
 from quartet.schedule.groups import BufferedGroups, Group, by_group
 from quartet.schedule.model_worker import Checkpointed, Writer
@@ -410,9 +408,9 @@ def model_directory(name: str, revision: str | None = None, *, trust_remote_code
     path = Path(name).expanduser()
     is_run = (path / MARKER).is_file() and not (path / "config.json").is_file()
     if (is_run and not _has_model(path)) or _is_checkpoint(path):
-        folder = OwnedFolder(Path(tempfile.gettempdir()), "quartet-export-", mode=0o700)
-        atexit.register(folder.remove)
-        return str(export(path, None, folder.path / "model", trust_remote_code=trust_remote_code)[0])
+        folder = tempfile.TemporaryDirectory(prefix="quartet-export-")
+        atexit.register(folder.cleanup)
+        return str(export(path, None, Path(folder.name) / "model", trust_remote_code=trust_remote_code)[0])
     found = path if (path / "config.json").is_file() else path / "model"
     check_written(found)
     return str(found) if found.is_dir() else name

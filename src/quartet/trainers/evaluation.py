@@ -25,14 +25,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.batch.columns import join
+from quartet.batch.ragged import join
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config import Interrupted, UserError
+from quartet.config.choices import EngineConfig, RewardConfig
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
-from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, is_served
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
-from quartet.config.reward_types import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm

@@ -19,21 +19,19 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
+from quartet.config.choices import RewardConfig
 from quartet.config.common import TrainConfig
 from quartet.config.nearest import nearest
-from quartet.config.plugins import load
+from quartet.config.plugins import added, load
 from quartet.config.recipe import PTXConfig, RLRecipe
-from quartet.config.reward_types import PLUGIN_REWARDS, RewardConfig
 from quartet.config.rewards import GateConfig, ModelReward, ModelSource
-from quartet.config.speculation import DRAFTERS
 from quartet.data.datasets import PromptData, PromptItem, SFTData
 from quartet.data.fields import column_at
-from quartet.data.prefetch import Prefetcher
+from quartet.data.lazy import Prefetcher
 from quartet.envs.protocol import Environment
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
@@ -300,7 +298,7 @@ def reward_models(
         packed = frozen.scalar(reward, is_user_object=True)
         roles.append(RewardModelRole(name, packed, forward_budget(train), None, 1.0))
     others = [one for one in configs if isinstance(one, ModelSource) and not isinstance(one, ModelReward)]
-    return roles + [load(PLUGIN_REWARDS[one.type].model or "")(one, codec, frozen) for one in others]
+    return roles + [load(added("rewards")[one.type].model or "")(one, codec, frozen) for one in others]
 
 
 def user_models(configs: Sequence[RewardConfig], rewards: Rewards) -> dict[str, PreTrainedModel]:
@@ -653,7 +651,7 @@ class ModelLoader:
             speculation, model = self.recipe.rollout.speculation, self.drafter_model
             if speculation is None or model is None:
                 return TrainWorker(self.actor_engine, ptx)
-            target = DRAFTERS[speculation.type].worker
+            target = added("drafters")[speculation.type].worker
             assert target is not None, "its model learns"
             made: TrainWorker = load(target)(self.actor_engine, ptx, speculation, model, self.recipe.seed)
             return made

@@ -38,17 +38,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.algorithms.preference import kto_reference_point, step_anchors
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe, StepLossConfig
-from quartet.data.datasets import draws
-from quartet.data.preference import JudgedData, PreferenceData
+from quartet.data.datasets import JudgedData, PreferenceData, draws
 from quartet.models.directories import on_meta
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.observe.callbacks import Callback
-from quartet.observe.jsonl import replace_atomically
+from quartet.observe.files import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.schedule.role_group import RoleGroup
 from quartet.train.engine import Objective, TrainEngine

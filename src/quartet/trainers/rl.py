@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
 from quartet.config import UserError
-from quartet.config.plugins import load, plugins
+from quartet.config.plugins import added, load, plugins
 from quartet.config.recipe import RLRecipe
-from quartet.config.speculation import DRAFTERS
 from quartet.data.datasets import PromptData
 from quartet.envs.protocol import Environment
 from quartet.models.loading import (
@@ -40,10 +39,9 @@ from quartet.models.loading import (
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.callbacks import Callback
-from quartet.observe.diagnostics import LanguageChange
-from quartet.observe.hacking_alarm import AlarmVerdict, HackingAlarm, read_alarms
-from quartet.observe.jsonl import RowAppender
-from quartet.observe.jsonl import truncate_after as truncate_rows_after
+from quartet.observe.files import RowAppender
+from quartet.observe.files import truncate_after as truncate_rows_after
+from quartet.observe.health import AlarmVerdict, HackingAlarm, LanguageChange, read_alarms
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.groups import BufferedGroups
@@ -568,7 +566,7 @@ class RLTrainer:
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
         written, speculation = [path, adapter_path(path)], self.recipe.rollout.speculation
         if role == "actor" and speculation is not None and speculation.learns:
-            written.append(path.with_name(DRAFTERS[speculation.type].folder))
+            written.append(path.with_name(added("drafters")[speculation.type].folder))
         await checkpoints.bring(self.run, roles.train_group(role), *written)
         return [f"{path.name}: {warning}"] if warning else []
 

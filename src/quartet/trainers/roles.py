@@ -31,14 +31,13 @@ from quartet.config.algorithms import (
     kl_term,
     reads_old_logprobs,
 )
-from quartet.config.cross_checks import without_effect
-from quartet.config.recipe import EnvironmentConfig, RLRecipe
+from quartet.config.recipe import EnvironmentConfig, RLRecipe, without_effect
 from quartet.data.datasets import PromptData, PromptItem, draw
 from quartet.envs.episode import Act, EpisodeError, EpisodeLimits, FinishedEpisode, NoRoom, run_episode
 from quartet.envs.protocol import Environment, EnvironmentFactory, Item, environment_factory
 from quartet.envs.transcript import SOURCE, Seen
+from quartet.models.logprobs import Limits
 from quartet.models.packed_model import PackedModel
-from quartet.models.truncation import Limits
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import Group

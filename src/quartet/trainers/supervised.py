@@ -31,13 +31,11 @@ from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup,
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, Custom, dispatch
 from quartet.cluster.ranks import End, Ranks
 from quartet.config import Interrupted, UserError
-from quartet.config.cluster import RayCluster
-from quartet.config.common import DataConfig
+from quartet.config.common import DataConfig, RayCluster
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
-from quartet.config.supervised import SupervisedRecipe
-from quartet.data.datasets import Batches, SFTData, steps_for
-from quartet.data.preference import PreferenceData
-from quartet.data.prefetch import Prefetcher
+from quartet.config.run import SupervisedRecipe
+from quartet.data.datasets import Batches, PreferenceData, SFTData, steps_for
+from quartet.data.lazy import Prefetcher
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
     adapter_path,
@@ -53,7 +51,7 @@ from quartet.models.loading import (
 )
 from quartet.models.work import Work
 from quartet.observe.callbacks import Callback
-from quartet.observe.diagnostics import straggler_metrics
+from quartet.observe.health import straggler_metrics
 from quartet.observe.progress import Progress
 from quartet.schedule.clock import ComputeThread
 from quartet.schedule.model_worker import Checkpointed, same_for_all

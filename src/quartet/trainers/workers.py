@@ -21,7 +21,7 @@ import torch
 from quartet.cluster import ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
-from quartet.config.cluster import RayCluster
+from quartet.config.common import RayCluster
 from quartet.config.engines import VLLMEngineConfig, is_served
 from quartet.config.placement import (
     HEADS,

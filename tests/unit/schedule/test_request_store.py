@@ -18,7 +18,7 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import TrajectoryEnd
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
+from quartet.config.common import OffloadConfig
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
@@ -31,9 +31,9 @@ from quartet.rollout.protocol import (
     Request,
     SamplingParams,
     StepEngine,
+    SteppedEngine,
 )
 from quartet.rollout.router import Router
-from quartet.rollout.stepped import SteppedEngine
 from quartet.schedule.groups import by_group
 from quartet.schedule.rollout_worker import (
     FinishedRequest,

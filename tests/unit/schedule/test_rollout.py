@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import TrajectoryEnd
 from quartet.cluster.errors import Death, WorkerDied
 from quartet.config import UserError

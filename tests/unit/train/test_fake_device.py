@@ -12,8 +12,8 @@ import pytest
 
 PROGRAM = Path(__file__).parents[2] / "fake_accelerator.py"
 WAITS = {
-    "train gspo fp32": "policy_losses.py",
-    "train gspo bf16": "policy_losses.py",
+    "train gspo fp32": "losses.py",
+    "train gspo bf16": "losses.py",
     "train dpo": "train/objectives.py",
     "train pairwise": "train/objectives.py",
     "train steps": "process_rewards/scores.py",

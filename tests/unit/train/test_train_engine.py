@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from quartet.batch.columns import join
+from quartet.batch.ragged import join
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, RLOO
 from quartet.train.forward import Needs, forward_only

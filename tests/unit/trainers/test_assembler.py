@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config.algorithms import (
     GDPO,
     GRPO,

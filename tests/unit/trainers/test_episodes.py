@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import (
     STEP_PREFIX,
     Trajectory,
@@ -313,34 +312,6 @@ def test_what_is_sampled_depends_on_place_and_turn_alone(codec: TextCodec) -> No
     assert len(set(seeds.values())) == 6
 
 
-def test_a_turn_gets_the_room_that_its_transcript_leaves(codec: TextCodec) -> None:
-    """An action has 2 tokens, an observation 1; the first turn earns nothing."""
-    held = len(codec.encode_prompt(ITEM.prompt))
-
-    def played(max_tokens: int) -> tuple[Group, list[int]]:
-        policy = Recording(codec)
-        found = asyncio.run(player(policy, max_tokens).group(2, ITEM, SamplingParams(max_new_tokens=4), 1))
-        return found, [r.sampling.max_new_tokens for r in policy.requests]
-
-    whole, room = played(held + 4)
-    assert room == [4, 1] and whole.batch.objects["finish_reason"] == ("length",)
-    assert whole.batch.sequence["num_turns"].tolist() == [2]
-    cut_off, room = played(held + 3)
-    assert room == [3] and cut_off.batch.objects["finish_reason"] == ("context",)
-    assert math.isnan(cut_off.batch.sequence["reward/environment"].item())
-    assert len(cut_off.batch.token_ids(0)) == held + 2, "without the observation that nothing answers"
-    with pytest.raises(UserError, match="no room") as raised:
-        played(held)
-    assert f"{held} tokens of at most {held}" in raised.value.found and "p1" in raised.value.found
-
-
-@pytest.mark.parametrize("most", [1, 2])
-def test_no_more_environments_than_allowed(codec: TextCodec, most: int) -> None:
-    Echo.live = Echo.most = 0
-    asyncio.run(player(Recording(codec), max_environments=most).group(0, ITEM, SamplingParams(), 4))
-    assert (Echo.most, Echo.live) == (most, 0)
-
-
 def test_a_failing_episode_ends_the_others_before_its_error_goes_on(codec: TextCodec) -> None:
     Echo.live = 0
 
@@ -421,25 +392,6 @@ def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCod
     assert episode_metrics(batch)["episode/left_out"] == 1.0 and "episode/left_out" not in episode_metrics(
         undisturbed.batch
     )
-
-
-def test_an_environment_that_never_works_stops_the_run(codec: TextCodec) -> None:
-    """One row that always fails, however many episodes it has, is no such environment."""
-    Flaky.failing = dict.fromkeys(range(9), 99)
-    make = EnvironmentFactory(partial(Flaky, True))
-    runner = EpisodeRunner(
-        make, EnvironmentConfig(on_error="leave_out"), Recording(codec), EpisodeLimits(3, 60), run_seed=3
-    )
-
-    async def play(num_groups: int) -> None:
-        for number in range(num_groups):
-            await runner.group(number, ITEM, SamplingParams(max_new_tokens=4), 9)
-
-    asyncio.run(play(7))
-    assert make.failures.rows == {"p1": 63}
-    with pytest.raises(UserError, match="not played a single episode") as raised:
-        asyncio.run(play(1))
-    assert "the simulator is gone" in raised.value.found
 
 
 # Training ------------------------------------------------------------------------------------------------
@@ -589,23 +541,3 @@ def test_held_out_episodes_are_scored_by_their_own_rewards(
 def test_methods_about_single_responses_are_refused(tmp_path: Path, algorithm: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         recipe(tmp_path, True, algorithm=algorithm)
-
-
-def test_sequences_must_fit_the_budget(trainer: Callable[..., RLTrainer], tmp_path: Path) -> None:
-    small = TrainConfig(optim=OptimConfig(lr=1e-2), token_budget=39)
-    with pytest.raises(UserError, match="token_budget is too small") as raised:
-        trainer(recipe(tmp_path / "run", True, actor=ActorConfig(train=small)))
-    assert "40 tokens" in raised.value.found
-
-
-def test_an_environment_needs_its_section_and_its_name_for_itself(
-    trainer: Callable[..., RLTrainer], tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match="an environment is passed"):
-        trainer(recipe(tmp_path / "run", True, environment=None))
-
-    def environment(completions: list[str], **_: Any) -> list[float]:
-        return [0.0] * len(completions)
-
-    with pytest.raises(UserError, match="a reward needs a name of its own"):
-        trainer(recipe(tmp_path / "run", True), rewards=[environment])

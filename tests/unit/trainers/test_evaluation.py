@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import ColumnSet
 from quartet.config.common import SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvalRecipe

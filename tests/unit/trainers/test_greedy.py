@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from breaking import fails_at, same_weights
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import Trajectory
 from quartet.config.algorithms import KLConfig, ReMax
 from quartet.config.common import CheckpointConfig

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet, join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join
 from quartet.batch.trajectory import Trajectories, Trajectory, TrajectoryEnd, TrajectorySequence, num_emitted
 from quartet.config import UserError
 from quartet.data.datasets import PromptItem

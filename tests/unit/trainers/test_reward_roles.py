@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import DataConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
-from quartet.config.remote import RetryConfig
 from quartet.config.rewards import (
     ExactMatchReward,
     FormatReward,
@@ -30,6 +28,7 @@ from quartet.config.rewards import (
     LengthReward,
     NumericReward,
     RegexReward,
+    RetryConfig,
 )
 from quartet.data.datasets import PromptItem
 from quartet.models.packed_model import PackedScalarModel

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from breaking import break_at, same_weights, untimed_rows
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig, OnlineDPO
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from breaking import break_at, same_weights, untimed_rows
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, OnlineDPO, Selection
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig

@@ -18,16 +18,16 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.engine_types import EngineConfig
+from quartet.config.choices import EngineConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
-from quartet.rollout import process_native
+from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess
-from quartet.rollout.protocol import Request
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.protocol import Request, SteppedEngine
 from quartet.trainers import engines
 from quartet.trainers.engines import Policy
 from quartet.trainers.rl import RLTrainer
@@ -42,7 +42,6 @@ PLACEMENTS: dict[str, Any] = {
     "separated": {"type": "separated", **{role: {} for role in ROLES}},
     "full_offload": {"type": "full_offload", "pool": {}},
     "pipelined": {"type": "pipelined", "pools": APART},
-    "one pool pipelined": {"type": "pipelined", "pools": {"all": {"roles": ROLES, "slots": 2}}},
     "nothing stale": {"type": "asynchronous", "max_staleness": 0, "pools": APART},
 }
 
@@ -52,7 +51,7 @@ class Beside(SteppedEngine):
 
     def __init__(self, policy: Policy, **options: Any) -> None:
         lora = None if policy.lora is None else policy.lora.model_dump()
-        native = process_native.make(policy.path, numerics=policy.numerics, lora=lora, seed=policy.seed, **options)
+        native = load_engine(policy.path, numerics=policy.numerics, lora=lora, seed=policy.seed, **options)
         super().__init__(native)
         assert policy.staging is not None
         self._staging = policy.staging
@@ -174,11 +173,6 @@ def test_generation_ahead_of_training(trainer: Callable[..., RLTrainer], in_flig
 
 def deaf(request: Request) -> Request:
     return replace(request, sampling=replace(request.sampling, stop_token_ids=(), stop_strings=()))
-
-
-def padless(request: Request) -> Request:
-    """With another token in the place of the pad token, whose id is 0."""
-    return replace(request, prompt_ids=tuple(token or 5 for token in request.prompt_ids))
 
 
 def well(request: Request) -> Request:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.segments import gather_owner, segment_count
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
 from quartet.config import UserError
 from quartet.extras.process_rewards.config import DiscountedSteps, ProcessModelReward

@@ -31,7 +31,7 @@ def report(
     port: Annotated[int, typer.Option(help="Of --live; 0 takes a free one.", min=0, max=65535)] = 0,
 ) -> None:
     """One HTML file: curves, timing, every token."""
-    from quartet.config.addresses import is_url
+    from quartet.config.strict import is_url
     from quartet.extras.report.build import build_report
 
     if not live:
@@ -45,7 +45,7 @@ def report(
             found=f"--live and --out {out}",
             remedy="leave one of them out",
         )
-    from quartet.extras.report.live import LiveServer
+    from quartet.extras.report.watch import LiveServer
 
     with LiveServer(Path(run), port) as server:
         typer.echo(f"the report of {printable(run)} is at {server.url} (Ctrl-C ends it)")
@@ -101,8 +101,8 @@ def sweep(
     seeds: Annotated[int, typer.Option(help="Runs of each recipe, with seeds from its own on.", min=1)] = 1,
 ) -> None:
     """Runs of a recipe with several values and seeds."""
-    from quartet.config.addresses import is_url
     from quartet.config.load import job_named, load_recipe
+    from quartet.config.strict import is_url
     from quartet.config.yamls import one_line
     from quartet.extras.report.compare import build_comparison
 
@@ -205,7 +205,7 @@ def replay(
     delay: Annotated[float, typer.Option(help="Seconds between two tokens.", min=0.0)] = 0.0,
 ) -> None:
     """A kept trajectory, token by token."""
-    from quartet.extras.report.replay import kept_trajectory, replay_lines
+    from quartet.extras.report.compare import kept_trajectory, replay_lines
 
     try:
         for line in replay_lines(kept_trajectory(run, step, sample, stage)):

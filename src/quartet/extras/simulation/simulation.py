@@ -33,8 +33,7 @@ from typing import Any, cast
 
 import torch
 
-from quartet.batch.columns import ColumnSet, join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join
 from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams, StepEngine

@@ -24,10 +24,9 @@ from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.data.datasets import PromptData, SFTData, SFTItem
-from quartet.extras.speculation.config import FOLDER
+from quartet.extras.speculation.config import FOLDER, MedusaRecipe
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
 from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
-from quartet.extras.speculation.recipe import MedusaRecipe
 from quartet.models.memory import drop_derived
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
