@@ -74,26 +74,6 @@ def test_what_weights_alone_show_is_refused_by_a_worker_before_anything_is_writt
     assert not Path("ray-broken").exists()
 
 
-def test_remarks_are_those_of_the_workers(
-    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
-) -> None:
-    """A tensor that belongs nowhere, and dropout: what is said is what one process says."""
-    model = AutoModelForCausalLM.from_pretrained("model", attention_dropout=0.1)
-    model.save_pretrained("odd")
-    AutoTokenizer.from_pretrained("model").save_pretrained("odd")
-    weights = load_file("odd/model.safetensors")
-    save_file({**weights, "foo.weight": torch.ones(3)}, "odd/model.safetensors", {"format": "pt"})
-    said = []
-    for name, section in (("odd-serial", {}), ("odd-ray", PLACED)):
-        content = _grpo(recipes, name, **section)
-        content["actor"]["model"] = {"path": "odd"}
-        found = quartet("rl", world.recipe(name, content))
-        assert found.status == 0, found.err
-        said.append([line for line in (found.out + found.err).splitlines() if line.startswith("actor: ")])
-    assert said[0] == said[1] and len(said[0]) == 2
-    assert "foo.weight" in said[0][0] and "dropout set to 0" in said[0][1]
-
-
 def test_the_reference_takes_over_weights_between_workers(
     ray_cluster: Any, world: Any, recipes: Any, same_run: Any, metrics_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
