@@ -18,7 +18,7 @@ from quartet.rollout.protocol import Request, SamplingParams  # noqa: E402
 from quartet.rollout.router import Router  # noqa: E402
 from quartet.rollout.sampler import sample_seed  # noqa: E402
 from quartet.rollout.staging import StagedWeights  # noqa: E402
-from quartet.weights.in_process import write_into  # noqa: E402
+from quartet.weights.sink import write_into  # noqa: E402
 
 BLOCK = 32
 

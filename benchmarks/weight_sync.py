@@ -27,8 +27,7 @@ from common import arguments, markdown, write_results
 from torch import Tensor
 
 from quartet.weights.digest import BLOCK_BYTES, piece_digest
-from quartet.weights.in_process import NamedSource, sync_in_process
-from quartet.weights.sink import TensorSink
+from quartet.weights.sink import NamedSource, TensorSink, sync_in_process
 from quartet.weights.sync import Transport, WeightReceiver, WeightSender
 
 HIDDEN, INNER = 1024, 2816
@@ -121,7 +120,7 @@ def sync_seconds(kind: Transport, args: Any, num_bytes: int) -> list[tuple[float
 
     if kind == "shared":
         sink = TensorSink(zeros(num_bytes).items())
-        return repeat(lambda version: sync_in_process(source, [sink], version))
+        return repeat(lambda version: sync_in_process(source, sink, version))
     sender = WeightSender(lambda: weights.items(), device=torch.device("cpu"))
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
-from quartet.weights.in_process import write_into
+from quartet.weights.sink import write_into
 
 LIMIT_S = 60.0
 """For what a test waits for."""

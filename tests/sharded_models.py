@@ -50,9 +50,7 @@ from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import snapshot, tensors_of
-from quartet.weights.gather import gather
-from quartet.weights.in_process import NamedSource
-from quartet.weights.sink import TensorSink
+from quartet.weights.sink import NamedSource, TensorSink, gather
 
 
 def run_calls(calls: Sequence[tuple[Any, ...]]) -> list[Any]:

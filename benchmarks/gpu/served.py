@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     from quartet.rollout.process import EngineProcess, EngineSpec
     from quartet.rollout.router import Router
     from quartet.rollout.staging import StagedWeights
-    from quartet.weights.in_process import write_into
+    from quartet.weights.sink import write_into
 
     if args.smoke:
         config = config_of("smoke")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -157,16 +156,13 @@ for address, problem in zip(sys.argv[1::2], sys.argv[2::2]):
 
 
 def test_bad_addresses_are_refused_at_once() -> None:
-    """The last is that of a server that is no Ray cluster."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        bad = {
-            "127.0.0.1:1": "does not answer",
-            "ray://127.0.0.1:10001": "client protocol",
-            "cluster": "no address of a Ray cluster",
-            f"127.0.0.1:{silent.getsockname()[1]}": "does not answer",
-        }
-        command = [sys.executable, "-c", TRIES, *(word for pair in bad.items() for word in pair)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    bad = {
+        "127.0.0.1:1": "does not answer",
+        "ray://127.0.0.1:10001": "client protocol",
+        "cluster": "no address of a Ray cluster",
+    }
+    command = [sys.executable, "-c", TRIES, *(word for pair in bad.items() for word in pair)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
 
 

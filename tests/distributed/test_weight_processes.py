@@ -21,9 +21,8 @@ from quartet.schedule import weight_sync
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.weights import sync
 from quartet.weights.digest import tensor_digest
-from quartet.weights.errors import WeightSyncError, WeightSyncTimeout
-from quartet.weights.in_process import NamedSource
-from quartet.weights.sink import Status, TensorSink
+from quartet.weights.manifest import WeightSyncError, WeightSyncTimeout
+from quartet.weights.sink import NamedSource, Status, TensorSink
 
 sys.path.append(str(Path(__file__).parents[1]))  # where processes of the tests find it, too
 ends: Any = importlib.import_module("weight_ends")

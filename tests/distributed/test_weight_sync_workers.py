@@ -26,7 +26,7 @@ from quartet.schedule.role_group import RemoteGroup, RolesWorker
 from quartet.schedule.weight_sync import WeightReceiverMixin, WeightSenderMixin, open_weight_sync, sync_weights
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
-from quartet.weights.errors import WeightSyncError
+from quartet.weights.manifest import WeightSyncError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 TINY = {"cpus": 0.01}

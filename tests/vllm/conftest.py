@@ -24,7 +24,7 @@ from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.in_process import write_into
+from quartet.weights.sink import write_into
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 VOCAB = 512

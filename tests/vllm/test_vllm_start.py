@@ -17,7 +17,7 @@ from quartet.config import UserError
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import EngineFailed
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.in_process import write_into
+from quartet.weights.sink import write_into
 
 TOLERANCE = 1e-4
 

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import stat
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -379,20 +378,6 @@ def _check_answers(address: str, timeout_s: float) -> None:
         socket.create_connection((host, int(port)), timeout=timeout_s).close()
     except OSError as error:
         raise _unreachable(address, str(error)) from error
-    answer: list[BaseException | None] = []
-
-    def ask() -> None:
-        try:
-            ray._raylet.GcsClient(address=address)
-            answer.append(None)
-        except RayError as error:
-            answer.append(error)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(timeout_s)
-    if answer != [None]:
-        raise _unreachable(address, str(answer[0]) if answer else f"no answer within {timeout_s:g} s")
 
 
 def _unreachable(address: str, why: str) -> UserError:

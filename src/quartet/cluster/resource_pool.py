@@ -35,17 +35,11 @@ class ResourcePool:
     def __post_init__(self) -> None:
         object.__setattr__(self, "processes", tuple(self.processes))
         object.__setattr__(self, "resources", dict(self.resources))
-        if not self.processes or any(n < 1 for n in self.processes):
+        if not self.processes or min(self.processes) < 1 or min(self.needs.values(), default=0.0) < 0:
             raise UserError(
-                "a pool needs at least one process on every node",
-                found=f"processes={list(self.processes)}",
+                "a pool needs at least one process on every node, and resources of 0 or more",
+                found=f"processes={list(self.processes)}, each of which needs {describe_pool(self.needs)}",
                 remedy="write one positive number per node, such as [4, 4]",
-            )
-        if min(self.needs.values(), default=0.0) < 0:
-            raise UserError(
-                "a pool cannot grant less than nothing",
-                found=f"each process needs {describe_pool(self.needs)}",
-                remedy="set resources to 0 or more",
             )
 
     @property

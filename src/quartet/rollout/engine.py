@@ -48,8 +48,7 @@ from quartet.rollout.scheduler import (
 )
 from quartet.rollout.step_attention import Contexts, ExactContexts, PlainContexts, StepAttention, begins
 from quartet.text.tokenizer import TextCodec
-from quartet.weights.in_process import write_into
-from quartet.weights.sink import TensorSink
+from quartet.weights.sink import TensorSink, write_into
 
 _Sampled = dict[int, list[float]]
 """``[token, logprob]`` behind a row's newest token, 0, and behind drafted ones, ``1 + node``."""

@@ -558,7 +558,7 @@ class PacedEngine:
         self.engine.cancel(request_ids)
 
     def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        from quartet.weights.in_process import write_into
+        from quartet.weights.sink import write_into
 
         write_into(self.weight_sink(), source or (), version)
 

@@ -32,7 +32,7 @@ from quartet.schedule.clock import shielded
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.text.examples import PromptText
 from quartet.train.engine import TrainEngine
-from quartet.weights.errors import (
+from quartet.weights.manifest import (
     OtherEndFailed,
     WeightMismatch,
     WeightsRefused,

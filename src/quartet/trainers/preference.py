@@ -69,7 +69,7 @@ from quartet.trainers.input_sources import (
 )
 from quartet.trainers.run_files import Resume, read_json, write_json, writing
 from quartet.trainers.supervised import Given, SupervisedTrainer, SupervisedWorker
-from quartet.weights.gather import gather
+from quartet.weights.sink import gather
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""

@@ -91,7 +91,7 @@ from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, writing
 from quartet.trainers.signals import run_async, take_back_signals
 from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference
-from quartet.weights.errors import WeightSyncError
+from quartet.weights.manifest import WeightSyncError
 
 
 class PeriodicEvaluation:

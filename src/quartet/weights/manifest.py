@@ -1,27 +1,87 @@
-"""What is sent: the tensors' names, shapes and dtypes before, and a manifest with digests after.
+"""What is sent: names, shapes and dtypes of tensors; and what a sync ends in when it does not end well.
 
-Beside published weights it is JSON::
-
-    {"wire_format": 1, "version": 7, "digest": "…",
-     "tensors": [{"name": "lm_head.weight", "dtype": "BF16", "shape": [32000, 4096], "digest": "…"}, …]}
+What a weight sync ends in when it does not end well. Every error names the rank and the tensor.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quartet.weights.errors import WeightSyncError
+from quartet.config import UserError
 
-WIRE_FORMAT = 1
-"""Counts changes of the manifest or of the digest's definition."""
+
+class WeightSyncError(UserError):
+    """A sync that did not come to its end.
+
+    Attributes:
+        rank: the receiver's rank that is to blame; None where it is the sender, or this process.
+        tensor: the tensor that was under way; None before the first and after the last.
+    """
+
+    def __init__(
+        self, problem: str, *, found: str, remedy: str, rank: int | None = None, tensor: str | None = None
+    ) -> None:
+        self.rank = rank
+        self.tensor = tensor
+        super().__init__(problem, found=found, remedy=remedy)
+
+
+def at_rank(error: WeightSyncError, rank: int | None) -> WeightSyncError:
+    """The error as one of the receiver of this rank, which reported it, where it names no rank; None: the sender."""
+    if rank is None or error.rank is not None:
+        return error
+    named = copy(error)
+    named.rank = rank
+    if f"rank {rank}" not in f"{error.problem} {error.found}":
+        UserError.__init__(named, error.problem, found=f"{error.found} (at rank {rank})", remedy=error.remedy)
+    return named
+
+
+class WeightSyncTimeout(WeightSyncError):
+    """An end did nothing for longer than the time allowed."""
+
+
+class OtherEndFailed(WeightSyncError):
+    """Another end of the sync has failed or is gone; what it says itself tells more."""
+
+
+class WeightsRefused(WeightSyncError):
+    """Names, shapes, dtypes or the version do not fit the sink. Nothing was written, it keeps what it had."""
+
+
+class WeightMismatch(WeightSyncError):
+    """A tensor arrived with other contents than it was sent with.
+
+    Attributes:
+        sent, arrived: the two digests.
+    """
+
+    def __init__(self, name: str, *, sent: str, arrived: str, version: int) -> None:
+        self.sent = sent
+        self.arrived = arrived
+        super().__init__(
+            f"the weights of version {version} did not arrive as they were sent",
+            found=f"{name!r} with the digest {arrived}, sent with {sent}",
+            remedy="sync again; if it comes back, something writes into the weights while they are sent or served, "
+            "or the memory or the network is faulty",
+            tensor=name,
+        )
+
+
+class WeightsUnusable(WeightSyncError):
+    """Weights are asked for that are not whole, or not of the version that is wanted."""
+
+
+def at_tensor(name: str | None) -> str:
+    """The end of a sentence about a sync."""
+    return "" if name is None else f", at tensor {name!r}"
+
+
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -79,44 +139,5 @@ class TensorSpec:
         return DTYPES[self.dtype]
 
     @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def num_bytes(self) -> int:
-        return self.num_elements * self.torch_dtype.itemsize
-
-
-@dataclass(frozen=True)
-class WeightManifest:
-    """The weights of one version.
-
-    Attributes:
-        tensors: in the order in which they are sent.
-        digests: of each, in the same order.
-    """
-
-    version: int
-    tensors: tuple[TensorSpec, ...]
-    digests: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.tensors) != len(self.digests):
-            raise ValueError(f"{len(self.tensors)} tensors with {len(self.digests)} digests")
-
-    @cached_property
-    def digest(self) -> str:
-        """Of all names, dtypes, shapes and contents, whatever their order: BLAKE2b with 16 bytes, as hex."""
-        lines = sorted(
-            json.dumps([spec.name, spec.dtype, list(spec.shape), digest], separators=(",", ":"))
-            for spec, digest in zip(self.tensors, self.digests, strict=True)
-        )
-        return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(spec.num_bytes for spec in self.tensors)
-
-    def to_json(self) -> dict[str, Any]:
-        tensors = [asdict(spec) | {"digest": digest} for spec, digest in zip(self.tensors, self.digests, strict=True)]
-        return {"wire_format": WIRE_FORMAT, "version": self.version, "digest": self.digest, "tensors": tensors}
+        return math.prod(self.shape) * self.torch_dtype.itemsize

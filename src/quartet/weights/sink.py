@@ -1,16 +1,22 @@
-"""Where the weights go: checked before the first byte, verified as they come, served whole or not at all."""
+"""Where the weights go: checked before the first byte, verified as they come, served whole or not at all.
+
+Also where they come from: ``NamedSource``, whole tensors of sharded ones by ``gather``, and a sync in one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of, piece_digest, tensor_digest
-from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
-from quartet.weights.manifest import TensorSpec, WeightManifest
+from quartet.weights.manifest import TensorSpec, WeightMismatch, WeightsRefused, WeightsUnusable
 
 
 class Status(StrEnum):
@@ -159,24 +165,22 @@ class TensorSink:
             self._found[self._ties[name]] = as_text(total)
 
     @torch.no_grad()
-    def verify(self, manifest: WeightManifest) -> None:
+    def verify(self, digests: Sequence[str]) -> None:
         """
+        Args:
+            digests: which the tensors were sent with.
+
         Raises:
             WeightMismatch: a tensor is not what was sent.
         """
-        if manifest.version != self._incoming or manifest.tensors != self._specs:
-            raise _refused(
-                f"a manifest of version {manifest.version} with {len(manifest.tensors)} tensors after the announcement "
-                f"of version {self._incoming} with {len(self._specs)}",
-                "sync again",
-            )
+        assert self._incoming is not None
         # What a transport brings has been digested as it came; tensors without elements have not.
-        for spec, sent in zip(manifest.tensors, manifest.digests, strict=True):
+        for spec, sent in zip(self._specs, digests, strict=True):
             number = self._ties[spec.name]
             if number not in self._found:
                 self._found[number] = tensor_digest(self._targets[spec.name])
             if sent != (arrived := self._found[number]):
-                raise WeightMismatch(spec.name, sent=sent, arrived=arrived, version=manifest.version)
+                raise WeightMismatch(spec.name, sent=sent, arrived=arrived, version=self._incoming)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -232,3 +236,159 @@ def _ties(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _refused(found: str, remedy: str, tensor: str | None = None) -> WeightsRefused:
     return WeightsRefused("the new weights do not fit the engine", found=found, remedy=remedy, tensor=tensor)
+
+
+Place = tuple[int, ...]
+"""A rank's coordinates in a mesh."""
+
+
+def slices_at(tensor: DTensor, place: Sequence[int]) -> tuple[slice, ...]:
+    """Which part of the whole tensor is on the rank at ``place`` of its mesh.
+
+    For a dimension that is cut twice torch's own answer is only right where it divides.
+    """
+    slices = [slice(0, size) for size in tensor.shape]
+    # From the last on: FSDP cuts what tensor parallelism has cut, and has the dimension of the mesh before it.
+    for index, kind, size in reversed([*zip(place, tensor.placements, tensor.device_mesh.shape, strict=True)]):
+        if not kind.is_replicate():
+            dim: int = kind.dim  # type: ignore[attr-defined]
+            cut = slices[dim]
+            step = -(-(cut.stop - cut.start) // size)
+            slices[dim] = slice(*(min(cut.start + step * i, cut.stop) for i in (index, index + 1)))
+    return tuple(slices)
+
+
+@torch.no_grad()
+def gather(tensor: Tensor, *, everywhere: bool = False) -> Tensor | None:
+    """The whole tensor on the first rank of its mesh, None on the others; a plain tensor as it is. Collective.
+
+    All ranks of the mesh make the same calls in the same order. The first one holds one whole tensor at a time beside
+    its own shards. The others hold nothing, or where a tensor is cut along two dimensions of the mesh, as by FSDP and
+    tensor parallelism, some of them what they pass on: one part of it by the first of these. Ranks with replicas of
+    what the first one has take no part.
+
+    Args:
+        everywhere: on all ranks of the mesh; those that hold a copy between them gather from each other.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    place = tuple(coordinate)
+    cut = [dim for dim, kind in enumerate(tensor.placements) if not kind.is_replicate()]
+    if not everywhere and any(index for dim, index in enumerate(place) if dim not in cut):
+        return None  # a replica
+    here = tensor.to_local().contiguous()
+    if here.device.type != mesh.device_type:
+        here = here.to(mesh.device_type)  # it is offloaded
+    if not cut:
+        return here
+    parts, whole = {place: here}, None
+    if everywhere or not any(place):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=here.device)
+        parts[place] = whole[slices_at(tensor, place)]
+        if here.numel():
+            parts[place].copy_(here)
+        del here
+    for dim in reversed(cut):
+        parts = _joined(tensor, parts, dim, whole, everywhere=everywhere)
+    return whole
+
+
+def _joined(
+    tensor: DTensor, parts: dict[Place, Tensor], dim: int, whole: Tensor | None, *, everywhere: bool
+) -> dict[Place, Tensor]:
+    """``parts``, by place, and those that the other ranks along ``dim`` of the mesh have, on the first of them or on
+    all; nothing on those that have given theirs away. In ``whole``, if it is here, they come to their place."""
+    group, index = tensor.device_mesh.get_group(dim), tensor.device_mesh.get_local_rank(dim)
+    ranks, found = dist.get_process_group_ranks(group), dict(parts)
+    for distance in range(1, len(ranks)):
+        target, source = (index + distance) % len(ranks), (index - distance) % len(ranks)
+        exchanged, arriving = [], []
+        if everywhere or target == 0:
+            sent = (part.contiguous() for part in parts.values() if part.numel())
+            exchanged += [dist.P2POp(dist.isend, part, ranks[target], group) for part in sent]
+        for place, part in parts.items() if everywhere or index == 0 else ():
+            other = (*place[:dim], source, *place[dim + 1 :])
+            slices = slices_at(tensor, other)
+            new = whole[slices] if whole is not None else part.new_empty([s.stop - s.start for s in slices])
+            found[other] = new
+            if new.numel():
+                # Columns of the whole are not in one piece.
+                arriving.append((new, new if new.is_contiguous() else new.new_empty(new.shape)))
+        exchanged += [dist.P2POp(dist.irecv, arrived, ranks[source], group) for _, arrived in arriving]
+        for work in dist.batch_isend_irecv(exchanged) if exchanged else []:
+            work.wait()
+        for new, arrived in arriving:
+            if arrived is not new:
+                new.copy_(arrived)
+    return found if everywhere or index == 0 else {}
+
+
+class NamedSource:
+    """Whole tensors under the names that they are sent by, one at a time.
+
+    A trainer that shards its weights takes part with all its ranks: rank 0 sends, the others ask for every tensor, too.
+    Every gather is a collective, so all ranks do the same ones in the same order and nothing between them, to the end,
+    even where the sync fails halfway.
+
+    Args:
+        named: gives ``(name, tensor)`` anew for every sync, ``model.named_parameters`` say; DTensors are gathered.
+        like: the dtype of each tensor by its name, where they differ (``TensorSink.dtypes`` of an engine).
+        everywhere: every rank that holds a part gets the tensors, not only the first.
+    """
+
+    def __init__(
+        self,
+        named: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        like: Mapping[str, torch.dtype] | None = None,
+        everywhere: bool = False,
+    ) -> None:
+        self._gather = partial(gather, everywhere=everywhere)
+        self._named = named
+        self._like = dict(like or {})
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What will be sent, in order. No collective."""
+        return tuple(TensorSpec.of(name, tensor, self._like.get(name)) for name, tensor in self._named())
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[Tensor]:
+        """Their contents in that order, each whole and contiguous, valid until the next one is asked for.
+
+        Collective where the weights are sharded: all ranks go through them to the end, and the first one gets them.
+        """
+        for name, tensor in self._named():
+            whole = self._gather(tensor)
+            if whole is not None:
+                yield whole.to(dtype=self._like.get(name)).contiguous()
+
+
+def sync_in_process(source: NamedSource, sink: TensorSink, version: int) -> None:
+    """Brings ``source`` to a sink of this process as ``version``, one tensor after the other.
+
+    Raises:
+        WeightSyncError: names the tensor; the sink serves no mixture.
+    """
+    tensors, digests = source.tensors(), list[str]()
+    try:
+        specs = source.specs()
+        sink.begin(specs, version)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            digests.append(tensor_digest(tensor))
+            sink.write(spec.name, 0, tensor.view(-1))
+        sink.verify(digests)
+        sink.commit()
+    except BaseException as error:
+        sink.abort(f"{type(error).__name__}: {error}")
+        if isinstance(error, Exception):
+            deque(tensors, maxlen=0)  # the other ranks wait in their gathers for this one, to the last tensor
+        raise
+
+
+def write_into(sink: TensorSink, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+    """Brings ``(name, tensor)`` pairs to one sink of this process, in its dtypes; raises as ``sync_in_process``."""
+    pairs = list(named)
+    sync_in_process(NamedSource(lambda: pairs, like=sink.dtypes()), sink, version)

@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -42,13 +41,21 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from quartet.config import UserError
-from quartet.weights.board import READY, SENDER, Board, MemoryBoard, Position, Progress, StoreBoard, machine_id
 from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of, piece_digest
-from quartet.weights.errors import WeightSyncError
-from quartet.weights.in_process import NamedSource, sync_in_process
-from quartet.weights.manifest import DTYPES, TensorSpec, WeightManifest, dtype_name
-from quartet.weights.shared_memory import ALIGNMENT, Segment
-from quartet.weights.sink import TensorSink
+from quartet.weights.manifest import DTYPES, TensorSpec, WeightSyncError, dtype_name
+from quartet.weights.shared_memory import (
+    ALIGNMENT,
+    READY,
+    SENDER,
+    Board,
+    MemoryBoard,
+    Position,
+    Progress,
+    Segment,
+    StoreBoard,
+    machine_id,
+)
+from quartet.weights.sink import NamedSource, TensorSink, sync_in_process
 
 NUM_BUFFERS = 2
 NUM_IN_MEMORY = 8
@@ -144,7 +151,7 @@ def send_tensors(half: SendTransport, plan: Sequence[Bucket], tensors: Iterator[
             total += piece_digest(data[sent : sent + span.num_bytes], sent // BLOCK_BYTES, span.of(buffer))
             sent += span.num_bytes
             if span is bucket.spans[-1]:
-                half.ship(bucket, buffer[: bucket.num_bytes], at)
+                half.ship(bucket, at)
         digests.append(as_text(total))
         at.note(tensor=number)  # which is asked for next
     half.finish(at)
@@ -179,60 +186,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class SendTransport(ABC):
-    """The sender's half.
-
-    Attributes:
-        bucket_bytes: of each buffer.
-    """
-
-    bucket_bytes: int
-
-    @abstractmethod
-    def open(self, num_receivers: int) -> tuple[Board, Place]:
-        """Makes room for a sync."""
-
-    @abstractmethod
-    def empty(self, bucket: Bucket, at: Progress) -> Tensor:
-        """A buffer for this bucket, waited for until what stood there before is not needed any more."""
-
-    @abstractmethod
-    def ship(self, bucket: Bucket, data: Tensor, at: Progress) -> None:
-        """The bucket is full. Notes that; whether the receivers have it is seen later."""
-
-    def finish(self, at: Progress) -> None:  # noqa: B027 (not every transport holds something)
-        """All buckets are shipped."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Lets go of what the data stand in: the next sync makes other room."""
-
-
-class ReceiveTransport(ABC):
-    """A receiver's half."""
-
-    @abstractmethod
-    def board(self, place: Place) -> Board:
-        """Finds the sender."""
-
-    @abstractmethod
-    def open(self, place: Place, rank: int) -> None:
-        """Finds the data."""
-
-    @abstractmethod
-    def full(self, plan: Sequence[Bucket], at: Progress) -> Iterator[tuple[Bucket, Tensor]]:
-        """Every bucket, and what it stands in until the next one is asked for."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Lets go of what the data stand in."""
-
-
 # Memory --------------------------------------------------------------------------------------------------
 
 
-class MemorySend(SendTransport):
-    """Of ``shared_memory`` and ``cuda_ipc``: receivers copy out of the buffers, which they open.
+class MemorySend:
+    """The sender's half of ``shared_memory`` and ``cuda_ipc``: receivers copy out of the buffers, which they open.
 
     A full buffer is noted on the board, every receiver copies out of it, waits for its copies and notes that; only then
     is it filled again.
@@ -249,6 +207,7 @@ class MemorySend(SendTransport):
         self._rooms: list[tuple[Tensor, Callable[[], Any]]] = []
 
     def open(self, num_receivers: int) -> tuple[Board, Place]:
+        """Makes room for a sync."""
         if not self._rooms:
             self._rooms = [_room(self._device, self.bucket_bytes) for _ in range(self._num)]
             # torch counts the users of an exported buffer: one handle for each.
@@ -257,33 +216,42 @@ class MemorySend(SendTransport):
         return board, {"board": board.path, "handles": self._handles, "bytes": self.bucket_bytes}
 
     def empty(self, bucket: Bucket, at: Progress) -> Tensor:
+        """A buffer for this bucket, waited for until what stood there before is not needed any more."""
         at.wait(bucket.step - self._num)
         return self._rooms[bucket.number % self._num][0]
 
-    def ship(self, bucket: Bucket, data: Tensor, at: Progress) -> None:
+    def ship(self, bucket: Bucket, at: Progress) -> None:
+        """The bucket is full. Notes that; whether the receivers have it is seen later."""
         _synchronize(self._device)
         at.note(step=bucket.step)
 
+    def finish(self, at: Progress) -> None:
+        """All buckets are shipped; ``at`` sees that they arrive."""
+
     def drop(self) -> None:
+        """Lets go of what the data stand in: the next sync makes other room."""
         self._rooms = []  # a receiver may be reading still: it is not written again, and freed with its last user
 
 
-class MemoryReceive(ReceiveTransport):
+class MemoryReceive:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._handles: list[Any] = []
         self._buffers: list[Tensor] = []
 
     def board(self, place: Place) -> Board:
+        """Finds the sender."""
         return MemoryBoard(place["board"])
 
     def open(self, place: Place, rank: int) -> None:
+        """Finds the data."""
         handles = place["handles"][rank]
         if handles != self._handles:
             self._buffers = [_opened(self._device, handle, place["bytes"]) for handle in handles]
             self._handles = handles
 
     def full(self, plan: Sequence[Bucket], at: Progress) -> Iterator[tuple[Bucket, Tensor]]:
+        """Every bucket, and what it stands in until the next one is asked for."""
         for bucket in plan:
             at.wait(bucket.step)
             yield bucket, self._buffers[bucket.number % len(self._buffers)]
@@ -370,8 +338,9 @@ class _Group:
             self._backend.abort()
 
 
-class CollectiveSend(SendTransport):
-    """
+class CollectiveSend:
+    """The sender's half of ``collective``.
+
     Args:
         device: of the buffers; its type chooses the back end.
         host: where receivers reach this machine.
@@ -402,7 +371,7 @@ class CollectiveSend(SendTransport):
             self._under_way.popleft()()
         return self._group.buffer(bucket)
 
-    def ship(self, bucket: Bucket, data: Tensor, at: Progress) -> None:
+    def ship(self, bucket: Bucket, at: Progress) -> None:
         assert self._group is not None
         at.note(step=bucket.step)
         self._under_way.append(self._group.start(bucket, at))
@@ -418,7 +387,7 @@ class CollectiveSend(SendTransport):
         self._under_way.clear()
 
 
-class CollectiveReceive(ReceiveTransport):
+class CollectiveReceive:
     _store: Any = None
     _group: _Group | None = None
     _place: Place | None = None
@@ -466,6 +435,8 @@ class CollectiveReceive(ReceiveTransport):
         self._group = self._store = self._place = None
 
 
+SendTransport = MemorySend | CollectiveSend
+ReceiveTransport = MemoryReceive | CollectiveReceive
 Transport = Literal["shared", "shared_memory", "cuda_ipc", "collective"]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -685,7 +656,7 @@ class WeightReceiver:
         """
         if offer.transport == "shared":
             self._before()
-            sync_in_process(_sender_here(offer).source, [self._sink], offer.version)
+            sync_in_process(_sender_here(offer).source, self._sink, offer.version)
             return
         half = self._half_of(offer.transport)
         board, names = half.board(offer.place), [spec.name for spec in offer.tensors]
@@ -697,7 +668,7 @@ class WeightReceiver:
             at.note(step=READY)
             plan = plan_buckets(offer.tensors, offer.bucket_bytes)
             digests = receive_tensors(half, plan, offer.tensors, self._sink, at)
-            self._sink.verify(WeightManifest(offer.version, offer.tensors, digests))
+            self._sink.verify(digests)
             at.note(step=_verified(plan))
             at.wait(_verified(plan))  # all others have found the same
             self._sink.commit()

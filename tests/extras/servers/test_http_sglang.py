@@ -18,7 +18,7 @@ from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
 from quartet.rollout.protocol import Completion, EngineFailed, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.in_process import write_into
+from quartet.weights.sink import write_into
 
 targets: Any = importlib.import_module("engine_targets")
 servers: Any = importlib.import_module("http_engines")

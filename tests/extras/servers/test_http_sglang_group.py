@@ -18,8 +18,8 @@ from quartet.extras.servers.sglang import GroupWeights, SGLangEngine
 from quartet.rollout.protocol import EngineFailed, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.weights.errors import WeightsRefused
-from quartet.weights.in_process import write_into
+from quartet.weights.manifest import WeightsRefused
+from quartet.weights.sink import write_into
 
 targets: Any = importlib.import_module("engine_targets")
 servers: Any = importlib.import_module("http_engines")

@@ -14,8 +14,8 @@ from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.rollout.protocol import Completion, Request
-from quartet.weights.errors import WeightsUnusable
-from quartet.weights.in_process import NamedSource, sync_in_process
+from quartet.weights.manifest import WeightsUnusable
+from quartet.weights.sink import NamedSource, sync_in_process
 
 Build = Callable[..., Any]
 Make = Callable[..., Request]
@@ -124,7 +124,7 @@ def test_nothing_is_computed_after_a_sync_that_failed_halfway(tiny: Any, make_re
     reading.append(True)
     source.specs = lambda: specs  # type: ignore[method-assign]
     with pytest.raises(OSError, match="disk is full"):
-        sync_in_process(source, [engine.weight_sink()], 1)
+        sync_in_process(source, engine.weight_sink(), 1)
     with pytest.raises(WeightsUnusable, match="disk is full"):
         engine.step()
     assert engine.stats().policy_version == 0

@@ -45,7 +45,7 @@ from quartet.schedule.rollout_worker import (
 )
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
-from quartet.weights.errors import WeightSyncError
+from quartet.weights.manifest import WeightSyncError
 from quartet.weights.sink import TensorSink
 from quartet.weights.sync import Offer
 

@@ -19,8 +19,6 @@ from quartet.weights.sink import TensorSink
 from quartet.weights.sync import (
     Bucket,
     MemorySend,
-    ReceiveTransport,
-    SendTransport,
     plan_buckets,
     receive_tensors,
     send_tensors,
@@ -82,7 +80,7 @@ class Noting:
         self.events.append(("taken", step))
 
 
-class Shelf(SendTransport, ReceiveTransport):
+class Shelf:
     """Keeps every bucket."""
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -90,27 +88,24 @@ class Shelf(SendTransport, ReceiveTransport):
         self.shipped: list[tuple[Bucket, Tensor]] = []
 
     def empty(self, bucket: Bucket, at: Any) -> Tensor:
-        return torch.zeros(self.bucket_bytes, dtype=torch.uint8)
+        self._buffer = torch.zeros(self.bucket_bytes, dtype=torch.uint8)
+        return self._buffer
 
-    def ship(self, bucket: Bucket, data: Tensor, at: Any) -> None:
-        assert data.numel() == bucket.num_bytes
-        self.shipped.append((bucket, data))
+    def ship(self, bucket: Bucket, at: Any) -> None:
+        self.shipped.append((bucket, self._buffer))
+
+    def finish(self, at: Any) -> None: ...
 
     def full(self, plan: Any, at: Any) -> Any:
         return iter(self.shipped)
-
-    def open(self, *_: Any) -> Any: ...
-
-    def board(self, place: Any) -> Any: ...
-
-    def drop(self) -> None: ...
 
 
 @given(specs_of, bucket_sizes)
 def test_what_is_packed_comes_out_again(specs: list[TensorSpec], bucket_bytes: int) -> None:
     tensors = {s.name: torch.randint(0, 2, s.shape).to(s.torch_dtype) for s in specs}
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    shelf, plan, sink = Shelf(bucket_bytes), plan_buckets(specs, bucket_bytes), TensorSink(found.items())
+    shelf: Any = Shelf(bucket_bytes)
+    plan, sink = plan_buckets(specs, bucket_bytes), TensorSink(found.items())
     at: Any = Noting()
     send_tensors(shelf, plan, iter(tensors.values()), at)
     assert [bucket for bucket, _ in shelf.shipped] == plan

@@ -57,7 +57,7 @@ def defined(data: bytes) -> str:
     return f"{total & MASK:016x}"
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 8192, 9001, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 13])
+@pytest.mark.parametrize("num_bytes", [0, 9, 9001, BLOCK_BYTES + 13])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_it_is_what_its_definition_says(num_bytes: int, threads: int) -> None:
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))

@@ -12,14 +12,12 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from quartet.weights.digest import BLOCK_BYTES, tensor_digest
-from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
-from quartet.weights.in_process import NamedSource, sync_in_process
-from quartet.weights.manifest import TensorSpec, WeightManifest
-from quartet.weights.sink import Status, TensorSink
+from quartet.weights.manifest import TensorSpec, WeightMismatch, WeightsRefused, WeightsUnusable
+from quartet.weights.sink import NamedSource, Status, TensorSink, sync_in_process
 
 
 def send(sink: TensorSink, tensors: dict[str, Tensor], version: int) -> None:
-    sync_in_process(NamedSource(lambda: tensors.items()), [sink], version)
+    sync_in_process(NamedSource(lambda: tensors.items()), sink, version)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
@@ -107,12 +105,6 @@ def test_ties_that_differ_are_found() -> None:
     assert sink.status is Status.UNUSABLE
 
 
-def test_a_name_twice_is_refused() -> None:
-    sink = TensorSink([("w", torch.zeros(2))])
-    with pytest.raises(WeightsRefused, match="'w' twice"):
-        sink.begin([TensorSpec("w", "F32", (2,))] * 2, 1)
-
-
 def test_an_engine_that_sleeps_in_a_sync_serves_nothing_after_it() -> None:
     """What arrived may have gone into memory that the engine gave back."""
     held = torch.zeros(3)
@@ -124,17 +116,11 @@ def test_an_engine_that_sleeps_in_a_sync_serves_nothing_after_it() -> None:
             sink.invalidate("the engine slept")
 
     with pytest.raises(WeightsUnusable, match="no more room"):
-        sync_in_process(NamedSource(weights), [sink], 1)
+        sync_in_process(NamedSource(weights), sink, 1)
     with pytest.raises(WeightsUnusable, match="slept"):
         sink.require()
     send(sink, {"w": torch.ones(3)}, 1)
     sink.require(1)
-
-
-def test_a_sink_may_begin_with_a_version() -> None:
-    sink = TensorSink([("w", torch.zeros(3))], version=4)
-    sink.require(4)
-    assert sink.dtypes() == {"w": torch.float32}
 
 
 @pytest.mark.parametrize("cuts", [[], [BLOCK_BYTES // 4], [3, 5 * BLOCK_BYTES // 16, BLOCK_BYTES // 2]])
@@ -146,6 +132,19 @@ def test_what_has_arrived_is_digested_in_pieces(cuts: list[int]) -> None:
     edges = sorted({0, *cuts, values.numel()})
     for start, stop in itertools.pairwise(edges):
         sink.write("w", start, values[start:stop])
-    sink.verify(WeightManifest(1, (spec,), (tensor_digest(values),)))
+    sink.verify([tensor_digest(values)])
     with pytest.raises(WeightMismatch):
-        sink.verify(WeightManifest(1, (spec,), (tensor_digest(values + 1),)))
+        sink.verify([tensor_digest(values + 1)])
+
+
+def test_tied_weights_go_under_one_name_and_older_versions_are_refused() -> None:
+    embed = nn.Parameter(torch.zeros(6, 4))
+    sink = TensorSink([("embed.weight", embed), ("lm_head.weight", embed)])
+    new = torch.randn(6, 4)
+    send(sink, {"lm_head.weight": new}, 5)
+    assert torch.equal(embed, new)
+    with pytest.raises(WeightsRefused, match="version 4 after 5"):
+        send(sink, {"embed.weight": new}, 4)
+    sink.require(5)
+    with pytest.raises(WeightsRefused, match="unknown names, first 'other'"):
+        send(sink, {"embed.weight": new, "other": new}, 6)

@@ -40,7 +40,7 @@ from quartet.rollout.protocol import Request
 from quartet.rollout.scheduler import Decode
 from quartet.rollout.staging import Load, StagedWeights
 from quartet.trainers.engines import Policy
-from quartet.weights.errors import WeightsRefused, WeightSyncError
+from quartet.weights.manifest import WeightsRefused, WeightSyncError
 from quartet.weights.sink import TensorSink
 
 _PART_BYTES = 1 << 30

@@ -45,7 +45,7 @@ from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.vllm.start import Drafts
 from quartet.text.loading import local_or_hub
-from quartet.weights.gather import gather
+from quartet.weights.sink import gather
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _NUMBERS = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size", "original_lm_head")

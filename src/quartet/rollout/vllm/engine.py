@@ -52,7 +52,7 @@ from quartet.rollout.protocol import (
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Decode, Decoding, StopStringMatcher, check_request
 from quartet.rollout.vllm.start import Drafts, HeadPadding
-from quartet.weights.errors import WeightsRefused, WeightsUnusable
+from quartet.weights.manifest import WeightsRefused, WeightsUnusable
 
 SAMPLING = "quartet_sampling"
 """The key of a request's ``SamplingParams`` among the extra arguments that vLLM passes on."""

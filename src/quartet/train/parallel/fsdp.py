@@ -43,7 +43,7 @@ from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh, is_bro
 from quartet.train.parallel.pass_group import PassGroup
 from quartet.train.parallel.tensor import parallelize_layers
 from quartet.train.token_budget import is_out_of_memory
-from quartet.weights.gather import gather
+from quartet.weights.sink import gather
 
 T = TypeVar("T")
 

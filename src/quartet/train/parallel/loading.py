@@ -37,7 +37,7 @@ from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.train.parallel.fsdp import sharded, stays_on_host
 from quartet.train.parallel.tensors import local, local_slices, write_part
-from quartet.weights.gather import gather
+from quartet.weights.sink import gather
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quartet.train.parallel.mesh import TENSOR
-from quartet.weights.gather import slices_at
+from quartet.weights.sink import slices_at
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shared memory without a name."""
+"""Shared memory without a name; what a source announces and gives."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from quartet.weights.errors import WeightSyncError
-from quartet.weights.manifest import TensorSpec
+from quartet.weights.manifest import TensorSpec, WeightSyncError
 from quartet.weights.shared_memory import Segment, layout
+from quartet.weights.sink import NamedSource
 
 WEIGHTS = {
     "w": torch.arange(6.0).view(2, 3),
@@ -51,3 +51,22 @@ def test_more_memory_than_there_is_fails_at_once() -> None:
 def test_tensors_begin_at_lines_of_the_cache() -> None:
     offsets, num_bytes = layout(SPECS)
     assert all(offset % 64 == 0 for offset in offsets.values()) and num_bytes == 64 * 4
+
+
+def test_specs_know_their_size_and_dtype() -> None:
+    assert [spec.num_bytes for spec in SPECS] == [24, 3, 2, 0, 16]
+    assert TensorSpec.of("b", torch.tensor(1.0), torch.bfloat16) == TensorSpec("b", "BF16", ())
+    with pytest.raises(WeightSyncError, match="complex64"):
+        TensorSpec.of("z", torch.zeros(1, dtype=torch.complex64))
+
+
+def test_each_tensor_comes_as_announced_and_in_the_dtype_that_is_wanted() -> None:
+    """Of an engine whose products are bf16 and whose norms are not. Nothing is copied that need not be."""
+    given = {"norm": torch.randn(3), "gate_proj": torch.randn(4, 3).t(), "steps": torch.tensor([4])}
+    source = NamedSource(given.items, like={"norm": torch.float32, "gate_proj": torch.bfloat16})
+    specs, found = source.specs(), list(source.tensors())
+    assert [(spec.name, spec.dtype) for spec in specs] == [("norm", "F32"), ("gate_proj", "BF16"), ("steps", "I64")]
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in found] == [(s.shape, s.torch_dtype) for s in specs]
+    assert all(tensor.is_contiguous() for tensor in found)
+    assert found[0].data_ptr() == given["norm"].data_ptr()
+    assert torch.equal(found[1], given["gate_proj"].bfloat16())
