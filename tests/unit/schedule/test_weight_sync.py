@@ -29,8 +29,7 @@ from quartet.schedule.weight_sync import (
     sync_weights,
 )
 from quartet.train.engine import TrainEngine
-from quartet.weights.errors import WeightsUnusable, WeightSyncError, WeightSyncTimeout
-from quartet.weights.manifest import WeightMismatch, WeightsRefused, WeightsUnusable, WeightSyncError, WeightSyncTimeout
+from quartet.weights.manifest import WeightsUnusable, WeightSyncError, WeightSyncTimeout
 from quartet.weights.sync import Endpoint, Offer, choose_transport
 
 LORA = LoRAConfig(rank=2, alpha=4)
