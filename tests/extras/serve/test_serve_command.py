@@ -41,15 +41,10 @@ def said(model: Path, *words: str) -> str:
     ("words", "expected"),
     [
         (["--host", "203.0.113.7"], "203.0.113.7:8000"),
-        (["--host", "no such host"], "cannot listen there"),
         (["max_runing=4"], "did you mean 'max_running'"),
-        (["type=vlm"], "did you mean 'vllm'"),
         (["type=vllm", "cache_tokens=4"], "cache_tokens"),
-        (["max_running"], "key=value"),
-        (["max_running=many"], "max_running"),
         (["--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
         (["--tokenizer", "/nowhere"], "/nowhere"),
-        (["--device", "tpu"], "tpu"),
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )
