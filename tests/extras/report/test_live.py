@@ -66,7 +66,8 @@ def test_news_are_what_has_changed(run: Path) -> None:
     (piece,) = found["news"]
     assert set(piece) == {"stage", "explained", "metrics", "timing", "rollouts"}
     whole = collect_run(run, ReportLimits())["stages"][-1]
-    assert piece["stage"] == "rl" and (piece["metrics"], piece["timing"]) == (whole["metrics"], whole["timing"])
+    assert piece["stage"] == "rl" and piece["timing"] == whole["timing"]
+    assert piece["metrics"]["steps"] == [5] and piece["metrics"]["series"]["reward/score_mean"] == [5]
     assert piece["explained"]["language/change"]["unit"] == "fraction"
     assert piece["rollouts"]["steps"] == [5], "those alone that are new"
     assert served.news(found["next"])["news"] == [], "nothing twice"

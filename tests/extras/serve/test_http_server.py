@@ -155,16 +155,6 @@ def test_prompts_of_every_form(client: Client, prompt: Any, prompts: list[str]) 
     assert answer["usage"]["completion_tokens"] == sum(lengths)
 
 
-def test_seeds_decide_and_without_one_answers_differ(client: Client) -> None:
-    ask = {"return_token_ids": True}
-    same = [client.complete(seed=7, **ask)["choices"][0]["token_ids"] for _ in range(2)]
-    assert same[0] == same[1]
-    other = [client.complete(seed=None, **ask)["choices"][0]["token_ids"] for _ in range(4)]
-    assert len({tuple(tokens) for tokens in other}) == 4
-    (choice,) = client.complete(temperature=0, **ask)["choices"]
-    assert tuple(choice["token_ids"]) == alone(ids_of("HELLO"), temperature=0.0).token_ids
-
-
 def test_what_ends_an_answer(client: Client) -> None:
     free = alone(ids_of("HELLO"), max_new_tokens=30)
     text = CODEC.decode_completion((), free.token_ids)
@@ -195,11 +185,6 @@ def test_end_of_text_ends_an_answer_unless_it_is_ignored(client: Client) -> None
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
     assert chr(ord("A") + EOS) not in choice["text"]
     assert tuple(client.complete(ignore_eos=True, **ask)["choices"][0]["token_ids"]) == free.token_ids
-
-
-def test_an_answer_ends_with_the_context(client: Client) -> None:
-    (choice,) = client.complete([5] * 90, max_tokens=50, ignore_eos=True, return_token_ids=True)["choices"]
-    assert (len(choice["token_ids"]), choice["finish_reason"]) == (targets.CONTEXT - 90, "length")
 
 
 def test_chat_goes_through_the_models_template(client: Client) -> None:
@@ -266,17 +251,6 @@ def test_tools_and_variables_are_rendered_as_in_training(
     assert choice["prompt_token_ids"] == trained_on(row, variables)
     assert shown in CODEC.decode(choice["prompt_token_ids"], skip_special=False)
     assert set(choice["message"]) == {"role", "content"}, "the text as it is: no calls are looked for in it"
-
-
-def test_a_choice_of_no_tools_tells_the_template_of_none(with_tools: Any) -> None:
-    client, trained_on = with_tools
-    ask = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 1, "return_token_ids": True}
-
-    def asked(**more: Any) -> Any:
-        return client.post("/v1/chat/completions", **ask, **more).json()["choices"][0]["prompt_token_ids"]
-
-    assert asked(tool_choice="none") == trained_on({"messages": MESSAGES}, {})
-    assert asked(tool_choice="auto") == asked() == trained_on({"messages": MESSAGES, "tools": [TOOL]}, {})
 
 
 # Streams ---------------------------------------------------------------------------------------------------
@@ -399,31 +373,6 @@ def test_only_programs_that_name_this_machine_and_send_json_are_answered(client:
     assert client.http.post("/v1/completions", content=body, headers=kind).status_code == 200
     with served(hosts=()) as open_to_all:
         assert open_to_all.http.get("/v1/models", headers={"Host": "gpu7.example"}).status_code == 200
-
-
-def test_others_are_answered_while_a_long_prompt_is_tokenised() -> None:
-    going, go_on = threading.Event(), threading.Event()
-
-    class Waiting(TextCodec):
-        def encode_prompt(self, prompt: Any, variables: Any = None) -> list[int]:
-            if prompt == "LONG":
-                going.set()
-                assert go_on.wait(20)
-            return super().encode_prompt(prompt, variables)
-
-    with served(codec=Waiting(CODEC.tokenizer)) as client:
-        late = threading.Thread(target=lambda: httpx2.post(f"{client.url}/v1/completions", json=LONG, timeout=30))
-        late.start()
-        try:
-            assert going.wait(20)
-            assert client.http.get("/health").status_code == 200
-            client.complete()
-        finally:
-            go_on.set()
-            late.join()
-
-
-LONG = {"model": "policy", "prompt": "LONG", "max_tokens": 1}
 
 
 def test_a_key_is_asked_for_where_there_is_one() -> None:

@@ -277,7 +277,7 @@ RELOAD = {"reload": True}
 
 
 class _Stage:
-    """What is new in one stage of a run: the parts of its page that have changed, whole but for the rollouts.
+    """What is new in one stage of a run. The page may have some of it already: all but health and alarms name steps.
 
     Args:
         note: is told, again and again, of what cannot be read.
@@ -286,9 +286,9 @@ class _Stage:
     def __init__(self, path: Path, limits: ReportLimits, note: Callable[[str], None]) -> None:
         self._path, self._limits, self._note = path, limits, note
         self._tails = StageTails(path)
-        self._rows, self._spans = self._tails.metrics.poll(), self._tails.spans.poll()
+        self._health, self._spans = examine(self._tails.metrics.poll()), self._tails.spans.poll()
         self._rollouts = set(list_steps(path / "rollouts"))
-        self._shown = {"health": show_health(examine(self._rows)), "alarms": collect_alarms(path, limits, note)}
+        self._shown = {"health": show_health(self._health), "alarms": collect_alarms(path, limits, note)}
 
     def poll(self) -> list[dict[str, Any]]:
         """Errors as of ``stage_dirs``: files may vanish meanwhile."""
@@ -300,10 +300,11 @@ class _Stage:
         found: dict[str, Any] = {"alarms": collect_alarms(self._path, self._limits, self._note)}
         names: Iterable[str] = ()
         if rows:
-            self._rows += rows
-            columns = metric_columns(self._rows)
+            for row in rows:
+                self._health.note(int(row["step"]), row)
+            columns = metric_columns(rows)
             names = columns["series"] if columns else ()
-            found |= {"metrics": columns, "health": show_health(examine(self._rows))}
+            found |= {"metrics": columns, "health": show_health(self._health)}
         if spans:
             self._spans += spans
             found["timing"] = show_timing(self._spans)
