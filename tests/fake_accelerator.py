@@ -39,8 +39,13 @@ from quartet.extras.process_rewards.trainer import STEP_NEEDS, StepObjective
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs, forward_only
-from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
-from quartet.train.preference_objectives import PairwiseObjective, PreferenceObjective
+from quartet.train.objectives import (
+    PairwiseObjective,
+    PolicyObjective,
+    PreferenceObjective,
+    SFTObjective,
+    ValueObjective,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

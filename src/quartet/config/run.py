@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, SecretStr, field_validator
 
-from quartet.config.common import DEVICES, CheckpointConfig, TensorBoardConfig, TrackerConfig
-from quartet.config.plugins import TrackerType, plugins, sections
-from quartet.config.strict import Rows, Steps, Strict
-
-PLUGIN_TRACKERS: dict[str, TrackerType] = {name: kind for plugin in plugins() for name, kind in plugin.trackers.items()}
-"""Trackers that plug-ins add, by ``type``."""
+from quartet.config.common import (
+    DEVICES,
+    CheckpointConfig,
+    DataConfig,
+    LocalCluster,
+    ModelConfig,
+    SamplingConfig,
+    ShardingConfig,
+    SupervisedClusterConfig,
+    TensorBoardConfig,
+    TrackerConfig,
+    TrainConfig,
+    device_misfits,
+)
+from quartet.config.plugins import sections
+from quartet.config.strict import Processes, Rows, Steps, Strict
 
 
 def _by_name(value: Any) -> Any:
@@ -27,8 +39,8 @@ def _by_name(value: Any) -> Any:
 if TYPE_CHECKING:
     AnyTracker = TrackerConfig
 else:
-    _ALL = (TensorBoardConfig, *sections("a tracker", PLUGIN_TRACKERS, TrackerConfig, (TensorBoardConfig,)))
-    _Union = Annotated[Union[(*_ALL,)], Field(discriminator="type")] if len(_ALL) > 1 else TensorBoardConfig
+    _TRACKERS = tuple(sections("trackers", TrackerConfig, {"tensorboard": TensorBoardConfig}).values())
+    _Union = Annotated[reduce(or_, _TRACKERS), Field(discriminator="type")] if _TRACKERS[1:] else TensorBoardConfig
     AnyTracker = Annotated[_Union, BeforeValidator(_by_name)]
 
 
@@ -111,3 +123,43 @@ class TrainingRecipe(Recipe):
     callbacks: tuple[CallbackConfig, ...] = Field(
         (), description="Classes that are told of steps, and may end the run."
     )
+
+
+class SupervisedRecipe(TrainingRecipe):
+    """What every job has that trains one model on rows."""
+
+    job: str
+    is_scalar: ClassVar[bool] = False
+    """Whether what is trained is a model with a scalar head."""
+
+    model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
+    data: DataConfig | None = Field(None, description="Rows to train on; left out where Python passes them.")
+    evaluation_data: DataConfig | None = Field(None, description="Held-out rows; no evaluation when left out.")
+    evaluate_every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
+    train: TrainConfig = TrainConfig()
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
+    epochs: int = Field(1, ge=1, description="Passes over the data where steps is left out.")
+    cluster: SupervisedClusterConfig = Field(LocalCluster(), description="Where the processes of the run are.")
+    processes: Processes = Field(
+        1,
+        ge=1,
+        description="Processes on each node, which share every update; each has a copy of the model, or a shard.",
+    )
+    nodes: int = Field(1, ge=1, description="Machines.")
+    sharding: ShardingConfig = ShardingConfig()
+
+    @property
+    def answered_by(self) -> SamplingConfig | None:
+        """How the model answers the rows; None where they have their answers."""
+        return None
+
+    def _misfits(self) -> Iterator[str]:
+        if self.cluster.type == "local" and self.processes * self.nodes > 1:
+            yield (
+                f"processes {self.processes} on nodes {self.nodes}, but cluster.type local has one process: set "
+                "cluster.type: ray, start it by torchrun, or leave processes and nodes out"
+            )
+        reason = self.sharding.misfit("sharding", self.processes * self.nodes, compiles=self.train.compile)
+        if reason is not None:
+            yield reason
+        yield from device_misfits(self.cluster, self.device)

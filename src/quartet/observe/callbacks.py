@@ -16,8 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quartet.config.errors import Interrupted, UserError
-from quartet.config.foreign import described
+from quartet.config.errors import Interrupted, UserError, described
 from quartet.config.run import CallbackConfig, NotifyConfig, Recipe
 from quartet.config.targets import load_target
 from quartet.observe.background import BestEffortThread

@@ -21,8 +21,7 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from quartet.config.errors import UserError
-from quartet.config.file_errors import read_error, read_file, refuse_pipe, write_error
+from quartet.config.errors import UserError, read_error, read_file, refuse_pipe, write_error
 
 _DIGEST = "sha256"
 _BUFFER = 2**20

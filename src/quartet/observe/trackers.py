@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import ConfigDict, TypeAdapter
 
 from quartet.config.common import TensorBoardConfig, TrackerConfig
-from quartet.config.plugins import load
+from quartet.config.plugins import added, load
+from quartet.config.run import LogConfig
 from quartet.observe.background import BestEffortThread
 from quartet.observe.files import RowAppender, read_objects, replace_atomically
 from quartet.observe.metrics import find_metric
@@ -199,12 +200,11 @@ def build_trackers(
         tell: is told in their threads where the run can be seen, and of the first failure.
         warn: is told in the caller's, when they are closed, of how much was lost.
     """
-    from quartet.config.run import PLUGIN_TRACKERS
 
     def start(section: TrackerConfig, known: str | None) -> Tracker:
         if isinstance(section, TensorBoardConfig):
             return TensorBoardTracker(run.directory / "tensorboard", run.resumed_after or None)
-        tracker: Tracker = load(PLUGIN_TRACKERS[section.type].tracker)(section, run, known)
+        tracker: Tracker = load(added("trackers")[section.type].tracker)(section, run, known)
         return tracker
 
     return [

@@ -19,14 +19,15 @@ from quartet.config.run import LogConfig
 from quartet.data.formats import preferences
 from quartet.data.readers import Row
 from quartet.extras.iterated import trainer as iterated
-from quartet.extras.iterated.trainer import CollectConfig, IteratedRecipe, IteratedTrainer, make_pair
+from quartet.extras.iterated.config import CollectConfig, IteratedRecipe
+from quartet.extras.iterated.trainer import IteratedTrainer, make_pair
 from quartet.extras.quickstart import task
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
 from quartet.text.examples import Preference
-from quartet.trainers.evaluation_files import Answer
-from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.evaluation_metrics import Answer
 from quartet.trainers.rl import RLTrainer
+from quartet.trainers.supervised import RewardModelTrainer
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -16,8 +16,15 @@ import pytest
 from quartet.data.formats import prompts as prompts_of
 from quartet.data.readers import Row
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.protocol import (
+    Completion,
+    EngineFailed,
+    FinishReason,
+    GenerationError,
+    Request,
+    SamplingParams,
+    SteppedEngine,
+)
 from quartet.text.templates import with_template
 from quartet.text.tokenizer import TextCodec
 

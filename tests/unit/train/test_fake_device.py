@@ -12,10 +12,10 @@ import pytest
 
 PROGRAM = Path(__file__).parents[2] / "fake_accelerator.py"
 WAITS = {
-    "train gspo fp32": "policy_losses.py",
-    "train gspo bf16": "policy_losses.py",
-    "train dpo": "preference_objectives.py",
-    "train pairwise": "preference_objectives.py",
+    "train gspo fp32": "losses.py",
+    "train gspo bf16": "losses.py",
+    "train dpo": "train/objectives.py",
+    "train pairwise": "train/objectives.py",
     "train steps": "process_rewards/scores.py",
 }
 """Cases that ask the device for a content once in a micro-batch: which is whole, which pairs and steps there are."""

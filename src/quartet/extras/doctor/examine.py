@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import Trajectories
 from quartet.config import UserError
 from quartet.config.engines import NativeEngineConfig
@@ -30,21 +29,20 @@ from quartet.extras.doctor.checks import Finding, Findings, judged, quick_findin
 from quartet.observe.memory import available_bytes
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import GREEDY, Chunk, chunk_of
-from quartet.schedule.iteration import ModelScorer, PartScorer, Scorer, score_all
-from quartet.schedule.learners import UpdatePlan
+from quartet.schedule.iteration import ModelScorer, PartScorer, Scorer, UpdatePlan, score_all
 from quartet.schedule.model_worker import ModelWorker, Offloadable, TrainWorker, Update
-from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest
+from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.text.examples import PromptText
-from quartet.train.bit_flips import ModelPart
+from quartet.train.engine import ModelPart
 from quartet.train.forward import Needs
-from quartet.trainers.attempt import RunAttempt, RunContext
-from quartet.trainers.engine_memory import numbers_per_token
-from quartet.trainers.event_loop import run_async
+from quartet.trainers.attempt import RunAttempt
+from quartet.trainers.devices import numbers_per_token
 from quartet.trainers.experience import Experience, sampled_only
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles, limits_of
 from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.run_files import output_path
+from quartet.trainers.signals import run_async
 from quartet.trainers.workers import RunWorkers, Sizes
 
 
@@ -72,7 +70,7 @@ class ExaminedRun:
     async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
         """What each engine answers, with token ids, by each of ``params``; by the engines' names."""
         rollout, found = self.attempt.rollout, dict[str, RaggedBatch]()
-        asked = PromptRequest(name, prompt, tuple(SampleRequest(f"{name}.{n}", one) for n, one in enumerate(params)))
+        asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
             for n, worker in enumerate(self.workers.engines):
                 of_worker = await worker.call(RolloutWorker.answers_by_engine, asked)
@@ -633,8 +631,8 @@ class _Examination:
     async def run(self) -> None:
         trainer = self._trainer
         trainer.run.start(0)
-        context = RunContext(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None)
-        attempt = await RunAttempt.begin(context, 0)
+        attempt = RunAttempt(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None, 0)
+        await attempt.begin()
         started = ", ".join(trainer.workers.models)
         self._findings.add(judged("start", f"{started} and {len(trainer.workers.engines)} engines"))
         async with contextlib.aclosing(attempt):
@@ -683,13 +681,11 @@ class _Examination:
         roles, rollout = run.roles, run.attempt.rollout
         asked = rollout.requests
 
-        def shorter(sample: SampleRequest) -> SampleRequest:
-            num = min(sample.sampling.max_new_tokens, self._max_new_tokens)
-            return replace(sample, sampling=replace(sample.sampling, max_new_tokens=num))
-
         def limited(index: int) -> tuple[PromptItem, PromptRequest]:
             item, request = asked(index)
-            return item, replace(request, samples=tuple(map(shorter, request.samples)))
+            lengths = {name: min(length, self._max_new_tokens) for name, length in request.lengths.items()}
+            samples = {name: replace(one, max_new_tokens=lengths[name]) for name, one in request.samples.items()}
+            return item, replace(request, samples=samples)
 
         rollout.requests = limited
         source = roles.source(rollout, lambda finished: None)

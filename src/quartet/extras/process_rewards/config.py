@@ -9,8 +9,8 @@ from pydantic import Field
 from quartet.config.common import ShardingConfig, Strict
 from quartet.config.plugins import Starter
 from quartet.config.rewards import ModelSource
+from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import Rows, Tokens
-from quartet.config.supervised import SupervisedRecipe
 
 
 class ProcessRewardRecipe(SupervisedRecipe):

@@ -23,8 +23,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from quartet.config.errors import UserError, printable
-from quartet.config.file_errors import read_error, read_file
+from quartet.config.errors import UserError, printable, read_error, read_file
 from quartet.config.nearest import made_by
 from quartet.observe.files import ENDED, Tail, replace_atomically, true_status
 from quartet.observe.health import Health, alarm_of_row, examine, repetition, worker_table

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
-from quartet.config.schema import chosen_member, flatten, item_annotation
+from quartet.config.plugins import recipes
+from quartet.config.strict import chosen_member, flatten, item_annotation
 from quartet.config.yamls import parse_yaml
 from quartet.extras.report.build import TELLING, ReportLimits, check_run, collect_run, stage_dirs, write_page
 from quartet.observe.rollouts import RolloutRecord, list_steps, read_step

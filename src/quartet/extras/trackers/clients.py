@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from quartet.config.schema import flatten
+from quartet.config.strict import flatten
 from quartet.extras.trackers.config import MLflowConfig, TrackioConfig, WandbConfig
 from quartet.observe.trackers import Row, TrackedRun
 

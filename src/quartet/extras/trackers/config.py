@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from quartet.config.common import TrackerConfig
-from quartet.config.errors import UserError
-from quartet.config.foreign import described
+from quartet.config.errors import UserError, described
 
 _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 
