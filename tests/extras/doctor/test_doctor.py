@@ -371,7 +371,7 @@ def of_rows(rewards: Any, rows: list[dict[str, Any]], score: Callable[[str, dict
     items = [PromptItem(f"p{n}", "?", row, "", 1) for n, row in enumerate(rows)]
     run_recipe = SimpleNamespace(rewards=rewards)
     roles = SimpleNamespace(recipe=run_recipe, prompts=SimpleNamespace(items=items), reward_models=[])
-    known = rewards.known_answers(cast(Any, run_recipe), items, 8)
+    known = doctor_rewards.known_answers(cast(Any, run_recipe), items, 8)
     texts = [(row, kind, text) for row, answer in enumerate(known) for kind, text in answer.texts()]
     values = torch.tensor([score(text, rows[row]) for row, _, text in texts], dtype=torch.float64)
     scored = doctor_rewards.Scored({rewards[0].name: values}, values, [], 0.0)
