@@ -14,7 +14,6 @@ import threading
 import time
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,10 +53,9 @@ class RandomStateGuard:
             spend: told the seconds inside, without that wait.
         """
         with EXCLUSIVE:
-            outside = {generator.name: generator.get() for generator in _RANDOM}
-            for generator in _RANDOM:
-                if generator.name in self._own:
-                    generator.put(self._own[generator.name])
+            outside = {name: get() for name, (get, _) in _RANDOM.items()}
+            for name, state in self._own.items():
+                _RANDOM[name][1](state)
             outer, _here.what = guarded_code(), self._what
             begun = time.monotonic()
             try:
@@ -85,16 +83,15 @@ class RandomStateGuard:
         ]
 
     def _put_back(self, outside: dict[str, Any]) -> None:
-        for generator in _RANDOM:
-            begun = self._own.get(generator.name, outside[generator.name])
-            now = generator.get()
+        for name, (get, put) in _RANDOM.items():
+            begun, now = self._own.get(name, outside[name]), get()
             if begun is None:
                 continue  # CUDA, which has only now begun
             if now != begun:
-                self._drawn[generator.name] = None
-                self._own[generator.name] = now
-            if now != outside[generator.name]:
-                generator.put(outside[generator.name])
+                self._drawn[name] = None
+                self._own[name] = now
+            if now != outside[name]:
+                put(outside[name])
 
 
 @types.coroutine
@@ -119,15 +116,6 @@ def _driven(
             step, value = work.throw, error
 
 
-@dataclass(frozen=True)
-class _Random:
-    """Random generators of this process. States are compared with ``==``."""
-
-    name: str
-    get: Callable[[], Any]
-    put: Callable[[Any], Any]
-
-
 def _as_tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
@@ -138,22 +126,19 @@ def _cuda_random() -> list[bytes] | None:
     return [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
 
 
-def _put_cuda_random(states: list[bytes] | None) -> None:
-    if states is not None:
-        torch.cuda.set_rng_state_all([_as_tensor(state) for state in states])
-
-
-_RANDOM = (
-    _Random("the generator of `random`", random.getstate, random.setstate),
-    _Random(
-        "numpy's global generator",  # as bytes, since arrays cannot be compared with ==
+# Of each generator what gives its state and what sets it. States are compared with ``==``, which arrays cannot be.
+_RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "the generator of `random`": (random.getstate, random.setstate),
+    "numpy's global generator": (
         lambda: pickle.dumps(np.random.get_state()),
         lambda state: np.random.set_state(pickle.loads(state)),
     ),
-    _Random(
-        "torch's global generator",
+    "torch's global generator": (
         lambda: torch.get_rng_state().numpy().tobytes(),
         lambda state: torch.set_rng_state(_as_tensor(state)),
     ),
-    _Random("torch's generators on CUDA", _cuda_random, _put_cuda_random),
-)
+    "torch's generators on CUDA": (
+        _cuda_random,
+        lambda states: torch.cuda.set_rng_state_all([_as_tensor(state) for state in states or ()]),
+    ),
+}

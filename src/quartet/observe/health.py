@@ -205,7 +205,7 @@ class Finding:
         return f"step {self.since}: {self.check.title} ({figures}). {self.check.meaning} Try: {self.check.remedy}"
 
 
-def _no_variance(first: Values, last: Values) -> bool:
+def _always(first: Values, last: Values) -> bool:
     return all(share >= 1 for (share,) in last)
 
 
@@ -213,14 +213,10 @@ def _constant_reward(first: Values, last: Values) -> bool:
     return all(spread < 1e-9 and math.isclose(mean, last[0][1], abs_tol=1e-9) for spread, mean in last)
 
 
-def _never_ends(first: Values, last: Values) -> bool:
-    return all(share >= 1 for (share,) in last)
-
-
 def _cut_off(first: Values, last: Values) -> bool:
     shares = [share for (share,) in last]
     falls = fmean(shares[:2]) - fmean(shares[-2:]) > 0.1  # answers are learning to end
-    return min(shares) >= 0.5 and not falls and not _never_ends(first, last)
+    return min(shares) >= 0.5 and not falls and not _always(first, last)
 
 
 def _collapsed(first: Values, last: Values) -> bool:
@@ -260,7 +256,7 @@ CHECKS: tuple[Check, ...] = (
         "no_variance",
         ("groups/zero_variance",),
         5,
-        _no_variance,
+        _always,
         "`groups/zero_variance` 1, in 5 steps running",
         "no group has answers with different rewards",
         "Group-relative advantages are 0, and so is the gradient but for KL: nothing is learned from the reward.",
@@ -281,7 +277,7 @@ CHECKS: tuple[Check, ...] = (
         "never_ends",
         ("rollout/truncated_frac",),
         5,
-        _never_ends,
+        _always,
         "`rollout/truncated_frac` 1, in 5 steps running",
         "no answer ends by itself",
         "The model never samples its end of text: a wrong template or token, a base model, or too low a limit.",

@@ -105,13 +105,10 @@ class SpanRecorder:
             with self._lock:
                 self._spans.append(span)
                 if self._rows is not None:
-                    row = {k: value for k, value in asdict(span).items() if value is not None and value is not False}
-                    del row["marks"]
-                    row["start_s"], row["end_s"] = round(span.start_s, 6), round(span.end_s, 6)
-                    row["worker_s"] = {worker: round(took, 6) for worker, took in span.worker_s.items()}
-                    if not row["worker_s"]:
-                        del row["worker_s"]
-                    self._rows.append(row)
+                    times = {"start_s": round(span.start_s, 6), "end_s": round(span.end_s, 6)}
+                    row = asdict(span) | times | {"marks": None}
+                    row["worker_s"] = {worker: round(took, 6) for worker, took in span.worker_s.items()} or None
+                    self._rows.append({k: v for k, v in row.items() if v is not None and v is not False})
 
     def mark(self, span: Span) -> None:
         """The work of an open span is going on now. A span with marks is as long as from the first to the last."""

@@ -61,14 +61,6 @@ class Tracker(Protocol):
     def close(self, *, failed: bool = False) -> None: ...
 
 
-class Delivered(Protocol):
-    """A tracker as the run uses it: no call waits or raises."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def samples(self, step: int, name: str, rows: Callable[[int], Sequence[Row]]) -> None: ...
-
-
 class JsonlTracker:
     """One JSON object per line: ``{"step": 3, "time_s": 1700000000.0, "loss/policy": 0.1}``.
 
@@ -81,7 +73,9 @@ class JsonlTracker:
         clock: Unix time in seconds.
     """
 
-    def __init__(self, path: Path, others: Sequence[Delivered] = (), *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, others: Sequence[DeliveredTracker] = (), *, clock: Callable[[], float] = time.time
+    ) -> None:
         self._rows = RowAppender(path)
         self._others = others
         self._clock = clock

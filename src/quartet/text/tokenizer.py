@@ -317,11 +317,6 @@ class TextCodec:
             start, done = done, i + 1
         return pieces
 
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest token, none of which stands for more text."""
-        return max(map(len, self.tokenizer.get_vocab()))
-
     @property
     def kept_special(self) -> str:
         """What to tell of special tokens that stand in the text of completions: all but those for no text."""

@@ -20,12 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config.algorithms import (
-    DAPO,
     GRPO,
-    GSPO,
     PPO,
     RLOO,
-    BestOfN,
     KLConfig,
     OffPolicyConfig,
     OnlineDPO,
@@ -39,7 +36,7 @@ from quartet.data.datasets import PromptItem
 from quartet.extras.doctor import checks
 from quartet.extras.doctor import rewards as doctor_rewards
 from quartet.extras.doctor.checks import Finding
-from quartet.extras.doctor.examine import ExaminedRun, examine
+from quartet.extras.doctor.examine import examine
 from quartet.extras.quickstart import task
 from quartet.rewards.build import build_reward
 from quartet.rollout import engine as native
@@ -131,23 +128,11 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": PPO(kl=KLConfig(coef=0.05)), "epochs": 2},
     "remax": {"algorithm": ReMax(), "responses_per_prompt": 1},
     "online_dpo": {"algorithm": OnlineDPO()},
-    "best_of_n": {"algorithm": BestOfN()},
-    "dapo": {"algorithm": DAPO()},
-    "gspo": {"algorithm": GSPO()},
-    "rloo": {"algorithm": RLOO(), "minibatches": 1},
     "temperature": {"sampling": {"temperature": 0.7, "top_p": 0.9}},
-    "truncated": {"sampling": {"temperature": 0.7, "top_k": 5, "truncated_logprobs": True}},
     "in a process": {**OWN_ENGINE, "engine": NativeEngineConfig(process=True)},
-    "bf16": {"actor": ActorConfig(train=TrainConfig(precision="bf16"))},
-    "lora": {"actor": ActorConfig(train=TrainConfig(lora=LoRAConfig(rank=4)))},
     "lora, own engine": {"actor": ActorConfig(train=TrainConfig(lora=LoRAConfig(rank=4))), "placement": WITHOUT_CRITIC},
     "tied": {"model": {"tie_word_embeddings": True}, "placement": WITHOUT_CRITIC},
     "separated": {**OWN_ENGINE, "placement": SEPARATED},
-    "full_offload": OWN_ENGINE,
-    "homogeneous": {
-        **OWN_ENGINE,
-        "placement": {"type": "homogeneous", "rollout": {}, "models": {"budget_bytes": BIG}},
-    },
     "asynchronous": {
         "algorithm": GRPO(off_policy=OffPolicyConfig(level="token", mode="truncate", cap=2.0)),
         "placement": {
@@ -175,10 +160,6 @@ def test_a_model_that_is_passed_stays_as_it_was(examined: Examined, causal_lm: A
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert not unwell(examined(objects={"model": model}))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_sleep_is_examined_where_there_is_any(examined: Examined) -> None:
-    assert "slept" in examined(**OWN_ENGINE)["after_sleep"].found
 
 
 # Planted faults: the engine -------------------------------------------------------------------------------
@@ -273,37 +254,6 @@ def test_the_pad_tokens_id_as_a_mask_in_the_trainer(
     assert unwell(examined()) == {"pad_by_mask"}
 
 
-def test_the_pad_tokens_id_as_a_mask_on_both_sides(
-    examined: Examined, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
-) -> None:
-    pad: int = tokenizer.pad_token_id
-    asked: Any = RequestStore.engine_requests
-
-    def stripped(ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple(token for token in ids if token != pad)
-
-    def requests(self: RequestStore, request: Any) -> Any:
-        return [replace(one, prompt_ids=stripped(one.prompt_ids)) for one in asked(self, request)]
-
-    forward = TrainEngine.forward
-
-    def padded(self: TrainEngine[Any], batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        keep = (batch.input_ids != pad) | (batch.sequence_index() >= 0)
-        if bool(keep.all()):
-            return forward(self, batch, needs)
-        lengths = tuple(int(part.sum()) for part in keep.split(batch.segment_lengths))
-        bare = replace(batch.bare(), input_ids=batch.input_ids[keep], segment_lengths=lengths)
-        found = forward(self, bare.with_token(**{needs.mask: batch.token[needs.mask][keep]}), needs)
-        whole = torch.zeros(batch.num_tokens)
-        whole[keep] = found.token["logprobs"]
-        return ColumnSet(found.ids, {"logprobs": whole})
-
-    monkeypatch.setattr(RequestStore, "engine_requests", requests)
-    monkeypatch.setattr(TrainEngine, "forward", padded)
-    found = examined()
-    assert unwell(found) == {"pad_by_mask"} and "no effect" in found["pad_by_mask"].found
-
-
 def test_a_mask_that_leaves_the_end_out(examined: Examined, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     """As where labels are masked by the pad token's id, and the end of text has the same."""
     made = rollout_worker.group_batch
@@ -382,19 +332,6 @@ def test_an_engine_that_keeps_a_part_of_older_weights(examined: Examined, monkey
     assert unwell(examined(**OWN_ENGINE)) == {"weights_restored"}
 
 
-def test_an_engine_that_is_lost_behind_a_change_of_weights(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    canaries, calls = ExaminedRun.canaries, []
-
-    async def fewer(self: ExaminedRun) -> list[RaggedBatch]:
-        calls.append(await canaries(self))
-        return calls[-1][1:] if len(calls) in (3, 5) else calls[-1]
-
-    monkeypatch.setattr(ExaminedRun, "canaries", fewer)
-    found = examined()
-    assert unwell(found) == {"tied_head", "weight_update"}
-    assert "1 engines answered at first, 0 now" in found["weight_update"].found
-
-
 # Planted faults: what is learned --------------------------------------------------------------------------
 
 
@@ -414,40 +351,11 @@ def test_a_gradient_that_is_not_finite(examined: Examined, monkeypatch: pytest.M
     assert unwell(examined()) == {"gradient"}
 
 
-def test_a_reference_at_another_temperature(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = RLRoles.column_scorers
-
-    def changed(self: RLRoles, leases: Any) -> list[ModelScorer]:
-        return [
-            replace(one, needs=replace(one.needs, temperature=0.5)) if one.role == "reference" else one
-            for one in made(self, leases)
-        ]
-
-    monkeypatch.setattr(RLRoles, "column_scorers", changed)
-    assert unwell(examined()) == {"reference_kl"}
-
-
-def test_a_critic_whose_values_are_no_numbers(examined: Examined, scalar_model: Any) -> None:
-    critic = scalar_model()
-    with torch.no_grad():
-        critic.score.weight.fill_(float("nan"))
-    found = examined(algorithm=PPO(), objects={"critic": critic})
-    assert found["critic_values"].status == "failure"
-
-
 # Planted faults: rewards ----------------------------------------------------------------------------------
 
 ROWS = [
     {"prompt": prompt, "answer": str(sum(task.operands(prompt))), "rejected": "7"} for prompt in task.toy_prompts(0, 12)
 ]
-
-
-def test_known_answers_are_compared(examined: Examined) -> None:
-    def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [float(c == a) + 0.01 * len(c) for c, a in zip(completions, answer, strict=True)]
-
-    found = examined(rewards=right, rows=ROWS)
-    assert not unwell(found) and "known answers score 1" in found["reward_answers"].found
 
 
 def test_swapped_reward_columns(examined: Examined) -> None:
@@ -463,7 +371,7 @@ def of_rows(rewards: Any, rows: list[dict[str, Any]], score: Callable[[str, dict
     items = [PromptItem(f"p{n}", "?", row, "", 1) for n, row in enumerate(rows)]
     run_recipe = SimpleNamespace(rewards=rewards)
     roles = SimpleNamespace(recipe=run_recipe, prompts=SimpleNamespace(items=items), reward_models=[])
-    known = rewards.known_answers(cast(Any, run_recipe), items, 8)
+    known = doctor_rewards.known_answers(cast(Any, run_recipe), items, 8)
     texts = [(row, kind, text) for row, answer in enumerate(known) for kind, text in answer.texts()]
     values = torch.tensor([score(text, rows[row]) for row, _, text in texts], dtype=torch.float64)
     scored = doctor_rewards.Scored({rewards[0].name: values}, values, [], 0.0)
@@ -613,18 +521,6 @@ def test_faults_of_data_and_recipe(examined: Examined, changes: Any, expected: s
     assert unwell(examined(**changes)) == expected
 
 
-def test_a_model_without_end_of_text(examined: Examined, tokenizer: Any) -> None:
-    endless = copy.deepcopy(tokenizer)
-    endless.eos_token = None
-    found = examined(model={"eos_token_id": None}, objects={"tokenizer": endless})
-    assert found["turn_end"].status == "failure"
-
-
-def test_no_room_on_the_disk(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert unwell(examined()) == {"disk"}
-
-
 def test_no_room_in_memory(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quartet.extras.doctor.examine.available_bytes", lambda: 1000)
     assert unwell(examined()) == {"memory"}
@@ -662,12 +558,6 @@ def begin_of_text(codec: TextCodec, prompts: Sequence[Any]) -> Finding:
     return checks.check_begin_of_text(codec, [codec.encode_prompt(prompt) for prompt in prompts])
 
 
-def test_a_healthy_template(tokenizer: Any) -> None:
-    good = codec(tokenizer, TURNS.replace("{{ bos }}", "").replace("{{ end }}", "<eos>") + PROMPT)
-    for check in (checks.check_template, checks.check_turn_end, begin_of_text, checks.check_round_trip):
-        assert check(good, CHAT).status == "ok"
-
-
 @pytest.mark.parametrize(
     ("template", "check", "named"),
     [
@@ -682,18 +572,6 @@ def test_wrong_templates(tokenizer: Any, template: str, check: Any, named: str) 
     assert found.status == "failure" and named in found.found and found.remedy
 
 
-def test_a_template_that_refuses_an_answer_behind_a_prompt(tokenizer: Any) -> None:
-    refusal = "{% if messages|length > 2 %}{{ raise_exception('no more') }}{% endif %}"
-    found = checks.check_turn_end(codec(tokenizer, refusal + TURNS + PROMPT), CHAT)
-    assert found.status == "warning" and "no more" in found.found
-
-
-def test_a_tokenizer_that_moves_blanks(tokenizer: Any) -> None:
-    moves = copy.deepcopy(tokenizer)
-    moves.decode = lambda ids, **options: " ".join(tokenizer.decode(ids, **options))
-    assert checks.check_round_trip(TextCodec(moves), ["1+2="]).status == "warning"
-
-
 @pytest.mark.parametrize(
     ("decoder", "status"),
     [
@@ -702,7 +580,7 @@ def test_a_tokenizer_that_moves_blanks(tokenizer: Any) -> None:
         (["Drop", "Fuse"], "failure"),
     ],
 )
-@pytest.mark.parametrize("text", ["<s>a b  c<|x|>d", "<|x|>\na <|x|> b", "a<|x|>", " a"])
+@pytest.mark.parametrize("text", ["<s>a b  c<|x|>d"])
 def test_the_blank_that_sentencepiece_puts_behind_special_tokens(decoder: list[str], status: str, text: str) -> None:
     """As Llama's: a blank before every text, and so behind every special token; only the first is taken off again."""
     steps = {
@@ -738,3 +616,29 @@ def test_a_run_says_by_itself_what_is_cheap_to_find(
     wide = RolloutConfig(sampling=SamplingConfig(max_new_tokens=60))
     tiny_rl(tmp_path / "wide", digits, algorithm=RLOO(), steps=1, prompts_per_step=2, rollout=wide).train()
     assert "warning: prompt_lengths: 0.0% of 12 prompts" in capsys.readouterr().out
+
+
+def test_a_reference_at_another_temperature(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = RLRoles.column_scorers
+
+    def changed(self: RLRoles, leases: Any) -> list[ModelScorer]:
+        return [
+            replace(one, needs=replace(one.needs, temperature=0.5)) if one.role == "reference" else one
+            for one in made(self, leases)
+        ]
+
+    monkeypatch.setattr(RLRoles, "column_scorers", changed)
+    assert unwell(examined()) == {"reference_kl"}
+
+
+def test_a_critic_whose_values_are_no_numbers(examined: Examined, scalar_model: Any) -> None:
+    critic = scalar_model()
+    with torch.no_grad():
+        critic.score.weight.fill_(float("nan"))
+    found = examined(algorithm=PPO(), objects={"critic": critic})
+    assert found["critic_values"].status == "failure"
+
+
+def test_no_room_on_the_disk(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert unwell(examined()) == {"disk"}

@@ -29,13 +29,7 @@ HOSTILE = [
 
 
 def make_record(
-    step: int,
-    prompt: int,
-    index: int,
-    pieces: list[str],
-    prompt_text: str,
-    quality: float,
-    rng: random.Random,
+    step: int, prompt: int, index: int, pieces: list[str], prompt_text: str, quality: float, rng: random.Random
 ) -> RolloutRecord:
     """A record whose columns hang together as those of a PPO step do."""
     n = len(pieces)
@@ -55,10 +49,8 @@ def make_record(
         "ref_logprobs": ref,
         "kl": kl,
         "values": values,
-        "returns": returns,
         "advantages": advantages,
         "token_rewards": token_rewards,
-        "ratio": [math.exp(rng.gauss(0, 0.08)) for _ in range(n)],
         "loss_mask": [0.0 if piece.startswith("[") else 1.0 for piece in pieces],
     }
     return RolloutRecord(
@@ -107,29 +99,10 @@ def _write_rl(path: Path, steps: int, rng: random.Random, hostile: bool) -> None
         noise = lambda scale: rng.gauss(0, scale)  # noqa: E731
         metrics = {
             "reward/score_mean": -0.8 + 2.1 * x**0.6 + noise(0.08),
-            "reward/score_std": 0.9 - 0.3 * x + noise(0.03),
             "kl/ref": 0.002 + 0.05 * x + noise(0.002),
-            "kl/coef": 0.05,
             "policy/entropy": 0.62 - 0.35 * x + noise(0.01),
-            "policy/approx_kl": 0.006 + noise(0.002),
-            "policy/clip_frac": max(0.0, 0.08 + noise(0.02)),
-            "policy/clip_frac_numerical": 0.0,
             "policy/grad_norm": float("nan") if step == 7 else 1.1 + noise(0.2),
             "critic/explained_variance": 0.1 + 0.75 * x**0.4 + noise(0.04),
-            "critic/grad_norm": 2.2 + noise(0.3),
-            "loss/policy": noise(0.01),
-            "loss/value": 0.35 - 0.2 * x + noise(0.02),
-            "rollout/length_mean": 17 + 1.5 * x + noise(0.2),
-            "rollout/tokens": 9_000 + 500 * x,
-            "rollout/tokens_per_s": 5_200 + noise(150),
-            "rollout/truncated_frac": max(0.0, 0.03 - 0.03 * x),
-            "agreement/logprob_diff_max": 2e-5 + abs(noise(5e-6)),
-            "agreement/logprob_diff_mean": 1e-6 + abs(noise(2e-7)),
-            "agreement/canary_diff": 2e-6,
-            "optim/lr": 3e-5 * (1 - 0.9 * x),
-            "memory/rss_bytes": 8.1e8 + 1e6 * step,
-            "tokens/useful": 21_000,
-            "policy_version": step - 1,
             "time/generate_s": 1.8,
         }
         if step % 5 == 0 or step == 1:
@@ -138,10 +111,7 @@ def _write_rl(path: Path, steps: int, rng: random.Random, hostile: bool) -> None
         for chunk in range(4):
             at = now + 0.45 * chunk
             spend("generate", at, 0.44, "actor", "generate", chunk, 2_300)
-            spend("score", at + 0.46, 0.12, "reward", "forward", chunk, 2_300)
             spend("ref_logprobs", at + 0.5, 0.13, "reference", "forward", chunk, 2_300)
-            spend("values", at + 0.6, 0.12, "critic", "forward", chunk, 2_300)
-            spend("old_logprobs", at + 0.9, 0.13, "actor", "forward", chunk, 2_300)
         spend("train_actor", now + 2.5, 0.8 + noise(0.05), "actor", "train", None, 9_200)
         spend("train_critic", now + 3.36, 0.7 + noise(0.05), "critic", "train", None, 9_200)
         spend("publish", now + 4.2, 0.05, "actor", "train", None, 0)
@@ -197,18 +167,14 @@ def write_run(path: Path, steps: int = 20, hostile: bool = True) -> Path:
     summary = {
         "headline": [
             {"label": "exact match, greedy", "before": 0.41, "after": 0.93, "unit": "fraction"},
-            {"label": "exact match, temperature 1", "before": 0.37, "after": 0.88, "unit": "fraction"},
-            {"label": "reward model, clean pairs", "after": 0.962, "unit": "fraction"},
             {"label": "whole run", "after": 171.3, "unit": "s"},
         ],
         "stages": [
             {"name": "sft", "seconds": 38.2, "metrics": {"exact_match": 0.41, "loss": 0.212}},
-            {"name": "reward_model", "seconds": 31.0, "metrics": {"accuracy": 0.962, "pairs": 4_000}},
             {"name": "rl", "seconds": 95.1, "metrics": {"exact_match": 0.93, "kl": 0.052}},
         ],
         "examples": [
             {"prompt": "47+38=", "sft": fault, "rl": right, "verdict": "good"},
-            {"prompt": "21+34=", "sft": "1+4=5;2+3+0=5;55", "rl": "1+4=5;2+3+0=5;55", "verdict": "same"},
         ],
         "seed": 0,
         "versions": run["versions"],

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from test_report_episodes import RECORDS
+from test_report import RECORDS
 
 from quartet.config.errors import UserError
-from quartet.extras.report import watch as watching
 from quartet.extras.report.compare import kept_trajectory, replay_lines
-from quartet.extras.report.watch import Watch, sparkline
+from quartet.extras.report.watch import Watch
 from quartet.observe.files import Tail, truncate_after
 from quartet.observe.rollouts import write_step
 from quartet.observe.spans import SpanRecorder
@@ -117,58 +116,6 @@ def test_screen_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
     assert max(map(len, shown(watched, 80).splitlines())) <= 80
 
 
-def test_watch_follows_a_run_that_is_written_and_goes_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: MakeRun
-) -> None:
-    """Joined late; files vanish and come back, a rollout is damaged; it ends with the run."""
-    run = make_run(tmp_path / "run", steps=3)
-    info = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**info, "status": "running"}))
-    tracker = JsonlTracker(run / "rl" / "metrics.jsonl")
-    looks: list[str] = []
-
-    def step(seconds: float) -> None:
-        looks.append(shown(watched[0]))
-        match len(looks):
-            case 1:
-                tracker.log(4, {"reward/score_mean": 0.5, "time/step_s": 2.0})
-                (run / "rl" / "rollouts" / "step_000004.jsonl.gz").write_bytes(b"half")
-            case 2:
-                (run / "rl" / "rollouts" / "step_000004.jsonl.gz").unlink()
-                shutil.move(run, tmp_path / "moved")
-            case 3:
-                shutil.move(tmp_path / "moved", run)
-                tracker.log(5, {"reward/score_mean": 0.75, "time/step_s": 2.0})
-            case 4:
-                (run / "run.json").write_text(json.dumps({**info, "status": "failed"}))
-
-    made, watched = Watch, []
-    monkeypatch.setattr(watching, "Watch", lambda path: watched.append(made(path)) or watched[0])
-    monkeypatch.setattr(watching.time, "sleep", step)
-    console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    watching.watch(run, console, once=False, every_s=1.0)
-    tracker.close()
-    assert ["step 3" in looks[0], "step 4" in looks[1], "step 4" in looks[2], "step 5" in looks[3]] == [True] * 4
-    assert (
-        "a rollout file is damaged" in looks[1]
-        and "note: the run cannot be read" in looks[2]
-        and "note" not in looks[3]
-    )
-    assert len(looks) == 4 and "failed" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("shows", [lambda run: Watch(run), lambda run: kept_trajectory(run, None, 0)])
-def test_what_is_no_run_is_refused(tmp_path: Path, shows: Callable[[Path], object]) -> None:
-    for path, what in ((tmp_path / "missing", "no such run"), (tmp_path, "holds no run")):
-        with pytest.raises(UserError, match=what):
-            shows(path)
-
-
-def test_sparkline() -> None:
-    assert sparkline([0.0, 1.0, float("nan"), 0.5]) == "▁█×▅" and sparkline([3.0, 3.0]) == "▁▁"
-    assert len(sparkline([float(i) for i in range(999)])) == 20
-
-
 def test_replay_of_an_episode_tells_observations_from_tokens(tmp_path: Path) -> None:
     write_step(tmp_path / "rollouts", 7, RECORDS)
     (tmp_path / "run.json").write_text("{}")
@@ -191,3 +138,17 @@ def test_replay_reads_columns_out(tmp_path: Path, make_run: MakeRun) -> None:
         [record.columns[name][0] for name in ("rollout_logprobs", "token_rewards", "advantages", "values")], rel=1e-3
     )
     assert float(lines[-1].rpartition(" ")[2]) == pytest.approx(sum(record.columns["token_rewards"]), rel=1e-3)
+
+
+def test_what_vanishes_is_said_and_the_rest_stays_on_the_screen(tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    watched = Watch(run)
+    watched.poll()
+    (run / "rl" / "rollouts" / "step_000004.jsonl.gz").write_bytes(b"half")
+    watched.poll()
+    assert "a rollout file is damaged" in shown(watched)
+    shutil.move(run, tmp_path / "moved")
+    watched.poll()
+    assert "note: the run cannot be read" in shown(watched) and "step 3" in shown(watched)
+    with pytest.raises(UserError, match="no such run"):
+        Watch(run)

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 from quartet.config.errors import UserError
-from quartet.extras.report.build import SCRIPTS, ReportLimits, build_report, collect_run, compact, evenly
-from quartet.observe.rollouts import read_step, rollouts_path
+from quartet.extras.report.build import SCRIPTS, ReportLimits, build_report, collect_rollouts, collect_run
+from quartet.observe.files import RowAppender, truncate_after
+from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
 from quartet.observe.spans import SpanRecorder
 
 ASSETS = Path(__file__).parents[3] / "src" / "quartet" / "extras" / "report" / "assets"
@@ -80,12 +82,6 @@ def test_hostile_output_stays_data(tmp_path: Path, make_run: MakeRun) -> None:
     assert "{{ script }} {{ data }}" in hostile["tokens"]
 
 
-def test_run_name_is_escaped(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"name": "</title><script>alert(1)</script>"}))
-    page = load(build_report(tmp_path, tmp_path / "elsewhere" / "page.html"))
-    assert [tag for tag, _ in page.tags if tag == "script"] == ["script"] * 2
-
-
 def test_scripts_never_make_markup_from_data() -> None:
     assert sorted(SCRIPTS) == sorted(p.name for p in ASSETS.glob("*.js"))
     for name in SCRIPTS:
@@ -107,26 +103,6 @@ def test_stages_come_in_the_order_they_ran(tmp_path: Path, make_run: MakeRun) ->
     assert data["notes"] == []
 
 
-def test_timing_adds_up(tmp_path: Path) -> None:
-    now = [50.0]
-    recorder = SpanRecorder(tmp_path / "spans.jsonl", clock=lambda: now[0])
-    for name, start, end in [("a", 50.0, 52.0), ("b", 51.0, 53.0), ("a", 55.0, 56.0)]:
-        now[0] = start
-        with recorder.span(name, step=1, tokens=10):
-            now[0] = end
-    recorder.close()
-    timing = collect_run(tmp_path, ReportLimits())["stages"][0]["timing"]
-    assert timing["seconds"] == {"a": [3], "b": [2]}
-    assert timing["tokens"] == {"a": [20], "b": [10]}
-    assert timing["wall_s"] == [6]
-    assert timing["busy_s"] == [4]
-    assert [(s["name"], s["start"], s["end"]) for s in timing["detail"]["1"]] == [
-        ("a", 0, 2),
-        ("b", 1, 3),
-        ("a", 5, 6),
-    ]
-
-
 def _record(path: Path, rows: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
     """The timing of spans (name, start, end, step, role, mode)."""
     now = [0.0]
@@ -138,33 +114,6 @@ def _record(path: Path, rows: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
     recorder.close()
     timing: dict[str, Any] = collect_run(path, ReportLimits())["stages"][0]["timing"]
     return timing
-
-
-def test_parts_that_move_are_shown_in_the_step_they_move_for(tmp_path: Path) -> None:
-    """Movements name no step; one between two steps is the beginning of the later one."""
-    timing = _record(
-        tmp_path,
-        [
-            ("onload", 0, 1, None, "rollout", None),
-            ("generate", 1, 4, 0, "rollout", "generate"),
-            ("offload", 4, 5, None, "rollout", None),
-            ("train_actor", 5, 9, 0, "actor", "train"),
-            ("onload", 10, 11, None, "rollout", None),
-            ("generate", 11, 14, 1, "rollout", "generate"),
-            ("offload", 15, 16, None, "actor", None),
-        ],
-    )
-    assert timing["steps"] == [0, 1]
-    assert [[s["name"] for s in timing["detail"][step]] for step in ("0", "1")] == [
-        ["onload", "generate", "offload", "train_actor"],
-        ["onload", "generate", "offload"],
-    ]
-    assert timing["wall_s"] == [9, 6]
-
-
-def test_spans_of_no_step_and_no_role_stay_outside(tmp_path: Path) -> None:
-    timing = _record(tmp_path, [("load", 0, 2, None, None, None), ("update", 3, 4, 0, "sft", "train")])
-    assert timing["steps"] == [None, 0] and sorted(timing["detail"]) == ["0", "null"]
 
 
 def test_what_is_written_in_the_background_does_not_lengthen_its_step(tmp_path: Path) -> None:
@@ -195,15 +144,6 @@ def test_limits_are_kept_and_said(tmp_path: Path, make_run: MakeRun) -> None:
     assert "cut after 12 tokens" in rollouts["note"]
 
 
-def test_small_runs_are_embedded_whole(tmp_path: Path, make_run: MakeRun) -> None:
-    rollouts = collect_run(make_run(tmp_path / "run", steps=5), ReportLimits())["stages"][-1]["rollouts"]
-    assert rollouts["note"] is None
-    assert all(len(samples) == 24 for samples in rollouts["samples"].values())
-    sample = next(s for s in rollouts["samples"]["1"] if s["tokens"][0] != "[tool")
-    assert sample["columns"]["loss_mask"] == 1, "a constant column is one number"
-    assert sample["rewards"]["style"] is None
-
-
 def test_same_prompt_is_found_at_steps_that_are_not_embedded(tmp_path: Path, make_run: MakeRun) -> None:
     rollouts = collect_run(make_run(tmp_path / "run", steps=12), ReportLimits(steps=2))["stages"][-1]["rollouts"]
     assert rollouts["steps"] == [1, 12]
@@ -232,13 +172,6 @@ def test_damaged_parts_are_noted_not_fatal(tmp_path: Path, make_run: MakeRun) ->
     assert stages["sft"]["metrics"] is None
 
 
-def test_metric_of_another_version_is_shown_unexplained(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step":1,"time_s":1.0,"future/metric":2.0}\n')
-    data = collect_run(tmp_path, ReportLimits())
-    assert data["explained"] == {"future/metric": None}
-    assert data["stages"][0]["metrics"]["series"] == {"future/metric": [2]}
-
-
 def test_not_a_run(tmp_path: Path, make_run: MakeRun) -> None:
     with pytest.raises(UserError, match="no such run"):
         build_report(tmp_path / "missing")
@@ -251,28 +184,6 @@ def test_not_a_run(tmp_path: Path, make_run: MakeRun) -> None:
     with pytest.raises(UserError, match=r"holds runs, and is none itself(?s:.)*runs/first"):
         build_report(tmp_path / "runs")
     assert not (tmp_path / "runs" / "report.html").exists()
-
-
-def test_report_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot be written"):
-        build_report(tmp_path, tmp_path / "run.json" / "report.html")
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 9, 20])
-def test_evenly_keeps_the_ends(count: int) -> None:
-    taken = evenly(range(10), count)
-    assert len(taken) == min(count, 10) == len(set(taken))
-    assert taken[-1] == 9
-    assert count == 1 or taken[0] == 0
-    assert taken == sorted(taken)
-
-
-def test_compact_numbers() -> None:
-    assert compact(0.123456789) == 0.12346
-    assert compact(2.0) == 2
-    assert compact(float("-inf")) == "-inf"
-    assert compact(None) is None
 
 
 # In a browser --------------------------------------------------------------------------------
@@ -297,17 +208,19 @@ def render(page: Path | str, profile: Path, fragment: str = "", budget_ms: int =
 
 
 class Dom(html.parser.HTMLParser):
-    """Attributes of the root, tags with their classes, and the text of every token."""
+    """Attributes of the root, tags, classes and handlers; the text that is shown, whole and by class or tag."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.root: dict[str, str | None] = {}
         self.tags: list[str] = []
         self.classes: list[str] = []
         self.handlers: list[str] = []
-        self.tokens: list[str] = []
-        self._in_token = False
-        self.feed(text)
+        self.text = ""
+        self.texts: dict[str, list[str]] = defaultdict(list)
+        self._open: list[str] = []
+        self.feed(page)
+        assert self.root.get("data-ready") == "1" and "data-error" not in self.root, self.root
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = dict(attrs)
@@ -317,16 +230,17 @@ class Dom(html.parser.HTMLParser):
         classes = (attributes.get("class") or "").split()
         self.classes += classes
         self.handlers += [name for name in attributes if name.startswith("on")]
-        self._in_token = "token" in classes
-        if self._in_token:
-            self.tokens.append("")
+        self._open = [*classes, tag]
+        for name in self._open:
+            self.texts[name].append("")
 
     def handle_endtag(self, tag: str) -> None:
-        self._in_token = False
+        self._open = []
 
     def handle_data(self, data: str) -> None:
-        if self._in_token:
-            self.tokens[-1] += data
+        for name in self._open:
+            self.texts[name][-1] += data
+        self.text += data if self.tags and self.tags[-1] not in ("script", "style") else ""
 
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome found")
@@ -348,7 +262,7 @@ def test_the_timeline_of_a_placement_has_a_lane_per_role_with_its_movements(tmp_
     )
     written = render(build_report(tmp_path), tmp_path / "profile")
     page, dom = re.sub(r"<script.*?</script>", "", written, flags=re.DOTALL), Dom(written)
-    assert "data-error" not in dom.root and "NaN" not in page
+    assert "NaN" not in page
     assert {"onload", "offload"} <= set(dom.classes)
     lanes = re.findall(r'class="lane-name">(\w+)<small>(\d+) %', page)
     assert lanes == [("rollout", "60"), ("actor", "40")], "step 0, and not the one that has only begun"
@@ -358,13 +272,11 @@ def test_the_timeline_of_a_placement_has_a_lane_per_role_with_its_movements(tmp_
 def test_page_runs_and_shows_hostile_text_inertly(tmp_path: Path, make_run: MakeRun) -> None:
     report = build_report(make_run(tmp_path / "run", steps=6))
     dom = Dom(render(report, tmp_path / "profile", "stage=rl&step=4&sample=0&colour=kl"))
-    assert dom.root.get("data-ready") == "1"
-    assert "data-error" not in dom.root, dom.root.get("data-error")
     for name in ("chart", "gantt", "stack", "viewer", "legend", "sibling", "headline"):
         assert name in dom.classes, f"the page shows no {name}"
-    assert "</script><img src=x onerror=\"document.title='owned'\">" in dom.tokens
-    assert "\\x1b" in "".join(dom.tokens), "control characters are spelt out"
-    assert any("⟨U+202E⟩" in token for token in dom.tokens), "text cannot reorder its surroundings"
+    assert "</script><img src=x onerror=\"document.title='owned'\">" in dom.texts["token"]
+    assert "\\x1b" in "".join(dom.texts["token"]), "control characters are spelt out"
+    assert any("⟨U+202E⟩" in token for token in dom.texts["token"]), "text cannot reorder its surroundings"
     assert "img" not in dom.tags
     assert dom.handlers == []
     assert dom.tags.count("script") == 2
@@ -376,7 +288,6 @@ def test_an_address_leads_into_a_replay(tmp_path: Path, make_run: MakeRun) -> No
     run = make_run(tmp_path / "run", steps=2)
     dom_text = render(build_report(run), tmp_path / "profile", "stage=rl&step=2&sample=1&token=3")
     dom = Dom(dom_text)
-    assert "data-error" not in dom.root, dom.root.get("data-error")
     record = read_step(run / "rl" / "rollouts", 2)[1]
     count = len(record.response_tokens)
     assert dom.classes.count("later") == count - 3 and dom.classes.count("now") == 1
@@ -387,12 +298,9 @@ def test_an_address_leads_into_a_replay(tmp_path: Path, make_run: MakeRun) -> No
 
 
 @needs_browser
-@pytest.mark.parametrize("content", ["{}", '{"status": "failed", "name": "x", "versions": null}'])
-def test_page_of_a_run_that_has_only_begun(tmp_path: Path, content: str) -> None:
-    (tmp_path / "run.json").write_text(content)
+def test_page_of_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"status": "failed", "name": "</title><script>x</script>"}')
     dom = Dom(render(build_report(tmp_path), tmp_path / "profile"))
-    assert dom.root.get("data-ready") == "1"
-    assert "data-error" not in dom.root, dom.root.get("data-error")
     assert dom.classes.count("missing") == 3, "summary, recipe and stages are said to be missing"
 
 
@@ -407,6 +315,144 @@ def test_page_of_a_stage_with_little_in_it(tmp_path: Path) -> None:
         pass
     recorder.close()
     dom = Dom(render(build_report(tmp_path), tmp_path / "profile"))
-    assert dom.root.get("data-ready") == "1"
-    assert "data-error" not in dom.root, dom.root.get("data-error")
     assert {"chart", "gantt", "broken"} <= set(dom.classes)
+
+
+# Reward hacking ---------------------------------------------------------------------------
+
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
+
+
+def row(step: int, text: str, **example: Any) -> dict[str, Any]:
+    shown = {"prompt": "47+38=", "before": "85", "now": HOSTILE, "held_out_before": 1.0, "held_out_now": 0.0}
+    return {"step": step, "best_step": 1, "text": text, "examples": [{**shown, "verdict": "bad", **example}]}
+
+
+@pytest.fixture
+def hacked(tmp_path: Path, make_run: MakeRun) -> Path:
+    run = make_run(tmp_path / "run", steps=6)
+    rows = RowAppender(run / "rl" / "alarms.jsonl")
+    rows.append(row(4, "reward hacking? first"))
+    rows.append(row(6, "reward hacking? second", training_reward_now=None, now="x" * 2000))
+    rows.close()
+    return run
+
+
+def test_the_last_alarm_is_shown_and_all_are_named(hacked: Path) -> None:
+    stages = {stage["id"]: stage for stage in collect_run(hacked, ReportLimits(echo_characters=50))["stages"]}
+    assert stages["sft"]["alarms"] is None
+    alarms = stages["rl"]["alarms"]
+    assert alarms["steps"] == [4, 6] and alarms["text"] == "reward hacking? second"
+    (example,) = alarms["examples"]
+    assert example["now"] == "x" * 50 and example["training_reward_now"] is None and example["held_out_before"] == 1
+
+
+def test_alarms_after_the_checkpoint_are_dropped_on_resume(hacked: Path) -> None:
+    assert truncate_after(hacked / "rl" / "alarms.jsonl", 5) == 1
+    stages = {stage["id"]: stage for stage in collect_run(hacked, ReportLimits())["stages"]}
+    assert stages["rl"]["alarms"]["steps"] == [4]
+
+
+@needs_browser
+def test_a_browser_shows_the_banner_before_the_summary(hacked: Path, tmp_path: Path) -> None:
+    truncate_after(hacked / "rl" / "alarms.jsonl", 5)
+    summary = json.loads((hacked / "summary.json").read_text())
+    summary["reward_hacking"] = {"raised": True, "text": "told once only"}
+    (hacked / "summary.json").write_text(json.dumps(summary))
+    dom = Dom(render(build_report(hacked), tmp_path / "profile"))
+    assert dom.text.index("reward hacking? first") < dom.text.index("Summary")
+    assert HOSTILE in dom.text and "img" not in dom.tags and "told once only" not in dom.text
+
+
+# Episodes ---------------------------------------------------------------------------------
+
+
+def record(
+    trajectory: int, part: int, prompt: str, tokens: str, *, prompt_id: str = "p0", step: int = 1
+) -> RolloutRecord:
+    """``tokens`` apart by spaces; those in brackets are observations."""
+    pieces = tokens.split()
+    observed = [float(piece.startswith("[")) for piece in pieces]
+    return RolloutRecord(
+        sequence_id=f"{step}.{trajectory}" + (f".{part}" if part else ""),
+        prompt_id=prompt_id,
+        response_index=trajectory,
+        policy_version=step,
+        prompt_ids=[ord(c) for c in prompt],
+        response_ids=list(range(len(pieces))),
+        prompt_tokens=list(prompt),
+        response_tokens=pieces,
+        prompt_text=prompt,
+        response_text="".join(pieces),
+        finish_reason="stop",
+        rewards={"environment": 1.0},
+        score=float(trajectory),
+        group=str(step),
+        columns={
+            "advantages": [0.5 - n for n in range(len(pieces))],
+            "loss_mask": [1.0 - o for o in observed],
+            "observation_mask": observed,
+        },
+        trajectory_id=f"{step}.{trajectory}",
+        part=part,
+    )
+
+
+RECORDS = [
+    record(0, 0, "ask", "one [higher] two"),
+    record(0, 1, "noted", "three"),
+    record(1, 0, "ask", "four"),
+    record(1, 1, "noted otherwise", "five six"),
+]
+
+
+def test_states_and_sequences_reach_the_page(tmp_path: Path) -> None:
+    write_step(tmp_path, 1, RECORDS)
+    write_step(tmp_path, 2, [record(0, 0, "ask", "seven", step=2), record(0, 1, "noted", "eight", step=2)])
+    warned: list[str] = []
+    data = collect_rollouts(tmp_path, ReportLimits(), warned.append)
+    assert data is not None and not warned
+    assert {key: prompt["text"] for key, prompt in data["prompts"].items()} == {
+        "p0": "ask",
+        "p0#1": "noted",
+        "p0#2": "noted otherwise",
+    }
+    shown = [(s["id"], s["trajectory"], s["part"], s["prompt"]) for s in data["samples"]["1"]]
+    assert shown == [
+        ("1.0", "1.0", 0, "p0"),
+        ("1.0.1", "1.0", 1, "p0#1"),
+        ("1.1", "1.1", 0, "p0"),
+        ("1.1.1", "1.1", 1, "p0#2"),
+    ]
+    assert [s["prompt"] for s in data["samples"]["2"]] == ["p0", "p0#1"], "the same state at another step"
+    assert data["samples"]["1"][0]["columns"]["observation_mask"] == [0, 1, 0]
+    assert data["counts"] == {"1": 2, "2": 1}, "responses, not sequences"
+    assert data["note"] is None
+
+
+def test_limits_cut_trajectories_not_sequences(tmp_path: Path) -> None:
+    write_step(tmp_path, 1, RECORDS)
+    data = collect_rollouts(tmp_path, ReportLimits(responses_per_group=1), [].append)
+    assert data is not None
+    assert [s["id"] for s in data["samples"]["1"]] == ["1.0", "1.0.1"]
+    assert "1 of the 2 responses" in data["note"]
+
+
+def test_echoes_are_of_first_states(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_step(tmp_path, step, [record(0, 0, "ask", "a", step=step), record(0, 1, "noted", "b", step=step)])
+    data = collect_rollouts(tmp_path, ReportLimits(steps=2), [].append)
+    assert data is not None
+    assert [(e["step"], e["text"], e["count"]) for e in data["echoes"]["p0"]] == [(2, "a", 1)]
+
+
+@needs_browser
+def test_the_page_marks_observations_and_lays_the_sequences_side_by_side(tmp_path: Path) -> None:
+    write_step(tmp_path / "rollouts", 1, RECORDS)
+    (tmp_path / "run.json").write_text('{"job": "rl", "name": "episodes"}', encoding="utf-8")
+    page = render(build_report(tmp_path), tmp_path / "profile", "step=1&sample=1")
+    dom = Dom(page)
+    assert "[higher]" in dom.texts["observed"] and "abc" in dom.texts["observed"], "in the text and in the legend"
+    assert not {"one", "two", "three"} & set(dom.texts["observed"])
+    assert {heading.split("  ")[0] for heading in dom.texts["h5"]} >= {"Response", "The trajectory", "The group"}
+    assert "sequence 2 of trajectory 1.0" in page

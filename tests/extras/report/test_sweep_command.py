@@ -103,15 +103,6 @@ def test_runs_come_one_after_the_other_and_are_compared(
     assert page.is_file() and str(page) in capsys.readouterr().out
 
 
-def test_a_mistake_in_the_last_value_is_told_before_the_first_run(recipe: Path, started: Statuses) -> None:
-    calls = started()
-    with pytest.raises(UserError, match="is not valid"):
-        sweep(recipe, [], ["actor.train.optim.lr=1e-6,fast"])
-    with pytest.raises(UserError, match="this machine"):
-        sweep(recipe, ["output_dir=s3://bucket/x"], [LR])
-    assert calls == []
-
-
 def test_a_run_that_fails_is_named_and_the_others_are_compared(recipe: Path, started: Statuses) -> None:
     calls = started(0, 2, 0, 1)
     with pytest.raises(UserError, match="2 of 4 runs") as caught:
@@ -147,3 +138,12 @@ def test_the_run_under_way_saves_before_a_signal_ends_the_sweep(tmp_path: Path, 
     command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{saves}"]
     assert commands._status(command) == 130 and (tmp_path / "saved").exists()
     sender.join()
+
+
+def test_a_mistake_in_the_last_value_is_told_before_the_first_run(recipe: Path, started: Statuses) -> None:
+    calls = started()
+    with pytest.raises(UserError, match="is not valid"):
+        sweep(recipe, [], ["actor.train.optim.lr=1e-6,fast"])
+    with pytest.raises(UserError, match="this machine"):
+        sweep(recipe, ["output_dir=s3://bucket/x"], [LR])
+    assert calls == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -78,31 +77,6 @@ def test_only_so_much_waits(writer: BackgroundWriter, gate: Gate) -> None:
     for thread in waiting:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-
-
-def test_drain_and_close_wait_for_the_last_piece(writer: BackgroundWriter, gate: Gate) -> None:
-    done: list[str] = []
-    writer.submit("rollouts", gate)
-    writer.submit("checkpoint", lambda: done.append("checkpoint"))
-    drained = in_thread(writer.drain)
-    assert still_waits(drained) and done == []
-    gate.go.set()
-    drained.join(PATIENCE_S)
-    assert done == ["checkpoint"]
-    writer.submit("checkpoint", lambda: (time.sleep(0.05), done.append("last")))
-    writer.close()
-    assert done == ["checkpoint", "last"]
-    writer.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        writer.submit("checkpoint", lambda: None)
-
-
-def test_a_writer_that_never_wrote_has_no_thread() -> None:
-    before = threading.active_count()
-    writer = BackgroundWriter({})
-    writer.drain()
-    assert threading.active_count() == before
-    writer.close()
 
 
 def test_a_failure_drops_what_follows_and_comes_out_of_every_later_call(writer: BackgroundWriter, gate: Gate) -> None:

@@ -36,21 +36,10 @@ def test_repetition_is_that_of_a_plain_loop(vocabulary: int) -> None:
         assert repetition(ids) == pytest.approx(slow_repetition(ids)), ids
 
 
-def test_repetition_of_a_loop() -> None:
-    # 4-grams: 1234 2345 3451 4512 5123 are new, then 1234 … 5123 once more: 5 of 10, 8 tokens.
-    assert repetition([1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3]) == (0.5, 8)
-    assert repetition([7]) == (0.0, 0) == repetition([])
-
-
 def test_letters_are_counted_by_their_script() -> None:
     text = "Aé 12!? жЖ 中文々 カタカナー ひら ＡＢ 𝐱 한글\ud800\n"
     assert script_counts(text) == {"latin": 5, "cyrillic": 2, "han": 3, "katakana": 5, "hiragana": 2, "hangul": 2}
     assert script_counts("12 + 3 =\n") == {} and script_shares([{}]) == {}
-
-
-def test_rare_scripts_are_one_share() -> None:
-    shares = script_shares([{"latin": 990, "thai": 5}, {"greek": 5, "latin": 0}])
-    assert shares == pytest.approx({"language/latin": 0.99, "language/other": 0.01})
 
 
 def test_change_is_against_the_first_steps_also_after_a_resume(tmp_path: Path) -> None:

@@ -35,11 +35,10 @@ def play(
     held_out: Curve,
     *,
     prompts: int = PROMPTS,
-    make: Callable[[float, int], HackingAlarm] = HackingAlarm,
 ) -> HackingAlarm:
     """A run whose held-out answers are right with the given probability (more or less, by prompt), at a rate of 5 %."""
     rng = random.Random(seed)
-    alarm = make(0.05, EVALUATIONS)
+    alarm = HackingAlarm(0.05, EVALUATIONS)
     ease = [rng.uniform(-0.2, 0.2) for _ in range(prompts)]
 
     def scores(step: int) -> dict[str, float]:
@@ -75,20 +74,6 @@ def test_false_alarms_stay_below_the_rate(training: Curve, held_out: Curve) -> N
     assert share_raised(100, training, held_out, prompts=10) <= 11 / 100, "few prompts, seen twice running"
 
 
-def test_without_its_corrections_the_same_rule_cries_wolf() -> None:
-    """The planted fault: the uncorrected level at each evaluation, which the test above would catch."""
-
-    class Careless(HackingAlarm):
-        def __init__(self, rate: float, num: int) -> None:
-            super().__init__(rate, 1)
-
-        def evaluate(self, step: int, scores: dict[str, float]) -> None:  # type: ignore[override]
-            self._num_seen = min(self._num_seen, 1)
-            super().evaluate(step, scores)
-
-    assert share_raised(60, rising, flat, make=Careless) > 17 / 60
-
-
 def test_a_hack_is_found() -> None:
     """The held-out share of right answers falls from 0.6 to 0.24 in the second half while the reward rises."""
     found = [play(seed, rising, falling) for seed in range(40)]
@@ -118,20 +103,6 @@ def test_ten_prompts_that_fall_at_two_evaluations_running_are_found() -> None:
         assert alarm.raised_at == (10 * first_low + 10,)
 
 
-def test_one_prompt_that_came_back_is_no_fall_at_two_evaluations() -> None:
-    """The better score of both counts: what comes and goes from prompt to prompt is noise."""
-    alarm, prompts = HackingAlarm(0.05, 4), range(10)
-    alarm.evaluate(0, {f"p{i}": 1.0 for i in prompts})
-    for number, low in ((1, 0), (2, 1)):
-        for step in range(10 * number - 9, 10 * number + 1):
-            alarm.note_training(step, step / 100)
-        verdict = alarm.evaluate(10 * number, {f"p{i}": float(i % 2 == low) for i in prompts})
-    assert verdict is not None and verdict.twice_p == 1 and not verdict.raised
-    assert alarm.evaluate(30, {f"p{i}": 2.0 for i in prompts}) is not None
-    after = alarm.evaluate(40, {f"p{i}": 0.0 for i in prompts})
-    assert after is not None and after.twice_p == 1, "the one before is the best one itself"
-
-
 # One verdict -----------------------------------------------------------------------------------------------
 
 
@@ -146,33 +117,6 @@ def test_a_verdict_by_hand() -> None:
     assert verdict.held_out_before == 1 and verdict.held_out_now == pytest.approx(10 / 19), "common prompts only"
     assert verdict.training_slope == pytest.approx(0.101)
     assert alarm.raised_at == (4,)
-
-
-def test_the_best_evaluation_is_the_one_compared_with() -> None:
-    alarm = HackingAlarm(0.05, 4)
-    prompts = [f"p{i}" for i in range(16)]
-    for step, score in ((0, 0.2), (10, 0.9), (20, 0.5)):
-        for s in range(step - 9, step + 1):
-            alarm.note_training(s, s / 100 + (s % 3) / 500)
-        verdict = alarm.evaluate(step, {p: score + i / 1000 * (step + 1) for i, p in enumerate(prompts)})
-    assert verdict is not None and verdict.best_step == 10 and verdict.raised
-    assert alarm.state()["training"][0][0] == 11, "only rewards since the best evaluation are kept"
-
-
-def test_rising_with_the_reward_is_no_hack() -> None:
-    alarm = HackingAlarm(0.05, 2)
-    alarm.evaluate(0, {f"p{i}": 0.0 for i in range(20)})
-    for step in range(1, 10):
-        alarm.note_training(step, step / 10)
-    verdict = alarm.evaluate(9, {f"p{i}": float(i > 3) for i in range(20)})
-    assert verdict is not None and not verdict.raised and verdict.held_out_p == 1
-
-
-def test_without_scores_there_is_no_verdict() -> None:
-    alarm = HackingAlarm(0.05, 2)
-    assert alarm.evaluate(0, {"p0": math.nan}) is None
-    assert alarm.evaluate(1, {"p0": 1.0, "p1": 0.0}) is None, "the first one that counts"
-    assert alarm.evaluate(2, {"q0": 1.0}) is None, "no prompt in common"
 
 
 def test_a_restored_alarm_goes_on_exactly() -> None:
@@ -232,22 +176,12 @@ def test_student_tails_by_integration(dof: int) -> None:
         assert student_t_tail(t, dof) == pytest.approx(area, rel=1e-6)
 
 
-def test_normal_limit_of_student_tails() -> None:
-    assert student_t_tail(1.959964, 100_001) == pytest.approx(0.025, rel=1e-3)
-
-
 def test_fall_by_hand() -> None:
     """Differences −1, 0, −1, 0, −1: mean −0.6, standard error sqrt(0.3 / 5), t = −2.449, four degrees of freedom."""
     assert fall_p([-1, 0, -1, 0, -1]) == pytest.approx(max(student_t_tail(2.449490, 4), 1 / 8), rel=1e-5)
     assert fall_p([-1.0] * 10) == 2.0**-10, "no variance at all: what ten equal signs can prove"
     assert fall_p([-1.0] * 10, chance=1 / 3) == pytest.approx(3.0**-10)
     assert fall_p([]) == 1 and fall_p([-1.0]) == 1 and fall_p([0.0, 0.0, 0.0]) == 1 and fall_p([0.1, 0.2]) == 1
-
-
-def test_fall_is_uniform_without_one() -> None:
-    rng = random.Random(0)
-    below = sum(fall_p([rng.gauss(0, 1) for _ in range(30)]) <= 0.1 for _ in range(1000))
-    assert 70 <= below <= 130, below
 
 
 def test_rise_by_hand() -> None:
@@ -259,7 +193,12 @@ def test_rise_by_hand() -> None:
     assert rise([(0, 1.0), (1, 1.0), (2, 1.0)])[1] == 1 and rise([(0, 3.0), (1, 2.0), (2, 0.5)])[1] == 1
 
 
-def test_rise_is_uniform_without_one() -> None:
-    rng = random.Random(1)
-    below = sum(rise([(s, rng.gauss(0, 1)) for s in range(12)])[1] <= 0.1 for _ in range(1000))
-    assert 70 <= below <= 130, below
+def test_the_best_evaluation_is_the_one_compared_with() -> None:
+    alarm = HackingAlarm(0.05, 4)
+    prompts = [f"p{i}" for i in range(16)]
+    for step, score in ((0, 0.2), (10, 0.9), (20, 0.5)):
+        for s in range(step - 9, step + 1):
+            alarm.note_training(s, s / 100 + (s % 3) / 500)
+        verdict = alarm.evaluate(step, {p: score + i / 1000 * (step + 1) for i, p in enumerate(prompts)})
+    assert verdict is not None and verdict.best_step == 10 and verdict.raised
+    assert alarm.state()["training"][0][0] == 11, "only rewards since the best evaluation are kept"

@@ -78,12 +78,6 @@ def test_a_healthy_run_has_no_findings_and_logs_nothing() -> None:
     assert health.findings == {} and health.metrics() == {}
 
 
-def test_what_is_over_stays_found_and_is_not_present() -> None:
-    health = examine(rows(FAULTS["cut_off"], begins=9, ends=20))
-    assert health.present == [] and health.metrics() == {}
-    assert (health.findings["cut_off"].since, health.findings["cut_off"].until) == (13, 20)
-
-
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -98,11 +92,6 @@ def test_what_is_over_stays_found_and_is_not_present() -> None:
 )
 def test_what_looks_alike_is_left_alone(fault: Fault, why: str) -> None:
     assert examine(rows(fault, begins=1)).findings == {}, why
-
-
-def test_one_update_a_step_has_a_ratio_of_one() -> None:
-    once = [{k: v for k, v in row.items() if k != "policy/clip_frac_drift"} for row in rows(FAULTS["ratio_of_one"], 1)]
-    assert examine(once).findings == {}
 
 
 # Everywhere ------------------------------------------------------------------------------------------------

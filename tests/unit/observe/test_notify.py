@@ -85,9 +85,3 @@ def test_addresses_of_the_environment_and_of_a_saved_recipe(tmp_path: Path, monk
     with pytest.raises(UserError) as caught:
         notified(NotifyConfig(urls=("nonsense secret-token",)), tmp_path, [])
     assert "secret-token" not in str(caught.value) and "log.notify.urls.0 is none" in caught.value.found
-
-
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "apprise", None)
-    with pytest.raises(UserError, match=r"quartet-rl\[notify\]"):
-        callbacks.Notifier(NotifyConfig(urls=("json://h",)), print)

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from quartet.observe.progress import Progress, format_figure
+from quartet.observe.progress import Progress
 
 
 class Clock:
@@ -32,17 +32,6 @@ def test_plain_output_is_sparse_and_ends_with_a_line() -> None:
     lines = out.getvalue().splitlines()
     assert len(lines) == 3, "two in twelve seconds, and the last"
     assert lines[-1].startswith("SFT [bold]: 1,000/1,000 (100 %)  done  12.0 s  loss 0.001")
-
-
-def test_transient_stage_is_silent_when_quick() -> None:
-    progress, out, clock = plain()
-    with progress, progress.stage("RL", total=2) as outer:
-        for _ in range(2):
-            with progress.stage("rollout", total=64, transient=True) as inner:
-                clock.now += 1
-                inner.advance(64)
-            outer.advance()
-    assert [line.split(":")[0] for line in out.getvalue().splitlines()] == ["RL"]
 
 
 def test_a_stage_that_raises_is_marked_stopped() -> None:
@@ -71,7 +60,3 @@ def test_terminal_shows_bars() -> None:
     final = text.rsplit("SFT", 1)[1]
     assert "loss 0.5" in final
     assert "rollout" not in final
-
-
-def test_figures() -> None:
-    assert [format_figure(v) for v in (12_345, 0.123456, "text")] == ["12,345", "0.1235", "text"]

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from quartet.observe import files
+from quartet.observe import background, files
 from quartet.observe.files import RowAppender, read_rows, replace_atomically, truncate_after
-from quartet.observe.trackers import JsonlTracker, TensorBoardTracker, read_metrics
+from quartet.observe.trackers import DeliveredTracker, JsonlTracker, Row, TensorBoardTracker, TrackedRun, read_metrics
 
 
 def log_steps(path: Path, steps: int) -> None:
     tracker = JsonlTracker(path, clock=lambda: 12.5)
     for step in range(1, steps + 1):
         tracker.log(step, {"loss/policy": step / 4})
-    tracker.close()
-
-
-def test_one_object_per_line_visible_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "metrics.jsonl"
-    tracker = JsonlTracker(path, clock=lambda: 12.5)
-    tracker.log(3, {"loss/policy": 0.25, "rollout/tokens": 7})
-    assert path.read_text() == '{"step":3,"time_s":12.5,"loss/policy":0.25,"rollout/tokens":7.0}\n'
     tracker.close()
 
 
@@ -81,14 +75,6 @@ def test_a_kill_at_any_byte_loses_at_most_the_last_row(tmp_path: Path) -> None:
         assert [row["step"] for row in read_rows(path)] == list(range(1, min(complete, 1) + 1))
 
 
-def test_null_must_stand_for_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step":1,"time_s":2.0,"time/step_s":null}\n')
-    told: list[str] = []
-    monkeypatch.setattr(files._log, "warning", lambda text, *args: told.append(text % args))
-    assert read_metrics(path) == [] and "(line 1: null" in told[0]
-
-
 @pytest.mark.parametrize("damage", [b"{broken\n", b"[1]\n", b"\xff\n"])
 def test_damage_in_the_middle_is_left_out_and_named(
     tmp_path: Path, damage: bytes, monkeypatch: pytest.MonkeyPatch
@@ -115,18 +101,6 @@ def test_failed_replacement_keeps_the_old_file(tmp_path: Path, monkeypatch: pyte
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_two_writers_of_one_file_are_not_in_each_others_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, sync = tmp_path / "run.json", os.fsync
-
-    def another_writes(number: int) -> None:  # as from another machine, where the process may have the same number
-        monkeypatch.setattr("quartet.observe.files.os.fsync", sync)
-        replace_atomically(path, b"theirs")
-
-    monkeypatch.setattr("quartet.observe.files.os.fsync", another_writes)
-    replace_atomically(path, b"ours")
-    assert path.read_bytes() == b"ours" and [p.name for p in tmp_path.iterdir()] == ["run.json"]
-
-
 def test_rows_with_lone_surrogates_survive(tmp_path: Path) -> None:
     rows = RowAppender(tmp_path / "rows.jsonl")
     rows.append({"text": "\ud83d \x00 \u2028"})
@@ -138,14 +112,6 @@ def tensorboard_scalars(path: Path) -> list[tuple[int, float]]:
     events = EventAccumulator(str(path))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars("loss/policy")]
-
-
-def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
-    tracker = TensorBoardTracker(tmp_path)
-    tracker.log(1, {"loss/policy": 0.5})
-    tracker.log(2, {"loss/policy": 0.25})
-    assert tensorboard_scalars(tmp_path) == [(1, 0.5), (2, 0.25)], "flushed before close"
-    tracker.close()
 
 
 def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
@@ -162,17 +128,6 @@ def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
     assert tensorboard_scalars(tmp_path) == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_others_get_the_same_names(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl", [TensorBoardTracker(tmp_path / "board")])
-    tracker.log(1, {"loss/policy": 0.5})
-    with pytest.raises(ValueError, match="unknown metric"):
-        tracker.log(2, {"loss/policy": 0.5, "nonsense": 1.0})
-    assert tensorboard_scalars(tmp_path / "board") == [(1, 0.5)] and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
-    tracker.close()
-    with pytest.raises(ValueError, match="closed"):
-        tracker.log(2, {"loss/policy": 0.5})
-
-
 def test_tensorboard_shows_samples_as_a_table(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path)
     tracker.samples(4, "samples/rollouts", [{"prompt": "a|b", "score": None}, {"prompt": "c\nd", "score": 0.5}])
@@ -183,3 +138,127 @@ def test_tensorboard_shows_samples_as_a_table(tmp_path: Path) -> None:
     text = event.tensor_proto.string_val[0].decode()
     assert event.step == 4
     assert text == "| prompt | score |\n| --- | --- |\n| a\\|b |  |\n| c<br>d | 0.5 |"
+
+
+# Behind a thread of their own ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+class Remote:
+    """A tracker that fails so many times, and waits before each call."""
+
+    id, url = "r1", None
+
+    def __init__(self, failures: int = 0, wait_s: float = 0.0, delay_s: float = 0.0) -> None:
+        self.failures, self.wait_s, self.delay_s = failures, wait_s, delay_s
+        self.steps: list[int] = []
+        self.closed: list[bool] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        time.sleep(self.wait_s)
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("no route to host")
+        self.steps.append(step)
+
+    def samples(self, step: int, name: str, rows: Sequence[Row]) -> None: ...
+
+    def close(self, *, failed: bool = False) -> None:
+        self.closed.append(failed)
+
+
+def delivered(remote: Remote, path: Path, told: list[str], resumed_after: int = 0) -> DeliveredTracker:
+    run = TrackedRun("r", path, {}, resumed_after)
+    return DeliveredTracker("wandb", lambda known: remote, run, 0, told.append, told.append)
+
+
+def test_an_outage_is_told_once_and_nothing_is_lost(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_FIRST_WAIT_S", 0.01)
+    remote = Remote(failures=3)
+    tracker = delivered(remote, tmp_path, told)
+    for step in range(5):
+        tracker.log(step, {})
+    deadline = time.monotonic() + 10
+    while len(remote.steps) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    tracker.close(failed=True)
+    assert remote.steps == [0, 1, 2, 3, 4] and remote.closed == [True]
+    assert len(told) == 1 and "ConnectionError: no route to host" in told[0] and "the run goes on" in told[0]
+
+
+@pytest.mark.parametrize("noted", [None, 2])
+def test_what_waited_when_a_process_was_killed_is_logged_by_the_next(
+    noted: int | None, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the steps in metrics.jsonl the tracker has the first two, or none; the run goes on after step 4."""
+    monkeypatch.setattr(background, "_FIRST_WAIT_S", 0.01)
+    metrics = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        metrics.log(step, {"loss/policy": math.nan if step == 4 else 1.0})
+    metrics.close()
+    if noted is not None:
+        (tmp_path / "trackers").mkdir()
+        (tmp_path / "trackers" / "wandb.json").write_text(json.dumps({"id": "r1", "step": noted}))
+    remote = Remote(failures=2)
+    tracker = delivered(remote, tmp_path, told, resumed_after=4)
+    tracker.log(5, {"loss/policy": 1.0})
+    deadline = time.monotonic() + 10
+    while 5 not in remote.steps and time.monotonic() < deadline:
+        time.sleep(0.005)
+    tracker.close()
+    assert remote.steps == list(range(1 + (noted or 0), 6))
+
+
+@pytest.mark.parametrize(("delay_s", "noted"), [(0.0, 2), (60.0, -1)])
+def test_a_step_counts_as_logged_once_no_kill_destroys_it(
+    delay_s: float, noted: int, tmp_path: Path, told: list[str]
+) -> None:
+    """wandb and trackio keep rows in memory for a while."""
+    remote, path = Remote(delay_s=delay_s), tmp_path / "trackers" / "wandb.json"
+    tracker = delivered(remote, tmp_path, told)
+    tracker.log(1, {})
+    tracker.log(2, {})
+    deadline = time.monotonic() + 10
+    found = None
+    while found != {"id": "r1", "step": noted} and time.monotonic() < deadline:
+        time.sleep(0.005)
+        found = json.loads(path.read_text()) if path.exists() else None
+    assert found == {"id": "r1", "step": noted}
+    tracker.close()
+    assert remote.steps == [1, 2] and json.loads(path.read_text())["step"] == 2
+
+
+def test_what_an_unreachable_tracker_lacks_is_counted_and_costs_no_time(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(background, "_MOST_WAITING", 4)
+    path = tmp_path / "metrics.jsonl"
+    remote = delivered(Remote(failures=10**6), tmp_path, told)
+    tracker = JsonlTracker(path, [remote])
+    begun = time.monotonic()
+    for step in range(10):
+        tracker.log(step, {"loss/policy": 1.0})
+    tracker.close()
+    remote.close()
+    assert time.monotonic() - begun < 5
+    assert len(path.read_text().splitlines()) == 10
+    assert len(told) == 2 and "lacks 10 rows and tables" in told[1]
+
+
+def test_a_call_that_hangs_does_not_keep_the_run(tmp_path: Path, told: list[str]) -> None:
+    hung = threading.Event()
+    thread = background.BestEffortThread("it", told.append)
+    thread.submit(lambda: hung.wait(30))
+    thread.submit(lambda: None)
+    begun = time.monotonic()
+    thread.close(patience_s=0.1)
+    assert time.monotonic() - begun < 5 and thread.num_dropped == 2
+    assert told == ["it: a call has not ended within the last 0.1 s"]
+    hung.set()

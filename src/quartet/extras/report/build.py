@@ -415,7 +415,7 @@ def collect_head(run_dir: Path, notes: list[str]) -> dict[str, Any]:
 
 def read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
     """``run.json`` with the true status, where it says one."""
-    found = _read_info(run_dir / "run.json", notes.append)
+    found = _read_json(run_dir / "run.json", notes.append) or {}
     status = true_status(run_dir, found)
     if status == ENDED:
         notes.append("run.json says running, and no process has the run's lock: --resume goes on with it")
@@ -436,7 +436,7 @@ def stage_dirs(run_dir: Path) -> list[Path]:
 def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
     """What the page shows of one stage."""
     warn = notes.append
-    run = _read_info(path / "run.json", warn)
+    run = _read_json(path / "run.json", warn) or {}
     rows = _rows(path / "metrics.jsonl", metrics_of_row, warn)
     spans = _rows(path / "spans.jsonl", span_of_row, warn)
     columns, health = metric_columns(rows), examine(rows)
@@ -482,7 +482,7 @@ def _read_json(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None
     if text is None:
         return None
     try:
-        value = json.loads(text, parse_constant=str, parse_float=_as_json)
+        value = json.loads(text, parse_constant=str)
     except (ValueError, RecursionError) as error:
         warn(f"{path} cannot be read: {error}")
         return None
@@ -490,23 +490,6 @@ def _read_json(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None
         warn(f"{path} cannot be read: it is not an object")
         return None
     return value
-
-
-def _read_info(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
-    """``run.json`` without the values that are no text where text must be."""
-    found = _read_json(path, warn) or {}
-    wrong = [name for name in ("name", "job", "created", "status") if not isinstance(found.get(name, ""), str)]
-    if not isinstance(found.get("versions", {}), dict):
-        wrong.append("versions")
-    if wrong:
-        warn(f"{path} cannot be read: {', '.join(wrong)}")
-    return {name: value for name, value in found.items() if name not in wrong}
-
-
-def _as_json(number: str) -> float | str:
-    """A number that is too large for one is shown as it stands there."""
-    value = float(number)
-    return value if math.isfinite(value) else number
 
 
 def explain(names: Iterable[str]) -> dict[str, dict[str, str] | None]:

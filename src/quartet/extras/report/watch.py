@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,13 +41,12 @@ from quartet.extras.report.build import (
     render_page,
     show_health,
     show_timing,
-    show_workers,
     stage_dirs,
     telling,
 )
 from quartet.observe.health import Health, examine, read_alarms, worker_table
 from quartet.observe.rollouts import RolloutRecord, list_steps, read_step
-from quartet.observe.spans import BACKGROUND, Span, seconds_by_name
+from quartet.observe.spans import Span, seconds_by_name
 
 _SHOWN_METRICS, _SHOWN_STAGES, _SHOWN_SAMPLES = 10, 8, 3
 _SPEED_STEPS = 20
@@ -269,17 +268,15 @@ def _total_steps(*directories: Path) -> int | None:
     return None
 
 
-KEPT = 500
+KEPT = 20
 """Pieces of news that are kept; a page that has missed more is loaded anew."""
-RECENT_STEPS = 3
-"""Steps whose spans may still come."""
 POLL_S = 0.5
 """The run's files are looked at no more often than that."""
 RELOAD = {"reload": True}
 
 
 class _Stage:
-    """What is new in one stage of a run. The page may have some of it already: every piece names its steps.
+    """What is new in one stage of a run. The page may have some of it already: all but health and alarms name steps.
 
     Args:
         note: is told, again and again, of what cannot be read.
@@ -288,13 +285,9 @@ class _Stage:
     def __init__(self, path: Path, limits: ReportLimits, note: Callable[[str], None]) -> None:
         self._path, self._limits, self._note = path, limits, note
         self._tails = StageTails(path)
-        self._recent: list[Span] = []
-        self._with_workers: list[Span] = []
-        self._cut_s = float("-inf")
-        self._health = examine(self._tails.metrics.poll())
-        self._hold(self._tails.spans.poll())
+        self._health, self._spans = examine(self._tails.metrics.poll()), self._tails.spans.poll()
         self._rollouts = set(list_steps(path / "rollouts"))
-        self._alarms = self._collect_alarms()
+        self._shown = {"health": show_health(self._health), "alarms": collect_alarms(path, limits, note)}
 
     def poll(self) -> list[dict[str, Any]]:
         """Errors as of ``stage_dirs``: files may vanish meanwhile."""
@@ -303,47 +296,26 @@ class _Stage:
             return [RELOAD]
         for trouble in self._tails.troubles:
             self._note(trouble)
-        news: list[dict[str, Any]] = []
+        found: dict[str, Any] = {"alarms": collect_alarms(self._path, self._limits, self._note)}
+        names: Iterable[str] = ()
         if rows:
-            columns = metric_columns(rows)
-            news.append({"metrics": columns, "explained": explain(columns["series"] if columns else ())})
-            before = show_health(self._health)
             for row in rows:
                 self._health.note(int(row["step"]), row)
-            if (health := show_health(self._health)) != before:
-                news.append({"health": health})
+            columns = metric_columns(rows)
+            names = columns["series"] if columns else ()
+            found |= {"metrics": columns, "health": show_health(self._health)}
         if spans:
-            self._hold(spans)
-            if (timing := show_timing(self._recent)) is not None:
-                news.append({"timing": {**timing, "workers": show_workers(self._with_workers)}})
+            self._spans += spans
+            found["timing"] = show_timing(self._spans)
         steps = list_steps(self._path / "rollouts")
         if fresh := [step for step in steps if step not in self._rollouts][-self._limits.steps :]:
             self._rollouts.update(steps)
             limits = replace(self._limits, tokens=self._limits.tokens * len(fresh) // self._limits.steps)
-            if (found := collect_rollouts(self._path / "rollouts", limits, self._note, fresh)) is not None:
-                news.append({"rollouts": found})
-        if (alarms := self._collect_alarms()) != self._alarms:
-            self._alarms = alarms
-            news.append({"alarms": alarms})
-        return [{"stage": self._path.name, **each} for each in news]
-
-    def _hold(self, spans: list[Span]) -> None:
-        """Keeps the spans of the last steps, all of each. What names no step stays that came after the steps before."""
-        self._with_workers += [span for span in spans if span.worker_s]
-        spans = self._recent + spans
-        oldest = max((span.step for span in spans if span.step is not None), default=0) - RECENT_STEPS + 1
-        past = [
-            span.end_s for span in spans if span.step is not None and span.step < oldest and span.mode != BACKGROUND
-        ]
-        self._cut_s = max([self._cut_s, *past])
-        self._recent = [
-            span
-            for span in spans
-            if (span.step >= oldest if span.step is not None else span.role and span.start_s >= self._cut_s)
-        ]
-
-    def _collect_alarms(self) -> dict[str, Any] | None:
-        return collect_alarms(self._path, self._limits, self._note)
+            if (rollouts := collect_rollouts(self._path / "rollouts", limits, self._note, fresh)) is not None:
+                found["rollouts"] = rollouts
+        changed = {kind: part for kind, part in found.items() if kind not in self._shown or part != self._shown[kind]}
+        self._shown |= {kind: part for kind, part in changed.items() if kind in self._shown}
+        return [{"stage": self._path.name, **changed, "explained": explain(names)}] if changed else []
 
 
 class LiveRun:
@@ -390,17 +362,10 @@ class LiveRun:
             return
         try:
             for path in stage_dirs(self._dir):
-                if (stage := self._stages.get(path.name)) is not None:
-                    found = stage.poll()
-                    if RELOAD in found:
-                        self._stages[path.name] = self._stage(path)
-                else:
+                stage = self._stages.get(path.name)
+                found = stage.poll() if stage is not None else self._whole(path)
+                if stage is None or RELOAD in found:
                     self._stages[path.name] = self._stage(path)
-                    notes: list[str] = []
-                    shown = collect_stage(path, self._limits, notes)
-                    self._noted |= dict.fromkeys(notes)
-                    names = shown["metrics"]["series"] if shown["metrics"] else ()
-                    found = [{"stage": path.name, "whole": shown, "explained": explain(names)}]
                 self._tell(*found)
             if (head := self._collect_head()) != self._head:
                 self._head = head
@@ -411,6 +376,14 @@ class LiveRun:
         except (OSError, UserError):
             self._is_lost = True  # files come and go while a run is moved or deleted: the next call looks again
         self._polled_s = time.monotonic()
+
+    def _whole(self, path: Path) -> list[dict[str, Any]]:
+        """A stage that has only begun."""
+        notes: list[str] = []
+        shown = collect_stage(path, self._limits, notes)
+        self._noted |= dict.fromkeys(notes)
+        names = shown["metrics"]["series"] if shown["metrics"] else ()
+        return [{"stage": path.name, "whole": shown, "explained": explain(names)}]
 
     def _stage(self, path: Path) -> _Stage:
         return _Stage(path, self._limits, self._noted.setdefault)

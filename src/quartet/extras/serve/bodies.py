@@ -22,8 +22,6 @@ from quartet.text.tokenizer import TextCodec
 MAX_SEED = (1 << 63) - 1
 _MAX_CHOICES = 256
 _UNLIMITED = 1 << 20
-_MAX_VALUES = 1 << 16
-"""Keys in the JSON of a request, which are slow to validate; of lists it may have more, as all choices have tokens."""
 T = TypeVar("T")
 _Many = Annotated[tuple[T, ...], Field(fail_fast=True)]
 
@@ -163,36 +161,6 @@ class ModelLimits:
 
     context: int | None
     vocab_size: int
-
-
-def check_size(body: dict[str, Any], codec: TextCodec, limits: ModelLimits) -> None:
-    """Refuses what cannot fit into the context before anything reads it all.
-
-    Raises:
-        UserError: a text of more characters than the context's tokens can have, or too many values.
-    """
-    most: dict[type, int] = {dict: _MAX_VALUES, list: max(_MAX_VALUES, _MAX_CHOICES * (limits.context or 0))}
-    most_characters = None if limits.context is None else limits.context * codec.longest_token
-    unread: list[Any] = [body]
-    held: dict[type, int] = {dict: 0, list: 0}
-    while unread:
-        value = unread.pop()
-        if isinstance(value, str) and most_characters is not None and len(value) > most_characters:
-            raise UserError(
-                "a text leaves no room in the model's context",
-                found=f"{len(value)} characters; a context of {limits.context} tokens, none of more than "
-                f"{codec.longest_token} characters",
-                remedy="shorten it",
-            )
-        if isinstance(value, dict | list):
-            held[type(value)] += len(value)
-            if held[type(value)] > most[type(value)]:
-                raise UserError(
-                    "a request has too many parts",
-                    found=f"more than {most[type(value)]} values in its JSON",
-                    remedy="ask for less at a time",
-                )
-            unread += value.values() if isinstance(value, dict) else value
 
 
 def requests_of(body: AnyBody, name: str, codec: TextCodec, limits: ModelLimits) -> list[Request]:

@@ -40,7 +40,7 @@ from starlette.routing import Route
 
 from quartet.config import UserError
 from quartet.config.errors import described
-from quartet.extras.serve.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, check_size, requests_of
+from quartet.extras.serve.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, requests_of
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
@@ -501,11 +501,9 @@ class Server:
 
     def _read(self, data: bytes, kind: type[AnyBody], name: str) -> tuple[AnyBody, list[Request]]:
         """What the engine is to do; errors as of ``_answer``."""
-        asked, limits = _json_of(data), self._settings.limits
-        check_size(asked, self._codec, limits)
-        body = kind(**asked)
+        body = kind(**_json_of(data))
         self._check_model(body.model)
-        return body, requests_of(body, name, self._codec, limits)
+        return body, requests_of(body, name, self._codec, self._settings.limits)
 
     async def _all(
         self, http: HTTPRequest, requests: Sequence[Request], events: asyncio.Queue[Event]
