@@ -29,7 +29,7 @@ from trained_model import rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.config.common import DataConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.speculation import Speculation
+from quartet.config.engines import Speculation
 from quartet.extras.speculation.config import (
     HeadsConfig,
     HistorySpeculation,

@@ -36,7 +36,7 @@ from .config.algorithms import (
     SAPOLoss as SAPOLoss,
     SequenceClippedLoss as SequenceClippedLoss,
 )
-from .config.cluster import (
+from .config.common import (
     LocalCluster as LocalCluster,
     OffloadConfig as OffloadConfig,
     RayCluster as RayCluster,
@@ -139,7 +139,7 @@ from .config.plugins import (
     Plugin as Plugin,
     RewardType as RewardType,
 )
-from .config.remote import (
+from .config.rewards import (
     BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
 )
@@ -161,8 +161,8 @@ from .config.rewards import (
 from .extras.iterated.trainer import (
     CollectConfig as CollectConfig,
     IteratedRecipe as IteratedRecipe,
+    IteratedTrainer as IteratedTrainer,
 )
-from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
 from .extras.process_rewards.config import (
     DiscountedSteps as DiscountedSteps,
     MinSteps as MinSteps,

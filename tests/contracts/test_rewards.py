@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import sandboxes
 from quartet.config import UserError
 from quartet.config.rewards import (
     ExactMatchReward,
@@ -112,12 +113,6 @@ SOURCES: dict[str, Build] = {
     "code": lambda serve: case(
         CodeReward(timeout_s=20), "tests", beside=True, applies=[test is not None for test in TESTS]
     ),
-    "code in a process": lambda serve: case(
-        CodeReward(timeout_s=20, isolation="process"),
-        "tests",
-        beside=True,
-        applies=[test is not None for test in TESTS],
-    ),
     "http": lambda serve: case(
         HTTPReward(url=serve(scores_of_lengths).url, batch_size=2), None, beside=True, applies=HAS_ANSWER
     ),
@@ -134,8 +129,8 @@ SOURCES: dict[str, Build] = {
 def build(name: str, serve: Any) -> Case:
     if name == "math" and importlib.util.find_spec("math_verify") is None:
         pytest.skip("math-verify is missing")
-    if name.startswith("code") and sys.platform != "linux":
-        pytest.skip("the sandbox is made of Linux' namespaces")
+    if name == "code" and sandboxes.WHY_NOT:
+        pytest.skip(sandboxes.WHY_NOT)
     return SOURCES[name](serve)
 
 

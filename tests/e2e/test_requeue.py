@@ -76,7 +76,7 @@ def test_a_run_whose_process_is_gone_does_not_count_as_running(world: Any, proce
 
 @pytest.mark.parametrize("seed", range(2))
 def test_two_quick_ctrl_c_end_the_command(world: Any, processes: Any, recipes: Any, seed: int) -> None:
-    """At any moment and with any gap; ``signal_trials.py`` does hundreds of these under load."""
+    """At any moment and with any gap."""
     rng = random.Random(seed)
     job = ("rl", "sft")[seed % 2]
     name = f"twice-{seed}"

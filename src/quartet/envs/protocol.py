@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from quartet.config.errors import UserError
+from quartet.config.plugins import added, load
 from quartet.config.recipe import EnvironmentConfig
 from quartet.config.targets import load_target
 from quartet.observe.global_state import RandomStateGuard
@@ -134,21 +135,22 @@ def environment_factory(
     """What makes the fresh object of an episode.
 
     Args:
-        environment: the class, where Python code passes it instead of ``config.target``.
+        environment: the class, where Python code passes it instead of ``config.type`` or ``config.target``.
 
     Raises:
         UserError: there is no such class, it lacks an async method, or it does not take ``config.options``.
     """
     guard = RandomStateGuard("the environment")
     if environment is None:
-        if config.target is None:
+        if config.type is None and config.target is None:
             raise UserError(
                 "there is no environment",
                 found="environment.target is missing",
-                remedy="set environment.target, or pass the class",
+                remedy="set environment.target or environment.type, or pass the class",
             )
         with guard.held():
-            environment = load_target(config.target, "environment")
+            made = load(added("environments")[config.type]) if config.type is not None else None
+            environment = made or load_target(config.target or "", "environment")
     options = dict(config.options)
     _check(environment, options)
     return EnvironmentFactory(partial(environment, **options), guard)

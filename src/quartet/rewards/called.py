@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.config.errors import UserError
-from quartet.config.foreign import as_score, described, full_traceback, raised_at, type_name
+from quartet.config.errors import UserError, as_score, described, full_traceback, raised_at, type_name
 from quartet.config.nearest import nearest
 
 

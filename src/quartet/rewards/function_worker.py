@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from quartet.config.errors import UserError
-from quartet.config.foreign import described
+from quartet.config.errors import UserError, described
 from quartet.config.targets import load_target
 from quartet.processes import Wire
 from quartet.rewards.called import BadReturn, Parameters, is_async, scores_of

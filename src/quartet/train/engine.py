@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch, sent
-from quartet.cluster.split import Share, merge_results, shares_of, table_of
+from quartet.cluster.dispatch import Share, merge_results, shares_of, table_of
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.memory import drop_derived
 from quartet.models.packed_model import CompiledLayers, PackedModel

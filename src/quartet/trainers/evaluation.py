@@ -28,11 +28,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quartet.batch.ragged import join
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config import Interrupted, UserError
+from quartet.config.choices import EngineConfig, RewardConfig
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
-from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, is_served
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
-from quartet.config.reward_types import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm
@@ -48,9 +47,10 @@ from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, Scorer, score_all
 from quartet.schedule.leases import LeaseContext, local_arbiter
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.rollout_worker import PromptRequest, SampleRequest, completion_text
+from quartet.schedule.rollout_worker import PromptRequest, completion_text, sampling_params
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec, check_vocabulary
+from quartet.trainers.checkpoints import model_directory
 from quartet.trainers.devices import META, FrozenModels, precision_on
 from quartet.trainers.engines import has_folder, step_engine
 from quartet.trainers.evaluation_metrics import (
@@ -74,7 +74,6 @@ from quartet.trainers.evaluation_metrics import (
     write_answers,
     write_rows,
 )
-from quartet.trainers.event_loop import run_async
 from quartet.trainers.input_sources import (
     ModelLike,
     Reward,
@@ -90,18 +89,17 @@ from quartet.trainers.input_sources import (
     vocabulary_size,
     with_names,
 )
-from quartet.trainers.results import model_directory
-from quartet.trainers.reward_roles import encode_answer
-from quartet.trainers.reward_sources import (
+from quartet.trainers.model_loader import (
     Rewards,
     RewardSources,
+    encode_answer,
     fit_to_data,
     reward_functions,
     reward_models,
 )
 from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, writing
-from quartet.trainers.signals import number_of, stop_signals
+from quartet.trainers.signals import number_of, run_async, stop_signals
 
 _NATIVE = NativeEngineConfig()
 CHUNK = 64
@@ -111,28 +109,13 @@ CHUNK = 64
 # What is asked -------------------------------------------------------------------------------------------
 
 
-def sampling_params(config: SamplingConfig, codec: TextCodec) -> SamplingParams:
-    """What the recipe says about every sample; end-of-text ends each, and each gets a seed of its own."""
-    return SamplingParams(**config.model_dump(), stop_token_ids=tuple(sorted(codec.eos_ids)))
-
-
-def prompt_request(
-    name: str, item: PromptItem, params: SamplingParams, *, seed: int, draw: int, samples: int
-) -> PromptRequest:
-    """The request for ``samples`` responses to a prompt. A response's random numbers depend on ``seed``, ``draw``, the
-    prompt's id and the response's place alone, so two models get the same ones."""
-    seeds = [sample_seed(seed, draw, item.prompt_id, r) for r in range(samples)]
-    requests = [SampleRequest(f"{name}.{r}", replace(params, seed=one)) for r, one in enumerate(seeds)]
-    return PromptRequest(name, item.prompt, tuple(requests))
-
-
 def prompt_requests(
     prompts: PromptData, codec: TextCodec, sampling: SamplingConfig, *, seed: int, samples: int
 ) -> list[tuple[PromptItem, PromptRequest]]:
     """What an evaluation asks for each prompt."""
     params = sampling_params(sampling, codec)
     return [
-        (item, prompt_request(f"eval.{i}", item, params, seed=seed, draw=-1, samples=samples))
+        (item, PromptRequest.of(f"eval.{i}", item, params, seed=seed, draw=-1, num=samples))
         for i, item in enumerate(prompts)
     ]
 
@@ -378,8 +361,8 @@ class EvaluationModel:
         missing = []
         for item, request in asked:
             ids = tuple(self.codec.encode_prompt(item.prompt))
-            samples_left = [sample for sample in request.samples if sample.request_id not in known]
-            missing += [Request(one.request_id, request.group, ids, one.sampling) for one in samples_left]
+            left = {name: sampling for name, sampling in request.samples.items() if name not in known}
+            missing += [Request(name, request.group, ids, sampling) for name, sampling in left.items()]
 
         def keep(completions: Sequence[Completion]) -> None:
             known.update({one.request_id: one for one in completions})

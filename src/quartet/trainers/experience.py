@@ -111,8 +111,7 @@ from quartet.config.algorithms import (
     kl_term,
 )
 from quartet.config.common import Strict
-from quartet.config.plugins import load
-from quartet.config.reward_types import PLUGIN_REWARDS
+from quartet.config.plugins import added, load
 from quartet.rewards.source import LEFT_OUT_PREFIX, combine, effective_weights, source_metrics
 from quartet.schedule.groups import GREEDY
 from quartet.schedule.iteration import Chunk
@@ -562,7 +561,7 @@ class Assembler:
         return Experience(batch, metrics, greedy)
 
     def _plugin_metrics(self, batch: RaggedBatch, judged: ScoredGroups) -> dict[str, float]:
-        figures = [load(kind.metrics) for kind in PLUGIN_REWARDS.values() if kind.metrics is not None]
+        figures = [load(kind.metrics) for kind in added("rewards").values() if kind.metrics is not None]
         return {name: value for of in figures for name, value in of(batch, judged.rewards, self.weights).items()}
 
     def judge(self, batch: RaggedBatch, step: int | None = None) -> ScoredGroups:

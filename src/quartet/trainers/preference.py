@@ -42,8 +42,7 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe, StepLossConfig
-from quartet.data.datasets import draws
-from quartet.data.preference import JudgedData, PreferenceData
+from quartet.data.datasets import JudgedData, PreferenceData, draws
 from quartet.models.directories import on_meta
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.observe.callbacks import Callback

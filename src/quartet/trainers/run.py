@@ -31,12 +31,12 @@ from transformers import PreTrainedModel
 
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
-from quartet.config.addresses import is_url
 from quartet.config.common import TrainingRecipe
 from quartet.config.load import dump_recipe
 from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
+from quartet.config.strict import is_url
 from quartet.observe import memory
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter

@@ -38,16 +38,14 @@ from huggingface_hub import metadata_load
 from safetensors import SafetensorError
 
 from quartet.config import UserError
-from quartet.config.addresses import is_url
-from quartet.config.common import DataConfig, HubConfig, ModelConfig, Strict
+from quartet.config.common import DataConfig, HubConfig, ModelConfig, Strict, SupervisedRecipe
+from quartet.config.engines import Speculation
+from quartet.config.errors import read_error, read_file, write_error
 from quartet.config.evaluation import ComparisonConfig
-from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.config.load import dump_recipe
-from quartet.config.plugins import storage
+from quartet.config.plugins import added, storage
 from quartet.config.recipe import Recipe, RLRecipe
-from quartet.config.schema import flatten
-from quartet.config.speculation import DRAFTERS, Speculation
-from quartet.config.supervised import SupervisedRecipe
+from quartet.config.strict import flatten, is_url
 from quartet.config.yamls import parse_yaml
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
 from quartet.observe.jsonl import replace_atomically
@@ -211,7 +209,7 @@ def write_models(path: Path) -> None:
     """
     digests = {
         f"{name}/{file}": asdict(digest)
-        for name in ("model", "critic", *sorted({kind.folder for kind in DRAFTERS.values()}))
+        for name in ("model", "critic", *sorted({kind.folder for kind in added("drafters").values()}))
         for file, digest in digest_files(path / name).items()
     }
     if digests:
@@ -462,7 +460,9 @@ class _Pins:
             if getattr(value, "tokenizer", None) is not None:
                 changes["tokenizer"] = self._name(f"{dot}tokenizer", changes["tokenizer"], None, "tokenizer")
         if isinstance(value, Speculation) and hasattr(value, "path"):
-            changes["path"] = self._name(f"{dot}path", value.path, None, "drafter", DRAFTERS[value.type].folder)
+            changes["path"] = self._name(
+                f"{dot}path", value.path, None, "drafter", added("drafters")[value.type].folder
+            )
         changes = {name: new for name, new in changes.items() if new != getattr(value, name)}
         return value.model_copy(update=changes) if changes else value
 

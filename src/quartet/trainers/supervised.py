@@ -31,13 +31,10 @@ from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup,
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, Custom, dispatch
 from quartet.cluster.ranks import End, Ranks
 from quartet.config import Interrupted, UserError
-from quartet.config.cluster import RayCluster
-from quartet.config.common import DataConfig
+from quartet.config.common import DataConfig, RayCluster, SupervisedRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
-from quartet.config.supervised import SupervisedRecipe
-from quartet.data.datasets import Batches, SFTData, steps_for
-from quartet.data.preference import PreferenceData
-from quartet.data.prefetch import Prefetcher
+from quartet.data.datasets import Batches, PreferenceData, SFTData, steps_for
+from quartet.data.lazy import Prefetcher
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
     adapter_path,
@@ -55,7 +52,7 @@ from quartet.models.work import Work
 from quartet.observe.callbacks import Callback
 from quartet.observe.diagnostics import straggler_metrics
 from quartet.observe.progress import Progress
-from quartet.schedule.compute_thread import ComputeThread
+from quartet.schedule.clock import ComputeThread
 from quartet.schedule.model_worker import Checkpointed, same_for_all
 from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup, RolesWorker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
@@ -67,8 +64,8 @@ from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.state import Shape
 from quartet.trainers import checkpoints
-from quartet.trainers.devices import enter_process, precision_on, worker_device
-from quartet.trainers.event_loop import run_async
+from quartet.trainers.checkpoints import TrainResult
+from quartet.trainers.devices import enter_process, precision_on, throughput, worker_device
 from quartet.trainers.input_sources import (
     ModelLike,
     TokenizerLike,
@@ -84,11 +81,9 @@ from quartet.trainers.input_sources import (
     vocabulary_size,
     with_names,
 )
-from quartet.trainers.results import TrainResult
 from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, read_json, writing
-from quartet.trainers.signals import stop_signals, take_back_signals
-from quartet.trainers.throughput import throughput
+from quartet.trainers.signals import run_async, stop_signals, take_back_signals
 
 R = TypeVar("R", bound=SupervisedRecipe)
 D = TypeVar("D", bound=Batches)
@@ -551,7 +546,7 @@ class SupervisedTrainer(Generic[R, W]):
         step, last = 0, dict[str, float]()
         found = run.latest(list(saved), counters=("metrics",))
         if found is not None:  # a run killed between its last checkpoint and its summary has nothing left to train
-            await checkpoints.load(saved, found)
+            await checkpoints.load_states(saved, found)
             step, last = found.step, dict(found.info["metrics"])
         run.start(step)
         with self.progress.stage(name, about.steps) as bar:

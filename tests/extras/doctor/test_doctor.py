@@ -54,7 +54,7 @@ from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers import workers
 from quartet.trainers.attempt import RunAttempt
-from quartet.trainers.reward_roles import FunctionScorer
+from quartet.trainers.model_loader import FunctionScorer
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.workers import LocalRunWorkers
 

@@ -18,7 +18,8 @@ from quartet.config.rewards import LengthReward
 from quartet.data.formats import preferences
 from quartet.data.readers import Row
 from quartet.extras.iterated import trainer as iterated
-from quartet.extras.iterated.trainer import CollectConfig, IteratedRecipe, IteratedTrainer, make_pair
+from quartet.extras.iterated.config import CollectConfig, IteratedRecipe
+from quartet.extras.iterated.trainer import IteratedTrainer, make_pair
 from quartet.extras.quickstart import task
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics

@@ -6,7 +6,7 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.load import load_recipe
-from quartet.extras.iterated.trainer import IteratedRecipe
+from quartet.extras.iterated.config import IteratedRecipe
 
 LOOP = ["rl.actor.model.path=m", "reward_model.model.path=m", "collect.labeller.type=exact_match"]
 

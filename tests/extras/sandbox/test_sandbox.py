@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,21 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from quartet.extras.sandbox import run as sandbox
 from quartet.extras.sandbox.run import (
-    Isolation,
-    SandboxError,
     SandboxLimits,
     SandboxVerdict,
     SolutionCheck,
-    Tool,
-    check_sandbox,
     judge,
     run_program,
     run_tests,
 )
+from sandboxes import needs_sandbox
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux' namespaces")
+pytestmark = needs_sandbox
 
 LIMITS = SandboxLimits(
     wall_s=2.0, cpu_s=2, memory_bytes=256 << 20, disk_bytes=4 << 20, output_bytes=1 << 16, processes=8
@@ -225,11 +220,10 @@ while True:
 }
 
 
-@pytest.mark.parametrize("isolation", ["namespaces", "process"])
 @pytest.mark.parametrize("source", CHEATS.values(), ids=CHEATS)
-def test_nothing_but_right_answers_passes_a_test(source: str, isolation: Isolation) -> None:
+def test_nothing_but_right_answers_passes_a_test(source: str) -> None:
     start = time.monotonic()
-    assert run_tests(source, TWO_TESTS, replace(LIMITS, isolation=isolation)) == [False, False]
+    assert run_tests(source, TWO_TESTS, LIMITS) == [False, False]
     assert time.monotonic() - start < 30
 
 
@@ -359,9 +353,9 @@ found = []
 for path in glob.glob("/proc/*/environ") + [f"/proc/{pid}/environ" for pid in range(1, 40000)]:
     try: found.append(open(path, "rb").read())
     except OSError: pass
-print(len(found), os.getpid() < 10, os.getppid())
+print(len(found), os.getpid(), os.getppid())
 """
-    assert says(search) == "0 True 1\n", "and its processes are numbered from one"
+    assert says(search) == "0 2 1\n", "and its processes are numbered from one"
 
 
 def test_open_files_of_the_parent_are_not_there(tmp_path: Path) -> None:
@@ -380,51 +374,6 @@ print(found)
         assert says(source) == "b''\n"
 
 
-def test_there_is_no_network() -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        source = f"""
-import socket
-for family, address in ((socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_INET, ("1.1.1.1", 53))):
-    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
-        try:
-            s = socket.socket(family, kind)
-            s.connect(address)
-            s.send(b"x")
-            print("connected", address)
-        except OSError:
-            pass
-"""
-        assert says(source) == ""
-        server.settimeout(0.1)
-        with pytest.raises(TimeoutError):
-            server.accept()
-
-
-def test_local_sockets_of_the_machine_are_out_of_reach(tmp_path: Path) -> None:
-    import socket
-
-    os.chmod(tmp_path, 0o777)
-    path, abstract = str(tmp_path / "socket"), f"\0quartet-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX) as named, socket.socket(socket.AF_UNIX) as unnamed:
-        named.bind(path)
-        unnamed.bind(abstract)
-        named.listen()
-        unnamed.listen()
-        source = f"""
-import socket
-for address in ({path!r}, {abstract!r}):
-    try:
-        socket.socket(socket.AF_UNIX).connect(address)
-        print("connected", address)
-    except OSError:
-        pass
-"""
-        assert says(source) == ""
-
-
 def test_there_is_no_way_back_to_privileges() -> None:
     source = """
 import ctypes, os
@@ -433,20 +382,6 @@ print(os.getuid() != 0 or open("/dev/null") is None, libc.setuid(0) if os.getuid
 print(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None), libc.chroot(b"/tmp"), libc.ptrace(16, 1, 0, 0))
 """
     assert says(source) == "True -1\n-1 -1 -1\n"
-
-
-def test_no_sandbox_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sandbox, "tool_for_namespaces", lambda: Tool("namespaces", "this test's"))
-    assert check_sandbox() == "this test's"
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    with pytest.raises(SandboxError, match="mount"):
-        run_program("print(1)", "", LIMITS)
-    with pytest.raises(SandboxError, match="mount"):
-        run_tests(ADD, TWO_TESTS, LIMITS)
-    monkeypatch.undo()
-    monkeypatch.setattr("sys.executable", str(tmp_path / "nothing"))
-    with pytest.raises(SandboxError, match="could not be started"):
-        run_program("print(1)", "", LIMITS)
 
 
 def test_nothing_is_left_of_many_runs() -> None:

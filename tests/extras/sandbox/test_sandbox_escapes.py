@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,19 +17,17 @@ from pathlib import Path
 import pytest
 
 from quartet.extras.sandbox import run as sandbox
-from quartet.extras.sandbox.kernel_filters import has_landlock
 from quartet.extras.sandbox.run import (
-    Isolation,
     SandboxError,
     SandboxLimits,
     SolutionCheck,
-    Tool,
     check_sandbox,
     run_program,
     run_tests,
 )
+from sandboxes import needs_sandbox
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux' system calls")
+pytestmark = needs_sandbox
 
 LIMITS = SandboxLimits(wall_s=20.0, cpu_s=10, memory_bytes=256 << 20, disk_bytes=4 << 20, processes=8)
 MACHINE = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
@@ -115,23 +112,7 @@ print("end")
 """
 
 
-@pytest.fixture(params=["bubblewrap", "namespaces", "process"])
-def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SandboxLimits:
-    """Of a sandbox that is made in this way; skipped where this machine does not allow it."""
-    way = str(request.param)
-    path = shutil.which("bwrap") or ""
-    if way == "bubblewrap" and not path:
-        pytest.skip("bubblewrap is not installed")
-    monkeypatch.setattr(sandbox, "tool_for_namespaces", lambda: Tool(way, "", path))  # type: ignore[arg-type]
-    found = replace(LIMITS, isolation="process" if way == "process" else "namespaces")
-    try:
-        check_sandbox(found.isolation)
-    except SandboxError as error:
-        pytest.skip(f"this machine does not allow it: {error}")
-    return found
-
-
-def says(source: str, limits: SandboxLimits) -> str:
+def says(source: str, limits: SandboxLimits = LIMITS) -> str:
     run = run_program(source, "", limits)
     assert (run.ended, run.status) == ("by itself", 0), run
     return run.output.decode()
@@ -155,21 +136,21 @@ def named(name: str) -> list[str]:
     return found
 
 
-def test_no_call_leads_out(limits: SandboxLimits) -> None:
+def test_no_call_leads_out() -> None:
     name = f"\0quartet-escape-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
         outside.bind(name)
         outside.setblocking(False)
         source = f"ADDRESS, ATTEMPTS, MISSING = {name!r}, {BY_PYTHON!r}, {MISSING!r}\n"
         source += f"REFUSED = { ({call: numbers[MACHINE] for call, numbers in REFUSED.items()})!r}\n{PROGRAM}"
-        assert says(source, limits) == "end\n"
+        assert says(source) == "end\n"
         with pytest.raises(BlockingIOError):
             outside.recv(1)
     assert planted() == []
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other numberings of calls exist on x86-64")
-def test_other_numberings_of_calls_are_no_way_around(limits: SandboxLimits) -> None:
+def test_other_numberings_of_calls_are_no_way_around() -> None:
     source = """
 import ctypes, mmap, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -182,11 +163,11 @@ if child == 0:
     os._exit(0)
 print(os.WTERMSIG(os.waitpid(child, 0)[1]))
 """
-    first, second = says(source, limits).splitlines()
+    first, second = says(source).splitlines()
     assert first == "-1 1" and second in ("31", "11"), "ended by the filter, or by a kernel without such calls"
 
 
-def test_memory_is_not_had_another_way(limits: SandboxLimits) -> None:
+def test_memory_is_not_had_another_way() -> None:
     """Two GB of System V memory with a limit of 256 MB, and other kinds that no process' size shows."""
     source = """
 import ctypes, mmap, os
@@ -200,18 +181,16 @@ try:
 except (OSError, MemoryError): pass
 print(got + len(kept) * (32 << 20) <= 256 << 20)
 """
-    assert says(source, limits) == "True\n"
+    assert says(source) == "True\n"
 
 
-def test_files_are_limited_in_number(limits: SandboxLimits) -> None:
-    if limits.isolation == "process":
-        pytest.skip("its files are on the machine's own file system")
+def test_files_are_limited_in_number() -> None:
     source = "n = 0\ntry:\n    while n < 9999:\n        open(str(n), 'w').close()\n        n += 1\n"
     source += "except OSError: pass\n"
-    assert 4000 < int(says(source + "print(n)", limits)) < 4200
+    assert 4000 < int(says(source + "print(n)")) < 4200
 
 
-def test_what_honest_programs_need_is_there(limits: SandboxLimits) -> None:
+def test_what_honest_programs_need_is_there() -> None:
     source = """
 import asyncio, concurrent.futures, os, socket, subprocess, tempfile, threading
 with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -226,12 +205,12 @@ pid = os.fork()
 if pid == 0: os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
-    assert says(source, limits) == "[1, 2]\n[1, 2]\nsub\n3\nb'over'\n7\n"
+    assert says(source) == "[1, 2]\n[1, 2]\nsub\n3\nb'over'\n7\n"
     tests = [SolutionCheck("assert f(1) == 2"), SolutionCheck("assert f(1) == 1")]
-    assert run_tests("def f(n): return n + 1", tests, limits) == [True, False]
+    assert run_tests("def f(n): return n + 1", tests, LIMITS) == [True, False]
 
 
-def test_what_sockets_may_hold_counts_in_the_memory(limits: SandboxLimits) -> None:
+def test_what_sockets_may_hold_counts_in_the_memory() -> None:
     source = """
 import resource, socket
 held, pairs = 0, []
@@ -250,9 +229,9 @@ for end in (end for pair in pairs for end in pair):
             pass
 print(held > 0, held + resource.getrlimit(resource.RLIMIT_AS)[0] <= MOST)
 """
-    assert says(source.replace("MOST", str(limits.memory_bytes)), limits) == "True True\n"
-    (sockets,) = re.findall(r"sockets may hold (\d+) bytes", str(refusal(replace(limits, memory_bytes=1 << 20))))
-    assert 0 < int(sockets) < limits.memory_bytes // 2
+    assert says(source.replace("MOST", str(LIMITS.memory_bytes)), LIMITS) == "True True\n"
+    (sockets,) = re.findall(r"sockets may hold (\d+) bytes", str(refusal(replace(LIMITS, memory_bytes=1 << 20))))
+    assert 0 < int(sockets) < LIMITS.memory_bytes // 2
 
 
 def refusal(limits: SandboxLimits) -> SandboxError:
@@ -261,26 +240,20 @@ def refusal(limits: SandboxLimits) -> SandboxError:
     return caught.value
 
 
-def test_everything_ends_and_nothing_is_left(
-    limits: SandboxLimits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_everything_ends() -> None:
     name = f"qe{os.getpid() % 10**6}"
     bomb = f"import ctypes, os\nctypes.CDLL(None).prctl(15, {name.encode()!r})\nopen('left', 'w').write('x' * 1000)\n"
     bomb += "while True:\n    try: os.fork()\n    except OSError: pass"
-    assert run_program(bomb, "", replace(limits, wall_s=1.0)).ended == "time"
-    assert named(name) == [] and list(tmp_path.iterdir()) == []
+    assert run_program(bomb, "", replace(LIMITS, wall_s=1.0)).ended == "time"
+    assert named(name) == []
 
 
-def test_everything_ends_with_a_trainer_that_is_killed(limits: SandboxLimits, tmp_path: Path) -> None:
+def test_everything_ends_with_a_trainer_that_is_killed() -> None:
     name = f"qk{os.getpid() % 10**6}"
     spin = f"import ctypes, os\nctypes.CDLL(None).prctl(15, {name.encode()!r})\nos.fork()\nwhile True: pass"
-    tool = sandbox.tool_for_namespaces()
     trainer = f"""
-import tempfile
-from quartet.extras.sandbox.run import SandboxLimits, Tool, run_program
-tempfile.tempdir = {str(tmp_path)!r}
-run_program({spin!r}, "", {limits!r}, {tool if limits.isolation == "namespaces" else None!r})
+from quartet.extras.sandbox.run import SandboxLimits, run_program
+run_program({spin!r}, "", {LIMITS!r})
 """
     with subprocess.Popen([sys.executable, "-c", trainer]) as process:
         assert eventually(lambda: len(named(name)) == 2)
@@ -295,16 +268,16 @@ def eventually(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def test_the_number_of_processes_is_limited(limits: SandboxLimits) -> None:
+def test_the_number_of_processes_is_limited() -> None:
     source = (
         "import os, time\nn = 1\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(60)\n        n += 1\n"
     )
-    found = int(says(source + "except BlockingIOError:\n    os.write(1, b'%d' % n)\n    os._exit(0)\n", limits))
-    assert found == LIMITS.processes if os.geteuid() == 0 or limits.isolation == "namespaces" else found < 64
+    found = int(says(source + "except BlockingIOError:\n    os.write(1, b'%d' % n)\n    os._exit(0)\n"))
+    assert found == LIMITS.processes
 
 
-def test_time_is_limited(limits: SandboxLimits) -> None:
-    short = replace(limits, wall_s=0.5)
+def test_time_is_limited() -> None:
+    short = replace(LIMITS, wall_s=0.5)
     start = time.monotonic()
     assert run_program("while True: pass", "", short).ended == "time"
     assert run_program("import time; time.sleep(1e6)", "", short).ended == "time"
@@ -312,36 +285,37 @@ def test_time_is_limited(limits: SandboxLimits) -> None:
     ignore += "    except (OSError, ValueError): pass\n"
     assert run_program(ignore + "while True: pass", "", short).ended == "time"
     assert time.monotonic() - start < 20
-    run = run_program(ignore + "while True: pass", "", replace(limits, wall_s=60.0, cpu_s=1))
+    run = run_program(ignore + "while True: pass", "", replace(LIMITS, wall_s=60.0, cpu_s=1))
     assert run.ended == "by itself" and run.status != 0, "the processor's time, too"
 
 
-def test_output_is_limited(limits: SandboxLimits) -> None:
+def test_output_is_limited() -> None:
     start = time.monotonic()
-    run = run_program("import sys\nwhile True: sys.stdout.write('x' * 10**6)", "", limits)
-    assert run.ended == "output" and len(run.output) == limits.output_bytes + 1
+    run = run_program("import sys\nwhile True: sys.stdout.write('x' * 10**6)", "", LIMITS)
+    assert run.ended == "output" and len(run.output) == LIMITS.output_bytes + 1
     assert time.monotonic() - start < 10
-    assert len(says(f"print('x' * {limits.output_bytes - 1})", limits)) == limits.output_bytes, "so much is allowed"
-    assert says("import os\nfor _ in range(1000): os.write(2, b'x' * 10**6)\nprint('done')", limits) == "done\n"
+    assert len(says(f"print('x' * {LIMITS.output_bytes - 1})")) == LIMITS.output_bytes, "so much is allowed"
+    assert says("import os\nfor _ in range(1000): os.write(2, b'x' * 10**6)\nprint('done')") == "done\n"
 
 
-def test_memory_is_limited(limits: SandboxLimits) -> None:
-    run = run_program("x = bytearray(10**9)", "", limits)
+def test_memory_is_limited() -> None:
+    run = run_program("x = bytearray(10**9)", "", LIMITS)
     assert run.ended == "by itself" and run.status != 0
-    assert says("x = bytearray(10**8); print(len(x))", limits) == "100000000\n"
+    assert says("x = bytearray(10**8); print(len(x))", LIMITS) == "100000000\n"
 
 
-def test_the_tool_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = sandbox.tool_for_namespaces.__wrapped__
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    assert find() == Tool("namespaces", "Quartet's own namespaces (bubblewrap is not installed)")
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: "/bin/false")
-    assert find().confinement == "namespaces" and "/bin/false does not work here" in find().told
+def test_no_sandbox_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    test = [SolutionCheck("assert f(1) == 1")]
+    monkeypatch.setattr(sandbox, "_bubblewrap", sandbox._bubblewrap.__wrapped__)
+    for found, told in ((None, "bwrap. is not installed"), ("/bin/false", "its process ended")):
+        monkeypatch.setattr(sandbox.shutil, "which", lambda name, found=found: found)
+        for attempt in (check_sandbox, lambda: run_program("", "", LIMITS), lambda: run_tests("", test, LIMITS)):
+            with pytest.raises(SandboxError, match=told):
+                attempt()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-@pytest.mark.parametrize("isolation", ["namespaces", "process"])
-def test_it_works_without_being_root(isolation: Isolation) -> None:
+def test_it_works_without_being_root() -> None:
     source = Path(__file__).parents[3] / "src"
     python = next((p for p in (sys.executable, "/usr/bin/python3.11") if _open_to_all(Path(p))), None)
     if python is None or not _open_to_all(source):
@@ -353,12 +327,12 @@ package.__path__ = [{str(source / "quartet")!r}]
 from quartet.extras.sandbox.run import SandboxLimits, SolutionCheck, run_program, run_tests
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1)  # as open to others of its user as a process that was never root
-limits = SandboxLimits(wall_s=20, isolation={isolation!r})
+limits = SandboxLimits(wall_s=20)
 print(run_program("import os; print(os.getuid(), os.path.exists('/proc'))", "", limits).output)
 both = [SolutionCheck("assert f() == 1"), SolutionCheck("assert f() == 2")]
 print(run_tests("def f(): return 1", both, limits))
 bomb = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass"
-print(run_program(bomb, "", SandboxLimits(wall_s=0.5, isolation={isolation!r})).ended)
+print(run_program(bomb, "", SandboxLimits(wall_s=0.5)).ended)
 kill = f"import os\\ntry: os.kill({{os.getpid()}}, 9)\\nexcept OSError: print('refused')"
 print(run_program(kill, "", limits).output)
 forge = f"""
@@ -371,10 +345,8 @@ def f():
 print(run_tests(forge, both, limits))
 '''
     done = subprocess.run([python, "-B", "-c", code], capture_output=True, text=True, timeout=120, cwd="/")
-    *lines, forged = done.stdout.splitlines()
-    is_process = isolation == "process"
-    assert lines == [f"b'65534 {is_process}\\n'", "[True, False]", "time", "b'refused\\n'"], done.stderr
-    assert forged == "[False, False]" or (is_process and not has_landlock())
+    told = ["b'65534 False\\n'", "[True, False]", "time", "b'refused\\n'", "[False, False]"]
+    assert done.stdout.splitlines() == told, done.stderr
 
 
 def _open_to_all(path: Path) -> bool:

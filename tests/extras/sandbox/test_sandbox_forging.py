@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quartet.extras.sandbox.run import Isolation, SandboxLimits, SolutionCheck, run_tests
+from quartet.extras.sandbox.run import SandboxLimits, SolutionCheck, run_tests
+from sandboxes import needs_sandbox
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux' system calls")
+pytestmark = needs_sandbox
 
 LIMITS = SandboxLimits(wall_s=20.0, cpu_s=20, memory_bytes=512 << 20, processes=8)
 
@@ -98,11 +98,10 @@ def liars() -> tuple[str, list[SolutionCheck]]:
     return "\n".join(source), tests
 
 
-@pytest.mark.parametrize("isolation", ["namespaces", "process"])
-def test_objects_that_lie_pass_nothing_and_learn_nothing(isolation: Isolation) -> None:
+def test_objects_that_lie_pass_nothing_and_learn_nothing() -> None:
     source, tests = liars()
     tests.append(SolutionCheck("assert not [value for value in was_told() if '73' in value], was_told()"))
-    passed = run_tests(source, tests, replace(LIMITS, isolation=isolation))
+    passed = run_tests(source, tests, LIMITS)
     assert [name for (name, *_), right in zip(LIARS, passed, strict=False) if right] == []
     assert passed[-1], "nothing that was expected has come to the code"
 
@@ -242,10 +241,9 @@ def f(n):
 """
 
 
-@pytest.mark.parametrize("isolation", ["namespaces", "process"])
-def test_what_is_expected_is_nowhere_to_be_found(isolation: Isolation) -> None:
+def test_what_is_expected_is_nowhere_to_be_found() -> None:
     tests = [SolutionCheck("assert f(10) == 284537951"), SolutionCheck("assert f(10) > 1000")]
-    assert run_tests(SEARCH, tests, replace(LIMITS, isolation=isolation)) == [False, True]
+    assert run_tests(SEARCH, tests, LIMITS) == [False, True]
 
 
 HONEST = """
@@ -319,7 +317,6 @@ HONEST_TESTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("isolation", ["namespaces", "process"])
-def test_honest_values_and_objects_pass(isolation: Isolation) -> None:
-    passed = run_tests(HONEST, [SolutionCheck(test) for test in HONEST_TESTS], replace(LIMITS, isolation=isolation))
+def test_honest_values_and_objects_pass() -> None:
+    passed = run_tests(HONEST, [SolutionCheck(test) for test in HONEST_TESTS], LIMITS)
     assert [test for test, right in zip(HONEST_TESTS, passed, strict=True) if not right] == []

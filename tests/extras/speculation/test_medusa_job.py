@@ -15,7 +15,7 @@ from breaking import untimed_rows as untimed
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.load import load_recipe
-from quartet.extras.data_rows.command import DataRows, sections_of
+from quartet.extras.data_rows.rows import DataRows, sections_of
 from quartet.extras.speculation import job
 from quartet.extras.speculation.config import HeadsConfig, MedusaRecipe
 from quartet.extras.speculation.heads import MedusaHeads

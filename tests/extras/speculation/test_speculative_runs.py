@@ -18,11 +18,10 @@ from safetensors.torch import load_file
 from breaking import same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LoRAConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig
+from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig
 from quartet.config.placement import AsynchronousPlacement
 from quartet.config.plugins import load
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
-from quartet.config.speculation import Speculation
 from quartet.extras.speculation.config import (
     HeadTraining,
     HistorySpeculation,
@@ -33,7 +32,7 @@ from quartet.extras.speculation.drafting import medusa
 from quartet.extras.speculation.heads import MedusaHeads, vllm_medusa
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
-from quartet.rollout import process_native
+from quartet.rollout.engine import load_engine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.vllm.start import Drafts
 from quartet.trainers.engines import Policy, _native_arguments, _vllm_specs, open_engine
@@ -157,7 +156,7 @@ def test_an_engine_in_a_process_of_its_own_drafts_too(
     tokenizer.save_pretrained(path)
     for speculation in (HISTORY, MedusaSpeculation(path=str(heads), depth=1)):
         policy = Policy(str(path), 16, str, speculation=speculation)
-        engine = process_native.make(**pickle.loads(pickle.dumps(_native_arguments(NativeEngineConfig(), policy))))
+        engine = load_engine(**pickle.loads(pickle.dumps(_native_arguments(NativeEngineConfig(), policy))))
         assert engine.drafter is not None
         assert engine.drafter.proposer.tree.depth == (3 if speculation is HISTORY else 1)
         assert engine.drafter.costs == speculation.costs

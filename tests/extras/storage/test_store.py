@@ -12,8 +12,8 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config import plugins as config_plugins
-from quartet.config.addresses import is_url
 from quartet.config.common import DataConfig
+from quartet.config.strict import is_url
 from quartet.data.readers import iter_rows
 from quartet.extras.storage.store import Store, StoreError
 from quartet.text.loading import local_or_hub

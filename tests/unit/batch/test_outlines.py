@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from quartet.batch import RaggedBatch
-from quartet.cluster.manifests import num_bytes
+from quartet.cluster.futures import num_bytes
 
 
 @st.composite

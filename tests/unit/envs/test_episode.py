@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
+from quartet.config import plugins
 from quartet.config.errors import UserError
+from quartet.config.load import load_recipe
 from quartet.config.recipe import EnvironmentConfig
 from quartet.envs.episode import EpisodeError, NoRoom, run_episode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
@@ -404,6 +406,18 @@ def test_classes_that_do_not_fit_are_refused_before_anything_runs(
     with pytest.raises(UserError) as raised:
         environment_factory(EnvironmentConfig(target=target(name), options=options))
     assert problem in raised.value.problem and found in raised.value.found
+
+
+def test_an_environment_of_a_plug_in_has_a_name(target: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    target("Good")
+    monkeypatch.syspath_prepend(".")
+    added = plugins.Plugin(environments={"good": "worlds:Good"})
+    monkeypatch.setattr(plugins, "plugins", lambda: (added,))
+    assert environment_factory(EnvironmentConfig(type="good", options={"size": 3}))().size == 3  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="both set"):
+        load_recipe("rl", None, ["environment.type=good", "environment.target=worlds:Good"])
+    with pytest.raises(UserError, match=r"environment\.type bad.*good"):
+        load_recipe("rl", None, ["environment.type=bad"])
 
 
 def test_no_target_and_no_class() -> None:

@@ -17,7 +17,7 @@ from quartet.train.forward import Needs
 from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.token_budget import TokenBudget
-from quartet.trainers.throughput import throughput
+from quartet.trainers.devices import throughput
 from rank_forks import run_ranks
 
 # A layer: queries and output 16 · 16, keys and values 16 · 8, three of 16 · 24; of these three layers.

@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import PromptData, SFTData, TokenLimit
+from quartet.data.datasets import JudgedData, PreferenceData, PromptData, SFTData, TokenLimit
 from quartet.data.fields import Reading
 from quartet.data.formats import SAME, UNSEEN, NothingLeft, demonstrations, judgements, preferences, prompts
-from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.readers import Row, iter_rows
 from quartet.text.templates import left_out
 from quartet.text.tokenizer import TextCodec

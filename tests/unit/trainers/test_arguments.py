@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import quartet as q
-from quartet.trainers.event_loop import run_async
+from quartet.trainers.signals import run_async
 
 
 @pytest.fixture

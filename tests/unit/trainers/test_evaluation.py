@@ -23,7 +23,7 @@ from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import chunk_of, without_texts
-from quartet.schedule.rollout_writer import record_columns, rollout_records
+from quartet.schedule.model_worker import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.devices import FrozenModels

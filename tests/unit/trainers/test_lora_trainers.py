@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
@@ -29,19 +25,13 @@ from quartet.config.recipe import (
     RolloutConfig,
     SFTRecipe,
 )
-from quartet.models.packed_model import PackedCausalLM
-from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
-from quartet.schedule.groups import chunk_of
-from quartet.schedule.leases import LeaseContext, LeaseMode, local_arbiter
-from quartet.schedule.rollout import Rollout
+from quartet.schedule.leases import LeaseMode
 from quartet.train.checkpoint import Share
-from quartet.train.forward import Needs, forward_only
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
-from quartet.trainers.workers import LocalRunWorkers, placement_of
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LORA)
@@ -83,13 +73,6 @@ def roles_of(objects: Any) -> Callable[..., RLRoles]:
     return make
 
 
-def learn(packed: Any, size: float = 0.3) -> None:
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in packed.adapters.trained.values():
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
-
-
 # Roles ---------------------------------------------------------------------------------------------------
 
 
@@ -125,64 +108,6 @@ def test_a_critic_starts_from_the_actors_base(roles_of: Any) -> None:
 
 
 # Exclusive -----------------------------------------------------------------------------------------------
-
-
-def rollout_of(roles: RLRoles, worker: LeaseContext) -> Rollout:
-    """An engine on the actor's own tensors."""
-    workers = LocalRunWorkers(roles.recipe, placement_of(roles.recipe, UserObjects()), roles)
-    return Rollout(
-        worker,
-        workers.engines,
-        roles.requests,
-        steps_per_lease=roles.recipe.rollout.engine.steps_per_lease,
-        version=0,
-        canary=roles.canary(),
-        trainer=roles.train_group("actor"),
-        update_engine_weights=workers.update_engine_weights,
-        shares_actor=workers.shares_actor,
-    )
-
-
-async def rolled_out(
-    roles: RLRoles, scored: bool, recorder: SpanRecorder
-) -> tuple[RaggedBatch, RaggedBatch, list[Tensor]]:
-    """Two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
-    worker = LeaseContext(local_arbiter(sizes_of(roles), version=0), recorder)
-    rollout = rollout_of(roles, worker)
-    reference: Any = next(s for s in roles.column_scorers(worker) if getattr(s, "role", "") == "reference")
-    chunk = chunk_of(0, 0, [await rollout.generate(0)])
-    running = asyncio.gather(*(rollout.generate(index) for index in (1, 2)))
-    columns = []
-    while scored and not running.done():
-        columns.append((await reference.score(chunk)).token["ref_logprobs"])
-        await asyncio.sleep(0)
-    return chunk_of(0, 1, await running).data, chunk.data, columns
-
-
-def test_generation_and_reference_passes_do_not_disturb_each_other(
-    roles_of: Any, causal_lm: Any, tmp_path: Path
-) -> None:
-    """A pass after every decode step, on the very module that generates: tokens as without, columns of the base."""
-    found = {}
-    for scored in (False, True):
-        roles = roles_of(rl())
-        learn(roles.actor.packed)
-        recorder = SpanRecorder(tmp_path / f"{scored}.jsonl")
-        found[scored] = asyncio.run(rolled_out(roles, scored, recorder))
-    made, batch, columns = found[True]
-    alone = found[False][0]
-    assert made.ids == alone.ids and torch.equal(made.input_ids, alone.input_ids)
-    assert all(torch.equal(made.token[name], alone.token[name]) for name in alone.token)
-    assert made.objects["finish_reason"] == alone.objects["finish_reason"]
-    names = [span.name for span in recorder.of_step(0)]
-    assert sum(a != b for a, b in itertools.pairwise(names)) >= 5, "they took turns"
-    needs = Needs(logprobs=True, mask="action_mask")
-    base, learned = (
-        forward_only(packed, batch, needs, 10_000).token["logprobs"]
-        for packed in (PackedCausalLM(causal_lm()), roles.actor.packed)
-    )
-    assert len(columns) >= 3 and all(torch.equal(column, base) for column in columns)
-    assert float((base - learned).abs().max()) > 0.1
 
 
 # Runs ----------------------------------------------------------------------------------------------------

@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
-import threading
 import time
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +15,10 @@ import pytest
 from quartet.cluster import ClusterError
 from quartet.config import Interrupted
 from quartet.config.recipe import RLRecipe
-from quartet.schedule.compute_thread import ComputeThread
-from quartet.trainers import event_loop, signals
-from quartet.trainers.event_loop import run_async
+from quartet.trainers import signals
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.signals import STOP_SIGNALS, Stopped, stop_signals, take_back_signals
+from quartet.trainers.signals import STOP_SIGNALS, Stopped, run_async, stop_signals, take_back_signals
 
 INT, TERM, USR1 = STOP_SIGNALS
 
@@ -35,9 +30,9 @@ def arrive(*numbers: int) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers_are_given_back() -> Iterator[None]:
-    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}, sys.unraisablehook
+    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
-    assert ({number: signal.getsignal(number) for number in STOP_SIGNALS}, sys.unraisablehook) == former
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == former
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS)
@@ -59,27 +54,6 @@ def test_where_nothing_can_be_saved_the_first_stops_at_once(first: signal.Signal
     with stop_signals(), pytest.raises(Stopped) as stop:
         arrive(first)
     assert stop.value.number == first and isinstance(stop.value, KeyboardInterrupt)
-
-
-class _Interrupted:
-    """Is collected just when the signal comes."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        arrive(self.number)
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_stop_that_the_interpreter_drops_comes_again(number: signal.Signals) -> None:
-    """An exception out of ``__del__`` is printed and dropped: a Ctrl-C while models load had no effect."""
-    began = time.monotonic()
-    with stop_signals(), pytest.raises(Stopped) as stop:
-        lost = _Interrupted(number)
-        del lost
-        time.sleep(10)
-    assert stop.value.number == number and time.monotonic() - began < 5
 
 
 def test_a_stop_that_was_swallowed_is_raised_by_the_next_check() -> None:
@@ -158,7 +132,7 @@ def test_workers_that_a_signal_ended_are_not_replaced(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "CLEAN_UP_S", 0.2)
+    monkeypatch.setattr(signals, "CLEAN_UP_S", 0.2)
 
 
 @pytest.mark.usefixtures("short")
@@ -210,37 +184,14 @@ def test_an_interrupt_lets_tasks_clean_up() -> None:
     assert ended == ["work", "other"]
 
 
-def test_a_computation_is_ended_also_where_the_interpreter_drops_what_ends_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """An exception out of the callback of a weak reference is printed and dropped, and the call went on."""
-    compute, inside = ComputeThread(), threading.Event()
+@pytest.mark.parametrize(("outcome", "expected"), [(lambda: 7, 7), (lambda: 1 / 0, ZeroDivisionError)])
+def test_without_a_signal_it_is_asyncio_run(outcome: Callable[[], int], expected: object) -> None:
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return int(outcome())
 
-    def callback(_: object) -> None:
-        inside.set()
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            pass
-
-    def endless() -> None:
-        gone = threading.Event()
-        reference = weakref.ref(gone, callback)
-        del gone
-        while reference() is None:
-            time.sleep(0.001)
-
-    async def work() -> None:
-        call = asyncio.ensure_future(compute.run(endless))
-        while not inside.is_set():
-            await asyncio.sleep(0.01)
-        with stop_signals():
-            arrive(INT)
-        await call
-
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        run_async(work())
-    assert time.monotonic() - began < event_loop.CLEAN_UP_S
-    assert asyncio.run(compute.run(lambda: 5)) == 5
-    compute.close()
-    assert capsys.readouterr().err == ""
+    if isinstance(expected, int):
+        assert run_async(work()) == expected
+    else:
+        with pytest.raises(ZeroDivisionError):
+            run_async(work())

@@ -41,8 +41,7 @@ from quartet.text.loading import load_generation_config, reads_the_same
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.reward_roles import EpisodeScorer, RewardModelRole, encode_answer
-from quartet.trainers.reward_sources import load_source
+from quartet.trainers.model_loader import EpisodeScorer, RewardModelRole, encode_answer, load_source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
-import io
 import json
 import os
 import re
@@ -35,15 +34,12 @@ MAX_REASON = 500
 
 
 def run_program(job: dict[str, Any]) -> None:
-    """The code as a program, the file ``input_fd`` its standard input. Ends as Python ends: waits for its threads."""
-    os.dup2(job["input_fd"], 0)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
+    """The code as a program. Ends as Python ends: waits for its threads."""
     _execute(job["source"], "__main__")
 
 
 def offer_solution(job: dict[str, Any]) -> None:
     """Runs the code, says which names it defines, then answers requests for them and what they give."""
-    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     channel = Channel(job["read_fd"], job["write_fd"], OPERATIONS, TestObject)
     try:
         try:
@@ -67,9 +63,7 @@ def run_tests(job: dict[str, Any]) -> None:
     """
     global _num_checks
     verdicts = os.dup(1)
-    quiet = os.open("/dev/null", os.O_RDWR)
-    os.dup2(quiet, 0)
-    os.dup2(quiet, 1)
+    os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
     channel = Channel(job["read_fd"], job["write_fd"], CALLS, SolutionObject)
     uses = [node for test in job["tests"] for node in ast.walk(ast.parse(test["source"]))]
     namespace: dict[str, Any] = {"__name__": "tests", _CHECKED: _checked}

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from quartet.config.errors import UserError, printable
 from quartet.extras.sandbox.child import PYTEST_NAMES, is_check
-from quartet.extras.sandbox.config import CodeReward, Isolation
+from quartet.extras.sandbox.config import CodeReward
 from quartet.extras.sandbox.run import (
     NothingTested,
     SandboxError,
@@ -34,14 +34,6 @@ _FENCED = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _PYTHON = re.compile(r"py(thon3?)?", re.IGNORECASE)
-
-
-_REMEDIES: dict[Isolation, str] = {
-    "namespaces": "allow unprivileged user namespaces (in a container: the seccomp profile and /proc unmasked, or "
-    "--privileged; Linux 5.14 or newer); or score code by a server with type: http; or set isolation: process, which "
-    "keeps less from the code: see docs/rewards.md",
-    "process": "score code by a server with type: http, or on another machine",
-}
 
 
 @dataclass(frozen=True)
@@ -74,15 +66,16 @@ class CodeSource(RewardSource):
             memory_bytes=config.memory_mb << 20,
             disk_bytes=config.disk_mb << 20,
             processes=config.processes,
-            isolation=config.isolation,
         )
         try:
-            self._tool = check_sandbox(config.isolation)
+            check_sandbox()
         except SandboxError as error:
             raise UserError(
                 f"the reward {self.name!r} needs a sandbox that this machine does not allow",
                 found=str(error),
-                remedy=_REMEDIES[config.isolation],
+                remedy="install bubblewrap (apt-get install bubblewrap) and allow user namespaces (in a container: "
+                "--privileged, or the seccomp profile and /proc unmasked; Linux 5.14 or newer); or score code by a "
+                "server with type: http",
             ) from error
         self._threads = Threads(config.concurrency, self.name)
         self._num_refused, self._first_refused = 0, ""
@@ -138,12 +131,12 @@ class CodeSource(RewardSource):
         return passed + [False] * (len(tests) - len(passed))
 
     def warnings(self) -> list[str]:
-        """What makes the sandbox, and how many tests failed because what crossed could not be judged."""
-        found = [f"code runs in a sandbox made by {self._tool}"]
-        if self._num_refused:
-            first = printable(self._first_refused)
-            found.append(f"{self._num_refused} tests failed unjudged (docs/rewards.md); the first because {first}")
-        return [f"reward {self.name!r}: {warning}" for warning in found]
+        """How many tests failed because what crossed could not be judged."""
+        if not self._num_refused:
+            return []
+        first = printable(self._first_refused)
+        told = f"{self._num_refused} tests failed unjudged (docs/rewards.md); the first because {first}"
+        return [f"reward {self.name!r}: {told}"]
 
     def close(self) -> None:
         self._threads.close()

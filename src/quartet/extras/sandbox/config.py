@@ -6,11 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from quartet.config.remote import DAY_S
-from quartet.config.rewards import Fallible
+from quartet.config.rewards import DAY_S, Fallible
 from quartet.config.strict import Processes, Responses
-
-Isolation = Literal["namespaces", "process"]
 
 
 class CodeReward(Fallible):
@@ -20,10 +17,6 @@ class CodeReward(Fallible):
     name: str = "code"
     column: str = Field("tests", description="Column of the data with asserts, or with pairs of input and output.")
     score: Literal["fraction", "all"] = Field("fraction", description="Share of tests passed, or 1 only for all.")
-    isolation: Isolation = Field(
-        "namespaces",
-        description="process: weaker, for machines that refuse user namespaces; docs/rewards.md says what it lacks.",
-    )
     timeout_s: float = Field(5.0, gt=0, le=DAY_S, description="Most seconds for one run of the code.")
     cpu_s: int = Field(5, ge=1, description="Most processor seconds of each process.")
     memory_mb: int = Field(512, ge=64, description="Most address space of each process.")

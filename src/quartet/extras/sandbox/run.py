@@ -1,10 +1,9 @@
 """Runs untrusted code, on Linux: a program on an input, or a solution against tests.
 
-Each run is a process of its own in namespaces of its own (see ``launcher.py``) and gone with everything it started when
-it is over. They are made by bubblewrap where that is installed and works, else by the launcher itself. ``isolation:
-process`` does without namespaces, where a machine refuses them, and is weaker. Tests run in a
-second sandbox, so that the code under test shares no memory with what judges it: verdicts come over a pipe that it does
-not have, and no exit status of it is taken for success.
+Each run is a process of its own in namespaces of its own, which bubblewrap makes (``confine.py`` takes the rest away),
+and gone with everything it started when it is over. Tests run in a second sandbox, so that the code under test shares
+no memory with what judges it: verdicts come over a pipe that it does not have, and no exit status of it is taken for
+success.
 
 These functions wait; call them in threads.
 """
@@ -14,16 +13,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import itertools
 import json
 import os
+import re
 import secrets
-import selectors
+import select
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,16 +30,21 @@ from typing import Any, Literal
 
 from quartet.extras.sandbox.child import FAILED, MAX_REASON, REFUSED, UNASKED, UNCHECKED
 
-_LAUNCHER = Path(__file__).with_name("launcher.py")
 _SETUP_S = 60.0
 """Most seconds until a sandbox stands; it takes some hundredths of one where the machine is not busy."""
-
 _FIRST_USER, _NUM_USERS = 61184, 4336
 """Numbers that systems keep for users who own no files (systemd's dynamic ones)."""
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
+_SOURCES = "/sandbox/quartet/extras/sandbox"
+"""Where this folder is shown: without the packages that it is in, which need libraries."""
+_PROGRAM = """
+import sys
+sys.path.append("/sandbox")
+from quartet.extras.sandbox import confine
+sys.path.pop()
+confine.main()
+"""
 
-# As in config.py, which needs libraries; the other modules do with Python alone.
-Isolation = Literal["namespaces", "process"]
-Confinement = Literal["bubblewrap", "namespaces", "process"]
 EndReason = Literal["by itself", "time", "output"]
 
 
@@ -55,9 +58,8 @@ class NothingTested(Exception):
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one run may use: wall-clock seconds, bytes of output that is read, bytes written to disk (in all, or of each
-    file with ``isolation`` process); of each process its processor seconds and address space; processes and threads at
-    a time.
+    """What one run may use: wall-clock seconds, bytes of output that is read, bytes written to disk in all; of each
+    process its processor seconds and address space; processes and threads at a time.
     """
 
     wall_s: float = 5.0
@@ -66,7 +68,6 @@ class SandboxLimits:
     memory_bytes: int = 1 << 29
     disk_bytes: int = 1 << 24
     processes: int = 16
-    isolation: Isolation = "namespaces"
 
     def of_process(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in ("cpu_s", "memory_bytes", "disk_bytes", "processes")}
@@ -102,30 +103,37 @@ class SandboxVerdict:
     is_refused: bool = False
 
 
-@dataclass(frozen=True)
-class Tool:
-    """What makes the sandbox: its name in the launcher, bubblewrap's path, and how to tell users of it."""
-
-    confinement: Confinement
-    told: str
-    bwrap: str = ""
-
-
-_PROCESS = Tool("process", "limits and refused system calls alone (isolation: process)")
-
-
 @functools.cache
-def tool_for_namespaces() -> Tool:
-    """bubblewrap where it is installed and a trial shows that it works on this machine, else the launcher itself."""
-    why = "bubblewrap is not installed"
-    if path := shutil.which("bwrap"):
-        tool = Tool("bubblewrap", f"bubblewrap ({path})", path)
-        try:
-            _check_hello("namespaces", tool)
-            return tool
-        except SandboxError as error:
-            why = f"{path} does not work here: {error}"
-    return Tool("namespaces", f"Quartet's own namespaces ({why})")
+def _bubblewrap() -> list[str]:
+    """The command up to the arguments of one run: new namespaces; in them the system's programs and the interpreter,
+    read-only, four harmless devices, an empty ``/tmp`` and no ``/proc``.
+
+    Raises:
+        SandboxError: it is not installed.
+    """
+    path = shutil.which("bwrap")
+    if path is None:
+        raise SandboxError("bubblewrap (bwrap) is not installed")
+    # Python is the first process of its namespace: when it ends, the kernel ends every other one in there.
+    command = [path, "--die-with-parent", "--as-pid-1", "--new-session", "--clearenv", "--unshare-cgroup-try"]
+    command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    links = {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)}
+    shown: list[str] = []
+    for folder in sorted({sys.base_prefix, sys.base_exec_prefix, *filter(os.path.isdir, _SYSTEM)} - {*links}):
+        if not any(folder.startswith(f"{other}/") for other in shown):
+            shown.append(folder)
+    # Which bubblewrap itself would open to their owner alone.
+    for parent in ["/dev", *sorted({str(up) for path in (*shown, _SOURCES) for up in Path(path).parents} - {"/"})]:
+        command += ["--perms", "0755", "--dir", parent]
+    for folder in shown:
+        command += ["--ro-bind", folder, folder]
+    for link, target in links.items():
+        command += ["--symlink", target, link]
+    for name in ("null", "zero", "random", "urandom"):
+        command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    # Python mounts /tmp itself, since bubblewrap cannot limit how many files are in it.
+    command += ["--dir", "/tmp", "--cap-add", "CAP_SYS_ADMIN", "--ro-bind", str(Path(__file__).parent), _SOURCES]
+    return [*command, "--remount-ro", "/", "--chdir", "/tmp"]
 
 
 class _Sandboxed:
@@ -134,86 +142,63 @@ class _Sandboxed:
     Args:
         job: what the role needs; its entries ``…_fd`` are open there, too.
         stdout: a descriptor, or one of subprocess' constants.
+        text: its standard input.
     """
 
-    def __init__(
-        self, role: str, job: dict[str, Any], limits: SandboxLimits, stdout: int, tool: Tool | None = None
-    ) -> None:
-        tool = tool or (_PROCESS if limits.isolation == "process" else tool_for_namespaces())
+    def __init__(self, role: str, job: dict[str, Any], limits: SandboxLimits, stdout: int, text: str = "") -> None:
         # For root a user id that no other user and no other run has.
-        self._user = _FIRST_USER + secrets.randbelow(_NUM_USERS) if os.geteuid() == 0 else os.geteuid()
-        self._folder = _own_folder(self._user) if tool.confinement == "process" else None
+        user = _FIRST_USER + secrets.randbelow(_NUM_USERS)
+        told = json.dumps({**job, "role": role, "limits": limits.of_process(), "user": user})
+        interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+        python = [interpreter, "-I", "-S", "-B", "-X", "utf8", "-c", _PROGRAM]
+        self._first: int | None = None
         self._status, status_fd = os.pipe()
-        job = {
-            **job,
-            "role": role,
-            "confinement": tool.confinement,
-            "bwrap": tool.bwrap,
-            "limits": limits.of_process(),
-            "status_fd": status_fd,
-            "mount_point": tempfile.gettempdir(),
-            "folder": str(self._folder),
-            "user": self._user,
-            "trainer": os.geteuid(),
-        }
-        job_fd = _memory_file(json.dumps(job).encode())
+        info_fd, job_fd = os.dup(status_fd), _memory_file(told.encode())
+        stdin = _memory_file(text.encode("utf-8", "surrogatepass"))
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER)],
-                stdin=job_fd,
+                [*_bubblewrap(), "--info-fd", str(info_fd), "--", *python, str(job_fd), str(status_fd)],
+                stdin=stdin,
                 stdout=stdout,
-                stderr=subprocess.DEVNULL,
+                stderr=status_fd,
                 env={},
                 cwd="/",
                 start_new_session=True,
-                pass_fds=[fd for name, fd in job.items() if name.endswith("_fd")],
+                pass_fds=[info_fd, job_fd, status_fd, *(fd for name, fd in job.items() if name.endswith("_fd"))],
             )
-        except OSError as error:
+        except (OSError, SandboxError) as error:
             os.close(self._status)
-            self._remove_folder()
-            raise SandboxError(f"the interpreter could not be started: {error}") from error
+            raise SandboxError(f"bubblewrap could not be started: {error}") from error
         finally:
-            os.close(job_fd)
-            os.close(status_fd)
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            remove_tree(self._folder)
+            for fd in (status_fd, info_fd, job_fd, stdin):
+                os.close(fd)
 
     def wait_until_ready(self) -> None:
-        said, ended = _read(self._status, time.monotonic() + _SETUP_S, 1 << 16)
+        said, ended = _read(self._status, time.monotonic() + _SETUP_S, 1 << 16, until=b"ok")
+        # bubblewrap tells the number of the first process in there; then it may complain, and so may that.
+        if found := re.match(rb'\{\s*"child-pid": (\d+)[^}]*\}\s*', said):
+            said = said[found.end() :]
+            with contextlib.suppress(ProcessLookupError):
+                self._first = os.pidfd_open(int(found[1]))
         if said != b"ok":
             slow = f"nothing was said within {_SETUP_S} s" if ended == "time" else "its process ended"
-            raise SandboxError(said.decode(errors="replace") or slow)
+            raise SandboxError(said.decode(errors="replace").strip() or slow)
 
     def __enter__(self) -> _Sandboxed:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Kills what is left, and returns when all of it is gone."""
-        self.process.terminate()
-        try:
-            self.process.wait(_SETUP_S)
-        except subprocess.TimeoutExpired:  # It was not yet far enough to pass the signal on, or is stuck in the kernel.
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self._first is None:
+            self.process.kill()
+        else:  # bubblewrap ends when the first process in there has, and that when all others have.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+            os.close(self._first)
+        self.process.wait()
         os.close(self._status)
         if self.process.stdout is not None:
             self.process.stdout.close()
-        self._remove_folder()
-
-
-def _own_folder(user: int) -> Path:
-    folder = None
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="quartet-code-"))
-        if user != os.geteuid():
-            os.chown(folder, user, user)
-    except OSError as error:
-        if folder is not None:
-            remove_tree(folder)
-        raise SandboxError(f"no folder for its files could be made: {error}") from error
-    return folder
 
 
 def _memory_file(content: bytes) -> int:
@@ -226,22 +211,13 @@ def _memory_file(content: bytes) -> int:
     return fd
 
 
-def run_program(source: str, text: str, limits: SandboxLimits, tool: Tool | None = None) -> ProgramRun:
+def run_program(source: str, text: str, limits: SandboxLimits) -> ProgramRun:
     """Runs ``source`` as a program with ``text`` on its standard input.
-
-    Args:
-        tool: what to make the sandbox with; None: what this machine has.
 
     Raises:
         SandboxError: no sandbox could be set up.
     """
-    input_fd = _memory_file(text.encode("utf-8", "surrogatepass"))
-    try:
-        job = {"source": source, "input_fd": input_fd}
-        program = _Sandboxed("program", job, limits, subprocess.PIPE, tool)
-    finally:
-        os.close(input_fd)
-    with program:
+    with _Sandboxed("program", {"source": source}, limits, subprocess.PIPE, text) as program:
         program.wait_until_ready()
         deadline = time.monotonic() + limits.wall_s
         assert program.process.stdout is not None, "asked for above"
@@ -300,60 +276,30 @@ def _verdict(line: bytes) -> SandboxVerdict:
     return SandboxVerdict(False, json.loads(line[1:]), line[:1] == REFUSED) if is_failure else SandboxVerdict(True)
 
 
-def _read(fd: int, deadline: float, most: int) -> tuple[bytes, EndReason]:
-    """Everything up to the end of the file, the deadline or one byte more than ``most``."""
+def _read(fd: int, deadline: float, most: int, until: bytes = b"") -> tuple[bytes, EndReason]:
+    """Everything up to the end of the file, the deadline, one byte more than ``most`` or, where given, ``until``."""
     found = bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        while len(found) <= most:
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                return bytes(found), "time"
-            part = os.read(fd, min(1 << 16, most + 1 - len(found)))
-            if not part:
-                return bytes(found), "by itself"
-            found += part
+    while len(found) <= most and not (until and found.endswith(until)):
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return bytes(found), "time"
+        part = os.read(fd, min(1 << 16, most + 1 - len(found)))
+        if not part:
+            return bytes(found), "by itself"
+        found += part
     return bytes(found), "output"
-
-
-def remove_tree(folder: Path) -> None:
-    """Deletes a folder however deep and whatever the permissions of what is in it. What cannot be deleted stays.
-
-    Subfolders are moved up before their folder goes, so that no path grows long and nothing is recursive.
-    """
-    pending = [folder]
-    numbers = itertools.count()
-    with contextlib.suppress(OSError):
-        while pending:
-            current = pending[-1]
-            os.chmod(current, 0o700)
-            for name in os.listdir(current):
-                path = current / name
-                if path.is_symlink() or not path.is_dir():
-                    path.unlink()
-                    continue
-                os.chmod(path, 0o700)  # or it could not be moved
-                pending.insert(0, path.rename(folder.with_name(f"{folder.name}.{next(numbers)}")))
-            os.rmdir(pending.pop())
 
 
 _HELLO = "import threading\nthread = threading.Thread(target=print, args=('hello',))\nthread.start()\nthread.join()"
 
 
-def check_sandbox(isolation: Isolation = "namespaces") -> str:
-    """Tries the sandbox, and returns in words what makes it.
+def check_sandbox() -> None:
+    """Tries the sandbox: runs a program that prints a word from a thread of its own.
 
     Raises:
         SandboxError: this machine does not let us set up a sandbox; the message says which step failed.
     """
     if sys.platform != "linux":
         raise SandboxError(f"it needs Linux, this is {sys.platform}")
-    tool = _PROCESS if isolation == "process" else tool_for_namespaces()
-    _check_hello(isolation, tool)
-    return tool.told
-
-
-def _check_hello(isolation: Isolation, tool: Tool) -> None:
-    """Runs a program that prints a word from a thread of its own."""
-    run = run_program(_HELLO, "", SandboxLimits(wall_s=_SETUP_S, isolation=isolation), tool)
+    run = run_program(_HELLO, "", SandboxLimits(wall_s=_SETUP_S))
     if run.output != b"hello\n":
         raise SandboxError(f"a program that prints hello printed {run.output!r} and ended with {run.status}")

@@ -37,7 +37,7 @@ from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.drafter import DraftTree, chain
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Draw, PromptKey, Request
+from quartet.rollout.protocol import Draw, Request
 from quartet.rollout.sampler import SamplingRows, largest, sample_tokens
 from quartet.rollout.scheduler import Response
 from quartet.train.state import REST, tensors_of
@@ -92,13 +92,18 @@ def measure(
     plain, drafted, drafting = [], [], []
     tree, most_new = proposer.tree, _most_tokens(proposer.tree, max_running)
     longest, room = len(tree), _PROMPT if context is None else max(1, min(context - most_new, _PROMPT))
-    like = replace(like, prompt_ids=like.prompt_ids[:room], content_digests=())
+    like = replace(like, prompt_ids=like.prompt_ids[:room])
     begin = partial(_begin, engine, like, most_new)
     seconds = partial(_seconds, time.thread_time if engine.packed.device.type == "cpu" else time.perf_counter)
 
     def draft(nodes: Sequence[int]) -> None:
         with computing():
             proposer.draft(engine.running, nodes)
+
+    def step_with(length: int) -> None:
+        for response in engine.running:
+            response.propose([0] * min(length, response.max_tokens - len(response.token_ids) - 1))
+        engine.step()
 
     for power in range(max_running.bit_length()):
         begin(1 << power)
@@ -113,9 +118,8 @@ def measure(
     for power in range(most.bit_length()):
         num_rows = min(max(1, (1 << power) // (1 + _DRAFT)), max_running)
         length = (1 << power) // num_rows - 1
-        ids = begin(num_rows)
-        proposed = {request_id: [0] * length for request_id in ids}
-        drafted.append(seconds(partial(engine.step, proposed)))
+        begin(num_rows)
+        drafted.append(seconds(partial(step_with, length)))
     engine.cancel([response.request.request_id for response in engine.running])
     growing = [tuple(accumulate(found, max)) for found in (plain, drafted, drafting)]
     return StepCosts(plain=growing[0], drafted=growing[1], drafting=growing[2])
@@ -131,20 +135,22 @@ def _most_tokens(tree: DraftTree, max_running: int) -> int:
     return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + _max_waits(max_running)
 
 
-def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> list[str]:
+def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> None:
     """Has so many requests run, and no others."""
     engine.cancel([response.request.request_id for response in engine.running])
-    ids = [str(row) for row in range(num_rows)]
     sampling = replace(like.sampling, max_new_tokens=most, stop_token_ids=(), stop_strings=())
-    for i in ids:
-        prompt = (*like.prompt_ids[1:], int(i) % engine.packed.vocab_size)
+    for row in range(num_rows):
+        prompt = (*like.prompt_ids[1:], row % engine.packed.vocab_size)
         engine.submit(
-            [replace(like, request_id=i, group=i, prompt_ids=prompt, sampling=replace(sampling, seed=int(i)))]
+            [
+                replace(
+                    like, request_id=str(row), group=str(row), prompt_ids=prompt, sampling=replace(sampling, seed=row)
+                )
+            ]
         )
     for _ in range(1 + _max_waits(num_rows)):
         if len(engine.running) < num_rows:
             engine.step()
-    return ids
 
 
 def _seconds(clock: Callable[[], float], work: Callable[[], object]) -> float:
@@ -376,6 +382,9 @@ _MOST_LINKS = 32
 """Suffixes of a text that count a new token. In text that repeats itself there would be as many as tokens."""
 
 
+Prompt = tuple[int, ...]
+
+
 class SuffixAutomaton:
     """All substrings of several texts, and how often each token follows each of them (Blumer et al. 1985).
 
@@ -473,17 +482,17 @@ class Answers:
     def __init__(self, kept_tokens: int) -> None:
         self.kept_tokens = kept_tokens
         self.num_tokens = 0
-        self._of: OrderedDict[PromptKey, list[Tensor]] = OrderedDict()  # int32: of the prompt, then of its answers
+        self._of: OrderedDict[Prompt, list[Tensor]] = OrderedDict()  # int32: of the prompt, then of its answers
 
-    def of(self, prompt: PromptKey) -> list[list[int]]:
+    def of(self, prompt: Prompt) -> list[list[int]]:
         """The oldest first."""
         return [answer.tolist() for answer in self._of.get(prompt, [])[1:]]
 
-    def add(self, prompt: PromptKey, answer: Tensor) -> None:
+    def add(self, prompt: Prompt, answer: Tensor) -> None:
         """``[n]`` int32."""
         if prompt not in self._of:
-            self._of[prompt] = [torch.tensor(prompt[0], dtype=torch.int32)]
-            self.num_tokens += len(prompt[0])
+            self._of[prompt] = [torch.tensor(prompt, dtype=torch.int32)]
+            self.num_tokens += len(prompt)
         texts = self._of[prompt]
         texts.append(answer)
         self._of.move_to_end(prompt)
@@ -495,7 +504,7 @@ class Answers:
             self.num_tokens -= len(texts.pop(1))
             if len(texts) == 1:
                 del self._of[first]
-                self.num_tokens -= len(first[0])
+                self.num_tokens -= len(first)
 
     def state(self) -> dict[str, Any]:
         """Tokens and lengths of all texts as tensors: of each prompt, then of its answers."""
@@ -504,7 +513,6 @@ class Answers:
             "tokens": torch.cat([torch.empty(0, dtype=torch.int32), *texts]),
             "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64),
             "num_answers": torch.tensor([len(of_prompt) - 1 for of_prompt in self._of.values()], dtype=torch.int64),
-            "digests": [list(prompt[1]) for prompt in self._of],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -512,8 +520,8 @@ class Answers:
         texts = iter([text.clone() for text in tokens.split(state["lengths"].tolist())])
         self._of.clear()
         self.num_tokens = 0
-        for num, digests in zip(state["num_answers"].tolist(), state["digests"], strict=True):
-            prompt = tuple(next(texts).tolist()), tuple((position, digest) for position, digest in digests)
+        for num in state["num_answers"].tolist():
+            prompt = tuple(next(texts).tolist())
             for _ in range(num):
                 self.add(prompt, next(texts))
 
@@ -578,7 +586,7 @@ class HistoryDrafter(Proposer):
         self.tree = chain(max_draft)
         self.answers = Answers(kept_tokens)
         self._min_match = min_match
-        self._automata: dict[PromptKey, SuffixAutomaton] = {}
+        self._automata: dict[Prompt, SuffixAutomaton] = {}
         self._places: dict[Response, _Place] = {}
 
     def lengths(self, running: Sequence[Response]) -> list[int]:
@@ -591,7 +599,7 @@ class HistoryDrafter(Proposer):
         """Goes on to the newest token."""
         place = self._places.get(response)
         if place is None:
-            place = self._places[response] = self._begin(response.request.prompt_key)
+            place = self._places[response] = self._begin(response.request.prompt_ids)
         automaton, num_tokens = place.automaton, len(response.token_ids)
         if place.num_read < num_tokens:
             for token in response.token_ids[max(place.num_read, 0) :]:
@@ -602,21 +610,21 @@ class HistoryDrafter(Proposer):
                 place.draft = automaton.likeliest(place.state, self._min_match, len(self.tree))
         return place
 
-    def _begin(self, prompt: PromptKey) -> _Place:
+    def _begin(self, prompt: Prompt) -> _Place:
         """The end of the prompt; its automaton is made where there is none."""
         automaton = self._automata.get(prompt)
         if automaton is None:
             automaton = self._automata[prompt] = SuffixAutomaton()
-            automaton.add(prompt[0][-MAX_AUTOMATON_TOKENS // 2 :])
+            automaton.add(prompt[-MAX_AUTOMATON_TOKENS // 2 :])
             for answer in reversed(self.answers.of(prompt)):
                 _add(automaton, prompt, answer, MAX_AUTOMATON_TOKENS * 3 // 4)
         state = matched = 0
-        for token in prompt[0][-MAX_AUTOMATON_TOKENS // 2 :]:
+        for token in prompt[-MAX_AUTOMATON_TOKENS // 2 :]:
             state, matched = automaton.follow(state, matched, token)
         return _Place(automaton, state, matched)
 
     def finished(self, response: Response) -> None:
-        prompt, tokens = response.request.prompt_key, response.token_ids
+        prompt, tokens = response.request.prompt_ids, response.token_ids
         self.answers.add(prompt, torch.tensor(tokens, dtype=torch.int32))
         if prompt in self._automata:
             _add(self._automata[prompt], prompt, tokens, MAX_AUTOMATON_TOKENS)
@@ -624,8 +632,8 @@ class HistoryDrafter(Proposer):
     def forget(self, response: Response) -> None:
         if self._places.pop(response, None) is None:
             return
-        prompt = response.request.prompt_key
-        if all(other.request.prompt_key != prompt for other in self._places):
+        prompt = response.request.prompt_ids
+        if all(other.request.prompt_ids != prompt for other in self._places):
             del self._automata[prompt]
 
     def state(self) -> dict[str, Any]:
@@ -635,11 +643,11 @@ class HistoryDrafter(Proposer):
         self.answers.load(state)
 
 
-def _add(automaton: SuffixAutomaton, prompt: PromptKey, answer: Sequence[int], limit: int) -> None:
+def _add(automaton: SuffixAutomaton, prompt: Prompt, answer: Sequence[int], limit: int) -> None:
     """What follows the prompt's last tokens, too; of a long answer as much as there is room for below ``limit``."""
     room = limit - automaton.num_tokens
     if room > _JOINT:
-        automaton.add((*prompt[0][-_JOINT:], *answer)[:room])
+        automaton.add((*prompt[-_JOINT:], *answer)[:room])
 
 
 Choice = Literal["top", "uniform", "gumbel"]

@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quartet.config import UserError
-from quartet.config.file_errors import read_file
+from quartet.config.errors import read_file
 from quartet.config.nearest import missing_file
 from quartet.extras.speculation.config import FOLDER, PREFIX
 from quartet.models.directories import WHOLE, save_tensors

@@ -32,8 +32,9 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.rollout_worker import sampling_params
 from quartet.train.state import REST, Shape
-from quartet.trainers.evaluation import run_to_end, sampling_params
+from quartet.trainers.evaluation import run_to_end
 from quartet.trainers.evaluation_metrics import EvaluationCache
 from quartet.trainers.input_sources import Reader, check_budget, demonstration_reader, prompt_data, prompt_reader
 from quartet.trainers.run_files import writing

@@ -32,7 +32,7 @@ from quartet.cluster import ResourcePool, WorkerGroup
 from quartet.cluster.dispatch import OneRank
 from quartet.cluster.worker import Worker, local_path
 from quartet.config import UserError
-from quartet.config.addresses import is_url
+from quartet.config.strict import is_url
 from quartet.extras.storage.store import CHECKPOINTS, MODELS, Entry, Store, StoreError, fetch, file_stamp
 from quartet.observe.digests import FileDigest, digest_file
 from quartet.observe.jsonl import replace_atomically

@@ -16,8 +16,7 @@ from typing import Any
 import fsspec
 from fsspec.callbacks import Callback
 
-from quartet.config.errors import UserError
-from quartet.config.file_errors import write_error
+from quartet.config.errors import UserError, write_error
 
 _PACKAGES = {"s3": "'quartet-rl[storage]'", "s3a": "'quartet-rl[storage]'", "gs": "gcsfs", "gcs": "gcsfs"} | {
     name: "adlfs" for name in ("az", "abfs", "abfss", "adl")

@@ -83,12 +83,12 @@ def test_answers_keep_to_their_bound_and_come_back_as_they_were() -> None:
     for new in (answers, again):
         new.add(prompts[1], text(8, 9))
     assert [again.of(prompt) for prompt in prompts] == [answers.of(prompt) for prompt in prompts]
-    answers.add(((5,), ()), text(1, 100))
+    answers.add((5,), text(1, 100))
     assert answers.num_tokens == 0
 
 
 def response_of(request: Request) -> Response:
-    return Response(request, RequestGroup(request.prompt_key), 0, 100)
+    return Response(request, 100, RequestGroup(request.prompt_ids), 0)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_drafts_come_from_the_prompt_finished_siblings_and_answers_of_before(
 def test_answers_of_before_leave_room_for_those_of_now(of_prompt: Callable[[str], Response]) -> None:
     drafter = HistoryDrafter(min_match=2, max_draft=3, kept_tokens=1 << 20)
     for number in range(3):
-        drafter.answers.add(of_prompt("old").request.prompt_key, text(50 + number, 4000))
+        drafter.answers.add(of_prompt("old").request.prompt_ids, text(50 + number, 4000))
     first, second = of_prompt("a"), of_prompt("b")
     first.token_ids = [1, 2]
     drafter.lengths([first])

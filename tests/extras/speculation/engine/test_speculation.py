@@ -284,7 +284,9 @@ def test_as_many_tokens_are_drafted_as_give_the_most_per_second(tiny: Any, paths
     assert {len(nodes) for nodes in chosen} >= {0, 1, 2, min(len(tree), 7)}
 
 
-def test_behind_a_kept_token_that_ends_a_response_nothing_was_tried(tiny: Any, make_request: Make) -> None:
+def test_behind_a_kept_token_that_ends_a_response_nothing_was_tried(
+    tiny: Any, make_request: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = make_request("r", seed=4, max_new_tokens=12)
     (plain,) = run(NativeEngine(tiny.packed), [asked]).values()
     stops = dataclasses.replace(
@@ -295,7 +297,9 @@ def test_behind_a_kept_token_that_ends_a_response_nothing_was_tried(tiny: Any, m
     assert engine.drafter is not None
     engine.submit([stops])
     engine.step()
-    done = engine.step({"r": [*plain.token_ids[1:4], 1, 1]})
+    draft = [*plain.token_ids[1:4], 1, 1]
+    monkeypatch.setattr(engine.drafter, "propose", lambda *_: engine.held["r"].propose(draft))
+    done = engine.step()
     assert done[0].token_ids == plain.token_ids[:4]
     assert (engine.drafter.acceptance.drafted, engine.drafter.acceptance.kept) == ([1, 1, 1, 0], [1, 1, 1, 0])
 

@@ -1,22 +1,120 @@
-"""What a sandboxed process may ask of the kernel, and which files it may open. Linux on x86-64 and ARM64, standard
-library only.
+"""Takes from this process, inside bubblewrap's namespaces, what code under test must not have; then runs it.
 
-Both hold for everything that the process starts, and cannot be taken back. The calls are refused in every sandbox,
-files where there is no root directory of its own (:mod:`quartet.extras.sandbox.launcher`).
+Run as a program by :mod:`quartet.extras.sandbox.run`, on Linux (x86-64, ARM64), with the standard library alone. The
+job comes as JSON on descriptor ``argv[1]``. Descriptor ``argv[2]`` gets ``ok`` once the code is about to start, or what
+went wrong, and is closed before it does. What is taken cannot be had back, by nothing that the process starts.
 """
 
 from __future__ import annotations
 
+import _socket  # without what the module socket needs
 import ctypes
 import errno
+import json
 import os
 import platform
+import resource
+import signal
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 
-from quartet.extras.sandbox.namespaces import DEVICES, checked, libc
+from quartet.extras.sandbox import child
 
-# Calls by name, each with its numbers on x86-64 and ARM64 -------------------------------------------------------
+_NUM_FILES = 64  # open at a time
+_PR_SET_PDEATHSIG = 1
+_CAPABILITY_VERSION_3 = 0x20080522
+_MS_NOSUID, _MS_NODEV = 0x2, 0x4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    job_fd, status_fd = map(int, sys.argv[1:])
+    with open(job_fd, encoding="utf-8") as file:
+        job = json.load(file)
+    try:
+        _become_init(job["limits"]["disk_bytes"])
+        # The first process is counted, too, where it is of the same user.
+        others = 0 if os.geteuid() == 0 else 1
+        _drop_privileges(job["user"])
+        _limit(**job["limits"], others=others)
+        _refuse_calls()
+    except OSError as error:
+        os.write(status_fd, str(error).encode())
+        os._exit(1)
+    # bubblewrap's complaints, too, went to whoever waits for the sandbox.
+    os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
+    os.write(status_fd, b"ok")
+    os.close(status_fd)
+    child.ROLES[job["role"]](job)
+
+
+def _become_init(disk_bytes: int) -> None:
+    """Returns in a child. This process, the first of its namespace, ends when bubblewrap or the child does, and then
+    the kernel ends every other one in there.
+    """
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl (end with parent)")
+    # Files are limited in number, too, which bubblewrap cannot do: each takes some of the kernel's memory.
+    options = f"size={disk_bytes},nr_inodes=4096,mode=1777".encode()
+    mounted = _libc.mount(b"tmpfs", b"/tmp", b"tmpfs", ctypes.c_ulong(_MS_NOSUID | _MS_NODEV), options)
+    _check(mounted, "mount /tmp")
+    os.chdir("/tmp")
+    worker = os.fork()
+    while worker:
+        pid, status = os.wait()
+        if pid == worker:
+            os._exit(abs(os.waitstatus_to_exitcode(status)))
+
+
+def _drop_privileges(user: int) -> None:
+    """Root becomes ``user``; no capability is kept, and bubblewrap lets no program bring one."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int, others: int) -> None:
+    """Limits of this process and of what it starts.
+
+    Args:
+        memory_bytes: address space and what sockets may hold, which is the kernel's memory, together.
+        others: processes that the kernel counts together with these.
+
+    Raises:
+        OSError: sockets may hold more than half of the memory.
+    """
+    # What may wait in a pair's socket to be read: the sender's buffer, and one message that it has just room for.
+    pair = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    in_sockets = _NUM_FILES * 2 * pair[0].getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF)
+    for end in pair:
+        end.close()
+    if in_sockets > memory_bytes // 2:
+        raise OSError(
+            errno.ENOMEM, f"{_NUM_FILES} sockets may hold {in_sockets} bytes here, of a limit of {memory_bytes}"
+        )
+    for which, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_FSIZE, disk_bytes),
+        (resource.RLIMIT_NOFILE, _NUM_FILES),
+        (resource.RLIMIT_NPROC, processes + others),
+        (resource.RLIMIT_AS, memory_bytes - in_sockets),
+    ):
+        resource.setrlimit(which, (most, most))
+
+
+# Refused system calls, by name, each with its numbers on x86-64 and ARM64 -----------------------------------
 
 _NONE = 0xFFFF  # there is no such call
 
@@ -41,7 +139,7 @@ _CALLS = _by_name(
     "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, migrate_pages 256 238",
     "move_pages 279 239, sched_setparam 142 118, sched_setscheduler 144 119, sched_setattr 314 274",
     "sched_setaffinity 203 122, setpriority 141 140, ioprio_set 251 30",
-    # Ways out of the process group, which is ended as a whole.
+    # Ways out of the process group.
     "setsid 112 157, setpgid 109 154",
     # Namespaces, mounts and other roots.
     "unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51",
@@ -85,7 +183,7 @@ _PR_SET_SECCOMP, _FILTER_MODE = 22, 2
 Instruction = tuple[int, int, int, int]
 
 
-def refuse_calls() -> None:
+def _refuse_calls() -> None:
     """The calls above fail with EPERM or ENOSYS from here on. Needs ``no_new_privs``.
 
     Raises:
@@ -97,7 +195,7 @@ def refuse_calls() -> None:
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in _program(*_ARCHITECTURES[machine]))
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
-    checked(libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, program, 0, 0), "prctl (seccomp)")
+    _check(_libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, program, 0, 0), "prctl (seccomp)")
 
 
 def _program(column: int, architecture: int) -> list[Instruction]:
@@ -148,37 +246,5 @@ def _by_argument(call: int, place: int, values: Sequence[int], *, then: int, oth
     return _where(call, [*block, (_RETURN, 0, 0, otherwise)])
 
 
-# Files -----------------------------------------------------------------------------------------------------
-
-_CREATE_RULES, _ADD_RULE, _RESTRICT = 444, 445, 446
-_READ, _DEVICE = 0b1101, 0b110
-_RIGHTS = ((1, (1 << 13) - 1), (2, 1 << 13), (3, 1 << 14), (5, 1 << 15))
-"""Rights of files that the kernel knows from this version of Landlock on."""
-
-
-def has_landlock() -> bool:
-    return _version() >= 1
-
-
-def _version() -> int:
-    return int(libc.syscall(_CREATE_RULES, None, ctypes.c_size_t(0), 1))
-
-
-def restrict_files(readable: Sequence[int], writable: str) -> None:
-    """From here on nothing but what lies in ``readable`` (open folders) can be read, in ``writable`` changed. Needs
-    ``no_new_privs``. Does nothing where the kernel has no Landlock.
-    """
-    if not has_landlock():
-        return
-    rights = sum(bits for since, bits in _RIGHTS if _version() >= since)
-    wanted = struct.pack("=Q", rights)
-    rules = libc.syscall(_CREATE_RULES, wanted, ctypes.c_size_t(len(wanted)), 0)
-    checked(min(rules, 0), "landlock_create_ruleset")
-    devices = [os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES]
-    own = os.open(writable, os.O_PATH)
-    allowed = {own: rights, **dict.fromkeys(readable, _READ), **dict.fromkeys(devices, _DEVICE)}
-    for fd, bits in allowed.items():
-        checked(libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", bits, fd), 0), "landlock_add_rule")
-    checked(libc.syscall(_RESTRICT, rules, 0), "landlock_restrict_self")
-    for fd in (*devices, own, rules):
-        os.close(fd)
+if __name__ == "__main__":
+    main()
