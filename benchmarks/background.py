@@ -22,7 +22,7 @@ from typing import Any
 from common import arguments, build_model, build_tokenizer, markdown, write_results
 
 import quartet
-from quartet.observe.jsonl import read_rows
+from quartet.observe.files import read_rows
 from quartet.observe.spans import BACKGROUND, read_spans, seconds_by_name
 
 CASES = ("tiny/sft", "small/sft", "tiny/rl")

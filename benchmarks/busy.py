@@ -26,7 +26,7 @@ from typing import Any
 
 from common import arguments, markdown, write_results
 
-from quartet.observe.openmp import WAITING
+from quartet.observe.process import WAITING
 
 SETTINGS: dict[str, dict[str, str]] = {
     "torch's own": {},

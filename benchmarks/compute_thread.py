@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from common import arguments, markdown, write_results
 
-from quartet.observe.openmp import end_pool
+from quartet.observe.process import end_pool
 from quartet.schedule.clock import ComputeThread
 
 _UP, _DOWN = torch.randn(1024, 256), torch.randn(256, 1024)

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quartet.config import algorithms
-from quartet.config.common import LogConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import ModelConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.run import Quickstart
 from quartet.observe.health import CHECKS, examine

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from quartet.config.algorithms import GRPO
-from quartet.config.common import LogConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, EnvironmentConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.envs.protocol import Item, Observation, StepResult
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics

@@ -23,6 +23,6 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 if "QUARTET_LOG" in os.environ:  # another process of a run has started this one
-    from quartet.observe.logs import set_up_from_environment
+    from quartet.observe.process import set_up_from_environment
 
     set_up_from_environment()

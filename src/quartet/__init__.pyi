@@ -52,6 +52,7 @@ from .config.common import (
     SamplingConfig as SamplingConfig,
     ShardingConfig as ShardingConfig,
     SourceConfig as SourceConfig,
+    TensorBoardConfig as TensorBoardConfig,
     TrainConfig as TrainConfig,
 )
 from .extras.speculation.config import (
@@ -82,12 +83,13 @@ from .config.load import (
     dump_recipe as dump_recipe,
     load_recipe as load_recipe,
 )
-from .config.logs import (
+from .config.run import (
     CallbackConfig as CallbackConfig,
     LogConfig as LogConfig,
-    MLflowConfig as MLflowConfig,
     NotifyConfig as NotifyConfig,
-    TensorBoardConfig as TensorBoardConfig,
+)
+from .extras.trackers.config import (
+    MLflowConfig as MLflowConfig,
     TrackioConfig as TrackioConfig,
     WandbConfig as WandbConfig,
 )
@@ -138,6 +140,7 @@ from .config.plugins import (
     Job as Job,
     Plugin as Plugin,
     RewardType as RewardType,
+    TrackerType as TrackerType,
 )
 from .config.rewards import (
     BreakerConfig as BreakerConfig,

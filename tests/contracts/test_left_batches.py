@@ -22,7 +22,7 @@ from quartet.cluster import (
     dispatch,
 )
 from quartet.config.common import ShardingConfig
-from quartet.observe.diagnostics import straggler_metrics
+from quartet.observe.health import straggler_metrics
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.role_group import RemoteGroup, RolesWorker
 

@@ -322,7 +322,7 @@ def test_damaged_checkpoints(world: Any, quartet: Any, recipes: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("place", "written", "shown"),
     [
-        ("quartet.observe.jsonl.RowAppender.append", "", "could not be written"),
+        ("quartet.observe.files.RowAppender.append", "", "could not be written"),
         ("quartet.schedule.model_worker.save_causal_lm", "", "model could not be written"),
         ("os.replace", "summary.json", "summary.json could not be written"),
     ],

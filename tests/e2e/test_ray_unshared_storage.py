@@ -14,7 +14,7 @@ import pytest
 
 from quartet.cluster import WorkerGroup
 from quartet.cluster.worker import PATHS
-from quartet.observe.digests import digest_files
+from quartet.observe.files import digest_files
 from quartet.schedule.role_group import RemoteGroup, RolesWorker
 from quartet.trainers import rl
 from quartet.trainers.run_files import output_path

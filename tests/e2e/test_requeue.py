@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quartet.observe.run_status import ENDED
+from quartet.observe.files import ENDED
 
 
 def status_of(run: Path) -> str:

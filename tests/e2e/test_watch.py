@@ -13,9 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from quartet.extras.report.collect import collect_run
-from quartet.extras.report.live import LiveServer
-from quartet.extras.report.samples import ReportLimits
+from quartet.extras.report.build import ReportLimits, collect_run
+from quartet.extras.report.watch import LiveServer
 
 STEPS = 10
 

@@ -14,7 +14,6 @@ from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
 from quartet.config.common import (
     CheckpointConfig,
-    LogConfig,
     LoRAConfig,
     ModelConfig,
     OptimConfig,
@@ -25,6 +24,7 @@ from quartet.config.common import (
 from quartet.config.common import TrainConfig as Train
 from quartet.config.engines import VLLMEngineConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.extras.speculation.config import HeadTraining, MedusaSpeculation
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import load_causal_lm

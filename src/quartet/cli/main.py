@@ -28,7 +28,7 @@ from quartet.cli.options import (
 )
 from quartet.config import Interrupted, UserError
 from quartet.config.plugins import OWN, Job, load, plugins
-from quartet.observe.openmp import share_cores
+from quartet.observe.process import share_cores
 from quartet.trainers.signals import stop_signals
 
 app = typer.Typer(

@@ -1,20 +1,12 @@
-"""Sections that several recipes share (models, optimisation, data, sampling), and what every recipe has.
-
-Where the processes of a run are, and how weights and parts of models travel between them.
-
-What every recipe has that trains one model on rows.
-"""
+"""Sections that several recipes share: models, optimisation, data, sampling, checkpoints, trackers, processes."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, field_validator
 
-from quartet.config.logs import CallbackConfig
-from quartet.config.logs import LogConfig as LogConfig
 from quartet.config.strict import Processes, Rows, Steps, Tokens
 from quartet.config.strict import Strict as Strict
 
@@ -357,34 +349,24 @@ class CheckpointConfig(Strict):
             yield "metric_for_best_model chooses among exports: set export_every, too"
 
 
-class Recipe(Strict):
-    """What every job has."""
+class TrackerConfig(Strict):
+    """Where metrics and samples also go: a section of a ``type``; those of plug-ins are subclasses."""
 
-    seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
-    output_dir: str | None = Field(
-        None, description="Directory or URL where the run is kept; runs/<job>-<date>-<time> when left out."
-    )
-    device: str = Field(
-        "auto", description="auto, cpu, cuda or cuda:N; auto: the GPU if there is one, or where a model passed lies."
-    )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of torch; all when left out.")
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
+    if TYPE_CHECKING:
+        type: str
 
-    @field_validator("device")
-    @classmethod
-    def _is_a_device(cls, value: str) -> str:
-        if not re.fullmatch(DEVICES, value):
-            raise ValueError(f"{value!r} is no device: use auto, cpu, cuda, or cuda:N with the number of a GPU")
-        return value
+    def check(self) -> None:
+        """Looks for what the tracker needs, and asks no server.
+
+        Raises:
+            UserError: it is not there.
+        """
 
 
-class TrainingRecipe(Recipe):
-    """What every job has that trains."""
+class TensorBoardConfig(TrackerConfig):
+    """Event files for TensorBoard, in the run's directory."""
 
-    callbacks: tuple[CallbackConfig, ...] = Field(
-        (), description="Classes that are told of steps, and may end the run."
-    )
+    type: Literal["tensorboard"] = "tensorboard"
 
 
 class LocalCluster(Strict):
@@ -452,43 +434,3 @@ class OffloadConfig(Strict):
     directory: str | None = Field(
         None, description="Folder of the mapped files; the system's temporary one when left out."
     )
-
-
-class SupervisedRecipe(TrainingRecipe):
-    """What every job has that trains one model on rows."""
-
-    job: str
-    is_scalar: ClassVar[bool] = False
-    """Whether what is trained is a model with a scalar head."""
-
-    model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
-    data: DataConfig | None = Field(None, description="Rows to train on; left out where Python passes them.")
-    evaluation_data: DataConfig | None = Field(None, description="Held-out rows; no evaluation when left out.")
-    evaluate_every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
-    train: TrainConfig = TrainConfig()
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
-    epochs: int = Field(1, ge=1, description="Passes over the data where steps is left out.")
-    cluster: SupervisedClusterConfig = Field(LocalCluster(), description="Where the processes of the run are.")
-    processes: Processes = Field(
-        1,
-        ge=1,
-        description="Processes on each node, which share every update; each has a copy of the model, or a shard.",
-    )
-    nodes: int = Field(1, ge=1, description="Machines.")
-    sharding: ShardingConfig = ShardingConfig()
-
-    @property
-    def answered_by(self) -> SamplingConfig | None:
-        """How the model answers the rows; None where they have their answers."""
-        return None
-
-    def _misfits(self) -> Iterator[str]:
-        if self.cluster.type == "local" and self.processes * self.nodes > 1:
-            yield (
-                f"processes {self.processes} on nodes {self.nodes}, but cluster.type local has one process: set "
-                "cluster.type: ray, start it by torchrun, or leave processes and nodes out"
-            )
-        reason = self.sharding.misfit("sharding", self.processes * self.nodes, compiles=self.train.compile)
-        if reason is not None:
-            yield reason
-        yield from device_misfits(self.cluster, self.device)

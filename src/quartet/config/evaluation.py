@@ -13,13 +13,13 @@ from quartet.config.common import (
     HubConfig,
     ModelConfig,
     PrecisionChoice,
-    Recipe,
     SamplingConfig,
     ShardingConfig,
     Strict,
 )
 from quartet.config.engines import NativeEngineConfig, draw_misfits
 from quartet.config.rewards import JudgeReward, PairwiseJudge, compiled
+from quartet.config.run import Recipe
 from quartet.config.strict import Prompts, Samples
 
 # What counts as right --------------------------------------------------------------------------------------

@@ -18,11 +18,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from quartet.config.choices import EngineConfig
-from quartet.config.common import Recipe, Strict
+from quartet.config.common import Strict
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file, nearest
 from quartet.config.plugins import jobs, recipes
+from quartet.config.run import Recipe
 from quartet.config.strict import chosen_member, dotted_fields, explain, item_annotation, members, shortened, tags
 from quartet.config.yamls import dump_yaml, parse_yaml, yaml_complaint
 

@@ -21,7 +21,7 @@ from quartet.config.errors import UserError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from quartet.config.common import Recipe
+    from quartet.config.run import Recipe
 
 
 GROUP = "quartet.plugins"
@@ -162,6 +162,20 @@ class EngineType:
 
 
 @dataclass(frozen=True)
+class TrackerType:
+    """Where metrics and samples also go: what a recipe's ``log.trackers`` names by ``type``.
+
+    Args:
+        section: ``module:class`` of it, a ``quartet.config.common.TrackerConfig`` whose ``type`` is the name.
+        tracker: ``module:function`` that makes a ``quartet.observe.trackers.Tracker`` of a section, a
+            ``quartet.observe.trackers.TrackedRun``, and the id that the run had there before, if it is resumed.
+    """
+
+    section: str
+    tracker: str
+
+
+@dataclass(frozen=True)
 class WeightForm:
     """Other ways to compute with a model's weights, of which no result changes but in its rounding.
 
@@ -190,6 +204,7 @@ class Plugin:
         drafters: what drafts tokens for an engine, by ``type``. As for rewards.
         engines: what generates, by ``type``; as with rewards.
         environments: classes of ``quartet.envs.protocol.Environment`` by ``type``, made with ``environment.options``.
+        trackers: where metrics and samples also go, by ``type``; as with rewards.
         weight_form: other ways to compute with weights, used wherever they are there.
         report: writes a report of the run in a directory, and returns where it is.
         storage: a class of ``Storage``, for all URLs.
@@ -202,6 +217,7 @@ class Plugin:
     drafters: Mapping[str, DrafterType] = field(default_factory=dict)
     engines: Mapping[str, EngineType] = field(default_factory=dict)
     environments: Mapping[str, str] = field(default_factory=dict)
+    trackers: Mapping[str, TrackerType] = field(default_factory=dict)
     report: str | None = None
     storage: str | None = None
     weight_form: WeightForm | None = None
@@ -405,6 +421,6 @@ def recipes() -> Mapping[str, type[Recipe]]:
     Raises:
         UserError: a plug-in names one that is no recipe of its job.
     """
-    from quartet.config.common import Recipe
+    from quartet.config.run import Recipe
 
     return {name: _section("jobs", name, job.recipe, Recipe, "job") for name, job in jobs().items()}

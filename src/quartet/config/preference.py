@@ -20,7 +20,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quartet.config.common import HubConfig, Strict, SupervisedRecipe
+from quartet.config.common import HubConfig, Strict
+from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import Pairs
 
 DoubtfulPairs = Literal["keep", "skip", "error"]

@@ -46,20 +46,19 @@ from quartet.config.common import (
     SamplingConfig,
     ShardingConfig,
     Strict,
-    SupervisedRecipe,
     TrainConfig,
-    TrainingRecipe,
     WeightSyncConfig,
     device_misfits,
 )
-from quartet.config.common import LogConfig as LogConfig
-from quartet.config.common import Recipe as Recipe
 from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, draw_misfits
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.placement import ROLES, AsynchronousPlacement, PlacementConfig, Role, has_budget, processes_of
 from quartet.config.plugins import added
 from quartet.config.preference import DoubtfulPairs
 from quartet.config.rewards import ModelSource
+from quartet.config.run import LogConfig as LogConfig
+from quartet.config.run import Recipe as Recipe
+from quartet.config.run import SupervisedRecipe, TrainingRecipe
 from quartet.config.strict import Batches, Groups, Nats, Pairs, Prompts, Rows
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Generic, TypeVar, overload
 from quartet.config.errors import UserError, described
 from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.readers import Row
-from quartet.observe.openmp import end_pool
+from quartet.observe.process import end_pool
 
 T = TypeVar("T")
 _IN_MEMORY = 4 << 20

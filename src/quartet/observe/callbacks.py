@@ -16,9 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quartet.config.common import Recipe
 from quartet.config.errors import Interrupted, UserError, described
-from quartet.config.logs import CallbackConfig, NotifyConfig
+from quartet.config.run import CallbackConfig, NotifyConfig, Recipe
 from quartet.config.targets import load_target
 from quartet.observe.background import BestEffortThread
 from quartet.observe.health import Finding

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.errors import UserError, printable, read_file
-from quartet.observe.jsonl import as_dataclass, decode_lines, encode_row, replace_atomically
+from quartet.observe.files import as_dataclass, decode_lines, encode_row, replace_atomically
 from quartet.observe.trackers import Row
 
 _FILE_NAME = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,17})\.jsonl\.gz")

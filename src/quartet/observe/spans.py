@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects
+from quartet.observe.files import RowAppender, as_dataclass, read_objects
 
 BACKGROUND = "background"
 """Mode of a span that the step does not wait for."""

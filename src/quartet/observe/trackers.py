@@ -9,10 +9,8 @@ step that was logged.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import os
 import secrets
 import time
 from collections import deque
@@ -20,17 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import ConfigDict, TypeAdapter
 
-from quartet.config.errors import UserError, described
-from quartet.config.logs import LogConfig, MLflowConfig, TrackioConfig, WandbConfig
-from quartet.config.strict import flatten
+from quartet.config.common import TensorBoardConfig, TrackerConfig
+from quartet.config.plugins import added, load
+from quartet.config.run import LogConfig
 from quartet.observe.background import BestEffortThread
-from quartet.observe.jsonl import RowAppender, read_objects, replace_atomically
+from quartet.observe.files import RowAppender, read_objects, replace_atomically
 from quartet.observe.metrics import find_metric
+
+if TYPE_CHECKING:
+    from quartet.config.run import LogConfig
 
 _NUMBERS = TypeAdapter(dict[str, float | None], config=ConfigDict(strict=True))
 _NONFINITE = TypeAdapter(dict[str, Literal["nan", "inf", "-inf"]])
@@ -178,13 +178,6 @@ def _cell(value: str | float | None) -> str:
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", "<br>")
 
 
-_WAIT_S = 20.0
-"""Longest wait of wandb for its server when a run begins and when it ends; it keeps the process that long."""
-_PARAMS, _PARAM_CHARACTERS = 100, 500
-"""So many parameters, each of so many characters at most, servers of MLflow take at a time."""
-_DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
-
-
 @dataclass(frozen=True)
 class TrackedRun:
     """What trackers are told of a run.
@@ -204,189 +197,6 @@ class TrackedRun:
     token: str = field(default_factory=partial(secrets.token_hex, 4))
 
 
-# Kinds -----------------------------------------------------------------------------------------------------
-
-
-class WandbTracker:
-    """A run of Weights & Biases, in a process of its own, which keeps what it cannot send in the run's directory."""
-
-    delay_s = 20.0  # it writes every 15 s
-
-    def __init__(self, config: WandbConfig, run: TrackedRun, known: str | None) -> None:
-        import wandb
-
-        self._table = wandb.Table
-        # A process that was killed in here has left a folder, and its id was not noted.
-        left = [path.name.rpartition("-")[2] for path in sorted(run.directory.glob("wandb/*run-*-*"))]
-        self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            group=config.group,
-            tags=list(config.tags),
-            mode=_mode(config),
-            name=run.name,
-            id=known or next(iter(left), run.token),
-            resume="allow",
-            dir=str(run.directory),
-            config=dict(run.recipe),
-            reinit="create_new",
-            settings=wandb.Settings(console="off", silent=True, init_timeout=_WAIT_S, finish_timeout=_WAIT_S),
-        )
-        self.id: str | None = str(self._run.id)
-        self.url: str | None = self._run.url if _mode(config) == "online" else None
-        self._last_step = 0
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-        self._last_step = step
-
-    def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        # A step before the last one would be ignored.
-        table = self._table(columns=["step", *rows[0]], data=[[step, *row.values()] for row in rows])
-        self._run.log({name: table}, step=max(step, self._last_step))
-
-    def close(self, *, failed: bool = False) -> None:
-        self._run.finish(exit_code=int(failed))
-
-
-def _mode(config: WandbConfig) -> Any:
-    return config.mode or os.environ.get("WANDB_MODE", "online")
-
-
-class TrackioTracker:
-    """A run of Trackio: a database on this machine, or a Space of the hub."""
-
-    delay_s = 2.0  # it writes every 0.5 s
-
-    def __init__(self, config: TrackioConfig, run: TrackedRun, known: str | None) -> None:
-        import trackio
-
-        self._table = trackio.Table
-        self._run = trackio.init(
-            config.project,
-            name=known or run.name,
-            space_id=config.space_id,
-            config=dict(run.recipe),
-            resume="never" if known is None else "allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-        self.id: str | None = self._run.name
-        self.url: str | None = None
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        self._run.log({name: self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])}, step=step)
-
-    def close(self, *, failed: bool = False) -> None:
-        self._run.finish()
-
-
-class MLflowTracker:
-    """A run of MLflow, with the recipe as parameters and tables as artifacts."""
-
-    delay_s = 0.0
-
-    def __init__(self, config: MLflowConfig, run: TrackedRun, known: str | None) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
-
-        self._client, self._metric = MlflowClient(tracking_uri=config.uri), Metric
-        self.url: str | None = None
-        if known is not None:
-            self._client.update_run(known, status="RUNNING")
-            self.id: str | None = known
-            return
-        found = self._client.get_experiment_by_name(config.experiment)
-        experiment = self._client.create_experiment(config.experiment) if found is None else found.experiment_id
-        # What failed behind the run's creation, or lost its answer, is tried again: then the run is there.
-        made = self._client.search_runs([experiment], f"tags.quartet = '{run.token}'")
-        created = made[0] if made else self._client.create_run(experiment, None, {"quartet": run.token}, run.name)
-        self.id = created.info.run_id
-        params = [Param(key, str(value)[:_PARAM_CHARACTERS]) for key, value in flatten(run.recipe).items()]
-        for start in range(0, len(params), _PARAMS):
-            self._client.log_batch(self.id, params=params[start : start + _PARAMS])
-        self._client.log_dict(self.id, dict(run.recipe), "recipe.yaml")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now_ms = int(time.time() * 1000)
-        rows = [self._metric(_mlflow_name(name), value, now_ms, step) for name, value in metrics.items()]
-        self._client.log_batch(self.id, metrics=rows)
-
-    def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
-        self._client.log_dict(self.id, table, f"{name}/step_{step:08d}.json")
-
-    def close(self, *, failed: bool = False) -> None:
-        self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
-
-
-def _mlflow_name(name: str) -> str:
-    """Without characters that MLflow refuses, and with one slash at most: stores of files make folders of them, and
-    ``eval/judge`` and ``eval/judge/exact_match`` cannot both be there."""
-    family, slash, rest = name.replace("@", "_").replace("+", "_").partition("/")
-    return family + slash + rest.replace("/", ".")
-
-
-def _tensorboard(config: Any, run: TrackedRun, known: str | None) -> TensorBoardTracker:
-    return TensorBoardTracker(run.directory / "tensorboard", run.resumed_after or None)
-
-
-KINDS: Mapping[str, Callable[[Any, TrackedRun, str | None], Tracker]] = MappingProxyType(
-    {"tensorboard": _tensorboard, "wandb": WandbTracker, "trackio": TrackioTracker, "mlflow": MLflowTracker}
-)
-"""By the type that recipes name, which is also the name of the package and of the extra. Each is made of its section,
-the run, and the id that the run had there before."""
-
-
-# Before the run, and in it -----------------------------------------------------------------------------------
-
-
-def check_trackers(config: LogConfig) -> None:
-    """
-    Raises:
-        UserError: a tracker's package is missing, or what it needs to reach its server.
-    """
-    for tracker in config.chosen_trackers:
-        if importlib.util.find_spec(tracker.type) is None:
-            raise UserError(
-                f"the tracker {tracker.type} needs a package that is not installed",
-                found=f"log.trackers names {tracker.type}; there is no module of that name",
-                remedy=f"pip install 'quartet-rl[{tracker.type}]', or leave it out of log.trackers",
-            )
-        lacking = _lacking(tracker)
-        if lacking is not None:
-            raise UserError(f"the tracker {tracker.type} cannot reach its server", found=lacking[0], remedy=lacking[1])
-
-
-def _lacking(config: Any) -> tuple[str, str] | None:
-    """What is not there that the tracker's server asks for, and what to do; None where it has all. Asks no server."""
-    if isinstance(config, WandbConfig) and _mode(config) == "online":
-        import wandb
-
-        remedy = "wandb login, or export WANDB_API_KEY=…; mode: offline needs none"
-        try:
-            if wandb.run is None and not wandb.login(prompt=False, verify=False):
-                return "no API key of Weights & Biases", remedy
-        except wandb.Error as error:
-            return described(error), remedy
-    if isinstance(config, MLflowConfig):
-        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri:
-            return "neither uri nor MLFLOW_TRACKING_URI", "set one of them: http://host:port, or sqlite:///mlflow.db"
-        if uri.startswith(_DATABASES) and importlib.util.find_spec("sqlalchemy") is None:
-            return f"a database ({uri.partition(':')[0]}), and mlflow-skinny without SQLAlchemy", "pip install mlflow"
-    if isinstance(config, TrackioConfig) and config.space_id is not None:
-        from huggingface_hub import get_token
-
-        if get_token() is None:
-            return f"space_id {config.space_id}, and no token of the hub", "hf auth login, or export HF_TOKEN=…"
-    return None
-
-
 def build_trackers(
     config: LogConfig, run: TrackedRun, tell: Callable[[str], object], warn: Callable[[str], object]
 ) -> list[DeliveredTracker]:
@@ -396,9 +206,16 @@ def build_trackers(
         tell: is told in their threads where the run can be seen, and of the first failure.
         warn: is told in the caller's, when they are closed, of how much was lost.
     """
+
+    def start(section: TrackerConfig, known: str | None) -> Tracker:
+        if isinstance(section, TensorBoardConfig):
+            return TensorBoardTracker(run.directory / "tensorboard", run.resumed_after or None)
+        tracker: Tracker = load(added("trackers")[section.type].tracker)(section, run, known)
+        return tracker
+
     return [
-        DeliveredTracker(of.type, partial(KINDS[of.type], of, run), run, config.samples, tell, warn)
-        for of in config.chosen_trackers
+        DeliveredTracker(section.type, partial(start, section), run, config.samples, tell, warn)
+        for section in config.chosen_trackers
     ]
 
 
@@ -406,7 +223,7 @@ class DeliveredTracker:
     """A tracker behind a thread of its own: calls return at once and never raise.
 
     Args:
-        kind: key of ``KINDS``.
+        kind: type of the tracker.
         start: makes the tracker, of the id that the run had there.
         run: what the tracker lacks of a resumed run's steps, as after a kill, is logged first.
         num_samples: rows of a table; 0: none are shown.

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quartet.config import UserError
-from quartet.observe.logs import VARIABLE, set_up_from_environment
+from quartet.observe.process import VARIABLE, set_up_from_environment
 from quartet.processes import Process, ProcessTimeout, Wire
 from quartet.rollout.protocol import (
     Completion,

@@ -30,7 +30,7 @@ from weakref import WeakSet
 import torch
 
 from quartet.observe.global_state import EXCLUSIVE
-from quartet.observe.openmp import end_pool
+from quartet.observe.process import end_pool
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

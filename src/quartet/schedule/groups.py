@@ -45,8 +45,8 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
-from quartet.observe.diagnostics import repetition, script_counts
-from quartet.observe.jsonl import RowAppender, as_dataclass, read_whole
+from quartet.observe.files import RowAppender, as_dataclass, read_whole
+from quartet.observe.health import repetition, script_counts
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.clock import News, drained
 

@@ -38,7 +38,7 @@ from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.work import Work
-from quartet.observe.digests import FileDigest
+from quartet.observe.files import FileDigest
 from quartet.observe.rollouts import RolloutRecord, rollouts_path, write_step
 from quartet.rollout.drafter import DrafterModel
 from quartet.schedule.groups import TEXT_END

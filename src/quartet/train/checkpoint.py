@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor
 
 from quartet.config import UserError
 from quartet.config.errors import read_error, write_error
-from quartet.observe.digests import FileDigest, digest_file, digested_file, seal, sync_directory, unseal
+from quartet.observe.files import FileDigest, digest_file, digested_file, seal, sync_directory, unseal
 from quartet.observe.memory import copy_fits
 from quartet.train.parallel.tensors import is_first_holder, local, local_slices
 from quartet.train.state import REST, Shape, reading, snapshot, state_bytes

@@ -26,7 +26,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.engines import is_served
 from quartet.config.placement import HEADS, AsynchronousPlacement
-from quartet.observe.diagnostics import script_shares, straggler_metrics
+from quartet.observe.health import script_shares, straggler_metrics
 from quartet.observe.memory import resident_bytes
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.rollout.protocol import EngineStats

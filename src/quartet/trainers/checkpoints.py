@@ -28,10 +28,11 @@ from transformers import PreTrainedModel
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
-from quartet.config.common import ModelConfig, SupervisedRecipe, TrainConfig
+from quartet.config.common import ModelConfig, TrainConfig
 from quartet.config.nearest import has_older_model
 from quartet.config.plugins import jobs, load, recipes
 from quartet.config.recipe import RLRecipe
+from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import is_url
 from quartet.data.datasets import PromptItem
 from quartet.models.loading import load_causal_lm, save_causal_lm, save_scalar_model

@@ -28,8 +28,8 @@ from quartet.models.directories import loading, read_config, stored_tensors
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
 from quartet.models.work import Work
-from quartet.observe.logs import set_up_logging
 from quartet.observe.memory import available_bytes, total_bytes
+from quartet.observe.process import set_up_logging
 from quartet.schedule.role_group import RolesWorker
 from quartet.text.loading import local_or_hub
 from quartet.train.parallel.mesh import DataParallelGroup

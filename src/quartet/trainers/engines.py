@@ -18,7 +18,7 @@ from quartet.config.common import LoRAConfig, ModelConfig
 from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig, is_served
 from quartet.config.plugins import added, load
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
-from quartet.observe.logs import logging_variables, own_rank
+from quartet.observe.process import logging_variables, own_rank
 from quartet.rollout.drafter import DrafterModel, make_drafter
 from quartet.rollout.engine import NativeEngine, load_engine
 from quartet.rollout.process import EngineProcess, EngineSpec

@@ -47,7 +47,7 @@ from quartet.config.errors import printable
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
 from quartet.config.nearest import missing_file
 from quartet.data.datasets import PromptItem
-from quartet.observe.jsonl import RowAppender, as_dataclass, read_rows, read_whole, replace_atomically
+from quartet.observe.files import RowAppender, as_dataclass, read_rows, read_whole, replace_atomically
 from quartet.observe.trackers import Row
 from quartet.rewards.source import combine
 from quartet.rollout.protocol import Completion, FinishReason

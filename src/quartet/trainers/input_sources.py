@@ -16,10 +16,11 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, ModelConfig, Recipe, SourceConfig
+from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.plugins import jobs, load
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
+from quartet.config.run import Recipe
 from quartet.config.strict import shortened
 from quartet.data.datasets import JudgedData, Mixture, Ordered, PreferenceData, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading

@@ -46,7 +46,7 @@ from quartet.data.datasets import JudgedData, PreferenceData, draws
 from quartet.models.directories import on_meta
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.observe.callbacks import Callback
-from quartet.observe.jsonl import replace_atomically
+from quartet.observe.files import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.schedule.role_group import RoleGroup
 from quartet.train.engine import Objective, TrainEngine

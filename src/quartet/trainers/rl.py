@@ -39,10 +39,9 @@ from quartet.models.loading import (
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.callbacks import Callback
-from quartet.observe.diagnostics import LanguageChange
-from quartet.observe.hacking_alarm import AlarmVerdict, HackingAlarm, read_alarms
-from quartet.observe.jsonl import RowAppender
-from quartet.observe.jsonl import truncate_after as truncate_rows_after
+from quartet.observe.files import RowAppender
+from quartet.observe.files import truncate_after as truncate_rows_after
+from quartet.observe.health import AlarmVerdict, HackingAlarm, LanguageChange, read_alarms
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.groups import BufferedGroups

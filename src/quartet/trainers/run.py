@@ -31,31 +31,28 @@ from transformers import PreTrainedModel
 
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
-from quartet.config.common import TrainingRecipe
 from quartet.config.load import dump_recipe
 from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
+from quartet.config.run import TrainingRecipe
 from quartet.config.strict import is_url
 from quartet.observe import memory
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
 from quartet.observe.callbacks import Callback, Callbacks, Control, Notifier, as_callbacks
-from quartet.observe.follow import Tail
+from quartet.observe.files import ENDED, LOCK, Tail, replace_atomically
+from quartet.observe.files import truncate_after as truncate_rows_after
 from quartet.observe.health import examine
-from quartet.observe.jsonl import replace_atomically
-from quartet.observe.jsonl import truncate_after as truncate_rows_after
-from quartet.observe.logs import set_up_logging
 from quartet.observe.metrics import find_metric
+from quartet.observe.process import set_up_logging
 from quartet.observe.progress import Progress
-from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import (
     DeliveredTracker,
     JsonlTracker,
     TrackedRun,
     build_trackers,
-    check_trackers,
     metrics_of_row,
     read_metrics,
 )
@@ -595,7 +592,8 @@ def open_run(
     use_threads(recipe)
     progress = progress if progress is not None else Progress()
     path, device = output_path(recipe.output_dir, job_of(recipe), resume), compute_device(recipe, passed)
-    check_trackers(recipe.log)
+    for section in recipe.log.chosen_trackers:
+        section.check()
     if (metric := recipe.checkpoint.metric_for_best_model) is not None:
         try:
             find_metric(metric)

@@ -38,17 +38,17 @@ from huggingface_hub import metadata_load
 from safetensors import SafetensorError
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, HubConfig, ModelConfig, Strict, SupervisedRecipe
+from quartet.config.common import DataConfig, HubConfig, ModelConfig, Strict
 from quartet.config.engines import Speculation
 from quartet.config.errors import read_error, read_file, write_error
 from quartet.config.evaluation import ComparisonConfig
 from quartet.config.load import dump_recipe
 from quartet.config.plugins import added, storage
 from quartet.config.recipe import Recipe, RLRecipe
+from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import flatten, is_url
 from quartet.config.yamls import parse_yaml
-from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
-from quartet.observe.jsonl import replace_atomically
+from quartet.observe.files import FileDigest, changed_file, digest_files, replace_atomically, seal, unseal
 from quartet.observe.metrics import find_metric
 from quartet.remote.hub import current_commit, pin, split_name
 from quartet.text.loading import local_directory, local_or_hub

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from quartet.config.errors import UserError
 from quartet.observe.global_state import guarded_code
-from quartet.observe.openmp import end_pool
+from quartet.observe.process import end_pool
 from quartet.schedule.clock import interrupt_computing
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -31,8 +31,9 @@ from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup,
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, Custom, dispatch
 from quartet.cluster.ranks import End, Ranks
 from quartet.config import Interrupted, UserError
-from quartet.config.common import DataConfig, RayCluster, SupervisedRecipe
+from quartet.config.common import DataConfig, RayCluster
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
+from quartet.config.run import SupervisedRecipe
 from quartet.data.datasets import Batches, PreferenceData, SFTData, steps_for
 from quartet.data.lazy import Prefetcher
 from quartet.models.directories import on_meta
@@ -50,7 +51,7 @@ from quartet.models.loading import (
 )
 from quartet.models.work import Work
 from quartet.observe.callbacks import Callback
-from quartet.observe.diagnostics import straggler_metrics
+from quartet.observe.health import straggler_metrics
 from quartet.observe.progress import Progress
 from quartet.schedule.clock import ComputeThread
 from quartet.schedule.model_worker import Checkpointed, same_for_all

@@ -36,11 +36,10 @@ from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ExactMatchReward, FunctionReward, MathReward, NumericReward
 from quartet.data.datasets import PromptItem
-from quartet.extras.doctor import checks, resources
+from quartet.extras.doctor import checks
 from quartet.extras.doctor import rewards as doctor_rewards
 from quartet.extras.doctor.checks import Finding
-from quartet.extras.doctor.examine import examine
-from quartet.extras.doctor.examined_run import ExaminedRun
+from quartet.extras.doctor.examine import ExaminedRun, examine
 from quartet.extras.quickstart import task
 from quartet.rewards.build import build_reward
 from quartet.rollout import engine as native
@@ -627,7 +626,7 @@ def test_no_room_on_the_disk(examined: Examined, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_room_in_memory(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "available_bytes", lambda: 1000)
+    monkeypatch.setattr("quartet.extras.doctor.examine.available_bytes", lambda: 1000)
     assert unwell(examined()) == {"memory"}
 
 

@@ -12,9 +12,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from quartet.config import Interrupted, UserError
-from quartet.config.common import DataConfig, LogConfig, SourceConfig
+from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.load import load_recipe
 from quartet.config.rewards import LengthReward
+from quartet.config.run import LogConfig
 from quartet.data.formats import preferences
 from quartet.data.readers import Row
 from quartet.extras.iterated import trainer as iterated

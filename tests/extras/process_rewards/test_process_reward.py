@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from quartet.config import UserError
-from quartet.config.common import LogConfig, OptimConfig, TrainConfig
+from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.run import LogConfig
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.steps import load_step_separator
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer

@@ -16,10 +16,9 @@ from test_report_episodes import RECORDS
 
 from quartet.config.errors import UserError
 from quartet.extras.report import watch as watching
-from quartet.extras.report.replay import kept_trajectory, replay_lines
+from quartet.extras.report.compare import kept_trajectory, replay_lines
 from quartet.extras.report.watch import Watch, sparkline
-from quartet.observe.follow import Tail
-from quartet.observe.jsonl import truncate_after
+from quartet.observe.files import Tail, truncate_after
 from quartet.observe.rollouts import write_step
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import JsonlTracker, metrics_of_row

@@ -16,12 +16,11 @@ from test_report import Dom, load, needs_browser, render
 
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.extras.report import live
-from quartet.extras.report.collect import collect_run
+from quartet.extras.report import watch
+from quartet.extras.report.build import ReportLimits, collect_run
 from quartet.extras.report.compare import build_comparison, collect_comparison
-from quartet.extras.report.live import LiveRun, LiveServer
-from quartet.extras.report.samples import ReportLimits
-from quartet.observe.jsonl import truncate_after
+from quartet.extras.report.watch import LiveRun, LiveServer
+from quartet.observe.files import truncate_after
 from quartet.observe.rollouts import read_step, write_step
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import JsonlTracker
@@ -31,7 +30,7 @@ MakeRun = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "POLL_S", -1.0)
+    monkeypatch.setattr(watch, "POLL_S", -1.0)
 
 
 @pytest.fixture
@@ -132,21 +131,21 @@ def test_what_was_damaged_before_stays_told(run: Path) -> None:
 
 
 def test_what_was_cut_back_missed_or_came_back_is_loaded_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "KEPT", 4)
+    monkeypatch.setattr(watch, "KEPT", 4)
     served = LiveRun(run)
     truncate_after(run / "rl" / "metrics.jsonl", 2)
-    assert live.RELOAD in served.news(0)["news"]
+    assert watch.RELOAD in served.news(0)["news"]
     for step in range(5, 9):
         go_on(run, step)
         assert served.news(served._count)["next"] > 0
-    assert served.news(1)["news"] == [live.RELOAD] == served.news(10_000)["news"]
+    assert served.news(1)["news"] == [watch.RELOAD] == served.news(10_000)["news"]
     now = served.news(served._count)["next"]
     shutil.move(run, run.with_name("moved"))
     assert served.news(now)["news"] == [], "the page keeps what it has"
     with pytest.raises(UserError, match="no such run"):
         served.page()
     shutil.move(run.with_name("moved"), run)
-    assert served.news(now)["news"][-1] == live.RELOAD
+    assert served.news(now)["news"][-1] == watch.RELOAD
 
 
 @pytest.fixture

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 from quartet.config.errors import UserError
-from quartet.extras.report.build import SCRIPTS, build_report
-from quartet.extras.report.collect import collect_run
-from quartet.extras.report.samples import ReportLimits, compact, evenly
+from quartet.extras.report.build import SCRIPTS, ReportLimits, build_report, collect_run, compact, evenly
 from quartet.observe.rollouts import read_step, rollouts_path
 from quartet.observe.spans import SpanRecorder
 

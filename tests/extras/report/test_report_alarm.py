@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from quartet.extras.report.build import build_report
-from quartet.extras.report.collect import collect_run
-from quartet.extras.report.samples import ReportLimits
-from quartet.observe.jsonl import RowAppender, truncate_after
+from quartet.extras.report.build import ReportLimits, build_report, collect_run
+from quartet.observe.files import RowAppender, truncate_after
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.extras.report.build import build_report
-from quartet.extras.report.samples import ReportLimits, collect_rollouts
+from quartet.extras.report.build import ReportLimits, build_report, collect_rollouts
 from quartet.observe.rollouts import RolloutRecord, write_step
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -13,8 +13,9 @@ import torch
 from starlette.responses import JSONResponse
 
 from quartet.config.algorithms import GRPO
-from quartet.config.common import CheckpointConfig, LogConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.extras.servers.config import SGLangEngineConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics

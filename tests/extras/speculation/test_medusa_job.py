@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from breaking import fails_at
 from breaking import untimed_rows as untimed
 from quartet.config import UserError
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.load import load_recipe
+from quartet.config.run import LogConfig
 from quartet.extras.data_rows.rows import DataRows, sections_of
 from quartet.extras.speculation import job
 from quartet.extras.speculation.config import HeadsConfig, MedusaRecipe

@@ -20,8 +20,8 @@ from quartet.cli import main as cli
 from quartet.cli.options import GROUPS, as_argument
 from quartet.cli.show import show_run
 from quartet.config import UserError
-from quartet.config.common import SupervisedRecipe
 from quartet.config.load import load_recipe
+from quartet.config.run import SupervisedRecipe
 from quartet.trainers.run import Interrupted
 from quartet.trainers.signals import STOP_SIGNALS, StopSignals
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from quartet.config import UserError
 from quartet.config.errors import read_error, read_file, write_error
-from quartet.observe.jsonl import RowAppender
+from quartet.observe.files import RowAppender
 from quartet.train.checkpoint import begin_checkpoint
 from quartet.trainers.run import write_json
 from quartet.trainers.run_files import writing

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quartet.config.common import LogConfig
 from quartet.config.recipe import SFTRecipe
+from quartet.config.run import LogConfig
 from quartet.observe import memory
 from quartet.trainers.run import RunDirectory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.observe.diagnostics import (
+from quartet.observe.health import (
     NGRAM,
     LanguageChange,
     repetition,

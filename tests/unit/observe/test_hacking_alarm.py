@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quartet.observe.hacking_alarm import HackingAlarm, fall_p, rise, student_t_tail
+from quartet.observe.health import HackingAlarm, fall_p, rise, student_t_tail
 
 PROMPTS, EVALUATIONS, STEPS_BETWEEN = 64, 12, 10
 Curve = Callable[[int], float]

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from quartet.config.recipe import SFTRecipe
-from quartet.extras.report.collect import TELLING, collect_run, telling
-from quartet.extras.report.samples import ReportLimits
+from quartet.extras.report.build import TELLING, ReportLimits, collect_run, telling
 from quartet.extras.report.watch import Watch
 from quartet.observe.callbacks import Callback
 from quartet.observe.health import CHECKS, Finding, examine

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quartet.observe.logs import logging_variables, set_up_logging
+from quartet.observe.process import logging_variables, set_up_logging
 
 
 @pytest.fixture(autouse=True)

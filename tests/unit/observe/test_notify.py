@@ -11,8 +11,8 @@ import pytest
 from json_server import served
 from quartet.config.errors import Interrupted, UserError
 from quartet.config.load import dump_recipe
-from quartet.config.logs import LogConfig, NotifyConfig
 from quartet.config.recipe import SFTRecipe
+from quartet.config.run import LogConfig, NotifyConfig
 from quartet.observe import callbacks
 from quartet.observe.callbacks import Callback, Callbacks, Control
 

@@ -76,7 +76,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("quartet.observe.jsonl.os.fsync", full)
+    monkeypatch.setattr("quartet.observe.files.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         write_step(tmp_path, 1, [])
     assert read_step(tmp_path, 1) == [RECORD]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.observe.jsonl import read_rows, truncate_after
+from quartet.observe.files import read_rows, truncate_after
 from quartet.observe.spans import (
     Span,
     SpanRecorder,

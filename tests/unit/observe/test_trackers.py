@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from quartet.observe import jsonl
-from quartet.observe.jsonl import RowAppender, read_rows, replace_atomically, truncate_after
+from quartet.observe import files
+from quartet.observe.files import RowAppender, read_rows, replace_atomically, truncate_after
 from quartet.observe.trackers import JsonlTracker, TensorBoardTracker, read_metrics
 
 
@@ -85,7 +85,7 @@ def test_null_must_stand_for_a_number(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1,"time_s":2.0,"time/step_s":null}\n')
     told: list[str] = []
-    monkeypatch.setattr(jsonl._log, "warning", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr(files._log, "warning", lambda text, *args: told.append(text % args))
     assert read_metrics(path) == [] and "(line 1: null" in told[0]
 
 
@@ -96,7 +96,7 @@ def test_damage_in_the_middle_is_left_out_and_named(
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1}\n' + damage + b'{"step":2}\n')
     told: list[str] = []
-    monkeypatch.setattr(jsonl._log, "warning", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr(files._log, "warning", lambda text, *args: told.append(text % args))
     assert read_rows(path) == [{"step": 1}, {"step": 2}]
     assert told[0].startswith(f"{path}: 1 broken lines are left out (line 2")
 
@@ -108,7 +108,7 @@ def test_failed_replacement_keeps_the_old_file(tmp_path: Path, monkeypatch: pyte
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("quartet.observe.jsonl.os.fsync", full)
+    monkeypatch.setattr("quartet.observe.files.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         replace_atomically(path, b"new")
     assert path.read_bytes() == b"old"
@@ -119,10 +119,10 @@ def test_two_writers_of_one_file_are_not_in_each_others_way(tmp_path: Path, monk
     path, sync = tmp_path / "run.json", os.fsync
 
     def another_writes(number: int) -> None:  # as from another machine, where the process may have the same number
-        monkeypatch.setattr("quartet.observe.jsonl.os.fsync", sync)
+        monkeypatch.setattr("quartet.observe.files.os.fsync", sync)
         replace_atomically(path, b"theirs")
 
-    monkeypatch.setattr("quartet.observe.jsonl.os.fsync", another_writes)
+    monkeypatch.setattr("quartet.observe.files.os.fsync", another_writes)
     replace_atomically(path, b"ours")
     assert path.read_bytes() == b"ours" and [p.name for p in tmp_path.iterdir()] == ["run.json"]
 

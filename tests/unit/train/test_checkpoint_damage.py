@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.observe.digests import seal, unseal
+from quartet.observe.files import seal, unseal
 from quartet.train import checkpoint
 from quartet.train.checkpoint import (
     Share,

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.models.packed_model import PackedCausalLM
-from quartet.observe.digests import digest_files
+from quartet.observe.files import digest_files
 from quartet.schedule.model_worker import TrainWorker
 from quartet.train.checkpoint import Share, ShareWriter, write_share
 from quartet.train.engine import TrainEngine

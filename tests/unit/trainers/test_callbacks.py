@@ -12,9 +12,9 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig
-from quartet.config.logs import CallbackConfig, LogConfig
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import SFTRecipe
+from quartet.config.run import CallbackConfig, LogConfig
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.preference import PreferenceTrainer

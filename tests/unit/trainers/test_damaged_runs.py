@@ -21,8 +21,8 @@ from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
 from quartet.config.yamls import parse_yaml
-from quartet.observe import jsonl
-from quartet.observe.jsonl import read_rows
+from quartet.observe import files
+from quartet.observe.files import read_rows
 from quartet.observe.progress import Progress
 from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
 from quartet.trainers.evaluation_metrics import EvaluationCache, read_answers
@@ -270,7 +270,7 @@ def test_broken_lines_of_records_are_left_out_and_counted(
     name: str, damage: str, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(jsonl._log, "warning", lambda *args: told.append(args))
+    monkeypatch.setattr(files._log, "warning", lambda *args: told.append(args))
     STRUCTURAL[damage](small / name)
     if damage in ("a directory", "a pipe"):
         with pytest.raises(UserError):

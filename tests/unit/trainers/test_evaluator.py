@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
+from quartet.config.common import ModelConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe, GradingConfig, NumberAnswer
 from quartet.config.load import load_recipe
 from quartet.config.rewards import JudgeReward, PairwiseJudge
+from quartet.config.run import LogConfig
 from quartet.rewards.source import GuardedReward
 from quartet.trainers.evaluation import EvaluationModel, EvaluationResult, Evaluator
 from quartet.trainers.evaluation_metrics import drop_after, evaluation_path, read_answers, write_rows

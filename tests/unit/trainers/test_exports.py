@@ -21,10 +21,11 @@ from breaking import fails_at
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.plugins import recipes
 from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, SFTRecipe
+from quartet.config.run import LogConfig
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.steps import load_step_separator
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from quartet.config import Interrupted, UserError
-from quartet.config.common import LogConfig, SamplingConfig
+from quartet.config.common import SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
+from quartet.config.run import LogConfig
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.trainers.evaluation import EvaluationResult, Evaluator
 from quartet.trainers.evaluation_metrics import EvaluationCache

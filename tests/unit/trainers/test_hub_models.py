@@ -18,7 +18,7 @@ from hub_server import Hub
 from quartet.cli.main import app
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig
-from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
+from quartet.config.common import LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.config.preference import CachedReferenceConfig, PreferenceRecipe
 from quartet.config.recipe import (
@@ -28,6 +28,7 @@ from quartet.config.recipe import (
     SFTRecipe,
 )
 from quartet.config.rewards import LengthReward, ModelReward
+from quartet.config.run import LogConfig
 from quartet.models.loading import load_causal_lm
 from quartet.text.loading import local_or_hub
 from quartet.trainers.evaluation import Evaluator

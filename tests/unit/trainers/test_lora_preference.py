@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss, KTOLoss, PreferenceRecipe
+from quartet.config.run import LogConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.checkpoint import Share
 from quartet.train.forward import Needs, forward_only

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import (
     ActorConfig,
@@ -25,6 +25,7 @@ from quartet.config.recipe import (
     RolloutConfig,
     SFTRecipe,
 )
+from quartet.config.run import LogConfig
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.leases import LeaseMode
 from quartet.train.checkpoint import Share

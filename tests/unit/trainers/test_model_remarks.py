@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quartet.config.algorithms import GRPO, KLConfig
-from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
+from quartet.config.common import ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.recipe import ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
+from quartet.config.run import LogConfig
 from quartet.observe.progress import Progress
 from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.model_loader import UserObjects

@@ -14,10 +14,11 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.algorithms import RLOO, KLConfig
-from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.evaluation import AlarmConfig, EvaluationConfig, GradingConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import FunctionReward
+from quartet.config.run import LogConfig
 from quartet.extras.quickstart import task
 from quartet.extras.report.build import build_report
 from quartet.observe.trackers import read_metrics

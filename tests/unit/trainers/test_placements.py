@@ -22,10 +22,11 @@ from quartet.config.algorithms import (
     OnlineDPO,
     ReMax,
 )
-from quartet.config.common import CheckpointConfig, DataConfig, LogConfig, LoRAConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, DataConfig, LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, PTXConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
+from quartet.config.run import LogConfig
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
 from quartet.train.checkpoint import Share, checkpoint_path

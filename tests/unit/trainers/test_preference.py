@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from quartet.config import UserError
-from quartet.config.common import CheckpointConfig, DataConfig, LogConfig, OptimConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
 from quartet.config.preference import (
     CachedReferenceConfig,
     DPOLoss,
@@ -23,6 +23,7 @@ from quartet.config.preference import (
     PreferenceRecipe,
     SimPOLoss,
 )
+from quartet.config.run import LogConfig
 from quartet.extras.quickstart import task
 from quartet.trainers.preference import PreferenceTrainer
 

@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from quartet.algorithms.evaluation_math import wilson_interval
 from quartet.cli.show import show_run
 from quartet.config import UserError
-from quartet.config.common import CheckpointConfig, DataConfig, LogConfig, OptimConfig, SourceConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, DataConfig, OptimConfig, SourceConfig, TrainConfig
 from quartet.config.preference import DPOLoss, PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
+from quartet.config.run import LogConfig
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer, accuracy_interval

@@ -20,9 +20,8 @@ import torch
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, SFTRecipe
-from quartet.observe.jsonl import read_rows
+from quartet.observe.files import ENDED, read_rows, true_status
 from quartet.observe.rollouts import write_step
-from quartet.observe.run_status import ENDED, true_status
 from quartet.schedule.model_worker import Checkpointed
 from quartet.schedule.role_group import LocalGroup
 from quartet.trainers.checkpoints import check_storage

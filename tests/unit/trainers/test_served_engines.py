@@ -19,9 +19,10 @@ import torch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
 from quartet.config.choices import EngineConfig
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import load_engine

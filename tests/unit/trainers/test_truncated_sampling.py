@@ -10,8 +10,9 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, OnlineDPO
-from quartet.config.common import LogConfig, SamplingConfig
+from quartet.config.common import SamplingConfig
 from quartet.config.recipe import RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.observe.trackers import read_metrics
 from quartet.trainers import attempt, roles
 from quartet.trainers.rl import RLTrainer

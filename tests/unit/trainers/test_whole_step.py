@@ -49,9 +49,10 @@ from quartet.config.algorithms import (
     ReMax,
     SequenceClippedLoss,
 )
-from quartet.config.common import LogConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig, RLRecipe, RolloutConfig
+from quartet.config.run import LogConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLTrainer

@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, ModelConfig, Recipe, SamplingConfig, SupervisedRecipe
+from quartet.config.common import DataConfig, ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.plugins import jobs, load
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
+from quartet.config.run import Recipe, SupervisedRecipe
 from quartet.data.datasets import Ordered, PromptItem
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import NothingLeft, Parsed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from quartet.extras.doctor.checks import (
     judged,
     usual_column,
 )
-from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.rewards.builtin import NUMBER
 from quartet.rewards.math_worker import stands_alone
 from quartet.rewards.source import combine
@@ -37,6 +37,9 @@ from quartet.trainers.evaluation import answers_of, as_completion
 from quartet.trainers.evaluation_metrics import Answer
 from quartet.trainers.experience import sampled_and_greedy
 from quartet.trainers.run import Stopwatch
+
+if TYPE_CHECKING:
+    from quartet.extras.doctor.examine import ExaminedRun
 
 _UNITS = re.compile(
     r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}|\\[%$,!; ]|\^\{?\\circ\}?|_\{?\d+\}?|\\(?:left|right)\b"

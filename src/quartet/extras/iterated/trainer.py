@@ -28,10 +28,11 @@ from typing import Any, NamedTuple
 
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
-from quartet.config.common import DataConfig, ModelConfig, Recipe
+from quartet.config.common import DataConfig, ModelConfig
 from quartet.config.errors import read_file
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
+from quartet.config.run import Recipe
 from quartet.data.datasets import PromptData, draws
 from quartet.data.fields import Reading
 from quartet.data.formats import preferences
@@ -39,8 +40,7 @@ from quartet.data.readers import iter_rows
 from quartet.extras.iterated.config import CollectConfig, IteratedRecipe
 from quartet.models.loading import load_causal_lm
 from quartet.observe.callbacks import Callback
-from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
-from quartet.observe.jsonl import replace_atomically
+from quartet.observe.files import FileDigest, changed_file, digest_file, replace_atomically, seal, unseal
 from quartet.observe.progress import Progress
 from quartet.text.examples import AnswerText, Preference, answer_turn
 from quartet.trainers.checkpoints import TrainResult

@@ -24,8 +24,8 @@ from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.checker import JUDGE_ERROR_RATE, is_correct, judge_pairs
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import load_causal_lm, packed_causal_lm, save_causal_lm
+from quartet.observe.files import ENDED, LOCK
 from quartet.observe.progress import Progress
-from quartet.observe.run_status import ENDED, LOCK
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import generate

@@ -1,4 +1,10 @@
-"""Puts data, style and script into one HTML page."""
+"""Reads a run's directory into plain data, and puts these, style and script into one HTML page.
+
+A part that is missing is None, a part that cannot be read is None with a note; only a directory without any part of a
+run is an error. A run can hold millions of tokens, a page cannot: steps are taken evenly, first and last always; within
+a step whole groups are taken, those first whose prompt was also seen at other chosen steps. A note says what is left
+out.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,599 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
-from quartet.config.errors import UserError, printable
-from quartet.extras.report.collect import collect_run
-from quartet.extras.report.samples import ReportLimits
-from quartet.observe.jsonl import replace_atomically
+from quartet.config.errors import UserError, printable, read_error, read_file
+from quartet.config.nearest import made_by
+from quartet.observe.files import ENDED, Tail, replace_atomically, true_status
+from quartet.observe.health import Health, alarm_of_row, examine, repetition, worker_table
+from quartet.observe.metrics import find_metric
+from quartet.observe.rollouts import RolloutRecord, action_ids, list_steps, read_step
+from quartet.observe.spans import BACKGROUND, Span, span_of_row, union
+from quartet.observe.trackers import metrics_of_row
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class ReportLimits:
+    """How much of a run goes into the page."""
+
+    steps: int = 12
+    tokens: int = 120_000
+    tokens_per_response: int = 1_024
+    responses_per_group: int = 8
+    groups_per_step: int = 12
+    scanned_steps: int = 120
+    echo_characters: int = 600
+
+
+def evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """``count`` of ``items`` at even distances, first and last among them; all when there are fewer."""
+    if len(items) <= count:
+        return list(items)
+    if count == 1:
+        return [items[-1]]
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def compact(value: float | None, digits: int = 5) -> float | int | str | None:
+    """A number with ``digits`` significant digits, the text ``nan``, ``inf`` or ``-inf``, or None."""
+    if value is None:
+        return None
+    if not math.isfinite(value):
+        return str(float(value))
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def collect_rollouts(
+    directory: Path, limits: ReportLimits, warn: Callable[[str], None], only: Sequence[int] | None = None
+) -> dict[str, Any] | None:
+    """What the token viewer shows, as plain JSON data; None where the run kept no rollouts.
+
+    ``warn`` is told of files that cannot be read; the report does without them. ``only``: of these steps alone.
+    """
+    steps = list_steps(directory) if only is None else list(only)
+    chosen = evenly(steps, limits.steps)
+    by_step = {step: records for step in chosen if (records := _read(directory, step, warn))}
+    if not by_step:
+        return None
+    keys: dict[tuple[str, tuple[int, ...]], str] = {}
+    prompts: dict[str, Any] = {}
+    samples: dict[str, list[Any]] = {}
+    embedded = cut = 0
+    recurrence = Counter(p for records in by_step.values() for p in {r.prompt_id for r in records})
+    for step, records in by_step.items():
+        groups = _choose_groups(records, recurrence, limits, limits.tokens // len(by_step))
+        taken = [record for group in groups for record in group]
+        for record in taken:
+            if (key := _prompt_key(record, keys)) not in prompts:
+                prompts[key] = _prompt(record, limits)
+        samples[str(step)] = [_sample(record, _prompt_key(record, keys), limits) for record in taken]
+        cut += sum(len(record.response_ids) > limits.tokens_per_response for record in taken)
+        embedded += num_trajectories(taken)
+    other_steps = [step for step in evenly(steps, limits.scanned_steps) if step not in chosen]
+    total = sum(num_trajectories(records) for records in by_step.values())
+    return {
+        "steps": list(by_step),
+        "prompts": prompts,
+        "samples": samples,
+        "counts": {str(step): num_trajectories(records) for step, records in by_step.items()},
+        "echoes": _echoes(directory, other_steps, set(prompts), limits, warn),
+        "note": _note(len(steps), len(by_step), total, embedded, cut, limits),
+    }
+
+
+def num_trajectories(records: Iterable[RolloutRecord]) -> int:
+    return len({record.trajectory_id for record in records})
+
+
+def _prompt_key(record: RolloutRecord, keys: dict[tuple[str, tuple[int, ...]], str]) -> str:
+    """The prompt's id on the page; other states that are found under an id (an environment gives a row several) have a
+    number behind it."""
+    state = (record.prompt_id, tuple(record.prompt_ids))
+    if state not in keys:
+        number = sum(prompt_id == record.prompt_id for prompt_id, _ in keys)
+        keys[state] = f"{record.prompt_id}#{number}" if number else record.prompt_id
+    return keys[state]
+
+
+def _note(steps: int, shown: int, total: int, embedded: int, cut: int, limits: ReportLimits) -> str | None:
+    parts = []
+    if shown < steps:
+        parts.append(f"{shown} of {steps} steps, evenly spaced, with all columns")
+    if embedded < total:
+        parts.append(f"{embedded:,} of the {total:,} responses of these steps, in whole groups where they fit")
+    if cut:
+        parts.append(f"{cut} responses cut after {limits.tokens_per_response:,} tokens")
+    return "This page holds " + "; ".join(parts) + ". The run directory keeps everything." if parts else None
+
+
+def _read(directory: Path, step: int, warn: Callable[[str], None]) -> list[RolloutRecord]:
+    try:
+        return read_step(directory, step)
+    except UserError as error:
+        warn(f"{error.problem}: {error.found}")
+        return []
+
+
+def _choose_groups(
+    records: Iterable[RolloutRecord], recurrence: Counter[str], limits: ReportLimits, token_budget: int
+) -> list[list[RolloutRecord]]:
+    """Groups in the order of the step, as many as fit the budget, at least one."""
+    groups: dict[str, list[RolloutRecord]] = {}
+    for record in records:
+        groups.setdefault(record.group, []).append(record)
+    order = list(groups)
+    chosen: list[str] = []
+    spent = 0
+    for name in sorted(order, key=lambda name: -recurrence[groups[name][0].prompt_id]):
+        kept = list(dict.fromkeys(r.trajectory_id for r in groups[name]))[: limits.responses_per_group]
+        members = groups[name] = [r for r in groups[name] if r.trajectory_id in kept]
+        cost = sum(min(len(r.response_ids), limits.tokens_per_response) for r in members)
+        if chosen and (spent + cost > token_budget or len(chosen) == limits.groups_per_step):
+            break
+        chosen.append(name)
+        spent += cost
+    return [groups[name] for name in order if name in chosen]
+
+
+def _sample(record: RolloutRecord, prompt: str, limits: ReportLimits) -> dict[str, Any]:
+    cut = limits.tokens_per_response
+    return {
+        "id": record.sequence_id,
+        "trajectory": record.trajectory_id,
+        "part": record.part,
+        "prompt": prompt,
+        "index": record.response_index,
+        "group": record.group,
+        "version": record.policy_version,
+        "finish": record.finish_reason,
+        "score": compact(record.score),
+        "rewards": {name: compact(value) for name, value in record.rewards.items()},
+        "length": len(record.response_ids),
+        "repetition": compact(repetition(action_ids(record))[0], 3),
+        "ids": record.response_ids[:cut],
+        "tokens": record.response_tokens[:cut],
+        "columns": {name: _column(values[:cut]) for name, values in record.columns.items()},
+    }
+
+
+def _column(values: list[float]) -> Any:
+    """A list of short numbers; a single number where all are the same (masks mostly are)."""
+    short = [compact(value) for value in values]
+    return short[0] if len(short) > 1 and len(set(map(str, short))) == 1 else short
+
+
+def _prompt(record: RolloutRecord, limits: ReportLimits) -> dict[str, Any]:
+    # the end of a long prompt is what the response answers
+    kept = record.prompt_tokens[-limits.tokens_per_response :]
+    return {"text": record.prompt_text[-4000:], "tokens": kept, "length": len(record.prompt_ids)}
+
+
+def _echoes(
+    directory: Path, steps: Sequence[int], prompt_ids: set[str], limits: ReportLimits, warn: Callable[[str], None]
+) -> dict[str, list[Any]]:
+    """Answers to the embedded prompts at steps that are not embedded: score and text only."""
+    echoes: dict[str, list[Any]] = {}
+    for step in steps:
+        groups: dict[str, list[RolloutRecord]] = {}
+        for record in _read(directory, step, warn):
+            if record.prompt_id in prompt_ids and record.part == 0:
+                groups.setdefault(record.prompt_id, []).append(record)
+        for prompt_id, members in groups.items():
+            scores = [m.score for m in members if m.score is not None and math.isfinite(m.score)]
+            echo = {
+                "step": step,
+                "version": members[0].policy_version,
+                "score": compact(members[0].score),
+                "mean": compact(fmean(scores)) if scores else None,
+                "count": len(members),
+                "text": members[0].response_text[: limits.echo_characters],
+            }
+            echoes.setdefault(prompt_id, []).append(echo)
+    return {prompt_id: evenly(found, limits.steps) for prompt_id, found in echoes.items()}
+
+
+MAX_TIMED_STEPS = 400
+MAX_DETAILED_STEPS = 16
+MAX_SPANS_PER_STEP = 800
+
+
+def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
+    """None without spans. A step lasts from its first span to its last, those aside that write in the background."""
+    if not spans:
+        return None
+    by_step: dict[int | None, list[Span]] = {}
+    for span in with_steps(spans):
+        by_step.setdefault(span.step, []).append(span)
+    ordered = sorted(by_step, key=lambda step: (step is not None, step or 0))
+    steps = evenly(ordered, MAX_TIMED_STEPS)
+    detailed = evenly(steps, MAX_DETAILED_STEPS)
+    names = list(dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.start_s)))
+    dropped = sum(max(0, len(by_step[step]) - MAX_SPANS_PER_STEP) for step in detailed)
+    intervals = [union(_own(by_step[step])) for step in steps]
+    parts = []
+    if len(detailed) < len(ordered):
+        parts.append(f"Timelines of {len(detailed)} of {len(ordered)} steps, evenly spaced.")
+    if dropped:
+        parts.append(f"The shortest {dropped:,} spans of these steps are left out of the timelines.")
+    return {
+        "steps": steps,
+        "names": names,
+        "seconds": {name: [_total(by_step[s], name, "seconds") for s in steps] for name in names},
+        "tokens": {name: [_total(by_step[s], name, "tokens") for s in steps] for name in names},
+        "wall_s": [compact(busy[-1][1] - busy[0][0]) for busy in intervals],
+        "busy_s": [compact(sum(end - start for start, end in busy)) for busy in intervals],
+        "detail": {"null" if step is None else str(step): _detail(by_step[step]) for step in detailed},
+        "workers": show_workers(spans),
+        "note": " ".join(parts) or None,
+    }
+
+
+def show_workers(spans: Iterable[Span]) -> list[dict[str, Any]]:
+    """The rows of ``worker_table``; none where every stage has one worker."""
+    return [
+        {**asdict(row), "median_s": compact(row.median_s), "max_s": compact(row.max_s)} for row in worker_table(spans)
+    ]
+
+
+def with_steps(spans: Sequence[Span]) -> list[Span]:
+    """Spans of a role that name no step, as parts that move do, belong to the step they begin in.
+
+    Between two steps that is the later one; before the first and after the last the nearest one.
+    """
+    windows: dict[int, tuple[float, float]] = {}
+    for span in _own(spans):
+        if span.step is not None:
+            start, end = windows.get(span.step, (span.start_s, span.end_s))
+            windows[span.step] = (min(start, span.start_s), max(end, span.end_s))
+    if not windows:
+        return list(spans)
+
+    def step_at(moment: float) -> int:
+        return min((step for step, (_, end) in windows.items() if moment < end), default=max(windows))
+
+    return [
+        replace(span, step=step_at(span.start_s)) if span.step is None and span.role is not None else span
+        for span in spans
+    ]
+
+
+def _own(spans: Iterable[Span]) -> list[Span]:
+    """The spans that a step waits for; all, where there are no such."""
+    spans = list(spans)
+    return [span for span in spans if span.mode != BACKGROUND] or spans
+
+
+def _total(spans: Iterable[Span], name: str, attribute: str) -> float | int | str | None:
+    return compact(sum(getattr(span, attribute) for span in spans if span.name == name))
+
+
+def _detail(spans: list[Span]) -> list[dict[str, Any]]:
+    """Spans of one step with times relative to its beginning, in order of their start."""
+    origin = min(span.start_s for span in spans)
+    longest = sorted(spans, key=lambda span: -span.seconds)[:MAX_SPANS_PER_STEP]
+    return [
+        {
+            "name": span.name,
+            "start": round(span.start_s - origin, 5),
+            "end": round(span.end_s - origin, 5),
+            "role": span.role,
+            "mode": span.mode,
+            "chunk": span.chunk,
+            "tokens": span.tokens,
+            "bytes": span.nbytes,
+            "failed": span.failed,
+        }
+        for span in sorted(longest, key=lambda span: span.start_s)
+    ]
+
+
+MAX_METRIC_ROWS = 1_000
+
+T = TypeVar("T")
+
+TELLING = (
+    "eval/exact_match",
+    "reward/score_mean",
+    "kl/ref",
+    "policy/entropy",
+    "groups/zero_variance",
+    "rollout/truncated_frac",
+    "rollout/length_mean",
+    "critic/explained_variance",
+    "policy/approx_kl",
+    "rollout/repetition_frac",
+    "agreement/logprob_diff_max",
+    "eval/score_mean",
+    "policy/clip_frac",
+    "language/change",
+    "loss/value",
+    "loss/sft",
+    "eval/loss",
+    "eval/accuracy",
+    "sft/perplexity",
+    "loss/reward_model",
+    "reward_model/accuracy",
+    "reward_model/margin",
+    "loss/preference",
+    "preference/accuracy",
+    "preference/margin",
+    "optim/lr",
+    "throughput/tokens_per_s_per_device",
+    "rollout/tokens_per_s",
+)
+"""Metrics that say most about a run, those first that say most."""
+_MANY_ROWS = 5
+"""With fewer a curve that does not move says nothing."""
+
+_RUN_FILES = ("run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl", "summary.json")
+
+
+def collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
+    """Everything the page shows, as JSON data.
+
+    Raises:
+        UserError: ``run_dir`` is not a directory, cannot be read, or holds no part of a run.
+    """
+    check_run(run_dir)
+    notes: list[str] = []
+    with _reading(run_dir):
+        stages = [collect_stage(path, limits, notes) for path in stage_dirs(run_dir)]
+        head = collect_head(run_dir, notes)
+    stages.sort(key=lambda stage: (stage["started_s"] is None, stage["started_s"] or 0.0))
+    names = sorted({name for stage in stages if stage["metrics"] for name in stage["metrics"]["series"]})
+    return {**head, "explained": explain(names), "telling": TELLING, "stages": stages, "notes": notes}
+
+
+@contextmanager
+def _reading(run_dir: Path) -> Iterator[None]:
+    """Makes a ``UserError`` of an error of the system: files come and go, or may not be read."""
+    try:
+        yield
+    except OSError as error:
+        raise read_error(Path(error.filename or run_dir), error) from error
+
+
+def check_run(run_dir: Path) -> None:
+    """
+    Raises:
+        UserError: ``run_dir`` is not a directory, cannot be read, or holds no part of a run.
+    """
+    with _reading(run_dir):
+        if not run_dir.is_dir():
+            raise UserError(
+                "no such run",
+                found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
+                remedy=made_by(run_dir) or "name the directory a run has written",
+            )
+        has_files = any((run_dir / name).exists() for name in _RUN_FILES)
+        if not has_files and (runs := sorted(str(marker.parent) for marker in run_dir.glob("*/run.json"))):
+            raise UserError(
+                "the directory holds runs, and is none itself",
+                found=", ".join(runs[:5]) + (f" and {len(runs) - 5} more" if len(runs) > 5 else ""),
+                remedy="name one of them",
+            )
+        if not has_files and not stage_dirs(run_dir):
+            raise UserError(
+                "the directory holds no run",
+                found=f"none of {', '.join(_RUN_FILES)}, rollouts/ in {run_dir}",
+                remedy="name the directory a run has written (the one with run.json)",
+            )
+
+
+def collect_head(run_dir: Path, notes: list[str]) -> dict[str, Any]:
+    """What belongs to the run as a whole: ``run`` (with its true status), ``recipe``, ``summary``."""
+    return {
+        "run": read_run(run_dir, notes),
+        "recipe": _read_text(run_dir / "recipe.yaml", notes.append),
+        "summary": _read_json(run_dir / "summary.json", notes.append),
+    }
+
+
+def read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
+    """``run.json`` with the true status, where it says one."""
+    found = _read_info(run_dir / "run.json", notes.append)
+    status = true_status(run_dir, found)
+    if status == ENDED:
+        notes.append("run.json says running, and no process has the run's lock: --resume goes on with it")
+    return {"name": run_dir.resolve().name, **found, **({"status": status} if "status" in found else {})}
+
+
+def stage_dirs(run_dir: Path) -> list[Path]:
+    """The run itself where it has figures, and those of its direct sub-directories which have."""
+    children = sorted(path for path in run_dir.iterdir() if path.is_dir() and path.name != "rollouts")
+    figures = ("metrics.jsonl", "spans.jsonl")
+    return [
+        path
+        for path in (run_dir, *children)
+        if any((path / name).exists() for name in figures) or list_steps(path / "rollouts")
+    ]
+
+
+def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
+    """What the page shows of one stage."""
+    warn = notes.append
+    run = _read_info(path / "run.json", warn)
+    rows = _rows(path / "metrics.jsonl", metrics_of_row, warn)
+    spans = _rows(path / "spans.jsonl", span_of_row, warn)
+    columns, health = metric_columns(rows), examine(rows)
+    starts = [row["time_s"] for row in rows[:1]] + [span.start_s for span in spans[:1]]
+    return {
+        "id": path.name,
+        "job": run.get("job"),
+        "started_s": min(starts, default=None),
+        "metrics": columns,
+        "health": show_health(health),
+        "telling": telling(columns["series"] if columns else {}, health),
+        "timing": show_timing(spans),
+        "alarms": collect_alarms(path, limits, warn),
+        "rollouts": collect_rollouts(path / "rollouts", limits, warn),
+    }
+
+
+def _read_or_warn(path: Path, read: Callable[[Path], T], warn: Callable[[str], None]) -> T | None:
+    if not path.exists():
+        return None
+    try:
+        return read(path)
+    except UserError as error:
+        warn(f"{error.problem}: {error.found}")
+        return None
+
+
+def _rows(path: Path, build: Callable[[dict[str, Any]], T], warn: Callable[[str], None]) -> list[T]:
+    tail = Tail(path, build)
+    rows = tail.poll()
+    if tail.trouble is not None:
+        warn(tail.trouble)
+    return rows
+
+
+def _read_text(path: Path, warn: Callable[[str], None]) -> str | None:
+    data = _read_or_warn(path, read_file, warn)
+    return None if data is None else data.decode("utf-8", errors="replace")
+
+
+def _read_json(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
+    text = _read_text(path, warn)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text, parse_constant=str, parse_float=_as_json)
+    except (ValueError, RecursionError) as error:
+        warn(f"{path} cannot be read: {error}")
+        return None
+    if not isinstance(value, dict):
+        warn(f"{path} cannot be read: it is not an object")
+        return None
+    return value
+
+
+def _read_info(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
+    """``run.json`` without the values that are no text where text must be."""
+    found = _read_json(path, warn) or {}
+    wrong = [name for name in ("name", "job", "created", "status") if not isinstance(found.get(name, ""), str)]
+    if not isinstance(found.get("versions", {}), dict):
+        wrong.append("versions")
+    if wrong:
+        warn(f"{path} cannot be read: {', '.join(wrong)}")
+    return {name: value for name, value in found.items() if name not in wrong}
+
+
+def _as_json(number: str) -> float | str:
+    """A number that is too large for one is shown as it stands there."""
+    value = float(number)
+    return value if math.isfinite(value) else number
+
+
+def explain(names: Iterable[str]) -> dict[str, dict[str, str] | None]:
+    """``explain_metric`` of each, by name."""
+    return {name: explain_metric(name) for name in names}
+
+
+def explain_metric(name: str) -> dict[str, str] | None:
+    """The row of the table of metrics; None where that has none."""
+    try:
+        metric = find_metric(name)
+    except ValueError:
+        return None  # written by another version; the page says so
+    return {"unit": metric.unit, "meaning": metric.meaning, "bad": metric.bad}
+
+
+def metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
+    """Rows as columns: ``steps``, and one list per metric with None for gaps."""
+    if not rows:
+        return None
+    merged: dict[int, dict[str, float]] = {}
+    for row in rows:
+        merged.setdefault(int(row["step"]), {}).update(row)
+    steps = evenly(sorted(merged), MAX_METRIC_ROWS)
+    names = sorted({name for row in rows for name in row if name not in ("step", "time_s")})
+    note = f"{len(steps):,} of {len(merged):,} logged steps, evenly spaced." if len(steps) < len(merged) else None
+    return {
+        "steps": steps,
+        "series": {name: [compact(merged[step].get(name), 6) for step in steps] for name in names},
+        "note": note,
+    }
+
+
+# Following -------------------------------------------------------------------------------------------------
+
+
+class StageTails:
+    """The metrics and spans of one stage of a run as they come."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.metrics: Tail[dict[str, float]] = Tail(directory / "metrics.jsonl", metrics_of_row)
+        self.spans: Tail[Span] = Tail(directory / "spans.jsonl", span_of_row)
+
+    @property
+    def restarted(self) -> bool:
+        return self.metrics.restarted or self.spans.restarted
+
+    @property
+    def troubles(self) -> list[str]:
+        return [tail.trouble for tail in (self.metrics, self.spans) if tail.trouble is not None]
+
+
+# Health -----------------------------------------------------------------------------------------------------
+
+
+def show_health(health: Health) -> list[dict[str, Any]] | None:
+    """What the checks have found, as JSON data; None where they have found nothing."""
+    found = [
+        {
+            "title": finding.check.title,
+            "since": finding.since,
+            "until": None if name in health.present else finding.until,
+            "meaning": finding.check.meaning,
+            "remedy": finding.check.remedy,
+            "values": {m: compact(v) for m, v in zip(finding.check.needs, finding.values, strict=True)},
+        }
+        for name, finding in health.findings.items()
+    ]
+    return found or None
+
+
+def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) -> list[str]:
+    """``TELLING`` for one run: first what its health is judged by where that is bad, last what never moves."""
+    bad = [name for finding in health.findings.values() for name in finding.check.needs]
+    known = {name: [value for value in values if value is not None] for name, values in series.items()}
+    still = [name for name in TELLING if len(found := known.get(name, [])) >= _MANY_ROWS and len(set(found)) == 1]
+    return list(dict.fromkeys([*bad, *(name for name in TELLING if name not in still), *still]))
+
+
+# Alarms -----------------------------------------------------------------------------------------------------
+
+
+def collect_alarms(path: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
+    """The alarms of a stage; None without any."""
+    rows = _rows(path / "alarms.jsonl", alarm_of_row, warn)
+    if not rows:
+        return None
+    last = rows[-1]
+    return {
+        "text": str(last["text"]),
+        "steps": [int(row["step"]) for row in rows],
+        "examples": [
+            {name: v[: limits.echo_characters] if isinstance(v, str) else compact(v) for name, v in example.items()}
+            for example in last["examples"]
+        ],
+    }
+
 
 SCRIPTS = (
     "dom.js",
@@ -62,7 +651,7 @@ def write_page(data: Mapping[str, Any], path: Path) -> Path:
 
 
 def render_page(data: Mapping[str, Any], *, live: bool = False) -> str:
-    """The page for what :func:`quartet.extras.report.collect.collect_run` returns.
+    """The page for what :func:`quartet.extras.report.build.collect_run` returns.
 
     Args:
         live: the page may ask the server that it came from what is new.

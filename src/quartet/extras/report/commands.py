@@ -45,7 +45,7 @@ def report(
             found=f"--live and --out {out}",
             remedy="leave one of them out",
         )
-    from quartet.extras.report.live import LiveServer
+    from quartet.extras.report.watch import LiveServer
 
     with LiveServer(Path(run), port) as server:
         typer.echo(f"the report of {printable(run)} is at {server.url} (Ctrl-C ends it)")
@@ -205,7 +205,7 @@ def replay(
     delay: Annotated[float, typer.Option(help="Seconds between two tokens.", min=0.0)] = 0.0,
 ) -> None:
     """A kept trajectory, token by token."""
-    from quartet.extras.report.replay import kept_trajectory, replay_lines
+    from quartet.extras.report.compare import kept_trajectory, replay_lines
 
     try:
         for line in replay_lines(kept_trajectory(run, step, sample, stage)):

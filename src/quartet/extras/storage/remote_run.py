@@ -34,9 +34,7 @@ from quartet.cluster.worker import Worker, local_path
 from quartet.config import UserError
 from quartet.config.strict import is_url
 from quartet.extras.storage.store import CHECKPOINTS, MODELS, Entry, Store, StoreError, fetch, file_stamp
-from quartet.observe.digests import FileDigest, digest_file
-from quartet.observe.jsonl import replace_atomically
-from quartet.observe.run_status import LOCK
+from quartet.observe.files import LOCK, FileDigest, digest_file, replace_atomically
 from quartet.train.checkpoint import (
     NAME,
     CheckpointManifest,
