@@ -367,6 +367,7 @@ class AtomTree:
             depths.append(depth + length)
             sums.append(cost + self._costs[k])
         self._needed: list[tuple[int, ...]] = []
+        self._known_steps: dict[int, list[_Step]] = {}
         self.alone: list[Block] = []
         for a, atom in enumerate(atoms):
             leaves = [batch.leaves[s] for s in atom]
@@ -397,14 +398,15 @@ class AtomTree:
         """
         if not self.share:
             return self.alone
-        return [run for group in self._whole_groups for run in group.equal_runs(budget, limit)]
+        return [run for group in self._whole_groups for run in self._equal_runs(group, budget, limit)]
 
     @cached_property
-    def _whole_groups(self) -> list[_Group]:
+    def _whole_groups(self) -> list[Block]:
+        """In the order of the tree, so that neighbours have most in common."""
         in_order = [sorted(group, key=self._needed.__getitem__) for group in self.groups()]
-        return [_Group(self, self.block(group) if len(group) > 1 else self.alone[group[0]]) for group in in_order]
+        return [self.block(group) if len(group) > 1 else self.alone[group[0]] for group in in_order]
 
-    def steps(self, atoms: Sequence[int]) -> list[_Step]:
+    def _steps(self, atoms: Sequence[int]) -> list[_Step]:
         """What each of these atoms adds to a run of those before it."""
         found: list[_Step] = []
         last: dict[int, int] = {}
@@ -439,29 +441,18 @@ class AtomTree:
             groups.setdefault(find(of_atom[0]), []).append(a)
         return list(groups.values())
 
-
-class _Group:
-    """A tree's atoms that have a root in common, in the order of the tree, so that neighbours have most in common."""
-
-    def __init__(self, tree: AtomTree, whole: Block) -> None:
-        self._tree = tree
-        self._whole = whole
-
-    @cached_property
-    def _steps(self) -> list[_Step]:
-        return self._tree.steps(self._whole.atoms)
-
-    def equal_runs(self, budget: int, limit: int) -> list[Block]:
+    def _equal_runs(self, whole: Block, budget: int, limit: int) -> list[Block]:
         """The fewest runs, and of these about the ones whose dearest costs least."""
-        whole = self._whole
         if whole.tokens <= budget and whole.cost <= limit:
             return [whole]
-        runs = self._filled(budget, limit)
-        largest = max([alone.cost for alone, *_ in self._steps])
+        if (steps := self._known_steps.get(whole.atoms[0])) is None:
+            steps = self._known_steps[whole.atoms[0]] = self._steps(whole.atoms)
+        runs = _filled(steps, budget, limit)
+        largest = max([alone.cost for alone, *_ in steps])
         low, high = max(-(-whole.cost // len(runs)), largest), max(runs)[0]
         while high - low > high // _FINE:
             middle = (low + high) // 2
-            found = self._filled(budget, middle)
+            found = _filled(steps, budget, middle)
             if len(found) <= len(runs):
                 runs, high = found, max(found)[0]
             else:
@@ -469,19 +460,20 @@ class _Group:
         ends = [*(first for _, _, first in runs[1:]), len(whole.atoms)]
         return [Block(whole.atoms[first:end], t, c) for (c, t, first), end in zip(runs, ends, strict=True)]
 
-    def _filled(self, budget: int, limit: int) -> list[_Run]:
-        """Runs filled one after the other."""
-        runs: list[_Run] = []
-        first = tokens = cost = 0
-        for place, (alone, more_tokens, more_cost, again) in enumerate(self._steps):
-            if again:
-                held = [(t, c) for before, t, c in again if before >= first]
-                more_tokens, more_cost = more_tokens - sum(t for t, _ in held), more_cost - sum(c for _, c in held)
-            tokens, cost = tokens + more_tokens, cost + more_cost
-            if place and (tokens > budget or cost > limit):
-                runs.append((cost - more_cost, tokens - more_tokens, first))
-                first, (_, tokens, cost) = place, alone
-        return [*runs, (cost, tokens, first)]
+
+def _filled(steps: list[_Step], budget: int, limit: int) -> list[_Run]:
+    """Runs filled one after the other."""
+    runs: list[_Run] = []
+    first = tokens = cost = 0
+    for place, (alone, more_tokens, more_cost, again) in enumerate(steps):
+        if again:
+            held = [(t, c) for before, t, c in again if before >= first]
+            more_tokens, more_cost = more_tokens - sum(t for t, _ in held), more_cost - sum(c for _, c in held)
+        tokens, cost = tokens + more_tokens, cost + more_cost
+        if place and (tokens > budget or cost > limit):
+            runs.append((cost - more_cost, tokens - more_tokens, first))
+            first, (_, tokens, cost) = place, alone
+    return [*runs, (cost, tokens, first)]
 
 
 def _check_atoms(

@@ -91,8 +91,6 @@ class RaggedBatch:
         num_tokens = sum(self.segment_lengths)
         if self.input_ids.ndim != 1 or self.input_ids.shape[0] != num_tokens:
             raise ValueError(f"input_ids has shape {tuple(self.input_ids.shape)}, segments hold {num_tokens} tokens")
-        if len(self.parents) != len(self.segment_lengths):
-            raise ValueError(f"{len(self.parents)} parents for {len(self.segment_lengths)} segments")
         if any(length < 1 for length in self.segment_lengths):
             raise ValueError("a segment needs at least one token")
         if any(not -1 <= parent < k for k, parent in enumerate(self.parents)):
@@ -101,19 +99,14 @@ class RaggedBatch:
             raise ValueError(f"input_ids must be int64, found {self.input_ids.dtype}")
         if len(set(self.leaves)) != len(self.leaves):
             raise ValueError("a segment is the leaf of at most one sequence")
-        if any(not 0 <= leaf < len(self.parents) for leaf in self.leaves):
-            raise ValueError(f"leaf out of range: {self.leaves} with {len(self.parents)} segments")
         if inner := set(self.leaves) & set(self.parents):
             raise ValueError(f"a leaf has no children, but leaves {sorted(inner)} are parents of segments")
         if len(self.ids) != len(self.leaves) or len(set(self.ids)) != len(self.ids):
             raise ValueError(f"{len(self.leaves)} sequences need as many distinct ids, found {self.ids}")
-        for family, size in (("token", num_tokens), ("sequence", len(self))):
+        for family, size in zip(_FIELDS, (num_tokens, len(self), len(self)), strict=True):
             for name, values in getattr(self, family).items():
-                if values.shape[:1] != (size,):
-                    raise ValueError(f"{family} field {name!r} has shape {tuple(values.shape)}, expected [{size}]")
-        for name, column in self.objects.items():
-            if len(column) != len(self.leaves):
-                raise ValueError(f"object field {name!r} has {len(column)} entries for {len(self)} sequences")
+                if len(values) != size:
+                    raise ValueError(f"{family} field {name!r} has {len(values)} entries, expected {size}")
 
     def _check_has_ids(self) -> None:
         if not self.has_ids:

@@ -134,9 +134,11 @@ def test_heads_may_be_on_the_hub_or_at_a_url(
     commit = hub.put("me/heads", heads)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fsspec.filesystem("memory").put(str(heads), "/bucket/heads", recursive=True)
-    whole = train("here", MedusaSpeculation(path=str(heads), costs=COSTS)).train()
+    whole = train("here", MedusaSpeculation(path=str(heads), costs=COSTS), steps=1).train()
     for name in ("me/heads", "memory://bucket/heads"):
-        found = train(name.partition(":")[0].replace("/", "-"), MedusaSpeculation(path=name, costs=COSTS)).train()
+        found = train(
+            name.partition(":")[0].replace("/", "-"), MedusaSpeculation(path=name, costs=COSTS), steps=1
+        ).train()
         assert same_weights(whole.model, found.model)
         assert read_metrics(found.path / "metrics.jsonl")[-1]["rollout/draft_acceptance"] > 0
         noted = json.loads((found.path / "run.json").read_text()).get("commits", {})

@@ -134,25 +134,23 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 # Packed roots and shared trees ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["tree", "roots"])
-def test_logprobs_and_gradients_equal_sequences_alone(architecture, share, build_twins, tree, close):
-    packed, plain = build_twins(architecture)
-    ours, theirs = _ours(packed, tree, share=share), _theirs(plain, tree)
+def _check(packed: PackedCausalLM, plain: PreTrainedModel, batch: RaggedBatch, close: Any, share: bool = True) -> None:
+    ours, theirs = _ours(packed, batch, share=share), _theirs(plain, batch)
     close(ours, theirs)
-    assert torch.equal(theirs != 0, tree.token["loss_mask"])
+    assert torch.equal(theirs != 0, batch.token["loss_mask"]) and ours.dtype == plain.dtype
     _weighted(ours).backward()
     _weighted(theirs).backward()
     _check_gradients(packed.model, plain, close)
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["tree", "roots"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_neox", "qwen3_moe", "deepseek_v3"])
+def test_logprobs_and_gradients_equal_sequences_alone(name, share, build_twins, tree, close):
+    _check(*build_twins(name), tree, close, share)
 
 
 def test_fp64_is_exact(architecture, build_twins, tree, close, wide):
-    packed, plain = build_twins(architecture, torch.float64)
-    ours, theirs = _ours(packed, tree, share=True), _theirs(plain, tree)
-    assert ours.dtype == torch.float64
-    close(ours, theirs)
-    _weighted(ours).backward()
-    _weighted(theirs).backward()
-    _check_gradients(packed.model, plain, close)
+    _check(*build_twins(architecture, torch.float64), tree, close)
 
 
 def test_bf16_stays_within_the_table(architecture, build_twins, tree, close):

@@ -76,6 +76,7 @@ def packed_logits(packed: PackedCausalLM, packed_hidden: Any, sequences: list[li
 # The forward ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt_neox", "phi3", *BESIDE_EXPERTS])
 def test_the_forward_is_that_of_added_weights(
     architecture: str, make_model: Make, sequences: Any, packed_hidden: Any, close: Any
 ) -> None:

@@ -89,11 +89,10 @@ def test_ranks_together_need_what_one_process_does() -> None:
     layers = 3 * (TOKEN // 6 + 2 * 16)
     # Each rank sends its half. Layers are gathered twice and the rest once; all gradients are summed. Halves of
     # embedding and head have 16 rows each.
-    halves, copies = 4 * (3 * layers + 2 * (OUTSIDE + 2 * 16)), 2 * 4 * (layers + OUTSIDE)
-    for shard, sent in ((2, halves), (1, copies)):
-        found = Work.joined(run_ranks(2, of_rank, shard))
-        assert (found.useful_tokens, found.flops, found.sent_bytes) == (6, 3 * FORWARD, sent)
-        assert found.computed_tokens == 9  # a response each, with the prompt
+    halves = 4 * (3 * layers + 2 * (OUTSIDE + 2 * 16))
+    found = Work.joined(run_ranks(2, of_rank, 2))
+    assert (found.useful_tokens, found.flops, found.sent_bytes) == (6, 3 * FORWARD, halves)
+    assert found.computed_tokens == 9  # a response each, with the prompt
 
 
 def test_metrics_of_a_step_by_hand() -> None:

@@ -103,12 +103,6 @@ def test_variables_without_a_template(plain: Any) -> None:
         with_template(plain, None, {"x": 1})
 
 
-def test_a_refusal_names_its_line(plain: Any) -> None:
-    plain.chat_template = "{{ 'a' }}\n\n{{ raise_exception('no') }}"
-    with pytest.raises(UserError, match=r"no \(line 3\)"):
-        TextCodec(plain).render(ASK)
-
-
 def test_tools_reach_the_template_and_stay_through_turns(plain: Any) -> None:
     plain.chat_template = THINKING
     codec = TextCodec(plain)

@@ -66,10 +66,6 @@ def test_prompts_never_end_with_end_of_text(sentence_piece: Build, single: str) 
     assert codec.encode_completion("the cat", " a")[1].count(2) == 1
 
 
-def test_begin_of_text_written_in_the_prompt_is_not_doubled(llama: TextCodec) -> None:
-    assert llama.encode_prompt("<s>the").count(1) == 1
-
-
 def test_a_prompt_without_tokens(byte_level: Build) -> None:
     with pytest.raises(UserError, match="no tokens"):
         TextCodec(byte_level(eos_token="<|im_end|>")).encode_prompt("")
