@@ -23,7 +23,7 @@ from quartet.config.evaluation import EvalRecipe
 from quartet.config.jobs import recipes
 from quartet.config.recipe import ActorConfig, CheckpointConfig, RewardModelRecipe, SFTRecipe
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
-from quartet.extras.process_rewards.steps import load_step_separator
+from quartet.extras.process_rewards.data import load_step_separator
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, save_causal_lm
 from quartet.observe.callbacks import Callback

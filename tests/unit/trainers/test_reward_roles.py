@@ -45,7 +45,7 @@ from quartet.train.token_budget import TokenBudget
 from quartet.trainers.evaluation import answers_of
 from quartet.trainers.experience import Assembler
 from quartet.trainers.input_sources import prompt_data
-from quartet.trainers.reward_roles import FunctionScorer, RewardFunctionRole, RewardModelRole
+from quartet.trainers.reward_roles import FunctionScorer, RewardModelRole
 from quartet.trainers.reward_sources import fit_to_data, reward_functions, reward_weights
 from quartet.trainers.rl import RLTrainer
 from split_workers import SplitWorkers, without_ids
@@ -145,13 +145,6 @@ def test_a_gate_names_another_reward(source: str, part: str) -> None:
     assert part in str(caught.value)
 
 
-def test_python_functions_may_be_gates_too(digits: Any) -> None:
-    gated = LengthReward(max=1, weight=3.0, gate=GateConfig(source="share_of_digits", at_least=0.5))
-    roles: list[RewardFunctionRole] = reward_functions([gated], [digits])
-    weights = reward_weights(roles)
-    assert weights == {"length": 3.0, "share_of_digits": 1.0} and set(weights.gates) == {"length"}
-
-
 # Rows as verl publishes them --------------------------------------------------------------------------------
 
 
@@ -248,7 +241,7 @@ def test_a_format_knows_what_the_template_has_opened(
 # Another tokenizer -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", [2])
 def test_workers_render_what_a_model_with_another_tokenizer_reads(
     scalar_model: Any, tokenizer: Any, num_workers: int
 ) -> None:
@@ -331,18 +324,10 @@ def reward(completions):
     assert "4 samples left out" in warning and "no connection" in warning
 
 
-def test_without_that_word_a_function_that_raises_stops_the_run(train: Train, target: Any) -> None:
-    broken = "def reward(completions): raise OSError('no connection')"
-    with pytest.raises(UserError, match="OSError: no connection"):
-        train([FunctionReward(target=target(broken))])
-    assert train.trainers[0].roles.actor.num_updates == 0  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("body", "part"),
     [
         ("import os; os._exit(0)", "lost its process: it ended with exit status 0"),
-        ("raise SystemExit(0)", "raised SystemExit: 0"),
         ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
     ],
 )
@@ -394,15 +379,14 @@ def test_a_reward_that_waits_waits_beside_generation(train: Train) -> None:
     assert rows[-1]["overlap/score_generate_s"] > 0
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_a_function_that_a_recipe_names_does_too(train: Train, target: Any, thread: bool) -> None:
+def test_a_function_that_a_recipe_names_does_too(train: Train, target: Any) -> None:
     slow = """
 import time
 def reward(completions):
     time.sleep(0.05)
     return [float(len(text)) for text in completions]
 """
-    _, rows = train([FunctionReward(target=target(slow), name="slow", thread=thread)])
+    _, rows = train([FunctionReward(target=target(slow), name="slow")])
     assert all(row["overlap/score_generate_s"] > 0.02 for row in rows[-2:])
 
 
@@ -429,22 +413,18 @@ def reward(completions):
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_what_a_passed_function_draws_and_seeds_changes_nothing_in_training(train: Train, is_async: bool) -> None:
-    def draws(completions: list[str]) -> list[float]:
-        random.seed(0)
-        torch.manual_seed(0)
-        return [float(len(text)) for text in completions]
-
-    async def draws_later(completions: list[str]) -> list[float]:
-        await asyncio.sleep(0)
-        return draws(completions)
-
+def test_what_a_passed_function_draws_and_seeds_changes_nothing_in_training(train: Train) -> None:
     def honest(completions: list[str]) -> list[float]:
         return [float(len(text)) for text in completions]
 
+    async def draws(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        random.seed(0)
+        torch.manual_seed(0)
+        return honest(completions)
+
     weights = []
-    for function in (honest, draws_later if is_async else draws):
+    for function in (honest, draws):
         trainer, _ = train(functions=[function], name=function.__name__)
         weights.append(trainer.roles.actor.packed.model.state_dict())
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
