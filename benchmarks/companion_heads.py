@@ -29,10 +29,9 @@ from quartet.config.common import CheckpointConfig, OptimConfig, SamplingConfig,
 from quartet.config.load import load_recipe
 from quartet.config.recipe import RLRecipe
 from quartet.extras.quickstart.recipes import FULL, rl_recipe
-from quartet.extras.speculation.companion import Companion
-from quartet.extras.speculation.config import HeadTraining, MedusaSpeculation, StepCosts
+from quartet.extras.speculation.config import HeadsConfig, HeadTraining, MedusaRecipe, MedusaSpeculation, StepCosts
+from quartet.extras.speculation.head_trainer import Companion
 from quartet.extras.speculation.job import MedusaTrainer
-from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLTrainer
 

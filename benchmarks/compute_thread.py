@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from common import arguments, markdown, write_results
 
 from quartet.observe.openmp import end_pool
-from quartet.schedule.compute_thread import ComputeThread
+from quartet.schedule.clock import ComputeThread
 
 _UP, _DOWN = torch.randn(1024, 256), torch.randn(256, 1024)
 _ROWS, _LARGE = torch.randn(64, 256), torch.randn(200, 1000)

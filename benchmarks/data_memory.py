@@ -74,9 +74,8 @@ def run(job: str, data: Path, out: Path, model: str, *, on_ray: bool) -> None:
     from quartet.config.preference import PreferenceRecipe
     from quartet.config.recipe import RewardModelRecipe, RLRecipe, SFTRecipe
     from quartet.trainers.preference import PreferenceTrainer
-    from quartet.trainers.reward_model import RewardModelTrainer
     from quartet.trainers.rl import RLTrainer
-    from quartet.trainers.sft import SFTTrainer
+    from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
     values: dict[str, Any] = {"data": {"path": str(data)}, "output_dir": str(out), "steps": STEPS, "threads": 1}
     values["log"] = {"tensorboard": False}

@@ -24,7 +24,7 @@ from common import arguments, markdown, write_results
 
 from quartet.batch import ColumnSet, RaggedBatch
 from quartet.cluster import BROADCAST, RANK_ZERO, SPLIT, ResourcePool, Worker, WorkerGroup, connect, dispatch
-from quartet.cluster.split import plan_parts, table_of
+from quartet.cluster.dispatch import plan_parts, table_of
 
 MIB = 2**20
 
@@ -185,7 +185,7 @@ def awaited(group: WorkerGroup, raw: Sequence[Any], number: int) -> dict[str, An
         for turn in range(number + 1):
             for name in seconds:
                 begun = time.perf_counter()
-                await (group.one.ask(1) if name == "ours" else raw[0].one.remote(1))
+                await (group.ask("one", 1, mode=RANK_ZERO) if name == "ours" else raw[0].one.remote(1))
                 if turn:
                     seconds[name].append(time.perf_counter() - begun)
         return {name: statistics.median(of) for name, of in seconds.items()}
@@ -205,9 +205,9 @@ def moved(backend: Any, group: WorkerGroup, batch: RaggedBatch) -> dict[str, Any
         back = group.same(batch)
         seconds = time.perf_counter() - begun
     assert back.ids == batch.ids and all(torch.equal(back.token[name], batch.token[name]) for name in batch.token)
-    future = group.same.submit(batch)
+    future = group.call("same", batch, mode=SPLIT, blocking=False)
     future.wait()
-    returned = sum(context.serialize(ray.get(ref)).total_bytes for ref in future.parts)
+    returned = sum(context.serialize(ray.get(ref)).total_bytes for ref in future._parts)
     return {
         "batch_bytes": size,
         "sent_bytes": sum(sent),

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from common import MODELS, arguments, build_model, markdown, write_results
 
-from quartet.extras.cpu_kernels import forms, fused, merged_layers
+from quartet.extras.cpu_kernels import fused, merged_layers
 from quartet.extras.cpu_kernels.merged_layers import MergedLayers
 from quartet.models.attention import PackedAttention
 from quartet.models.packed_model import PackedCausalLM
@@ -49,9 +49,8 @@ def without(fusions: tuple[str, ...]) -> Iterator[None]:
         if "layers" in fusions:
             stack.enter_context(mock.patch.object(MergedLayers, "merge", return_value=None))
         if "forms" in fusions:
-            for module in (forms, merged_layers):
-                stack.enter_context(mock.patch.object(module, "is_packed_best", return_value=False))
-                stack.enter_context(mock.patch.object(module, "plain_form", return_value=as_it_is))
+            stack.enter_context(mock.patch.object(merged_layers, "is_packed_best", return_value=False))
+            stack.enter_context(mock.patch.object(merged_layers, "plain_form", return_value=as_it_is))
         yield
 
 

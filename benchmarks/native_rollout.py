@@ -56,5 +56,5 @@ while turns.wait():
     if tokens != sum(job["lengths"]):
         raise RuntimeError(f"{tokens} tokens instead of {sum(job['lengths'])}")
     stats = engine.stats()
-    turns.report(seconds=seconds, tokens=tokens, steps=stats.num_steps - steps, cache_bytes=stats.peak_cache_bytes)
+    turns.report(seconds=seconds, tokens=tokens, steps=stats.num_steps - steps, cache_bytes=stats.cache_bytes)
     version += 1

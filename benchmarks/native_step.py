@@ -95,11 +95,11 @@ def with_lengths(index: int) -> Any:
     """Requests of given lengths: no stop token, and each member of a group with its own limit."""
     item, asked = requests_of(index)
     lengths = wanted[item.prompt]
-    samples = [
-        replace(sample, sampling=replace(sample.sampling, max_new_tokens=length, stop_token_ids=()))
-        for sample, length in zip(asked.samples, lengths, strict=True)
-    ]
-    return item, replace(asked, samples=tuple(samples))
+    samples = {
+        name: replace(sampling, max_new_tokens=length, stop_token_ids=())
+        for (name, sampling), length in zip(asked.samples.items(), lengths, strict=True)
+    }
+    return item, replace(asked, samples=samples)
 
 
 if sorted(Counter(prompts).values()) != [1] * len(prompts):

@@ -26,9 +26,19 @@ from pydantic import TypeAdapter
 
 from quartet.cluster import BROADCAST, ResourcePool, Worker, WorkerGroup, connect, dispatch
 from quartet.config.placement import HEADS, PlacementConfig, ResolvedPlacement, Role, resolve
-from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost, StageCost
-from quartet.extras.simulation.critical_path import critical_path, iteration_causes, seconds_on_path
-from quartet.extras.simulation.simulation import Simulation, SimulationResult, Sleep, sleep_here
+from quartet.extras.simulation.simulation import (
+    Cost,
+    CostModel,
+    GenerationCost,
+    Simulation,
+    SimulationResult,
+    Sleep,
+    StageCost,
+    critical_path,
+    iteration_causes,
+    seconds_on_path,
+    sleep_here,
+)
 from quartet.schedule.clock import run_virtual
 from quartet.schedule.leases import LeaseMode
 

@@ -60,7 +60,7 @@ from quartet.train.engine import TrainEngine
 from quartet.trainers.evaluation import generate
 from quartet.trainers.input_sources import read_data
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 WEIGHTS = {"outcome": (1.0, 0.0), "process": (0.0, 1.0), "both": (1.0, 1.0)}
 """Of the outcome and of the process reward."""

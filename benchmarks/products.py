@@ -20,7 +20,7 @@ from common import MODELS, arguments, markdown, model_config, write_results
 from floor import trace
 from torch import Tensor
 
-from quartet.extras.cpu_kernels.products import PackedProduct, transposed
+from quartet.extras.cpu_kernels.merged_layers import PackedProduct, transposed
 
 FORMS = ("as it is", "transposed", "packed for 1", "packed for 64")
 

@@ -26,7 +26,7 @@ from textstats import Interval, mean_interval, wilson
 from quartet import RewardModelTrainer, load_recipe
 from quartet.models.loading import packed_scalar_model
 from quartet.train.engine import TrainEngine
-from quartet.trainers.reward_model import score_pairs
+from quartet.trainers.supervised import score_pairs
 
 ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT_SHARE = 0.3

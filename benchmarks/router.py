@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from common import arguments, markdown, prompt_ids, saved_model, step_groups, write_results
 
+from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess, EngineSpec
-from quartet.rollout.process_native import make
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -34,7 +34,7 @@ from quartet.rollout.protocol import (
 from quartet.rollout.router import Router
 from quartet.weights.sink import TensorSink
 
-TARGET = "quartet.rollout.process_native:make"
+TARGET = "quartet.rollout.engine:load_engine"
 
 
 _ANSWERS: dict[str, Completion] = {}
@@ -115,7 +115,7 @@ def alone(num_engines: int, num: int, repeats: int) -> float:
 def sides(path: Path, num: int, longest: int, repeats: int) -> dict[str, float]:
     """Median seconds of each side."""
     kwargs: dict[str, Any] = {"path": str(path), "version": 0}
-    native = make(**kwargs)
+    native = load_engine(**kwargs)
     engines: dict[str, RolloutEngine] = {
         "process": EngineProcess(EngineSpec(TARGET, kwargs)),
         "router over a process": Router([EngineProcess(EngineSpec(TARGET, kwargs))], max_outstanding=num),

@@ -29,10 +29,15 @@ from trained_model import rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.config.common import DataConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.speculation import Speculation
-from quartet.extras.speculation.config import HistorySpeculation, MedusaSpeculation, StepCosts
+from quartet.config.engines import Speculation
+from quartet.extras.speculation.config import (
+    HeadsConfig,
+    HistorySpeculation,
+    MedusaRecipe,
+    MedusaSpeculation,
+    StepCosts,
+)
 from quartet.extras.speculation.job import MedusaTrainer
-from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.memory import processor
 from quartet.rollout.drafter import make_drafter

@@ -30,13 +30,11 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from quartet.cli.main import add_plugins, app
-from quartet.config.jobs import jobs, recipes
 from quartet.config.load import _overridden, _with_defaults, load_engine, load_recipe
-from quartet.config.schema import item_annotation, members
-from quartet.config.validation import explain
+from quartet.config.plugins import jobs, recipes
+from quartet.config.strict import explain, item_annotation, members
 from quartet.config.yamls import parse_yaml
-from quartet.extras.recipes.commands import starter
-from quartet.extras.recipes.reference import sections
+from quartet.extras.recipes.reference import sections, starter
 
 add_plugins()
 ROOT = Path(__file__).parents[1]

@@ -72,9 +72,7 @@ class Scripted:
             "unknown": [replace(right, request_id="never heard of")],
             "few logprobs": [replace(right, logprobs=right.logprobs[1:])],
             "many versions": [replace(right, versions=(*right.versions, 0))],
-            "foreign version": [replace(right, versions=(*right.versions[1:], 99))],
             "too many": [_completion_of(right, len(right.token_ids) + 1)],
-            "other group": [replace(right, group="another")],
             "cancels": [replace(right, finish_reason=FinishReason.CANCELLED)],
         }
         return wrong.get(self.fault, [right])

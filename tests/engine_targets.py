@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.config.common import LoRAConfig
 from quartet.models.packed_model import PackedCausalLM
+from quartet.rollout.engine import NativeEngine
 from quartet.rollout.process import EngineSpec
-from quartet.rollout.process_native import NativeProcessEngine
 
 VOCAB = 61
 CONTEXT = 96
@@ -56,9 +56,9 @@ def native(
     lora: dict[str, Any] | None = None,
     version: int | None = None,
     **options: Any,
-) -> NativeProcessEngine:
+) -> NativeEngine:
     packed = PackedCausalLM(build_model(seed, is_tied=is_tied))
     if lora is not None:
         packed.adapt(LoRAConfig(**lora), seed=0)
     options = {"max_running": 8, **options}
-    return NativeProcessEngine(packed, owns_weights=True, decode=lambda _, ids: decode(ids), version=version, **options)
+    return NativeEngine(packed, owns_weights=True, decode=lambda _, ids: decode(ids), version=version, **options)

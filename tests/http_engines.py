@@ -27,8 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from quartet.extras.serve.bodies import ModelLimits
 from quartet.extras.serve.server import EngineThread, Server, ServerSettings, listen
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams, SteppedEngine
 from quartet.text.tokenizer import TextCodec
 
 TEMPLATE = (
@@ -214,7 +213,6 @@ class SGLangServer:
     async def update(self, body: dict[str, Any]) -> Any:
         assert not self._go_on.is_set() or not self.thread.held, "updated while it computes"
         tensors = load_file(Path(body["model_path"]) / "model.safetensors")
-        assert json.loads((Path(body["model_path"]) / "manifest.json").read_text())
         return await self._take(tensors, body["weight_version"])
 
     async def _take(self, tensors: dict[str, torch.Tensor], weight_version: str) -> Any:

@@ -23,7 +23,6 @@ FILES = (
     "tests/distributed/test_weight_processes.py",
     "tests/e2e/test_fuzz.py",
     "tests/contracts/test_weight_transports.py",
-    "tests/unit/train/test_models_on_meshes.py",
     "tests/extras/servers/test_http_engines.py",
     "tests/unit/test_benchmarks.py",
     "tests/e2e/test_quickstart.py",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,16 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from quartet.config import UserError
-from quartet.models.packed_model import PackedCausalLM, PackedScalarModel, decoder_layers
-from quartet.train import forward
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import LossTerm, TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
-from quartet.train.parallel.collectives import CountedAllGather, CountedReduceScatter
 from quartet.train.parallel.fsdp import shard_model, sharded
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
-from quartet.train.parallel.pass_group import PassGroup
-from quartet.train.token_budget import TokenBudget
 from sharded_ranks import Case, full, make_batch, make_engine, make_model, policy
 
 ODD = 1
@@ -243,24 +238,6 @@ def forward_passes(mesh: Mesh) -> Any:
     return differences
 
 
-def forward_out_of_memory(mesh: Mesh) -> Any:
-    """Memory runs out once on the rank that has several micro-batches; the other has one that cannot be smaller."""
-    packed, batch, budget = PackedCausalLM(make_model("causal")), make_batch(), TokenBudget(50, "train.token_budget")
-    packed.freeze()
-    shard_model(packed, mesh)
-    is_odd = mesh.data.rank == ODD
-    own, computed = batch.select(range(5, 9) if is_odd else [4]), forward.compute
-
-    def once(*args: Any, **options: Any) -> Any:
-        forward.compute = computed
-        raise _no_memory()
-
-    if is_odd:
-        forward.compute = once
-    logprobs = forward_only(packed, own, Needs(logprobs=True), budget).token["logprobs"]
-    return budget.num_oom, budget.tokens, bool(logprobs.any())
-
-
 def fails_before_an_update(mesh: Mesh) -> Any:
     """A forward-only pass, for which a sequence of the odd rank is too long, is part of what goes before an update."""
     engine, batch = engine_on(mesh), make_batch()
@@ -276,168 +253,9 @@ def fails_before_an_update(mesh: Mesh) -> Any:
     return raised, seconds, engine.train_step(batch, SFTObjective())
 
 
-# Within a pass -------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def planted(packed: Any, place: str, error: BaseException, skipped: int) -> Iterator[list[bool]]:
-    """The odd rank fails once at a place within a pass; yields whether its tensors were freed before it went on.
-
-    Args:
-        place: ``forward i``, ``backward i``, ``recompute i`` of layer i; ``gather``, ``reduce``: as it allocates;
-            ``exchange``: before one with peers; ``end``: of a pass, before the peers hear that it went well.
-        skipped: so many calls of the place go well before.
-    """
-    root, left, held = sharded(packed), [skipped], [lambda: None]
-    freed: list[bool] = []
-    what, _, number = place.partition(" ")
-    mlp, is_odd = decoder_layers(packed.body)[int(number or 0)].mlp, DataParallelGroup.of_world().rank == ODD
-    forward, break_off = mlp.forward, root._break_off
-    kind = {"gather": CountedAllGather, "reduce": CountedReduceScatter}.get(what)
-    of_peers = {"exchange": "_swap", "end": "end"}.get(what)
-
-    def fail(tensor: Any) -> None:
-        left[0] -= 1
-        if left[0] == -1:
-            held[0] = tensor
-            raise error
-
-    def computed(hidden: Any) -> Any:
-        is_backward = torch._C._current_graph_task_id() >= 0
-        if what == ("recompute" if is_backward else "forward"):
-            fail(weakref.ref(hidden))
-        found, kept = forward(hidden), weakref.ref(hidden)
-        if what == "backward" and not is_backward:
-            found.register_hook(lambda _: fail(kept))
-        return found
-
-    def allocate(self: Any, *size: Any, **options: Any) -> Any:
-        found = self._collective.allocate(*size, **options)
-        fail(weakref.ref(found))
-        return found
-
-    def broken_off() -> None:
-        freed.append(held[0]() is None)
-        break_off()
-
-    method = getattr(PassGroup, of_peers or "end")
-
-    def before(self: PassGroup, *args: Any) -> None:
-        # What a pass fails of happens before its rank says to any group that it went well.
-        if not self._is_idle and (what == "exchange" or self is root._groups[0]):
-            fail(lambda: None)
-        method(self, *args)
-
-    if is_odd and kind is not None:
-        kind.allocate = allocate
-    elif is_odd and of_peers is not None:
-        setattr(PassGroup, of_peers, before)
-    elif is_odd:
-        mlp.forward = computed
-    root._break_off = broken_off
-    try:
-        yield freed
-    finally:
-        mlp.forward = forward
-        del root._break_off
-        setattr(PassGroup, of_peers or "end", method)
-        if is_odd and kind is not None:
-            del kind.allocate
-
-
-PLACES: dict[str, tuple[str, int]] = {
-    "the first layer": ("forward 0", 0),
-    "a layer in the middle": ("forward 1", 1),
-    "the last micro-batch": ("forward 2", 2),
-    "a layer's backward": ("backward 1", 0),
-    "the backward of the last micro-batch": ("backward 0", 2),
-    "a layer that is computed again": ("recompute 1", 1),
-    "the first gather": ("gather", 0),
-    "a gather in a backward": ("gather", 12),
-    "a sum": ("reduce", 11),
-    "the last sum": ("reduce", 23),
-}
-"""Where, and how many calls go well before: three passes of three layers and a root, each sum with two allocations."""
-PLACES_AMONG_PEERS: dict[str, tuple[str, int]] = {
-    "the first layer": ("forward 0", 0),
-    "the last layer": ("forward 2", 1),
-    "the last layer's backward": ("backward 2", 0),
-    "the first layer's backward": ("backward 0", 1),
-    "a layer that is computed again": ("recompute 1", 1),
-    "the first exchange": ("exchange", 0),
-    "an exchange in a backward": ("exchange", 20),
-    "the end of a pass": ("end", 0),
-    "the end of the last pass": ("end", 1),
-}
-"""Of two passes, each with twelve exchanges or more in either direction."""
-
-
-def memory_within_passes(sizes: dict[str, int], recompute: bool) -> dict[str, Any]:
-    """An update for every place at which memory runs out, and the same ones under the small budget from the start.
-
-    Args:
-        sizes: of the mesh.
-
-    Of each: budget, metrics, passes of the attempts, seconds, whether tensors were freed; and the weights after all.
-    """
-    mesh, batch, found = Mesh.of(DataParallelGroup.of_world(), **sizes), make_batch().select(range(1, 10)), {}
-    more = ("ptx", "more") if not mesh.words else ("ptx",) * (mesh.num_data_ranks - 1)
-    also = [LossTerm(batch, SFTObjective(f"loss/{name}"), 0.3) for name in more]
-    engine = engine_on(mesh, activation_checkpointing=recompute)
-    smaller = engine_on(mesh, token_budget=19, activation_checkpointing=recompute)
-    make_passes, attempts = sharded(engine.packed).make_passes, []
-    sharded(engine.packed).make_passes = lambda passes, *a, **k: (
-        attempts.append(len(passes)),
-        make_passes(passes, *a, **k),
-    )
-    for name, (place, skipped) in (PLACES_AMONG_PEERS if mesh.words else PLACES).items():
-        if place.startswith("recompute") and not recompute:
-            continue
-        attempts.clear()
-        engine.budget.tokens = 43
-        with planted(engine.packed, place, _no_memory(), skipped) as freed:
-            begun = time.monotonic()
-            metrics = engine.train_step(batch, SFTObjective(), also)
-            seconds = time.monotonic() - begun
-        expected = smaller.train_step(batch, SFTObjective(), also)
-        found[name] = engine.budget.tokens, (metrics, expected), list(attempts), seconds, freed
-    after = weights(engine), weights(smaller)
-    return {"steps": found, "weights": after, "num_oom": engine.num_oom, "has_peers": bool(mesh.words)}
-
-
-def failures_within_passes(sizes: dict[str, int]) -> dict[str, tuple[str, float]]:
-    """What is raised where a layer fails, and after how many seconds."""
-    mesh, found = Mesh.of(DataParallelGroup.of_world(), **sizes), {}
-    for place in ("forward 1", "backward 1", "end" if mesh.words else "reduce"):
-        engine = engine_on(mesh)
-        with planted(engine.packed, place, ValueError(f"no {place}"), 0):
-            begun = time.monotonic()
-            raised = outcome(lambda e=engine: e.train_step(make_batch(), SFTObjective()))
-            found[place] = raised, time.monotonic() - begun
-    return found
-
-
-def within_passes(sizes: dict[str, int], recompute: bool) -> dict[str, Any]:
-    return {"memory": memory_within_passes(sizes, recompute), "failures": failures_within_passes(sizes)}
-
-
-def memory_within_forward_passes(mesh: Mesh) -> Any:
-    """In the middle of the second micro-batch of the odd rank, when what is around the layers is gathered already."""
-    packed, batch, budget = PackedCausalLM(make_model("causal")), make_batch(), TokenBudget(43, "train.token_budget")
-    needs, own = Needs(logprobs=True), batch.select(range(1 + mesh.data.rank, 10))
-    packed.freeze()
-    expected = forward_only(packed, own, needs, 43).token["logprobs"]
-    shard_model(packed, mesh)
-    with planted(packed, "forward 1", _no_memory(), 1) as freed:
-        begun = time.monotonic()
-        found = forward_only(packed, own, needs, budget).token["logprobs"]
-        seconds = time.monotonic() - begun
-    return float((found - expected).abs().max()), budget.num_oom, freed, seconds
-
-
 CASES: list[Callable[[Mesh], Any]] = [
     nothing_to_do, not_finite, begun_differently, failures, out_of_memory, never_enough_memory, come_apart, unused,
-    forward_passes, forward_out_of_memory, memory_within_forward_passes, fails_before_an_update,
+    forward_passes, fails_before_an_update,
 ]  # fmt: skip
 
 
@@ -498,36 +316,3 @@ def lost(sizes: dict[str, int], is_gone: bool) -> tuple[str, float]:
     raised, seconds = outcome(lambda: engine.train_step(make_batch(), SFTObjective())), time.monotonic() - begun
     _wait_for_the_last(mesh)
     return raised, seconds
-
-
-# Between passes ------------------------------------------------------------------------------------------
-
-
-def failures_in_sums(sizes: dict[str, Any]) -> dict[str, Any]:
-    """What is raised where the odd rank fails before or after a sum between passes, after how many seconds, and
-    whether the next update is that of an engine to which nothing has happened."""
-    mesh, found, sum_up = Mesh.of(DataParallelGroup.of_world(), **sizes), {}, PassGroup.sum_up
-    untroubled = engine_on(mesh)
-    expected = untroubled.train_step(make_batch(), SFTObjective()), weights(untroubled)
-    last = 4 * (mesh.replicate > 1) + (mesh.tensor > 1) - 1
-    for when, number in dict.fromkeys([("before", 0), ("after", 0), ("before", last), ("after", last)]):
-        engine, calls = engine_on(mesh), [0]
-
-        def fails(self: PassGroup, *args: Any, w: str = when, n: int = number, c: list[int] = calls, **options: Any):
-            c[0] += 1
-            if w == "after":
-                sum_up(self, *args, **options)
-            if c[0] == n + 1:
-                raise ValueError(f"no sum {n}")
-            if w == "before":
-                sum_up(self, *args, **options)
-
-        if mesh.data.rank == ODD:
-            PassGroup.sum_up = fails
-        begun = time.monotonic()
-        raised = outcome(lambda e=engine: e.train_step(make_batch(), SFTObjective()))
-        seconds, PassGroup.sum_up = time.monotonic() - begun, sum_up
-        after = engine.train_step(make_batch(), SFTObjective()), weights(engine)
-        is_same = after[0] == expected[0] and all(torch.equal(after[1][n], v) for n, v in expected[1].items())
-        found[f"{when} {number}"] = raised, seconds, is_same
-    return found

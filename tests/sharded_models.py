@@ -6,14 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
-from quartet.models import saving
+from quartet.models.directories import meta_twin, save_gathered
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -30,7 +29,6 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.models.saving import Gather, meta_twin, save_gathered
 from quartet.observe.memory import held_bytes
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.role_group import LocalGroup
@@ -45,9 +43,8 @@ from quartet.train.checkpoint import (
     write_share,
 )
 from quartet.train.engine import TrainEngine
-from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
-from quartet.train.offload import MappedFiles, Offload
+from quartet.train.offload import MappedFiles
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
@@ -166,11 +163,10 @@ def refused(causal: str, paths: Mapping[str, str]) -> dict[str, str]:
 
 
 class PeakMemory:
-    """The most memory that this process holds within, above what it held before.
+    """The most memory of its own (``RssAnon``) that this process holds within, above what it held before.
 
     Attributes:
-        own, mapped: bytes of its own (``RssAnon``), and of the pages of files that it has read (``RssFile``), which
-            all processes share and the system may take back.
+        own: bytes.
     """
 
     def __enter__(self) -> PeakMemory:
@@ -184,49 +180,27 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        self.own, self.mapped = (m - b for m, b in zip(self._most, self._before, strict=True))
+        self.own = self._most - self._before
 
     def _watch(self) -> None:
         while not self._ended.wait(0.0003):
-            self._most = [max(pair) for pair in zip(self._most, self._now(), strict=True)]
+            self._most = max(self._most, self._now())
 
     @staticmethod
-    def _now() -> list[int]:
+    def _now() -> int:
         lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return [1024 * int(lines[name].split()[0]) for name in ("RssAnon", "RssFile")]
+        return 1024 * int(lines["RssAnon"].split()[0])
 
 
-def memory_of_loading(path: str, reads_all: bool, cut: Cut = 4) -> dict[str, int]:
-    """Peaks in bytes while a model is loaded in shares, and what they are made of.
-
-    Args:
-        reads_all: the fault: every rank reads the whole model and takes its part.
-    """
+def memory_of_loading(path: str, cut: Cut) -> dict[str, int]:
+    """Peak in bytes while a model is loaded in shares, and what it is made of."""
     packed = packed_causal_lm(load_causal_lm(path, empty=True))
     shard_model(packed, mesh_of(cut))
     meta_twin(packed.model)  # what only its first use takes
     with PeakMemory() as peak:
-        if reads_all:
-            load_shares(packed, {name: t.float() for name, t in load_file(f"{path}/model.safetensors").items()})
-        else:
-            load_shares(packed, path)
-    sizes = [local(p).numel() for p in packed.model.parameters()]
-    return {"own": peak.own, "mapped": peak.mapped, "shard": 4 * sum(sizes)}
-
-
-def read_from_disk(path: str, num_roles: int) -> int:
-    """Bytes that this process had the disk read while models of several roles were loaded from one directory."""
-    before = _read_bytes()
-    for _ in range(num_roles):
-        packed = packed_causal_lm(load_causal_lm(path, empty=True))
-        shard_model(packed, mesh_of(dist.get_world_size()))
         load_shares(packed, path)
-    return _read_bytes() - before
-
-
-def _read_bytes() -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"])
+    sizes = [local(p).numel() for p in packed.model.parameters()]
+    return {"own": peak.own, "shard": 4 * sum(sizes)}
 
 
 # Export --------------------------------------------------------------------------------------------------
@@ -269,40 +243,16 @@ def exported(
     }
 
 
-def exported_in_files(path: str, out: str, tokenizer: Any) -> dict[str, list[str]]:
-    """As ``exported``, into files of at most 4 KB."""
-    saving.MAX_FILE_SIZE = "4KB"
-    of_whole = PreTrainedModel.save_pretrained
-    try:
-        PreTrainedModel.save_pretrained = partialmethod(of_whole, max_shard_size="4KB")  # type: ignore[method-assign]
-        return exported(path, out, "causal", {}, tokenizer)
-    finally:
-        PreTrainedModel.save_pretrained = of_whole  # type: ignore[method-assign]
-
-
-def memory_of_export(path: str, out: str, holds_all: bool, cut: Cut = 4) -> dict[str, int]:
-    """Peaks in bytes while a model is exported, and what they are made of.
-
-    Args:
-        holds_all: the fault: the first rank keeps all tensors that it gathers.
-    """
+def memory_of_export(path: str, out: str, cut: Cut) -> dict[str, int]:
+    """Peak in bytes while a model is exported, and its largest tensor."""
     packed = packed_causal_lm(load_causal_lm(path, empty=True))
     shard_model(packed, mesh_of(cut))
     load_shares(packed, path)
-    kept, whole = [], packed.gather.whole
-
-    def keeping(tensor: Tensor) -> Tensor | None:
-        kept.append(whole(tensor))
-        return kept[-1]
-
-    if holds_all:
-        packed.gather = Gather(packed.gather.is_first, keeping)
     meta_twin(packed.model)
     dist.barrier()
     with PeakMemory() as peak:
         save_gathered(packed, Path(out), packed.gather)
-    sizes = [4 * p.numel() for p in packed.model.parameters()]
-    return {"own": peak.own, "largest": max(sizes), "all": sum(sizes)}
+    return {"own": peak.own, "largest": max(4 * p.numel() for p in packed.model.parameters())}
 
 
 def synced(path: str, cut: Cut) -> dict[str, Any] | None:
@@ -480,16 +430,6 @@ def offloaded(path: str, directory: str, shard: Cut, options: Mapping[str, Any])
             parts.onload() if i == 0 else None
             losses[i] += steps(engine, 1)
     moved = parts.offload()
-    refused = ""
-    try:
-        steps(moving, 1)
-    except RuntimeError as error:
-        refused = str(error)
-    # The root itself refuses before it gathers, whoever calls it.
-    try:
-        moving.packed.one_call(lambda: None)
-    except RuntimeError as error:
-        refused += str(error)
     weights = [{n: gather(t) for n, t in engine.weights()} for engine in engines]  # read where they are
     states = [tensors_of(snapshot(engine.state())) for engine in engines]
     parts.onload()
@@ -500,31 +440,10 @@ def offloaded(path: str, directory: str, shard: Cut, options: Mapping[str, Any])
     return {
         "losses": losses,
         "again": again,
-        "refused": refused,
         "equal": equal,
         "moved": moved.num_bytes,
         "held": held,
     }
-
-
-def memory_of_offload(path: str, directory: str) -> dict[str, int]:
-    """Bytes of a rank's shards, what was freed as they left, what a second time writes of frozen ones."""
-    packed = packed_causal_lm(load_causal_lm(path, empty=True))
-    packed.freeze()
-    shard_model(packed, mesh_of(dist.get_world_size()))
-    load_shares(packed, path)
-    batch = RaggedBatch.from_sequences([[1, 2, 3]], ["a"])
-    needs = Needs(logprobs=True, mask="wanted")
-    batch = batch.with_token(wanted=torch.tensor([False, True, True]))
-    before = forward_only(packed, batch, needs, 64)
-    parts = Offload(packed, MappedFiles(Path(directory) / str(dist.get_rank())))
-    out = parts.offload()
-    parts.onload()
-    after = forward_only(packed, batch, needs, 64)
-    versions = [home.copied_to is not None for home in parts._homes.values()]
-    shards = sum(4 * local(p).numel() for p in packed.model.parameters())
-    same = all(torch.equal(before.token[n], after.token[n]) for n in before.token)
-    return {"shards": shards, "moved": out.num_bytes, "freed": out.freed_bytes, "same": same, "kept": sum(versions)}
 
 
 def on_host(path: str) -> list[Any]:

@@ -17,17 +17,23 @@ from quartet.config.algorithms import GRPO, PPO, KLConfig, KLCovLoss, OffPolicyC
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss, KTOLoss
 from quartet.extras.process_rewards.trainer import StepObjective
-from quartet.extras.speculation.companion import Companion, CompanionWorker
 from quartet.extras.speculation.config import HeadTraining
+from quartet.extras.speculation.head_trainer import Companion, CompanionWorker
 from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.schedule.model_worker import Update
 from quartet.train.engine import LossTerm, Objective, TrainEngine
-from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
+from quartet.train.objectives import (
+    KTOObjective,
+    PairwiseObjective,
+    PolicyObjective,
+    PreferenceObjective,
+    SFTObjective,
+    ValueObjective,
+)
 from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
-from quartet.train.preference_objectives import KTOObjective, PairwiseObjective, PreferenceObjective
 from tolerances import in_dtype
 
 VOCAB = 31

@@ -22,9 +22,7 @@ from quartet.models.loading import scalar_model_from
 from quartet.train import forward
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.trainers.preference import PreferenceWorker
-from quartet.trainers.reward_model import RewardModelWorker
-from quartet.trainers.sft import SFTWorker
-from quartet.trainers.supervised_worker import Given, ScalarWorker
+from quartet.trainers.supervised import Given, RewardModelWorker, SFTWorker
 
 NUM_ROWS = 24
 JOBS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -87,7 +85,7 @@ def make_worker(job: str, mesh: Mesh | None) -> Any:
     )
     made = recipe(steps=3, threads=1, train=train, **options)
     model: Any = LlamaForCausalLM(config)
-    if issubclass(kind, ScalarWorker):
+    if recipe.is_scalar:
         model = scalar_model_from(model, seed=0)
     model = model.double()
     given = Given(model, tokenizer, rows, rows)
@@ -99,7 +97,7 @@ def evaluated(job: str, mesh: Mesh | None, path: Path) -> dict[str, Any]:
     worker, found = make_worker(job, mesh), {}
     with counting() as found["reference"]:
         if isinstance(worker, PreferenceWorker):
-            found["missing"], _ = worker.begin_reference(path, is_resumed=False)
+            found["missing"] = worker.begin_reference(path, is_resumed=False)
             while worker.compute_reference():
                 pass
             found["tables"] = dict(worker._tables.tables)

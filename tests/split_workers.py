@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import SPLIT, marks_of
-from quartet.cluster.layout import Layout
+from quartet.cluster.dispatch import SPLIT, Layout, marks_of
 from quartet.schedule.role_group import RoleGroup
 
 
@@ -36,7 +35,7 @@ class SplitWorkers(RoleGroup[Any]):
         batch, *others = args
         assert batch.ids == self._whole.ids and bool((batch.input_ids == -1).all()), "the caller holds token ids"
         filled = replace(batch, input_ids=self._whole.input_ids)
-        plan = SPLIT.plan(Layout.fit(len(self.workers)), (filled, *others), kwargs)
+        plan = SPLIT.plan(Layout(len(self.workers)), (filled, *others), kwargs)
         calls = [call for call in plan.calls if call is not None]
         results = [getattr(worker, name)(*of.args, **of.kwargs) for worker, of in zip(self.workers, calls, strict=True)]
         return plan.collect(results, plan.shares)

@@ -36,7 +36,7 @@ from .config.algorithms import (
     SAPOLoss as SAPOLoss,
     SequenceClippedLoss as SequenceClippedLoss,
 )
-from .config.cluster import (
+from .config.common import (
     LocalCluster as LocalCluster,
     OffloadConfig as OffloadConfig,
     RayCluster as RayCluster,
@@ -91,7 +91,7 @@ from .config.logs import (
     TrackioConfig as TrackioConfig,
     WandbConfig as WandbConfig,
 )
-from .extras.speculation.recipe import (
+from .extras.speculation.config import (
     HeadsConfig as HeadsConfig,
     MedusaRecipe as MedusaRecipe,
 )
@@ -139,7 +139,7 @@ from .config.plugins import (
     Plugin as Plugin,
     RewardType as RewardType,
 )
-from .config.remote import (
+from .config.rewards import (
     BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
 )
@@ -158,11 +158,11 @@ from .config.rewards import (
     PointwiseJudge as PointwiseJudge,
     RegexReward as RegexReward,
 )
-from .extras.iterated.config import (
+from .extras.iterated.trainer import (
     CollectConfig as CollectConfig,
     IteratedRecipe as IteratedRecipe,
+    IteratedTrainer as IteratedTrainer,
 )
-from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
 from .extras.process_rewards.config import (
     DiscountedSteps as DiscountedSteps,
     MinSteps as MinSteps,
@@ -188,11 +188,11 @@ from .observe.progress import Progress as Progress
 from .extras.report.build import build_report as build_report
 from .extras.doctor.examine import examine as examine
 from .extras.doctor.checks import Finding as Finding
-from .trainers.evaluation_job import Evaluator as Evaluator
+from .trainers.evaluation import Evaluator as Evaluator
 from .extras.speculation.job import MedusaTrainer as MedusaTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
-from .trainers.reward_model import RewardModelTrainer as RewardModelTrainer
+from .trainers.supervised import RewardModelTrainer as RewardModelTrainer
 from .trainers.rl import RLTrainer as RLTrainer
-from .trainers.sft import SFTTrainer as SFTTrainer
+from .trainers.supervised import SFTTrainer as SFTTrainer
 
 __version__: str

@@ -14,12 +14,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess, EngineSpec
-from quartet.rollout.process_native import make
-from quartet.rollout.protocol import RolloutEngine
+from quartet.rollout.protocol import RolloutEngine, SteppedEngine
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.step_attention import PlainContexts
 from quartet.text.tokenizer import TextCodec
 
 contract: Any = importlib.import_module("engine_contract")
@@ -38,11 +38,16 @@ def staged(model: PreTrainedModel) -> StagedWeights:
 
 
 def in_thread(path: Path) -> RolloutEngine:
-    return SteppedEngine(make(str(path), max_running=8))
+    return SteppedEngine(load_engine(str(path), max_running=8))
+
+
+def plain_operations(path: Path) -> RolloutEngine:
+    """Those of devices other than the CPU."""
+    return SteppedEngine(targets.native(version=0, contexts=PlainContexts()))
 
 
 def in_process(path: Path) -> RolloutEngine:
-    spec = EngineSpec("quartet.rollout.process_native:make", {"path": str(path), "max_running": 8})
+    spec = EngineSpec("quartet.rollout.engine:load_engine", {"path": str(path), "max_running": 8})
     return EngineProcess(spec, staged(targets.build_model()))
 
 
@@ -56,7 +61,7 @@ def routed_processes(path: Path) -> RolloutEngine:
     return Router([EngineProcess(spec, weights) for spec in specs], max_outstanding=5, policy="least_tokens")
 
 
-KINDS = {make.__name__: make for make in (in_thread, in_process, routed_in_thread, routed_processes)}
+KINDS = {make.__name__: make for make in (in_thread, plain_operations, in_process, routed_in_thread, routed_processes)}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

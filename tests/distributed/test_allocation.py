@@ -23,16 +23,6 @@ from quartet.processes import beginning, descendants
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 
-DRIVER = """
-import os, sys
-from pathlib import Path
-import ray
-
-assert not [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or "TORCHELASTIC" in name]
-ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
-Path(sys.argv[1]).write_text(f"{sum(node['Alive'] for node in ray.nodes())} nodes")
-"""
-
 
 class Allocation:
     """torchruns that are started together and end together."""
@@ -102,16 +92,6 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Allo
         shutil.rmtree(kept)
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_nodes_are_one_cluster(allocation: Allocation, tmp_path: Path, nodes: int) -> None:
-    """Two are it in the common run, too, where a signal ends them."""
-    (tmp_path / "driver.py").write_text(DRIVER)
-    allocation.start(nodes, 1, str(tmp_path / "driver.py"), str(tmp_path / "found"))
-    assert allocation.wait(240) == [0] * nodes, allocation.said()
-    assert (tmp_path / "found").read_text() == f"{nodes} nodes"
-    assert allocation.left() == []
-
-
 def test_the_drivers_failure_ends_all_with_its_status(allocation: Allocation) -> None:
     allocation.start(1, 2, "-c", "import os, sys; print('driver of', os.environ['RAY_ADDRESS']); sys.exit(2)")
     assert allocation.wait(120) == [1], allocation.said()
@@ -135,35 +115,29 @@ def test_any_killed_process_ends_all(allocation: Allocation, tmp_path: Path) -> 
 SAVES = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
+assert not [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or "TORCHELASTIC" in name]
 
 def save(number, frame):
-    for later in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(later, signal.SIG_IGN)
+    signal.signal(number, signal.SIG_IGN)
     import ray
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)  # still there, for the roles' weights
-    time.sleep(2)
-    (folder / "saved").write_text(f"{signal.Signals(number).name} {len(ray.nodes())}")
+    (folder / "saved").write_text(f"{signal.Signals(number).name} {len(ray.nodes())} nodes")
     os._exit(128 + number)
 
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, save)
+signal.signal(signal.SIGTERM, save)
 (folder / "runs").touch()
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(
-    ("nodes", "number", "passed_on"),
-    [(2, signal.SIGTERM, "SIGTERM"), (1, signal.SIGINT, "SIGINT")],
-)
-def test_a_signal_reaches_the_command_and_ray_stays_until_it_has_saved(
-    allocation: Allocation, tmp_path: Path, nodes: int, number: signal.Signals, passed_on: str
+def test_nodes_are_one_cluster_and_a_signal_reaches_the_command_whose_ray_stays_until_it_has_saved(
+    allocation: Allocation, tmp_path: Path
 ) -> None:
-    """Sent to the torchrun of the last node, which with two is not the command's."""
+    """Sent to the torchrun of the last node, which is not the command's."""
     (tmp_path / "saves.py").write_text(SAVES)
-    allocation.start(nodes, 1, str(tmp_path / "saves.py"), str(tmp_path))
+    allocation.start(2, 1, str(tmp_path / "saves.py"), str(tmp_path))
     allocation.until(tmp_path / "runs", 240)
-    os.kill(allocation.agents[-1].pid or 0, number)
+    os.kill(allocation.agents[-1].pid or 0, signal.SIGTERM)
     assert 0 not in allocation.wait(60)
     assert allocation.left() == []
-    assert (tmp_path / "saved").read_text() == f"{passed_on} {nodes}", allocation.said()
+    assert (tmp_path / "saved").read_text() == "SIGTERM 2 nodes", allocation.said()

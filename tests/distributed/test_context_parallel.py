@@ -17,17 +17,10 @@ CASES = [
     PassCase(4, tree="depth 3"),
     PassCase(4, kv_heads=1, recompute=True),
     PassCase(2, "mistral", "depth 3", recompute="selective"),
-    PassCase(4, "mistral", share=False),
     PassCase(4, "gemma2", "depth 3", recompute=True),
-    PassCase(2, "gemma2", entropy_gradient=False, share=False),
     PassCase(4, tree="two tokens"),
-    PassCase(2, scalar=True),
     PassCase(4, "gemma2", "depth 3", scalar=True, recompute="selective"),
-    PassCase(4, tree="one token", scalar=True),
-    PassCase(4, dtype=torch.float32),
     PassCase(2, "gemma2", dtype=torch.float32),
-    PassCase(4, "mistral", "depth 3", scalar=True, dtype=torch.float32),
-    PassCase(2, dtype=torch.float32, precision="bf16"),
     PassCase(4, "gemma2", "depth 3", dtype=torch.float32, precision="bf16", recompute=True),
 ]
 

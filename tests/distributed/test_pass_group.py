@@ -89,25 +89,6 @@ def test_halves_are_added_up_in_fp32() -> None:
     assert total.item() == 262.0  # each 1 by itself is lost: 256 + 1 rounds to 256
 
 
-def _bytes() -> dict[str, int]:
-    group, work = _group()
-    sizes = [3, 1]
-    group.begin()
-    x = torch.zeros(sizes[group.rank], 8, dtype=torch.float32, requires_grad=True)
-    group.gather_rows(x, sizes).sum().backward()  # own rows to the other; the other's gradients back
-    group.to_heads(torch.zeros(1, 4, sizes[group.rank], 2), sizes)
-    group.end()
-    return dict(work.sent)
-
-
-def test_bytes_are_counted_by_kind() -> None:
-    # 8 numbers a row; two of four heads of two numbers a token.
-    assert run_ranks(2, _bytes) == [
-        {"all-gather": 96, "reduce-scatter": 32, "all-to-all": 48},
-        {"all-gather": 32, "reduce-scatter": 96, "all-to-all": 16},
-    ]
-
-
 def _failing(rows: int) -> list[Any]:
     """A pass in which one rank fails, for each exchange before which it does; then one that goes well."""
     group, _ = _group()

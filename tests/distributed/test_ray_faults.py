@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -105,23 +104,6 @@ def test_an_idle_worker_that_dies_is_found(trainer: WorkerGroup) -> None:
     assert [death.rank for death in found] == [1]
     with pytest.raises(WorkerDied, match="rank 1 of group 'trainer'"):
         trainer.sum_ranks()
-
-
-def test_an_awaited_call_fails_soon_after_its_worker(trainer: WorkerGroup) -> None:
-    """Nobody looks; and rank 0, which only waits, has two seconds to fail as well."""
-
-    async def ask() -> float:
-        assert await trainer.call("sum_ranks", blocking=False) == [1.0] * 2
-        call = trainer.call("stall", 1, "OSError: no space left", blocking=False)
-        await asyncio.sleep(1.0)
-        os.kill(trainer.processes[1].pid, signal.SIGKILL)
-        start = time.monotonic()
-        with pytest.raises(WorkerDied) as caught:
-            await call
-        assert (caught.value.death.rank, caught.value.death.last_error) == (1, "OSError: no space left")
-        return time.monotonic() - start
-
-    assert asyncio.run(ask()) < 5.0
 
 
 def test_the_reader_of_a_result_names_who_should_have_made_it(

@@ -86,19 +86,6 @@ def test_forward_passes_need_not_be_equally_many(results: Results) -> None:
     assert all(set(shapes.values()) == {(0,)} for shapes in none.values())
 
 
-def test_memory_of_one_rank_for_forward_passes_ends_no_other(results: Results) -> None:
-    first, odd = (result["forward_out_of_memory"] for result in results)
-    assert first == (0, 50, True)
-    assert odd[0] == 1 and odd[1] < 50 and odd[2]
-
-
-def test_memory_within_a_forward_pass_has_all_of_a_copy_start_over(results: Results, tolerances: Any) -> None:
-    for rank, (difference, num_oom, freed, seconds) in enumerate(r["memory_within_forward_passes"] for r in results):
-        assert difference < tolerances[torch.float64][0] and seconds < 20
-        is_odd = rank == ranks.ODD
-        assert num_oom == int(is_odd or results[0]["is_cut"]) and freed == [True] * is_odd
-
-
 def assert_told(found: list[tuple[str, float, Any]]) -> None:
     """All have raised at once that, or what, the odd rank did, and go on together."""
     for rank, (raised, seconds, after) in enumerate(found):
@@ -142,50 +129,3 @@ def test_a_rank_whose_idle_passes_fail_too_is_named_in_bounded_time() -> None:
     assert odd[0] == "KeyError: 'within a pass'"
     for error, seconds in (first, last):
         assert "rank 1 of 3: KeyError: 'within a pass'" in error and seconds < 10
-
-
-MESHES: dict[str, tuple[int, dict[str, int]]] = {
-    "one copy": (4, {"shard": 4}),
-    "two copies": (4, {"shard": 2}),
-    "tensor": (2, {"tensor": 2}),
-    "context": (2, {"context": 2}),
-    "context and tensor": (4, {"context": 2, "tensor": 2}),
-    "shard and tensor": (4, {"shard": 2, "tensor": 2}),
-}
-EVERY_KIND = ("two copies", "context and tensor")
-
-
-@pytest.fixture(
-    scope="module",
-    # These two have every kind of ranks.
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in EVERY_KIND)) for name in MESHES],
-)
-def within_passes(request: pytest.FixtureRequest) -> Results:
-    """Of each rank of a mesh, what happened where memory ran out and where it failed."""
-    world, sizes = MESHES[request.param]
-    recompute = request.param in ("one copy", "context and tensor")
-    return rank_forks.run_ranks(world, ranks.within_passes, sizes, recompute, limit_s=240.0)
-
-
-def test_where_memory_runs_out_within_a_pass_all_start_over(within_passes: Results, tolerances: Any) -> None:
-    atol, rtol = tolerances[torch.float64]
-    for rank, of_rank in enumerate(result["memory"] for result in within_passes):
-        for place, (budget, (metrics, expected), attempts, seconds, freed) in of_rank["steps"].items():
-            assert budget < 43 and len(attempts) == 2, f"{place}: one attempt, and one with half the budget"
-            assert metrics == pytest.approx(expected, rel=rtol, abs=atol), place
-            assert seconds < 20, f"{place}: waited for a time limit"
-            # Peers break the same pass off; where it had ended there is nothing to free.
-            may_be = [[True]] if rank == ranks.ODD and "end of" not in place else [[]]
-            may_be += [[], [True]] if rank != ranks.ODD and of_rank["has_peers"] else []
-            assert freed in may_be, f"{place}: no failure, or its tensors are still held"
-        assert of_rank["num_oom"] == len(of_rank["steps"])
-        after, expected = of_rank["weights"]
-        for name, values in expected.items():
-            torch.testing.assert_close(after[name], values, atol=atol, rtol=rtol)
-
-
-def test_a_failure_within_a_pass_is_told_to_all_at_once(within_passes: Results) -> None:
-    for rank, of_rank in enumerate(result["failures"] for result in within_passes):
-        for place, (raised, seconds) in of_rank.items():
-            told = f"RankFailed: another rank failed in this update: rank 1 of {len(within_passes)}: "
-            assert raised == f"{'' if rank == ranks.ODD else told}ValueError: no {place}" and seconds < 20

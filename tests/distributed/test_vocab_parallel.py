@@ -7,8 +7,7 @@ import torch
 
 import rank_forks
 import vocabulary_ranks as ranks
-from quartet.models.logprobs import LogprobRule, token_logprobs
-from quartet.models.truncation import Limits
+from quartet.models.logprobs import Limits, LogprobRule, token_logprobs
 from quartet.train.parallel.tensor import VocabParallel
 from vocabulary_ranks import HeadCase
 

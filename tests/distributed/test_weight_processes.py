@@ -111,19 +111,6 @@ def shared_memory_names() -> set[str]:
 
 
 @BETWEEN
-def test_engines_in_other_processes_serve_what_was_sent(kind: str, engines: list[Any]) -> None:
-    before = shared_memory_names()
-    for engine in engines:
-        engine.ask("hold")
-    with connected(kind, engines) as sync:
-        for version in (1, 2):
-            sync.run(source_of(version), version)
-            expected = {"version": version, "status": "ready", "digests": digests(version)}
-            assert [engine.ask("state") for engine in engines] == [expected, expected]
-    assert shared_memory_names() == before
-
-
-@BETWEEN
 def test_an_engine_killed_in_the_middle_is_named_and_replaced(kind: str, engines: list[Any]) -> None:
     before = shared_memory_names()
     for engine in engines:
@@ -230,11 +217,10 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
     assert shared_memory_names() == before
 
 
-@BETWEEN
-def test_an_engine_that_is_dead_before_a_sync_is_named_at_once(kind: str, engines: list[Any]) -> None:
+def test_an_engine_that_is_dead_before_a_sync_is_named_at_once(engines: list[Any]) -> None:
     for engine in engines:
         engine.ask("hold")
-    with connected(kind, engines) as sync:
+    with connected("shared_memory", engines) as sync:
         sync.run(source_of(1), 1)
         os.kill(engines[1].pid, signal.SIGKILL)
         begin = time.monotonic()

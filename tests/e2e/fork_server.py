@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import preload
 from quartet.cli.main import main
-from quartet.extras.speculation.companion import Companion
-from quartet.extras.speculation.head_trainer import HeadTrainer
+from quartet.extras.speculation.head_trainer import Companion, HeadTrainer
 from quartet.extras.storage.store import Store
 from quartet.observe.trackers import JsonlTracker
 from quartet.rollout.engine import NativeEngine

@@ -16,20 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.observe.rollouts import read_step
-from quartet.trainers import engine_memory
+from quartet.trainers import devices
 
 
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
         ("trian.optim.lr=1e-3", ["trian", "train"]),
-        ("train.optm.lr=1e-3", ["optm", "optim"]),
-        ("steps=many", ["steps", "many"]),
         ("steps=0", ["steps"]),
-        ('examples_per_step="12"', ["examples_per_step"]),
-        ("train.precision=fp8", ["precision", "fp32"]),
-        ("steps", ["key=value"]),
-        ("train.optim.lr=.nan", ["lr"]),
     ],
 )
 def test_recipe_keys_and_types(
@@ -62,7 +56,7 @@ def test_missing_files(
 def test_a_policy_that_no_engine_can_hold(
     world: Any, quartet: Any, recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_memory, "available_bytes", lambda: 50_000)
+    monkeypatch.setattr(devices, "available_bytes", lambda: 50_000)
     recipe = world.recipe("large", recipes["rl"](output_dir=str(tmp_path / "run")))
     quartet("rl", recipe).expect_user_error(
         "no process of the native rollout engine can hold 'model'", "set rollout.engine.type: vllm"
@@ -87,12 +81,8 @@ ROW = json.dumps({"prompt": "1+1=", "completion": "2"})
     ("content", "parts"),
     [
         ("", ["rows.jsonl"]),
-        ("\n\n", ["rows.jsonl"]),
         (f'{ROW}\n{{"prompt": "1+2="\n', ["rows.jsonl", "2"]),
-        (f"{ROW}\n[1, 2]\n", ["rows.jsonl", "2"]),
         (f'{ROW}\n{{"prompt": "1+2="}}\n', ["rows.jsonl", "2", "completion"]),
-        (f'{ROW}\n{{"prompt": "1+2=", "completion": ""}}\n', ["rows.jsonl", "2", "empty"]),
-        (f'{ROW}\n{{"prompt": "1+2=", "completion": ["3"]}}\n', ["rows.jsonl:2", "role"]),
         (f'{ROW}\n{{"prompt": "1+2=", "completion": "3 \\ud83d"}}\n', ["rows.jsonl:2", "half a character"]),
         (f'{ROW}\n{{"prompt": "1+2=", "completion": "{"1" * 200}"}}\n', ["rows.jsonl", "2", "205", "skip"]),
     ],
@@ -179,8 +169,6 @@ def test_a_vocabulary_that_does_not_fit(world: Any, quartet: Any, recipes: Any, 
 FAILURES = {
     "raises": ("raise RuntimeError('no idea')", "no idea"),
     "nan": ("scores[1] = float('nan')", "nan"),
-    "count": ("scores = scores[:-1]", "1 scores for 2 completions"),
-    "type": ("scores[0] = 'good'", "'good'"),
 }
 REWARD = """
 calls = 0
@@ -208,8 +196,7 @@ def without_failure(world_of_session: Any, processes: Any, recipes: Any) -> Path
     return world_of_session.path / "runs" / "good_reward"
 
 
-@pytest.mark.parametrize("call", [13, 16], ids=["first chunk", "last chunk"])
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize(("kind", "call"), [("raises", 13), ("nan", 16)])
 def test_a_failing_reward_stops_before_the_update_and_can_be_mended(
     world: Any, quartet: Any, recipes: Any, without_failure: Path, same_run: Any, kind: str, call: int
 ) -> None:
@@ -259,14 +246,11 @@ def test_a_reward_that_does_not_apply_is_left_out_and_counted(
         assert not left_out or not any(record.columns["advantages"])
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_a_reward_that_never_applies_trains_nothing(
-    world: Any, quartet: Any, recipes: Any, metrics_of: Any, algorithm: str
-) -> None:
+def test_a_reward_that_never_applies_trains_nothing(world: Any, quartet: Any, recipes: Any, metrics_of: Any) -> None:
     (world.path / "never.py").write_text("def never(completions, **_):\n    return [None] * len(completions)\n")
     changes = {"rewards": [{"type": "function", "target": "never.py:never"}], "steps": 1}
-    name = f"never_{algorithm}"
-    outcome = quartet("rl", world.recipe(name, recipes["rl"](algorithm, output_dir=f"runs/{name}", **changes)))
+    name = "never"
+    outcome = quartet("rl", world.recipe(name, recipes["rl"]("grpo", output_dir=f"runs/{name}", **changes)))
     assert outcome.status == 0, outcome.err
     assert metrics_of(world.path / "runs" / name)[-1]["reward/not_applicable"] == 8.0
     before = AutoModelForCausalLM.from_pretrained(world.path / "model").state_dict()
@@ -278,11 +262,8 @@ def test_a_reward_that_never_applies_trains_nothing(
     ("reward", "parts"),
     [
         ({"type": "function", "target": "rewards.py:digit"}, ["digit", "digits"]),
-        ({"type": "function", "target": "reward.py:digits"}, ["reward.py"]),
-        ({"type": "function", "target": "digits"}, ["file.py:name"]),
         ({"type": "function", "target": "asking.py:asks"}, ["answre", "answer"]),
         ({"type": "model", "path": "model"}, ["reward model"]),
-        ({"type": "fuction", "target": "rewards.py:digits"}, ["fuction", "function"]),
     ],
 )
 def test_rewards_are_checked_before_anything_starts(

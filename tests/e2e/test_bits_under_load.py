@@ -17,21 +17,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
 from quartet.config.recipe import RLRecipe
-from quartet.envs.protocol import Item, Observation, StepResult
 from quartet.schedule.model_worker import TrainWorker
 from quartet.trainers.rl import RLTrainer
-
-
-class Twice:
-    """Asks a second time; more digits are more points."""
-
-    async def reset(self, item: Item) -> Observation:
-        self.turns = 0
-        return Observation(item.prompt)
-
-    async def step(self, action: str) -> StepResult:
-        self.turns += 1
-        return StepResult(Observation("1+1="), float(sum(c.isdigit() for c in action)), done=self.turns == 2)
 
 
 @contextlib.contextmanager
@@ -47,9 +34,8 @@ def busy_machine() -> Iterator[None]:
             other.wait()
 
 
-@pytest.mark.parametrize("job", ["grpo", pytest.param("two turns", marks=pytest.mark.slow)])
 def test_two_threads_end_with_the_same_bits_on_a_busy_machine(
-    world: Any, recipes: Any, metrics_of: Any, wide_model: Path, monkeypatch: pytest.MonkeyPatch, job: str
+    world: Any, recipes: Any, metrics_of: Any, wide_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[int] = set()
     update = TrainWorker.update
@@ -63,20 +49,18 @@ def test_two_threads_end_with_the_same_bits_on_a_busy_machine(
 
     def run(path: str) -> tuple[dict[str, str], list[dict[str, float]]]:
         changes: dict[str, Any] = {"threads": 2, "steps": 2, "output_dir": path, "chunk_size": 2}
-        if job == "two turns":
-            changes |= {"environment": {"max_turns": 2, "max_tokens": 64}, "rewards": []}
         content = recipes["rl"]("grpo", **changes)
         content["actor"]["model"] = {"path": str(wide_model)}
-        RLTrainer(RLRecipe.model_validate(content), environment=Twice if job == "two turns" else None).train()
+        RLTrainer(RLRecipe.model_validate(content)).train()
         files = sorted(Path(path).glob("*/model.safetensors"))
         assert files
         return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}, metrics_of(
             Path(path)
         )
 
-    quiet = run(f"quiet {job}")
+    quiet = run("quiet")
     with busy_machine():
-        busy = run(f"busy {job}")
+        busy = run("busy")
     assert busy == quiet
     assert threads == {2}
 

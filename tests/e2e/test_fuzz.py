@@ -26,9 +26,9 @@ import pytest
 import yaml
 
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.config.schema import dotted_fields
+from quartet.config.plugins import recipes
+from quartet.config.strict import dotted_fields
 
 SECONDS = float(os.environ.get("QUARTET_FUZZ_S", "0"))
 """For each kind of case; 0: the fixed cases of CI."""
@@ -176,7 +176,7 @@ def shown(value: Any) -> str:
 def test_recipes(tmp_path: Path, recipes: Any) -> None:
     valid = {job: make() for job, make in recipes.items()}
     path = tmp_path / "recipe.yaml"
-    for draw in cases("recipes", 600):
+    for draw in cases("recipes", 200):
         job = draw.choice(sorted(valid))
         value = valid[job]
         for _ in range(draw.choice([1, 1, 2, 4])):
@@ -188,7 +188,7 @@ def test_recipes(tmp_path: Path, recipes: Any) -> None:
 
 def test_overrides() -> None:
     names = {job: sorted(dict(dotted_fields(model))) for job, model in recipes().items()}
-    for draw in cases("overrides", 600):
+    for draw in cases("overrides", 200):
         job = draw.choice(sorted(names))
         overrides = [f"{draw.choice(names[job])}={shown(draw.choice(JUNK))}" for _ in range(draw.choice([1, 1, 3]))]
         if draw.random() < 0.3:
@@ -239,7 +239,7 @@ FORMATS = {
 
 
 def test_rows(world: Any, recipes: Any, command: Any, tmp_path: Path) -> None:
-    for draw in cases("rows", 24):
+    for draw in cases("rows", 8):
         job = draw.choice(sorted(FORMATS))
         rows = (world.path / FORMATS[job]).read_text(encoding="utf-8").splitlines()
         at = draw.randrange(len(rows))
@@ -262,7 +262,7 @@ def run_job(job: str, world: Any, recipes: Any, command: Any, tmp_path: Path, ov
 
 
 def test_model_directories(world: Any, recipes: Any, command: Any, tmp_path: Path) -> None:
-    for draw in cases("models", 24):
+    for draw in cases("models", 8):
         job = draw.choice(["sft", "reward-model", "rl"])
         directory = fresh(world.path / "model", tmp_path / "damaged")
         told = damaged_tree(directory, draw)
@@ -292,7 +292,7 @@ def test_run_directories(world: Any, recipes: Any, command: Any, tmp_path: Path)
         halted[job] = path, final
         recipe = recipes[job]("grpo") if job == "rl" else recipes[job]()
         (tmp_path / f"{job}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    for draw in cases("runs", 20):
+    for draw in cases("runs", 8):
         job = draw.choice(sorted(halted))
         source, final = halted[job]
         run = fresh(source, tmp_path / "run")

@@ -37,25 +37,3 @@ def test_the_quarter_hour_writes_every_part(tmp_path: Path) -> None:
     assert all(
         heading in report for heading in ("## Training\n", "## Rollout", "## Whole RL steps", "## Where the time goes")
     )
-
-
-def test_several_processes_train_one_model(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "run.py"), "--smoke", "--device", "cpu", "--parts", "sharded"]
-    options = ["--processes", "2", "--out", str(tmp_path)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr
-    sharded = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["parts"]["sharded"]
-    assert [tuple(row[size] for size in ("shard", "context", "tensor")) for row in sharded[::2]] == [
-        (2, 1, 1), (1, 1, 2), (1, 2, 1),
-    ]  # fmt: skip
-    assert [(row["processes"], row["useful_tokens"]) for row in sharded] == [(2, 512)] * 6
-    assert all(row["seconds"] > 0 and row["sent_bytes"] > 0 and row["mfu"] is None for row in sharded)
-    assert "## Training on several GPUs" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
-
-
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "run.py"), "--out", str(tmp_path)]
-    environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
-    assert done.returncode == 1
-    assert "no CUDA device" in done.stderr

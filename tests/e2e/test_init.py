@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from quartet.config.load import methods
-from quartet.extras.recipes.commands import REWARDS
-
 STAGES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("sft", (), ("model.path=model", "examples_per_step=4", "steps=1")),
     ("reward-model", (), ("pairs_per_step=4", "steps=1")),
@@ -36,38 +33,13 @@ def test_the_recipes_run_one_after_the_other(
     assert (tmp_path / "runs/rl/model/config.json").is_file() and (tmp_path / "runs/eval/answers.jsonl").is_file()
 
 
-@pytest.mark.parametrize(("number", "method"), list(enumerate(methods()["rl"])))
-def test_every_method_runs(world: Any, quartet: Callable[..., Any], tmp_path: Path, number: int, method: str) -> None:
-    """Each with another reward of those that need neither a server nor a sandbox."""
-    kinds = [kind for kind in REWARDS if kind not in ("process_model", "code", "http", "judge")]
-    # DAPO goes on with groups of different scores only, which random answers have in length.
-    kind = "length" if method == "dapo" else kinds[number % len(kinds)]
-    filled = {
-        "model": ["rewards.0.path=reward_model"],
-        "function": ["rewards.0.target=rewards.py:digits"],
-        "length": ["rewards.0.max=1"],
-    }.get(kind, [])
-    filled += ["reference.path=model"] if method == "distillation" else []
-    (tmp_path / "rl.yaml").write_text(quartet("init", "rl", "--method", method, "--reward", kind).out, encoding="utf-8")
-    small = ["threads=1", "steps=1", "prompts_per_step=2", "rollout.sampling.max_new_tokens=6"]
-    run = [tmp_path / "rl.yaml", "actor.model.path=model", f"output_dir={tmp_path / 'run'}", *filled, *small]
-    outcome = quartet("rl", *run)
-    assert outcome.status == 0, (method, kind, outcome.err)
-
-
 @pytest.mark.parametrize(
     ("job", "change", "made_by"),
     [
         ("sft", "model.path=runs/sft/model", "sft"),
         ("rl", "actor.model.path=runs/sft/model", "sft"),
         ("rl", "rewards.0.path=runs/reward-model/model", "reward-model"),
-        ("rl", "rewards.0={type: process_model, path: runs/process-reward/model}", "process-reward"),
-        ("rl", "actor.model.path=runs/sft-lora/adapter", "sft"),
         ("rl", "critic.path=runs/rl-ppo/critic", "rl"),
-        ("rl", "reference.path=runs/dpo/model", "preference"),
-        ("rl", "actor.model.tokenizer=runs/sft/model", "sft"),
-        ("eval", "model.path=runs/grpo/model", "rl"),
-        ("eval", "compare.model=runs/sft/model", "sft"),
         ("eval", "compare.model=runs/eval/answers.jsonl", "eval"),
     ],
 )

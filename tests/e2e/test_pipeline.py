@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, packed_scalar_model
-from quartet.observe.rollouts import list_steps, read_step
+from quartet.observe.rollouts import read_step
 from quartet.train.forward import Needs, forward_only
 
 JOBS = ("sft", "reward-model", "rl")
@@ -39,17 +39,6 @@ def pipeline(world_of_session: Any, processes: Any, recipes: Any) -> Path:
     return world_of_session.path / "runs" / "pipe"
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_every_run_leaves_summary_status_and_recipe(pipeline: Path, job: str) -> None:
-    summary = json.loads((pipeline / job / "summary.json").read_text())
-    assert summary["job"] == job and summary["seed"] == 0
-    assert {"python", "torch", "transformers", "quartet-rl"} <= summary["versions"].keys()
-    stage = summary["stages"][0]
-    assert stage["seconds"] > 0 and stage["metrics"]
-    assert json.loads((pipeline / job / "run.json").read_text())["status"] == "done"
-    assert (pipeline / job / "recipe.yaml").is_file()
-
-
 def test_every_stage_learned_something(pipeline: Path, metrics_of: Callable[[Path], Any]) -> None:
     sft = metrics_of(pipeline / "sft")
     assert sft[-1]["loss/sft"] < sft[0]["loss/sft"] - 0.3
@@ -68,9 +57,8 @@ def _padded(tokenizer: Any, texts: list[str]) -> tuple[Any, list[list[int]]]:
     return encoded, rows
 
 
-@pytest.mark.parametrize("run", ["sft", "rl"])
-def test_a_policy_reloads_with_from_pretrained_and_computes_the_same(pipeline: Path, run: str) -> None:
-    path = str(pipeline / run / "model")
+def test_a_policy_reloads_with_from_pretrained_and_computes_the_same(pipeline: Path) -> None:
+    path = str(pipeline / "rl" / "model")
     tokenizer, plain = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).eval()
     encoded, rows = _padded(tokenizer, ["12+34=4", "7+8=15;15", "1+1=2"])
     with torch.no_grad():
@@ -86,8 +74,7 @@ def test_a_policy_reloads_with_from_pretrained_and_computes_the_same(pipeline: P
         torch.testing.assert_close(logprobs[start + 1 : start + len(row)], expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("run", ["reward-model/model", "rl/critic"])
+@pytest.mark.parametrize(("run", "side"), [("reward-model/model", "left"), ("rl/critic", "right")])
 def test_a_scalar_model_scores_padded_batches_alike(pipeline: Path, run: str, side: str) -> None:
     path = str(pipeline / run)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -101,19 +88,6 @@ def test_a_scalar_model_scores_padded_batches_alike(pipeline: Path, run: str, si
     rows = RaggedBatch.from_sequences([tokenizer(text)["input_ids"] for text in texts])
     scores = forward_only(packed_scalar_model(load_scalar_model(path)), rows, Needs(scores=True), 1000)
     torch.testing.assert_close(scores.sequence["scores"], expected, atol=1e-5, rtol=1e-5)
-
-
-def test_chunks_are_scored_while_later_groups_are_still_generated(pipeline: Path) -> None:
-    from quartet.observe.spans import read_spans
-
-    for step in range(3):
-        spans = [span for span in read_spans(pipeline / "rl" / "spans.jsonl") if span.step == step]
-        last_generation = max(span.start_s for span in spans if span.name == "generate")
-        early = [
-            span for span in spans if span.chunk is not None and span.mode == "forward" and span.name != "generate"
-        ]
-        assert {span.role for span in early} >= {"reward_model", "reference", "critic", "actor"}
-        assert any(span.end_s <= last_generation for span in early), "no chunk was scored before generation ended"
 
 
 def test_evaluation_is_not_counted_as_the_steps_generation(pipeline: Path) -> None:
@@ -136,16 +110,6 @@ def test_a_prompt_is_prefilled_once_for_all_its_responses(pipeline: Path, metric
         lengths = [len(prompt) for prompt in set(groups.values())]
         assert sum(lengths) - max(lengths) <= row["rollout/prefill_tokens"] <= sum(lengths)
         assert row["rollout/tokens"] == sum(len(record.response_ids) for record in records)
-
-
-def test_rollouts_hold_every_column(pipeline: Path) -> None:
-    assert list_steps(pipeline / "rl" / "rollouts") == [1, 2, 3]
-    record = read_step(pipeline / "rl" / "rollouts", 1)[0]
-    columns = {"rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "kl", "ratio"}
-    assert columns <= record.columns.keys()
-    assert record.rewards.keys() == {"reward_model", "digits"}
-    expected = record.rewards["reward_model"] + 2.0 * record.rewards["digits"]
-    assert record.score == pytest.approx(expected, rel=1e-5)
 
 
 def test_generate_answers_and_is_reproducible(world: Any, pipeline: Path, quartet: Any) -> None:
@@ -185,13 +149,6 @@ def test_eval_writes_answers_and_scores(world: Any, pipeline: Path, quartet: Any
     quartet("eval", "eval.yaml").expect_user_error("already holds a run", "choose another output_dir")
 
 
-def test_report_is_one_self_contained_file(world: Any, pipeline: Path, quartet: Any) -> None:
-    outcome = quartet("report", pipeline / "rl", "--out", world.path / "report.html")
-    assert outcome.status == 0, outcome.err
-    text = (world.path / "report.html").read_text(encoding="utf-8")
-    assert "reward/score_mean" in text and 'src="http' not in text and 'href="http' not in text
-
-
 def test_a_finished_run_resumed_changes_nothing(world: Any, pipeline: Path, processes: Any, same_run: Any) -> None:
     before = {p: p.read_bytes() for p in (pipeline / "sft").rglob("*") if p.suffix in (".safetensors", ".jsonl")}
     log = world.path / "resumed.log"
@@ -200,16 +157,15 @@ def test_a_finished_run_resumed_changes_nothing(world: Any, pipeline: Path, proc
     assert json.loads((pipeline / "sft" / "run.json").read_text())["status"] == "done"
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 def test_group_methods_learn_from_a_function_and_load_nothing_else(
-    world: Any, quartet: Any, recipes: Any, metrics_of: Any, algorithm: str
+    world: Any, quartet: Any, recipes: Any, metrics_of: Any
 ) -> None:
     """No critic, no reference (KL 0), no reward model."""
-    recipe = recipes["rl"](algorithm, output_dir=f"runs/pipe-{algorithm}", steps=2, responses_per_prompt=4)
+    recipe = recipes["rl"]("grpo", output_dir="runs/pipe-grpo", steps=2, responses_per_prompt=4)
     recipe["algorithm"]["kl"] = {"coef": 0.0}
-    outcome = quartet("rl", world.recipe(algorithm, recipe))
+    outcome = quartet("rl", world.recipe("grpo", recipe))
     assert outcome.status == 0, outcome.err
-    run = world.path / "runs" / f"pipe-{algorithm}"
+    run = world.path / "runs" / "pipe-grpo"
     assert not (run / "critic").exists() and (run / "model").is_dir()
     rows = metrics_of(run)
     assert not any(name.startswith(("critic/", "loss/value", "kl/")) for row in rows for name in row)

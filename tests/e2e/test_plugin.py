@@ -76,7 +76,7 @@ STARTER = Starter("rows.jsonl", ("prompt", "completion"))
 TRAINER = """
 from broken_recipe import ShortRecipe
 from quartet.trainers.input_sources import demonstration_reader
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 class ShortTrainer(SFTTrainer):
     recipe_class = ShortRecipe

@@ -80,13 +80,6 @@ def rl_recipe(algorithm: dict[str, Any], **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_the_model_knows_its_steps(trained: Path) -> None:
-    summary = json.loads((trained / "runs/prm/summary.json").read_text())
-    found = summary["stages"][0]["metrics"]
-    assert found["eval/accuracy"] > 0.95, found
-    assert json.loads((trained / "runs/prm/model/process_reward.json").read_text())["separator"] == ";"
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -114,20 +107,6 @@ def test_a_process_reward_alone_raises_the_score(
     assert len(scored) == len(split_steps(record.response_text, ";")) and scored[-1] <= len(record.response_ids) - 1
 
 
-def test_outcome_and_process_together_report_their_gaps(trained: Path, world: Any, quartet: Callable[..., Any]) -> None:
-    rewards = [
-        {"type": "function", "target": "rewards.py:digits"},
-        {"type": "process_model", "path": "runs/prm/model", "weight": 0.5, "score": "signed"},
-    ]
-    recipe = rl_recipe({"name": "rloo"}, output_dir="runs/gaps", rewards=rewards, steps=2)
-    world.recipe("gaps", recipe)
-    outcome = quartet("rl", "gaps.yaml")
-    assert outcome.status == 0, outcome.err
-    last = read_metrics(trained / "runs/gaps/metrics.jsonl")[-1]
-    assert last["process/gap_outcome"] > 0 and "process/gap_process" in last
-    assert last["process/steps_mean"] >= 1 and last["process/unscored"] == 0
-
-
 def test_a_killed_run_with_a_process_reward_ends_the_same(
     trained: Path, world: Any, processes: Any, same_run: Callable[[Path, Path], None]
 ) -> None:
@@ -138,41 +117,3 @@ def test_a_killed_run_with_a_process_reward_ends_the_same(
     assert processes.run(*runs["p-killed"], cwd=trained, output=log, kill=("log", 4)) == -signal.SIGKILL
     assert processes.run(*runs["p-killed"], "--resume", cwd=trained, output=log) == 0, log.read_text()
     same_run(trained / "runs/p-whole", trained / "runs/p-killed")
-
-
-def test_an_evaluation_reads_it_too(trained: Path, world: Any, quartet: Callable[..., Any]) -> None:
-    recipe = {
-        "threads": 1,
-        "output_dir": "runs/process-eval",
-        "model": {"path": "model"},
-        "data": {"path": "held_out.jsonl"},
-        "rewards": [{"type": "process_model", "path": "runs/prm/model"}],
-        "sampling": {"max_new_tokens": 7},
-    }
-    world.recipe("process-eval", recipe)
-    outcome = quartet("eval", "process-eval.yaml")
-    assert outcome.status == 0, outcome.err
-    assert "process_reward" in outcome.out
-
-
-def test_labels_that_do_not_match_are_named_by_row(trained: Path, world: Any, quartet: Callable[..., Any]) -> None:
-    rows = labelled_rows(2, 4)
-    rows[1]["labels"] = [*rows[1]["labels"], True]
-    rows[3]["labels"][0] = 1.5
-    (trained / "bad_steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    outcome = quartet("process-reward", "prm.yaml", "data.path=bad_steps.jsonl", "output_dir=runs/never")
-    outcome.expect_user_error(
-        "step labels do not fit", "2 of 4 rows", "bad_steps.jsonl:2:", "bad_steps.jsonl:4: label 1"
-    )
-    assert not (trained / "runs/never").exists()
-
-
-def test_a_model_without_separator_and_remax_are_refused(
-    trained: Path, world: Any, quartet: Callable[..., Any]
-) -> None:
-    source = {"type": "process_model", "path": "reward_model"}
-    world.recipe("no-separator", rl_recipe({"name": "grpo"}, rewards=[source], output_dir="runs/never"))
-    quartet("rl", "no-separator.yaml").expect_user_error("it is not known how the steps", "set separator")
-    world.recipe("remax-steps", rl_recipe({"name": "remax"}, output_dir="runs/never"))
-    quartet("rl", "remax-steps.yaml").expect_user_error("remax takes the greedy response's whole score")
-    assert not (trained / "runs/never").exists()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, StableLmConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
@@ -56,27 +56,6 @@ def test_an_object_stays_as_it_is_and_the_result_is_loaded_when_asked(
     ours, theirs = (result.model.state_dict() for result in results.values())
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert results["passed-ray"].critic is None and results["passed-ray"].model is results["passed-ray"].model
-
-
-def _saved(path: Path, config: Any) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    AutoTokenizer.from_pretrained("model").save_pretrained(path)
-    return path
-
-
-def test_an_architecture_is_refused_before_workers_start(
-    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any]
-) -> None:
-    size = len(AutoTokenizer.from_pretrained("model"))
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    path = _saved(Path("stablelm"), StableLmConfig(vocab_size=size, num_key_value_heads=2, **sizes))
-    content = _grpo(recipes, "ray-stablelm", **PLACED)
-    content["actor"]["model"] = {"path": str(path)}
-    found = quartet("rl", world.recipe("ray-stablelm", content))
-    found.expect_user_error("StableLmForCausalLM cannot be trained or sampled", "layers keep the attention context")
-    assert "starting workers" not in found.out + found.err
-    assert not Path("ray-stablelm").exists()
 
 
 def test_what_weights_alone_show_is_refused_by_a_worker_before_anything_is_written(

@@ -31,25 +31,6 @@ PIPELINED = {
         "frozen": {"roles": ["reward"], "processes": 2},
     },
 }
-SEPARATED = {
-    "type": "separated",
-    "rollout": {},
-    "actor": {"processes": 4},
-    "critic": {"processes": 2},
-    "reference": {"processes": 2},
-    "reward": {"processes": 2},
-}
-BESIDE = {
-    "type": "pipelined",
-    "pools": {
-        "policy": {"roles": ["rollout", "actor"], "processes": 4},
-        "scores": {"roles": ["critic", "reference", "reward"], "processes": 2},
-    },
-}
-OTHER_CUTS: dict[str, dict[str, Any]] = {
-    "apart-a": {"actor": {"context": 2}, "critic": {"tensor": 2}, "reference": {"tensor": 2}, "reward": {}},
-    "apart-b": {"actor": {"tensor": 2}, "critic": {"shard": 2}, "reference": {}, "reward": {"context": 2}},
-}
 FIGURES = (
     "loss/value",
     "loss/policy",
@@ -132,42 +113,6 @@ def test_a_run_on_meshes_goes_on_when_a_rank_dies_and_another_mesh_takes_it_up(
     back = recipes["rl"](output_dir="parallel-back", **steps)
     taken_up("parallel", back, world, quartet)
     check_alike(alone, Path("parallel-back"), metrics_of)
-
-
-@pytest.mark.slow
-def test_separated_roles_on_meshes_and_the_same_run_on_others(
-    ray_cluster: Any, alone: Path, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any, steps: Any
-) -> None:
-    """And then engines beside the actor, to which each of its ranks sends."""
-    whole = recipes["rl"](output_dir="apart", placement=SEPARATED, cluster=RAY, **steps)
-    found = quartet("rl", world.recipe("apart", cut(whole, CUTS)))
-    assert found.status == 0, found.err
-    check_alike(alone, Path("apart"), metrics_of)
-    for name, cuts in OTHER_CUTS.items():
-        other = recipes["rl"](output_dir=name, placement=BESIDE, cluster=RAY, **steps)
-        taken_up("apart", cut(other, cuts), world, quartet)
-        check_alike(alone, Path(name), metrics_of)
-
-
-@pytest.mark.slow
-def test_adapters_on_layers_that_ranks_have_between_them(
-    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
-) -> None:
-    """The reference is the actor without them."""
-    runs = {"lora-alone": {}, "lora-tensor": {"tensor": 2, "shard": 2}, "lora-context": {"context": 2}}
-    for name, sharding in runs.items():
-        recipe = recipes["rl"]("grpo", output_dir=name, steps=2)
-        recipe["actor"]["train"] = recipe["actor"]["train"] | {"lora": {"rank": 2}}
-        recipe["algorithm"]["kl"] = {"coef": 0.05}
-        if sharding:
-            pools = {"engine": {"roles": ["rollout"]}, "policy": {"roles": ["actor", "reference"], "processes": 4}}
-            recipe |= {"placement": {"type": "pipelined", "pools": pools}, "cluster": RAY}
-            recipe["actor"]["sharding"] = sharding
-        found = quartet("rl", world.recipe(name, recipe))
-        assert found.status == 0, found.err
-        for row, other in zip(*(metrics_of(Path(run)) for run in ("lora-alone", name)), strict=True):
-            for figure in row.keys() & {"loss/policy", "policy/grad_norm", "reward/score_mean", "kl/ref"}:
-                assert other[figure] == pytest.approx(row[figure], rel=1e-4, abs=1e-6), (name, row["step"], figure)
 
 
 def test_a_role_that_cannot_be_cut_so_is_named_before_workers_start(

@@ -18,15 +18,11 @@ from quartet.config import UserError
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.schedule.role_group import RolesWorker
-from quartet.trainers.supervised_worker import SupervisedWorker
+from quartet.trainers.supervised import SupervisedWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 RAY = {"type": "ray", "cpus_per_process": 0.1}
 TWO = {"cluster": RAY, "processes": 2}
-# Each process with a copy of the model, or with half of it: either way is there in the common run.
-_SLOW = [pytest.param({name: 2}, marks=pytest.mark.slow) for name in ("tensor", "context")]
-COPIED = pytest.mark.parametrize("cut", [{}, pytest.param({"shard": 2}, marks=pytest.mark.slow), *_SLOW], ids=str)
-SHARDED = pytest.mark.parametrize("cut", [pytest.param({}, marks=pytest.mark.slow), {"shard": 2}, *_SLOW], ids=str)
 HELD_OUT = {"evaluation_data": {"path": "demonstrations.jsonl", "limit": 6}, "evaluate_every_steps": 3}
 
 
@@ -46,10 +42,6 @@ def agree(one: Path, many: Path, metrics_of: Callable[[Path], list[dict[str, flo
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
 
 
-def label(cut: dict[str, int]) -> str:
-    return "-".join(f"{name}{size}" for name, size in cut.items())
-
-
 def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on SIGKILL hits the second worker when it has been asked for that step."""
     asked = WorkerGroup.ask
@@ -63,9 +55,7 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerGroup, "ask", ask)
 
 
-@SHARDED
 def test_two_processes_train_as_one_and_a_death_can_be_resumed(
-    cut: dict[str, int],
     ray_cluster: Any,
     world: Any,
     recipes: Any,
@@ -74,10 +64,10 @@ def test_two_processes_train_as_one_and_a_death_can_be_resumed(
     same_run: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each with a copy of the model, or with half of it."""
-    one, many, dead = (f"ray-sft-{name}-{label(cut)}" for name in ("one", "two", "dead"))
+    """Each with half of the model."""
+    one, many, dead = (f"ray-sft-{name}" for name in ("one", "two", "dead"))
     recipe = {name: recipes["sft"](output_dir=name, **HELD_OUT) for name in (one, many, dead)}
-    several = TWO | {"sharding": cut}
+    several = TWO | {"sharding": {"shard": 2}}
     assert quartet("sft", world.recipe("one", recipe[one])).status == 0
     found = quartet("sft", world.recipe("two", recipe[many] | several))
     assert found.status == 0, found.err
@@ -95,15 +85,13 @@ def test_two_processes_train_as_one_and_a_death_can_be_resumed(
     same_run(Path(many), Path(dead))
 
 
-@COPIED
 def test_one_process_goes_on_with_what_two_have_saved(
-    cut: dict[str, int], ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
-    """And a recipe of the version before, which had no such keys, is the same recipe."""
-    run = Path(f"ray-rm-{label(cut)}")
+    run = Path("ray-rm")
     job = recipes["reward-model"](output_dir=str(run), checkpoint={"every_steps": 2, "keep": 9})
     assert quartet("reward-model", world.recipe("rm-one", job | {"output_dir": f"{run}-one"})).status == 0
-    found = quartet("reward-model", world.recipe("rm", job | TWO | {"sharding": cut}))
+    found = quartet("reward-model", world.recipe("rm", job | TWO))
     assert found.status == 0, found.err
     agree(Path(f"{run}-one"), run, metrics_of)
     for checkpoint in sorted((run / "checkpoints").glob("step_*"))[2:]:
@@ -111,32 +99,20 @@ def test_one_process_goes_on_with_what_two_have_saved(
             file.rmdir() if file.is_dir() else file.unlink()
         checkpoint.rmdir()
     (run / "summary.json").unlink()
-    kept = (run / "recipe.yaml").read_text().splitlines(keepends=True)
-    begin = next(i for i, line in enumerate(kept) if line.startswith("cluster:"))
-    end = next(i for i, line in enumerate(kept) if i > begin and not line.startswith(" "))
-    assert sum(line.startswith(("processes: 2", "nodes: 1")) for line in kept) == 2
-    at = kept.index("sharding:\n")
-    assert kept[at + 1].startswith("  shard: ")
-    length = next(n for n, line in enumerate(kept[at + 1 :], 1) if not line.startswith(" "))
-    del kept[at : at + length]
-    begin, end = (index - length * (index > at) for index in (begin, end))
-    rest = [line for line in kept[:begin] + kept[end:] if not line.startswith(("processes:", "nodes:"))]
-    (run / "recipe.yaml").write_text("".join(rest))
     found = quartet("reward-model", world.recipe("rm", job), "--resume")
     assert found.status == 0, found.err
     assert "starting" not in found.out + found.err
     agree(Path(f"{run}-one"), run, metrics_of)
 
 
-@SHARDED
 def test_the_reference_is_computed_before_the_first_step(
-    cut: dict[str, int], ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
     """KTO reads answers to other prompts under policy and reference in every step."""
     job = recipes["reward-model"](loss={"name": "kto"}, steps=3)
-    one, many = f"ray-kto-one-{label(cut)}", f"ray-kto-{label(cut)}"
+    one, many = "ray-kto-one", "ray-kto"
     assert quartet("preference", world.recipe("kto-one", job | {"output_dir": one})).status == 0
-    several = TWO | {"sharding": cut, "output_dir": many}
+    several = TWO | {"sharding": {"shard": 2}, "output_dir": many}
     found = quartet("preference", world.recipe("kto", job | several))
     assert found.status == 0, found.err
     assert "reference: 18/18" in found.out + found.err, "training and held-out pairs, without those of equal answers"
@@ -167,22 +143,6 @@ def test_objects_stay_as_they_are_and_the_result_is_loaded_when_asked(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", [{"tensor": 2}, {"context": 2}], ids=str)
-def test_a_process_reward_model_of_two_processes(
-    cut: dict[str, int], ray_cluster: Any, world: Any, metrics_of: Any
-) -> None:
-    rows = [{"prompt": f"{n}+1=", "steps": [f"{n}+1", f"={n + n % 2}"], "labels": [1, n % 2]} for n in range(2, 10)]
-    runs = [Path(f"ray-process-{label(cut)}{end}") for end in ("-one", "")]
-    for run, section in zip(runs, ({}, TWO | {"sharding": cut}), strict=True):
-        recipe = ProcessRewardRecipe.model_validate(
-            {"output_dir": str(run), "threads": 1, "steps": 3, "answers_per_step": 4, "separator": ";", **section}
-        )
-        model, tokenizer = AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model")
-        ProcessRewardTrainer(recipe, model=model, tokenizer=tokenizer, rows=rows, evaluation_rows=rows).train()
-    agree(*runs, metrics_of)
-
-
 def test_what_a_worker_refuses_comes_before_anything_is_written(
     ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any]
 ) -> None:
@@ -195,7 +155,6 @@ def test_what_a_worker_refuses_comes_before_anything_is_written(
     ("changes", "told"),
     [
         ({"processes": 2}, ("cluster.type local has one process", "set cluster.type: ray")),
-        ({"nodes": 2}, ("cluster.type local has one process",)),
         ({"cluster": RAY, "device": "cuda:1"}, ("Ray decides which GPU a process sees",)),
     ],
 )

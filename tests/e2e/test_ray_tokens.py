@@ -27,10 +27,6 @@ ASYNCHRONOUS = {
     "max_staleness": 1,
     "pools": {"engine": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reference", "reward"]}},
 }
-PIPELINED = {
-    "type": "pipelined",
-    "pools": {"policy": {"roles": ["rollout", "actor"]}, "rest": {"roles": ["critic", "reference", "reward"]}},
-}
 
 
 @pytest.fixture
@@ -154,21 +150,3 @@ def test_groups_ahead_are_saved_and_taken_up_anywhere_and_no_ids_pass_through_th
         common = saved[step].keys() & trained.keys()
         assert len(trained) == 8 and common
         assert all(trained[name] == saved[step][name] for name in common)
-
-
-def test_texts_and_columns_of_ppo_are_made_where_the_tokens_are(
-    ray_cluster: Any,
-    world: Any,
-    recipes: Any,
-    read_by_workers: Any,
-    quartet: Callable[..., Any],
-    same_run: Any,
-    watched: Any,
-) -> None:
-    for name, section in (("ppo-here", {}), ("ppo-ray", {"placement": PIPELINED, "cluster": RAY})):
-        content = recipes["rl"](output_dir=name, steps=3, log={"rollouts_every": 1}, **read_by_workers, **section)
-        found = quartet("rl", world.recipe(name, content))
-        assert found.status == 0, found.err
-        seen = watched()
-        assert bool(seen) == (name == "ppo-here"), seen[:1] or "the watch sees nothing at all"
-    same_run(Path("ppo-here"), Path("ppo-ray"))

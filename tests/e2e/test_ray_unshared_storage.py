@@ -18,7 +18,7 @@ from quartet.observe.digests import digest_files
 from quartet.schedule.role_group import RemoteGroup, RolesWorker
 from quartet.trainers import rl
 from quartet.trainers.run_files import output_path
-from quartet.trainers.supervised_worker import SupervisedWorker
+from quartet.trainers.supervised import SupervisedWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 SPREAD = {"type": "ray", "cpus_per_process": 0.1, "strategy": "spread"}

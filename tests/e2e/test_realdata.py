@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from quartet.cli.main import add_plugins, app
-from quartet.config import UserError
 from quartet.text.tokenizer import TextCodec
 
 add_plugins()
@@ -58,12 +55,6 @@ def quartet(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return run
 
 
-@pytest.fixture
-def textstats(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("textstats")
-
-
 def finite(metrics: dict[str, float]) -> bool:
     return bool(metrics) and all(math.isfinite(value) for value in metrics.values())
 
@@ -98,19 +89,6 @@ def test_pandalm_pairs(data: Path, quartet: Callable[..., dict[str, Any]]) -> No
     ids = {token for row in rows for token in codec.encode_prompt(f"{row['prompt']} {row['chosen']} {row['rejected']}")}
     assert config.num_labels == 1 and config.pad_token_id not in ids
     assert AutoTokenizer.from_pretrained(found["path"] / "model").pad_token_id == config.pad_token_id
-
-
-@needs_data
-def test_conversational_pairs(data: Path, quartet: Callable[..., dict[str, Any]]) -> None:
-    found = quartet(
-        "reward-model",
-        "pandalm-reward-model",
-        f"model.path={data / 'stories260K'}",
-        f"data.path={data / 'dpo_en_demo_pairs.jsonl'}",
-        "steps=2",
-        "pairs_per_step=2",
-    )
-    assert finite(found["stages"][0]["metrics"])
 
 
 @needs_data
@@ -153,9 +131,6 @@ def test_real_pairs_in_the_shape_of_hh_rlhf(
         ("dpo", "pandalm_human_pairs.jsonl"),
         ("simpo", "dpo_en_demo_pairs.jsonl"),
         ("kto", "pandalm_human_pairs.jsonl"),
-        pytest.param("dpo", "dpo_en_demo_pairs.jsonl", marks=pytest.mark.slow),
-        pytest.param("simpo", "pandalm_human_pairs.jsonl", marks=pytest.mark.slow),
-        pytest.param("kto", "dpo_en_demo_pairs.jsonl", marks=pytest.mark.slow),
     ],
 )
 def test_dpo_on_real_pairs(data: Path, quartet: Callable[..., dict[str, Any]], name: str, file: str) -> None:
@@ -199,19 +174,6 @@ def test_gsm8k_by_its_own_column_names(data: Path, quartet: Callable[..., dict[s
 
 
 @needs_data
-def test_overlong_rows_stop_the_run_where_that_is_asked_for(data: Path, quartet: Callable[..., dict[str, Any]]) -> None:
-    with pytest.raises(UserError) as caught:
-        quartet(
-            "sft",
-            "gsm8k-sft",
-            f"model.path={data / 'stories260K'}",
-            f"data.path={data / 'gsm8k_train.jsonl'}",
-            "data.overlong=error",
-        )
-    assert "gsm8k_train.jsonl:" in str(caught.value.found)
-
-
-@needs_data
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_stories(algorithm: str, data: Path, quartet: Callable[..., dict[str, Any]]) -> None:
     """A few updates on the story task: finite, and the report can be built from real tokens."""
@@ -236,30 +198,3 @@ def test_stories(algorithm: str, data: Path, quartet: Callable[..., dict[str, An
     page = (found["path"] / "report.html").read_text(encoding="utf-8")
     assert "Once upon a time" in page
     shutil.rmtree(found["path"])
-
-
-# The statistics of benchmarks/realdata.py, which need no data ---------------------------------------------
-
-
-def test_wilson_interval(textstats: ModuleType) -> None:
-    """Against the closed form worked out by hand for 8 of 10, and its limits."""
-    found = textstats.wilson(8, 10)
-    assert (round(found.low, 4), found.value, round(found.high, 4)) == (0.4902, 0.8, 0.9433)
-    assert textstats.wilson(0, 5).low == 0 and textstats.wilson(5, 5).high == 1
-    with pytest.raises(ValueError):
-        textstats.wilson(1, 0)
-
-
-def test_mean_interval(textstats: ModuleType) -> None:
-    found = textstats.mean_interval([1.0, 2.0, 3.0])
-    assert found.value == 2 and found.high - found.value == pytest.approx(1.959964 / math.sqrt(3), rel=1e-5)
-
-
-def test_text_statistics(textstats: ModuleType) -> None:
-    assert textstats.distinct(["a b a b", "a b"], 1, 10) == pytest.approx(2 / 6)
-    assert textstats.distinct(["a b a b", "a b"], 2, 10) == pytest.approx(2 / 4)
-    assert textstats.distinct(["a b c d e f", "g h i"], 1, 2) == 1
-    assert textstats.repeated("a b c d a b c d", 4) == pytest.approx(1 - 4 / 5)
-    assert textstats.repeated("too short", 4) == 0
-    texts = ["They were very happy. The end was near.", "They were very happy! Tom ate all the cake."]
-    assert textstats.shared_sentences(texts) == pytest.approx(2 / 4)

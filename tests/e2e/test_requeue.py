@@ -74,9 +74,9 @@ def test_a_run_whose_process_is_gone_does_not_count_as_running(world: Any, proce
     assert f"the process that ran it before {ENDED}" in log.read_text()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_two_quick_ctrl_c_end_the_command(world: Any, processes: Any, recipes: Any, seed: int) -> None:
-    """At any moment and with any gap; ``signal_trials.py`` does hundreds of these under load."""
+    """At any moment and with any gap."""
     rng = random.Random(seed)
     job = ("rl", "sft")[seed % 2]
     name = f"twice-{seed}"

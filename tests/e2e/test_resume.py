@@ -15,14 +15,7 @@ import pytest
 
 from quartet.train.checkpoint import list_checkpoints
 
-RECIPES = ("rl", "sft", "reward-model", "drafting", "heads")
-
-HISTORY = {
-    "type": "history",
-    "min_match": 1,
-    "max_draft": 3,
-    "costs": {"plain": [1.0, 1.01, 1.02], "drafted": [1.0, 1.0, 1.01, 1.05, 1.15]},
-}
+RECIPES = ("rl", "sft", "heads")
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +23,11 @@ def uninterrupted(
     world_of_session: Any, processes: Any, recipes: Any, learning_heads: dict[str, Any]
 ) -> dict[str, Path]:
     """One whole run per job."""
-    found, speculation = {}, {"drafting": HISTORY, "heads": learning_heads}
+    found = {}
     for name in RECIPES:
         content = recipes[command_of(name)](output_dir=f"runs/whole-{name}")
-        if name in speculation:
-            content["rollout"] = {**content["rollout"], "speculation": speculation[name]}
+        if name == "heads":
+            content["rollout"] = {**content["rollout"], "speculation": learning_heads}
         recipe = world_of_session.recipe(f"whole-{name}", content)
         log = world_of_session.path / f"whole-{name}.log"
         assert processes.run(command_of(name), recipe, cwd=world_of_session.path, output=log) == 0, log.read_text()
@@ -43,7 +36,7 @@ def uninterrupted(
 
 
 def command_of(name: str) -> str:
-    return "rl" if name in ("drafting", "heads") else name
+    return "rl" if name == "heads" else name
 
 
 @pytest.fixture
@@ -65,25 +58,11 @@ def killed_and_resumed(
     return run
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [
-        pytest.param(("log", 1), id="before the first row", marks=pytest.mark.slow),
-        pytest.param(("decode", 29), id="in the first rollout", marks=pytest.mark.slow),
-        pytest.param(("log", 4), id="after a step, before its row", marks=pytest.mark.slow),
-        pytest.param(("update", 7), id="between two updates of a step"),
-        pytest.param(("decode", 70), id="in a later rollout"),
-        pytest.param(("log", 6), id="after the last step, before its row", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [("log", 1), ("decode", 29), ("log", 6)], ids=str)
 def test_an_rl_run_survives_sigkill(killed_and_resumed: Any, kill: tuple[str, int]) -> None:
+    """Before the first row, in the first rollout, after the last step before its row."""
     killed_and_resumed("rl", "rl-" + "-".join(map(str, kill)), kill)
-
-
-def test_a_run_that_drafts_survives_sigkill(killed_and_resumed: Any, metrics_of: Any) -> None:
-    """The resumed one drafts the same, so that its forwards have the same tokens; in fast numerics bits tell."""
-    path = killed_and_resumed("drafting", "drafting-killed", ("decode", 40), ("log", 5))
-    assert sum(row.get("rollout/draft_acceptance", 0.0) for row in metrics_of(path)) > 0
 
 
 def test_a_run_whose_heads_learn_along_survives_sigkill(killed_and_resumed: Any, metrics_of: Any) -> None:
@@ -99,23 +78,12 @@ def test_an_rl_run_survives_one_kill_after_another(killed_and_resumed: Any) -> N
     killed_and_resumed("rl", "rl-often", ("log", 3), ("decode", 2), ("fsync", 8), ("update", 9))
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [
-        pytest.param(("snapshot", 2), id="before the copy is taken", marks=pytest.mark.slow),
-        pytest.param(("meanwhile", 1), id="right after it was handed over"),
-        pytest.param(("meanwhile", 6), id="in the rollout after it", marks=pytest.mark.slow),
-        pytest.param(("finish", 1), id="before the last one is waited for"),
-    ],
-)
+@pytest.mark.parametrize("kill", [("meanwhile", 1), ("finish", 1)], ids=str)
 def test_an_rl_run_survives_sigkill_around_a_checkpoint_in_the_background(
-    killed_and_resumed: Any, world: Any, kill: tuple[str, int]
+    killed_and_resumed: Any, kill: tuple[str, int]
 ) -> None:
+    """Right after it was handed over, and before the last one is waited for."""
     killed_and_resumed("rl", "rl-" + "-".join(map(str, kill)), kill)
-
-
-def test_a_supervised_run_survives_sigkill_while_its_checkpoint_is_written(killed_and_resumed: Any) -> None:
-    killed_and_resumed("sft", "sft-meanwhile", ("meanwhile", 2))
 
 
 def test_a_kill_while_the_first_checkpoint_is_written_leaves_the_records_of_later_steps(
@@ -132,12 +100,11 @@ def test_a_kill_while_the_first_checkpoint_is_written_leaves_the_records_of_late
     same_run(uninterrupted["sft"], run)
 
 
-@pytest.mark.parametrize("job", ["sft", "reward-model"])
-def test_a_supervised_run_survives_sigkill(killed_and_resumed: Any, job: str) -> None:
-    killed_and_resumed(job, f"{job}-killed", ("log", 4))
+def test_a_supervised_run_survives_sigkill(killed_and_resumed: Any) -> None:
+    killed_and_resumed("sft", "sft-killed", ("log", 4))
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3))])
+@pytest.mark.parametrize("seed", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_run_survives_a_kill_in_the_middle_of_any_file(killed_and_resumed: Any, seed: int) -> None:
     """Every file that must be whole goes through fsync and rename; a kill may come before any of them."""
     rng = random.Random(seed)
@@ -156,15 +123,12 @@ def test_a_half_written_checkpoint_is_never_picked_up(killed_and_resumed: Any, w
     assert [p.name for p in sorted(checkpoints.iterdir())] == ["step_00000004", "step_00000006"]
 
 
-@pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_kill_after_a_random_delay(
-    world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Any, attempt: int
-) -> None:
+def test_a_kill_after_a_random_delay(world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Any) -> None:
     """At no chosen event at all, but at a moment drawn from the time that the whole run took."""
-    name, log = f"rl-random-{attempt}", world.path / f"rl-random-{attempt}.log"
+    name, log = "rl-random", world.path / "rl-random.log"
     command = ["rl", "whole-rl.yaml", f"output_dir=runs/{name}"]
     whole = json.loads((uninterrupted["rl"] / "summary.json").read_text())["stages"][0]["seconds"]
-    rng = random.Random(100 + attempt)
+    rng = random.Random(100)
     pid = processes.start(*command, cwd=world.path, output=log)
     time.sleep(whole * rng.uniform(0.2, 0.9))
     os.kill(pid, signal.SIGKILL)
@@ -189,7 +153,7 @@ def _interrupted(world: Any, processes: Any, name: str, rows: int, number: int, 
 
 @pytest.mark.parametrize(
     ("job", "number"),
-    [("rl", signal.SIGINT), ("rl", signal.SIGTERM), ("sft", signal.SIGINT), ("sft", signal.SIGUSR1)],
+    [("rl", signal.SIGTERM), ("sft", signal.SIGUSR1)],
 )
 def test_a_signal_saves_and_says_how_to_go_on(
     world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Any, job: str, number: int

@@ -46,11 +46,7 @@ def uninterrupted(world_of_session: Any, processes: Any, recipes: Any) -> dict[s
 
 @pytest.mark.parametrize(
     ("name", "kill"),
-    [
-        pytest.param(name, kill, marks=[pytest.mark.slow] * ((i + j) % 2))
-        for i, name in enumerate(ALGORITHMS)
-        for j, kill in enumerate([("decode", 25), ("update", 6), ("log", 4)])
-    ],
+    [("dapo", ("decode", 25)), ("dapo", ("log", 4)), ("remax", ("update", 6))],
     ids=str,
 )
 def test_a_killed_run_goes_on_with_the_same_choices(

@@ -20,8 +20,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from quartet.config.remote import RemoteServer
-from quartet.extras.servers.openai import OpenAIEngine
+from quartet.config.rewards import RemoteServer
+from quartet.extras.servers.client import OpenAIEngine
 from quartet.rollout.protocol import Request, SamplingParams
 
 targets: Any = importlib.import_module("engine_targets")

@@ -98,7 +98,7 @@ def test_two_ranks_train_as_one_process_and_go_on_after_a_death(
     same_run(Path("torchrun-two"), Path("torchrun-dead"))
 
 
-@pytest.mark.parametrize("cut", ["copies", "tensor", pytest.param("context", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cut", ["copies", "tensor"])
 def test_one_process_goes_on_with_what_two_ranks_have_saved(
     cut: str,
     torchrun: Callable[..., tuple[int, str]],

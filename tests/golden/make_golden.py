@@ -80,9 +80,8 @@ from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.observe.memory import processor
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 PATH = Path(__file__).with_name("golden.json")
 TIMED = ("memory/", "throughput/", "time/", "time_s", "overlap/", "rollout/tokens_per_s")

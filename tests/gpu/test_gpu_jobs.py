@@ -19,7 +19,7 @@ def sft(path: Path, **changes: Any) -> Any:
     from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
     from quartet.extras.quickstart import task
     from quartet.extras.quickstart.tokenizer import build_tokenizer
-    from quartet.trainers.sft import SFTTrainer
+    from quartet.trainers.supervised import SFTTrainer
 
     tokenizer = build_tokenizer()
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -103,25 +102,6 @@ def test_hand_overs_change_no_bit(lora: bool, store: Any, tiny: Any, batch: Ragg
         assert_same(on_host(engine.state()), there)
 
 
-def test_a_run_with_hand_overs_is_that_without(store: Any, tiny: Any, batch: RaggedBatch) -> None:
-    from quartet.train.forward import Needs
-
-    plain, twin, moved = engine_of(tiny), engine_of(tiny), engine_of(tiny)
-    moved.offloading(store)
-    for _ in range(3):
-        for engine in (plain, twin):
-            engine.metrics = train(engine, batch)
-        if plain.metrics != twin.metrics:
-            pytest.skip("this device does not give the same bits twice by itself")
-        moved.offloading().offload()
-        moved.offloading().onload(["params"])
-        columns = moved.forward(batch, Needs(logprobs=True)).token["logprobs"]
-        moved.offloading().onload()
-        assert torch.equal(moved.forward(batch, Needs(logprobs=True)).token["logprobs"], columns)
-        assert train(moved, batch) == plain.metrics
-    assert_same(on_host(moved.state()), on_host(plain.state()))
-
-
 def test_the_device_has_the_room_again(cuda: torch.device, store: Any, tiny: Any, batch: RaggedBatch) -> None:
     engine = engine_of(tiny)
     train(engine, batch)
@@ -141,39 +121,6 @@ def test_the_device_has_the_room_again(cuda: torch.device, store: Any, tiny: Any
         assert num_bytes <= moved.freed_bytes <= num_bytes + slack
         assert engine.offloading().onload(parts).freed_bytes == -moved.freed_bytes
         assert torch.cuda.memory_allocated(cuda) == before
-
-
-def test_a_state_is_loaded_into_what_is_away(store: Any, tiny: Any, batch: RaggedBatch) -> None:
-    source, engine = engine_of(tiny), engine_of(tiny)
-    train(source, batch)
-    state = on_host(source.state())
-    engine.offloading(store)
-    for parts in (("params",), ("optimizer",), ("params", "grads", "optimizer")):
-        engine.offloading().offload(parts)
-        engine.load_state(copy.deepcopy(state))
-        assert_same(on_host(engine.state()), state)
-        assert engine.offloading().offload(parts).num_bytes == 0, "what was away stayed there"
-        engine.offloading().onload()
-        assert all(tensor.device == engine.packed.device for tensor in tensors_of(engine))
-        assert_same(on_host(engine.state()), state)
-        train(engine, batch)
-
-
-def test_no_pass_on_what_is_away(store: Any, tiny: Any, batch: RaggedBatch) -> None:
-    """The batch follows the parameters to the host, so without the refusal the CPU would compute."""
-    from quartet.train.forward import Needs, forward_only
-    from quartet.train.offload import Offload
-
-    packed = PackedCausalLM(tiny.model("qwen2"))
-    packed.model.requires_grad_(False)
-    expected = forward_only(packed, batch, Needs(logprobs=True), 1000).token["logprobs"]
-    offload = Offload(packed, store)
-    for _ in range(2):
-        offload.offload()
-        with pytest.raises(RuntimeError, match="offloaded"):
-            forward_only(packed, batch, Needs(logprobs=True), 1000)
-        offload.onload()
-        assert torch.equal(forward_only(packed, batch, Needs(logprobs=True), 1000).token["logprobs"], expected)
 
 
 def test_pinned_memory_is_pinned_once(cuda: torch.device, tiny: Any) -> None:

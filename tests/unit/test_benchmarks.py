@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
-import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -40,30 +38,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modules]:
         yield Modules()
 
 
-def test_where_is_computed_has_three_sides(bench: Modules) -> None:
-    found = asyncio.run(bench.compute_thread.measured(1, 1, 1))
-    assert list(found) == ["event loop's thread", "compute thread", "beside a second pool", "a call, µs"]
-    assert min(found.values()) > 0
-
-
-def test_what_a_busy_process_costs_is_a_ratio_to_the_quiet_time_of_torchs_own_setting(bench: Modules) -> None:
-    def took(setting: str, beside: bool, seconds: float, weights: str = "a") -> dict[str, Any]:
-        stages = dict.fromkeys(("sft", "reward_model", "rl", "all"), seconds)
-        return {"setting": setting, "beside": beside, "seconds": stages, "cpu": 2 * seconds, "weights": weights}
-
-    runs = [took("torch's own", False, s) for s in (9.0, 10.0, 30.0)] + [took("torch's own", True, 20.0)]
-    runs += [took("one thread", False, 12.0, "b"), took("one thread", True, 13.0)]
-    lines = bench.busy.table(runs).splitlines()
-    assert lines[2] == "| torch's own |" + " 10.0 |" * 4 + " 20.0 | 1.00 |" + " 20.0 |" * 4 + " 40.0 | 2.00 | equal |"
-    assert lines[3].endswith("| 26.0 | 1.30 | others |")
-
-
-def test_the_busy_process_ends(bench: Modules) -> None:
-    with bench.busy.busy_process() as process:
-        assert process.poll() is None
-    assert process.returncode == -signal.SIGKILL
-
-
 # The floor -----------------------------------------------------------------------------------------------
 
 
@@ -74,12 +48,6 @@ def test_tracing_finds_every_linear_of_the_model(bench: Modules) -> None:
     assert shapes.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert sum(shapes.norms.values()) == 2 * shapes.layers + 1
     assert shapes.activations == {512: shapes.layers}
-
-
-def test_models_have_the_sizes_that_the_page_names(bench: Modules) -> None:
-    sizes = {name: bench.floor.trace(bench.common.model_config(name)).num_parameters for name in bench.common.MODELS}
-    assert sizes["tiny"] == pytest.approx(1.8e6, rel=0.02)
-    assert sizes["small"] == pytest.approx(27.8e6, rel=0.01)
 
 
 def test_attention_pairs_are_those_of_a_mask(bench: Modules) -> None:
@@ -106,30 +74,6 @@ def test_linears_take_two_flops_per_weight_and_token_and_twice_that_backward(ben
     assert linear == {"forward": once, "backward": 2 * once}
 
 
-def test_the_optimizer_streams_its_state_once(bench: Modules) -> None:
-    floor = bench.floor
-    shapes = floor.trace(bench.common.model_config("tiny"))
-    fp32, bf16 = (
-        {o.name: o for o in floor.update_operations(shapes, [bench.common.Group(4, (3,))], dtype)}
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    adam = fp32["AdamW"]
-    assert (adam.read + adam.written) / shapes.num_parameters == 28
-    assert "weights cast" not in fp32 and bf16["weights cast"].read == 4 * shapes.linear_parameters
-
-
-def test_decode_reads_a_shared_prompt_once(bench: Modules) -> None:
-    floor = bench.floor
-    shapes = floor.trace(bench.common.model_config("tiny"))
-
-    def attention(shared: int) -> Any:
-        operations = floor.decode_operations(shapes, [20, 30], torch.float32, shared=shared)
-        return next(o for o in operations if o.name == "attention")
-
-    assert attention(0).read - attention(15).read == 15 * 2 * shapes.kv_heads * shapes.head_dim * 4
-    assert attention(0).flops == attention(15).flops
-
-
 def test_a_floor_takes_the_slower_of_flops_and_bytes(bench: Modules) -> None:
     floor, rates = bench.floor, bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
     product = bench.rates.Product(8, 8, 8)
@@ -143,37 +87,6 @@ def test_a_floor_takes_the_slower_of_flops_and_bytes(bench: Modules) -> None:
     assert found.lines[1].seconds == pytest.approx(2e6 / rates.copy_bytes_per_s(2e6))
     assert found.seconds == pytest.approx(found.lines[0].seconds + found.lines[1].seconds)
     assert floor.table(found).count("\n") == 3
-
-
-# Prompts, lengths, schedules -----------------------------------------------------------------------------
-
-
-def test_lengths_are_spread_evenly_and_reach_their_ends(bench: Modules) -> None:
-    lengths = bench.common.varied_lengths(64, 128)
-    assert (min(lengths), max(lengths)) == (16, 128)
-    assert sum(lengths) / 64 == pytest.approx(72, abs=1)
-    assert lengths != sorted(lengths) and lengths == bench.common.varied_lengths(64, 128)
-
-
-def test_text_and_token_ids_say_the_same(bench: Modules) -> None:
-    tokenizer = bench.common.build_tokenizer(512)
-    ids = bench.common.prompt_ids([bench.common.Group(20, (1,))], 512)[0]
-    assert tokenizer(tokenizer.decode(ids))["input_ids"] == ids
-    assert min(ids) >= 3
-
-
-@pytest.mark.parametrize("name", ["mixed", "shared"])
-def test_the_floors_schedule_serves_all_requests_within_the_cache(bench: Modules, name: str) -> None:
-    rollout = bench.rollout
-    groups = rollout.scenario(name, False)
-    steps = rollout._contexts_per_step(groups)
-    assert sum(len(contexts) for contexts, _ in steps) == sum(sum(group.responses) for group in groups)
-    assert max(len(contexts) for contexts, _ in steps) == rollout.RUNNING
-    # All but the tail: no slot stays empty while somebody waits.
-    assert len(steps) < sum(sum(group.responses) for group in groups) / rollout.RUNNING + 257
-    assert max(sum(contexts) - shared for contexts, shared in steps) <= rollout.cache_budget(groups)
-    if name == "shared":
-        assert all(shared == 0 or shared % 512 == 0 for _, shared in steps)
 
 
 # Sides ---------------------------------------------------------------------------------------------------
@@ -210,14 +123,6 @@ def test_sides_take_turns_and_one_failure_stays_alone(bench: Modules, tmp_path: 
     assert summary["peak_bytes"] > 2**20
 
 
-def test_a_side_gets_no_more_turns_than_patience_allows(bench: Modules, tmp_path: Path) -> None:
-    script = tmp_path / "side.py"
-    script.write_text(SIDE)
-    job = {"name": "a", "trace": str(tmp_path / "trace"), "fails_at": 0, "threads": 1}
-    found = bench.sides.take_turns([bench.sides.SideSpec("a", str(script), job)], tmp_path, repeats=9, patience_s=2.5)
-    assert [answer["seconds"] for answer in found["a"].answers] == [1.0, 2.0]
-
-
 @pytest.fixture(scope="module")
 def options() -> Any:
     """What the command line gives for a smoke run of our own sides."""
@@ -235,53 +140,12 @@ def test_the_update_is_timed_and_taken_apart(bench: Modules, options: Any) -> No
     assert "failed" not in bench.update.table([part]) + bench.update.kind_table([part])
 
 
-def test_native_rollout_generates_what_was_asked(bench: Modules, options: Any) -> None:
-    rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
-    part = bench.rollout.measure("tiny", "mixed", "fp32", options, rates)
-    assert part["sides"]["native"].get("tokens") == 80, part
-    assert "failed" not in bench.rollout.table([part])
-
-
 def test_native_step_trains_on_the_given_lengths(bench: Modules, options: Any) -> None:
     rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
     part = bench.rl_step.measure("tiny/rloo/8", "fp32", options, rates)
     native = part["sides"]["native"]
     assert native.get("tokens") == sum(sum(g.responses) for g in bench.common.step_groups(2, 2, 8)), part
     assert {"generate", "train_actor", "ref_logprobs"} <= set(native["phases"])
-
-
-def test_states_with_adapters_are_accounted_for(bench: Modules, options: Any) -> None:
-    """The scheduler's sizes are those of the tensors that are there, and sum up to less than with all weights."""
-    whole, adapters = (bench.lora.measure("tiny", "fp32", rank, options) for rank in (None, 4))
-    for part in (whole, adapters):
-        kinds = part["states"]
-        assert kinds["accounted"] == kinds["weights"] + kinds["gradients"] + kinds["moments"]
-        assert part["tokens_per_s"] > 0 and part["update_s"] > 0
-    assert adapters["states"]["moments"] < whole["states"]["moments"] / 10
-    assert adapters["states"]["reference"] == 0 and whole["states"]["reference"] == whole["states"]["weights"]
-    assert adapters["sent_bytes"] * 2 == adapters["states"]["moments"]
-    assert 0 < adapters["gap"]["max"] < 1e-4
-    assert "all weights" in bench.lora.state_table([whole, adapters]) + bench.lora.time_table([whole, adapters])
-
-
-@pytest.mark.parametrize("job", ["dpo", "reward"])
-def test_native_preference_steps_compute_a_prompt_once(bench: Modules, options: Any, job: str) -> None:
-    rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
-    part = bench.preference.measure(f"tiny/{job}/256", "fp32", options, rates)
-    rows = bench.preference.pairs_of(512, 5, 4, 3, 6)
-    assert part["sides"]["native"].get("tokens") == sum(
-        5 + sum(len(row[side].split()) + 1 for side in ("chosen", "rejected")) for row in rows
-    ), part
-    assert "failed" not in bench.preference.table([part])
-    assert (part["floor"] > 0) and part["sides"]["native"]["seconds"] > part["floor"]
-
-
-def test_every_fusion_is_timed_with_and_without(bench: Modules) -> None:
-    decode, update = bench.fusions.measure_decode("tiny", 4, True), bench.fusions.measure_update("tiny", 128, 1)
-    assert decode["ms"].keys() == {"all", "norms", "layers", "forms", "none"}
-    assert update["ms"].keys() == {"all", "norms"}
-    assert decode["copies_bytes"]["all"] > decode["copies_bytes"]["none"] == 0
-    assert "tiny" in bench.fusions.table([decode, update])
 
 
 # The page ------------------------------------------------------------------------------------------------
@@ -300,18 +164,6 @@ def test_rendering_replaces_only_the_figures(bench: Modules, tmp_path: Path, mon
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| 64 | 10 | 1.5 | 2 | 1.000 | 1 |" in text
     assert "incomplete: update" in text and "## Update" not in text
-
-
-def test_smoke_runs_are_not_rendered(bench: Modules, tmp_path: Path) -> None:
-    args = bench.common.arguments("").parse_args(["--smoke", "--json", str(tmp_path / "memory.json")])
-    bench.common.write_results(args, {"memory": []})
-    with pytest.raises(SystemExit, match=r"memory\.json is a smoke run"):
-        bench.render.render(tmp_path)
-
-
-def test_the_page_has_its_markers(bench: Modules) -> None:
-    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert page.count(bench.render.BEGIN) == page.count(bench.render.END) == 1
 
 
 def test_every_part_names_a_script_and_options_it_has(bench: Modules) -> None:

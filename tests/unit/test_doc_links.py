@@ -122,12 +122,8 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
         ("[here](#a-title-with-code) [there](other.md#two) [out](https://example.com/x.md)", [], []),
         ("[gone](gone.md)", ["gone.md"], []),
         ("[no such heading](other.md#three)", ["other.md#three"], []),
-        ("[a comment in code is no heading](other.md#not-a-heading)", ["other.md#not-a-heading"], []),
-        ("[nowhere here](#two)", ["#two"], []),
         ("`rollout/engine.py`, `engine.py`, `my own recipe.yaml`, `tests/unit/`", [], []),
         ("`rollout/no_such.py` and `no_such.py`", [], ["no_such.py", "rollout/no_such.py"]),
-        ("`python benchmarks/no_such.py --fast`", [], ["benchmarks/no_such.py"]),
-        ("`tests/unit/no_such/`", [], ["tests/unit/no_such/"]),
         ("```\nquartet rl recipes/no_such.yaml my.yaml\n```", [], ["recipes/no_such.yaml"]),
     ],
 )
@@ -148,10 +144,3 @@ def test_commands_and_modules_that_are_gone_are_found(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     assert sorted(_missing_names(page)) == ["quartet show", "quartet trian", "quartet.NoSuch", "quartet.data.no_such"]
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_first_screen_says_what_cannot_be_done(page: str) -> None:
-    first = (ROOT / page).read_text("utf-8").splitlines()[:20]
-    assert any(line.startswith("**What it cannot do.**") for line in first)
-    assert sum("GPU" in line for line in first) == 1, "what has been run on GPUs, in one line"

@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 import quartet as q
-from quartet.config.jobs import recipes
-from quartet.config.schema import item_annotation, members
+from quartet.config.plugins import recipes
+from quartet.config.strict import item_annotation, members
 
 
 def _reachable() -> set[type[BaseModel]]:

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from quartet.config.speculation import DRAFTERS
+from quartet.config.plugins import added
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
@@ -158,14 +158,14 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Si
     ) -> Sides:
         if "speculation" in kwargs:
             section = kwargs.pop("speculation")
-            kwargs["drafter"] = DRAFTERS[section["type"]].vllm, section
+            kwargs["drafter"] = added("drafters")[section["type"]].vllm, section
         path = path or saved_model(tmp_path_factory.mktemp("model"), tied=tied)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
         drafting = None if heads is None else heads(model)
         if drafting is not None:
             drafting.save(folder := tmp_path_factory.mktemp("heads"))
             section = {"type": "medusa", "path": str(folder), "depth": None, "train": {}}
-            kwargs["drafter"] = DRAFTERS["medusa"].vllm, section
+            kwargs["drafter"] = added("drafters")["medusa"].vllm, section
             sent = {**dict(model.named_parameters()), **dict(drafting.weights())}
         staging = StagedWeights((sent or dict(model.named_parameters(remove_duplicate=False))).items())
         made = [spec(path, f"vllm-{i}", version=None, max_num_seqs=8, **kwargs) for i in range(number)]

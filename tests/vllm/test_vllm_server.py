@@ -19,11 +19,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quartet.config import UserError
-from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.extras.servers.openai import OpenAIEngine
+from quartet.config.rewards import RemoteServer, RetryConfig
+from quartet.extras.servers.client import OpenAIEngine
 from quartet.rollout.process import EngineProcess
-from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
+from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.text.tokenizer import TextCodec
 
@@ -136,29 +135,6 @@ def test_seeds_stops_and_the_end_of_the_context(served: Served) -> None:
         assert string.finish_reason is FinishReason.STOP_STRING
         assert string.text_end == codec.decode_completion(PROMPT, string.token_ids).index(wanted)
         assert (len(done["long"].token_ids), done["long"].finish_reason) == (5, FinishReason.LENGTH)
-
-
-def test_what_it_cannot_do_is_said(served: Served) -> None:
-    with closing(served.engine()) as engine:
-        with pytest.raises(UserError, match="no room"):
-            engine.submit([ask("r", tuple([5] * CONTEXT))])
-        # The server's own refusal: fine for us, too hot for it.
-        engine.submit([ask("hot", temperature=50.0), ask("fine")])
-        with pytest.raises(GenerationError) as refused:
-            while True:
-                assert [made.request_id for made in engine.completed(1.0)] in ([], ["fine"])
-        assert refused.value.request_ids == ("hot",)
-    with closing(served.engine(model="another")) as engine, pytest.raises(EngineFailed, match="it serves 'policy'"):
-        engine.wait_ready()
-
-
-def test_cancelled_requests_end_at_once(served: Served) -> None:
-    with closing(served.engine()) as engine:
-        engine.submit([ask("r", max_new_tokens=200)])
-        engine.cancel(["r"])
-        (made,) = engine.completed(0.0)
-        assert made.finish_reason is FinishReason.CANCELLED
-        assert len(collect(engine, [ask("r", max_new_tokens=3)])["r"].token_ids) == 3
 
 
 def test_our_server_over_vllm_streams_what_it_answers(

@@ -25,11 +25,37 @@ Shape suffixes: T stored tokens of a micro-batch or mini-batch, N trajectories o
 Denominators are those of the whole mini-batch, so micro-batches *add up* to the mini-batch's loss. "Sequence"
 is the owner that the caller's index names: the trajectory where one has several sequences. Those without loss
 tokens are not counted.
+
+Policy losses: what an actor minimises, given advantages.
+
+Shape suffixes: T stored tokens of a micro-batch, N trajectories of the mini-batch.
+
+With A the advantage, ``r_t = exp(policy - old)`` a token's ratio and ``s`` a sequence's:
+
+========================= ======================================= ===========================================
+``policy_loss``           ``max(-A r_t, -A clip(r_t))``           PPO, GRPO, DAPO, token-level RLOO
+``sequence_policy_loss``  ``max(-A s, -A clip(s))``, ``s = Π r_t`` RLOO as published
+``gspo_loss``             the same, ``s = (Π r_t)^(1/length)``    GSPO
+``cispo_loss``            ``-A stop(clip(r_t)) policy``           CISPO
+``sapo_loss``             ``-A 4/τ sigmoid(τ (r_t - 1))``         SAPO
+``gmpo_loss``             ``-A s``, ``s = (Π clip(r_t))^(1/len)`` GMPO
+``kl_cov_loss``           ``-A r_t``, and ``|log r_t|`` for some  KL-Cov
+``reinforce_loss``        ``-A policy``                           REINFORCE, GPG, ReMax, distillation
+========================= ======================================= ===========================================
+
+Each takes a micro-batch (``PolicyTokens``) and returns its share of the mini-batch's loss. Figures beside the loss are
+detached *sums*, to be added over micro-batches and ranks and divided by the mini-batch's counts. All log-ratios are
+clamped to ±20 before ``exp``.
+
+Importance weights for tokens that another policy, or another implementation of it, sampled.
+
+Shape suffixes: T stored tokens, N trajectories.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -37,7 +63,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from quartet.algorithms.segments import gather_owner, keep, masked_owner, reduction_dtype, segment_count, wide
+from quartet.algorithms.segments import (
+    gather_owner,
+    keep,
+    masked_mean,
+    masked_owner,
+    reduction_dtype,
+    segment_count,
+    segment_mean,
+    segment_sum,
+    wide,
+)
 
 KLKind = Literal["k1", "k2", "k3"]
 
@@ -268,3 +304,329 @@ def pairwise_reward_loss(
     target = difference if margin_P is None else difference - margin_P.detach().to(difference.dtype)
     loss_P = -logsigmoid(target) + centring * (chosen + rejected).square()
     return PairwiseLossOutput(loss_P.sum() / max(num_pairs, 1), (difference > 0).sum(), difference.detach().sum())
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What policy losses of a micro-batch are made of. Masked positions may hold anything.
+
+    Attributes:
+        logprobs_T: ``[T]`` under the policy, with gradient.
+        old_logprobs_T: ``[T]`` constants, under the policy when the step began.
+        advantages: ``[T]`` constants; ``[N]`` for ``sequence_policy_loss``.
+        tokens: those that have loss; their owners are trajectories in the mini-batch's numbering.
+        weights_T: ``[T]`` importance weights (``off_policy``), multiplied onto each token's loss.
+    """
+
+    logprobs_T: Tensor
+    old_logprobs_T: Tensor
+    advantages: Tensor
+    tokens: LossTokens
+    weights_T: Tensor | None = None
+
+    @property
+    def mask_T(self) -> Tensor:
+        return self.tokens.mask_T
+
+    @cached_property
+    def policy_T(self) -> Tensor:
+        """``[T]`` ``logprobs``, 0 where masked."""
+        return keep(self.logprobs_T, self.mask_T)
+
+    @cached_property
+    def log_ratio_T(self) -> Tensor:
+        """``[T]`` ``policy - old`` with gradient, 0 where masked."""
+        return self.policy_T - keep(self.old_logprobs_T, self.mask_T).detach()
+
+    @cached_property
+    def advantages_T(self) -> Tensor:
+        """``[T]`` the advantages, 0 where masked."""
+        return keep(self.advantages, self.mask_T).detach()
+
+    def output(self, loss_T: Tensor, ratio_T: Tensor, num_clipped: Tensor | None = None) -> PolicyLossOutput:
+        """Of losses per token; ``num_clipped`` is 0 where left out."""
+        mask_T = self.mask_T
+        if self.weights_T is not None:
+            loss_T = loss_T * keep(self.weights_T, mask_T).detach()
+        num_clipped = torch.zeros_like(mask_T.sum()) if num_clipped is None else num_clipped
+        return _output(aggregate(loss_T, self.tokens), self.log_ratio_T, ratio_T, mask_T, num_clipped)
+
+
+@dataclass(frozen=True)
+class PolicyLossOutput:
+    """A policy loss and its parts; a *unit* is a token, or a trajectory for ``sequence_policy_loss``.
+
+    Attributes:
+        loss: scalar with gradient.
+        ratios: ``[T]`` or ``[N]`` detached ``policy / old``, 1 for masked units.
+        num_units: units that the loss looked at.
+        num_clipped: those whose ratio was clipped: where the clipped branch was the larger loss (no gradient), for
+            ``cispo_loss`` where the weight was limited (the gradient stays), for ``gmpo_loss`` where the token's
+            log-ratio was held, 0 for ``reinforce_loss``, ``sapo_loss`` and ``kl_cov_loss``.
+        num_dual_clipped: those held by the dual clip (no gradient).
+        ratio_sum: sum of their ratios.
+        approx_kl_sum: sum of the k3 estimates of KL(old ‖ policy); of single tokens but for ``sequence_policy_loss``.
+    """
+
+    loss: Tensor
+    ratios: Tensor
+    num_units: Tensor
+    num_clipped: Tensor
+    num_dual_clipped: Tensor
+    ratio_sum: Tensor
+    approx_kl_sum: Tensor
+
+
+def policy_loss(
+    given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float, dual_clip: float | None = None
+) -> PolicyLossOutput:
+    """PPO's clipped surrogate (Schulman et al., 2017, eq. 7), to be minimised; also GRPO's and token-level
+    RLOO's.
+
+    Per token ``max(-A * ratio, -A * clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high))`` with
+    ``ratio = exp(policy - old)``. With ``dual_clip`` c, tokens of negative advantage cost at most ``-c * A`` (Ye et
+    al., 2020, eq. 5).
+
+    Args:
+        clip_eps_low: in [0, 1].
+        clip_eps_high: at least 0.
+        dual_clip: above 1, or None for none.
+    """
+    ratio_T = bounded_exp(given.log_ratio_T)
+    loss_T, num_clipped = _clipped(ratio_T, given.advantages_T, given.mask_T, clip_eps_low, clip_eps_high)
+    is_held_T = torch.zeros_like(given.mask_T)
+    if dual_clip is not None:
+        ceiling_T = -dual_clip * given.advantages_T
+        is_held_T = given.mask_T & (given.advantages_T < 0) & (loss_T > ceiling_T)
+        loss_T = torch.where(is_held_T, ceiling_T, loss_T)
+    return replace(given.output(loss_T, ratio_T, num_clipped), num_dual_clipped=is_held_T.sum())
+
+
+def sequence_policy_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float) -> PolicyLossOutput:
+    """RLOO as published: a whole completion is one action, the clip acts on its ratio (Ahmadian et al.,
+    2024).
+
+    The log-ratio is the sum over the trajectory's loss tokens. The loss is the mean over the mini-batch's
+    trajectories that have loss tokens, without ``weights_T``; other arguments as for ``policy_loss``.
+
+    Raises:
+        ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
+    """
+    tokens = given.tokens
+    count_N = _whole_trajectories(tokens)
+    present_N = count_N > 0
+    log_ratio_N = segment_sum(given.log_ratio_T, tokens.owner_T, count_N.shape[0])
+    ratio_N, advantages_N = bounded_exp(log_ratio_N), keep(given.advantages, present_N).detach()
+    loss_N, num_clipped = _clipped(ratio_N, advantages_N, present_N, clip_eps_low, clip_eps_high)
+    loss = loss_N.sum() / tokens.denominators.num_sequences.clamp(min=1)
+    return _output(loss, log_ratio_N, ratio_N, present_N, num_clipped)
+
+
+def gspo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float) -> PolicyLossOutput:
+    """GSPO (Zheng et al., 2025): the clipped surrogate under the length-normalised ratio of the sequence.
+
+    Each token's ratio is ``exp(mean of policy - old over the trajectory's loss tokens)``, and the gradient goes through
+    that mean. With one advantage per trajectory this equals the published form, and its stop-gradient form, under each
+    aggregation; ``sequence_mean_token_mean`` is the published one. Arguments as for ``policy_loss``; units are tokens.
+
+    Raises:
+        ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
+    """
+    ratio_T = bounded_exp(_mean_of_trajectory(given.log_ratio_T, given.tokens))
+    loss_T, num_clipped = _clipped(ratio_T, given.advantages_T, given.mask_T, clip_eps_low, clip_eps_high)
+    return given.output(loss_T, ratio_T, num_clipped)
+
+
+def cispo_loss(given: PolicyTokens, *, clip_eps_low: float | None, clip_eps_high: float) -> PolicyLossOutput:
+    """CISPO (MiniMax, 2025): the policy gradient under a clipped, constant importance weight.
+
+    Per token ``-A * stop(clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high)) * policy``: no token loses its gradient.
+    Arguments as for ``policy_loss``; without ``clip_eps_low`` there is no lower bound.
+    """
+    ratio_T = bounded_exp(given.log_ratio_T.detach())
+    limited_T = ratio_T.clamp(0.0 if clip_eps_low is None else 1.0 - clip_eps_low, 1.0 + clip_eps_high)
+    loss_T = -given.advantages_T * limited_T * given.policy_T
+    return given.output(loss_T, ratio_T, (given.mask_T & (limited_T != ratio_T)).sum())
+
+
+def sapo_loss(given: PolicyTokens, *, tau_pos: float, tau_neg: float) -> PolicyLossOutput:
+    """SAPO (Gao et al., 2025, arXiv 2511.20347): the ratio through a smooth gate in the place of the clip.
+
+    Per token ``-A * 4/τ * sigmoid(τ (ratio - 1))``, τ being ``tau_pos`` where A is above 0 and ``tau_neg`` elsewhere:
+    the gradient is that of ``-A * ratio`` at ratio 1, and fades on both sides of it.
+    """
+    ratio_T = bounded_exp(given.log_ratio_T)
+    tau_T = torch.full_like(ratio_T, tau_neg).masked_fill(given.advantages_T > 0, tau_pos)
+    return given.output(-given.advantages_T * 4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)), ratio_T)
+
+
+def gmpo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float) -> PolicyLossOutput:
+    """GMPO (Zhao et al., 2025, arXiv 2507.20673, eq. 4): the geometric mean of token ratios, each clipped by itself.
+
+    A token's log-ratio is held at ``clip_eps_high`` where A is above 0, at ``-clip_eps_low`` where it is below (the
+    pessimistic side, as in PPO), then averaged over the trajectory's loss tokens: ``-A * exp(mean)``. The limits are
+    those of the log-ratio, at least 0. The published aggregation is ``sequence_mean_token_mean``.
+
+    Raises:
+        ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
+    """
+    log_ratio_T, advantages_T = given.log_ratio_T, given.advantages_T
+    lowest_T = torch.full_like(log_ratio_T, -torch.inf).masked_fill(advantages_T < 0, -clip_eps_low)
+    highest_T = torch.full_like(log_ratio_T, torch.inf).masked_fill(advantages_T > 0, clip_eps_high)
+    held_T = torch.minimum(torch.maximum(log_ratio_T, lowest_T), highest_T)
+    ratio_T = bounded_exp(_mean_of_trajectory(held_T, given.tokens))
+    return given.output(-advantages_T * ratio_T, ratio_T, (given.mask_T & (held_T != log_ratio_T)).sum())
+
+
+def kl_cov_loss(given: PolicyTokens, *, held_T: Tensor, ppo_kl_coef: float) -> PolicyLossOutput:
+    """KL-Cov (Cui et al., 2025, arXiv 2505.22617, eq. 13): the surrogate without a clip, some tokens held by a penalty.
+
+    Per token ``-A * ratio``, and ``ppo_kl_coef * |policy - old|`` more where ``held_T``: the absolute log-ratio of the
+    authors' code, in the place of the paper's KL. ``held_T`` ``[T]`` bool are the tokens of highest covariance
+    (``token_selection.top_share``).
+    """
+    ratio_T = bounded_exp(given.log_ratio_T)
+    return given.output(-given.advantages_T * ratio_T + ppo_kl_coef * given.log_ratio_T.abs() * held_T, ratio_T)
+
+
+def reinforce_loss(given: PolicyTokens) -> PolicyLossOutput:
+    """The plain policy gradient (Williams, 1992): per token ``-A * policy``; the old log-probabilities only measure the
+    drift.
+    """
+    return given.output(-given.advantages_T * given.policy_T, bounded_exp(given.log_ratio_T.detach()))
+
+
+# Parts ---------------------------------------------------------------------------------------------------
+
+
+def _whole_trajectories(tokens: LossTokens) -> Tensor:
+    """``[N]`` loss tokens of each trajectory, 0 for those of other micro-batches."""
+    total_N = tokens.denominators.tokens_per_sequence
+    count_N = segment_count(tokens.owner_T, total_N.shape[0])
+    if bool(((count_N > 0) & (count_N != total_N)).any()):
+        raise ValueError("a sequence ratio needs each trajectory whole in one micro-batch")
+    return count_N
+
+
+def _mean_of_trajectory(values_T: Tensor, tokens: LossTokens) -> Tensor:
+    """``[T]`` the mean of ``values`` over the loss tokens of the token's trajectory; 0 where masked."""
+    count_N = _whole_trajectories(tokens)
+    mean_N = segment_sum(values_T, tokens.owner_T, count_N.shape[0]) / count_N.clamp(min=1)
+    return gather_owner(mean_N, tokens.owner_T)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate of each unit, and for how many the clipped branch is the larger loss."""
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(plain, clipped), (mask & (clipped > plain)).sum()
+
+
+def _output(loss: Tensor, log_ratio: Tensor, ratio: Tensor, mask: Tensor, num_clipped: Tensor) -> PolicyLossOutput:
+    log_ratio, ratio = log_ratio.detach(), ratio.detach()
+    return PolicyLossOutput(
+        loss=loss,
+        ratios=ratio,
+        num_units=mask.sum(),
+        num_clipped=num_clipped,
+        num_dual_clipped=torch.zeros_like(num_clipped),
+        ratio_sum=keep(ratio, mask).sum(),
+        # KL(old ‖ policy)
+        approx_kl_sum=kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3", mask_T=mask).sum(),
+    )
+
+
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Tokens that were sampled under other log-probabilities than those when the step began.
+
+    Attributes:
+        old_logprobs_T: ``[T]`` under the trainer's policy when the step began.
+        rollout_logprobs_T: ``[T]`` under the engine that sampled.
+        mask_T: ``[T]`` bool, tokens that count.
+        trajectory_T: ``[T]`` int64 owner index.
+        num_trajectories: N.
+    """
+
+    old_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor
+    mask_T: Tensor
+    trajectory_T: Tensor
+    num_trajectories: int
+
+    @cached_property
+    def owner_T(self) -> Tensor:
+        """``[T]`` the owner of each token that counts, -1 for others."""
+        return masked_owner(self.trajectory_T, self.mask_T)
+
+    @property
+    def log_ratio_T(self) -> Tensor:
+        """``[T]`` ``old - rollout``, 0 where it does not count."""
+        is_owned_T = self.owner_T >= 0
+        return keep(self.old_logprobs_T, is_owned_T) - keep(self.rollout_logprobs_T, is_owned_T)
+
+
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """``weights`` ``[T]``, 0 on masked tokens, and the number of unmasked tokens above the cap or below the floor."""
+
+    weights: Tensor
+    num_capped: Tensor
+
+
+@torch.no_grad()
+def importance_weights(
+    given: SampledTokens, *, level: Level, mode: Literal["truncate", "mask"], cap: float, floor: float | None = None
+) -> ImportanceWeights:
+    """Weights ``old / rollout`` that correct a loss for the policy which really sampled; constants.
+
+    Args:
+        level: "token", or "sequence" for the product over the trajectory's masked tokens on each of them.
+        mode: weights above ``cap`` become ``cap`` ("truncate") or 0 ("mask").
+        cap: above 0.
+        floor: weights below it become ``floor`` or 0, as those above the cap; None for no limit.
+    """
+    owner_T, log_weight_T = given.owner_T, given.log_ratio_T
+    if level == "sequence":
+        log_weight_T = gather_owner(segment_sum(log_weight_T, owner_T, given.num_trajectories), owner_T)
+    weight_T = bounded_exp(log_weight_T)
+    is_capped_T = weight_T > cap
+    if floor is not None:
+        is_capped_T = is_capped_T | (weight_T < floor)
+    weight_T = weight_T.clamp(floor, cap) if mode == "truncate" else torch.where(is_capped_T, 0, weight_T)
+    return ImportanceWeights(torch.where(owner_T >= 0, weight_T, 0), (is_capped_T & (owner_T >= 0)).sum())
+
+
+@torch.no_grad()
+def mean_weight(weights_T: Tensor, given: SampledTokens, *, level: Level) -> Tensor:
+    """Scalar mean of ``importance_weights`` over their tokens, or over the trajectories that have any; 1 without any
+    token, or where all weights are 0. Weights divided by it have mean 1: self-normalised importance sampling.
+
+    ``given`` is the whole mini-batch.
+    """
+    owner_T, num_trajectories = given.owner_T, given.num_trajectories
+    if level == "token":
+        mean = masked_mean(weights_T, owner_T >= 0)
+    else:
+        has_any_N = segment_count(owner_T, num_trajectories) > 0
+        mean = masked_mean(segment_mean(keep(weights_T, owner_T >= 0), owner_T, num_trajectories), has_any_N)
+    return torch.where(mean > 0, mean, 1)
+
+
+@torch.no_grad()
+def is_accepted(
+    given: SampledTokens, *, statistic: Literal["geometric", "sequence"], lower: float, upper: float
+) -> Tensor:
+    """``[N]`` bool: trajectories whose ratio ``old / rollout`` lies within both limits; True for those without tokens.
+
+    The ratio is the product over the trajectory's masked tokens ("sequence"), or their geometric mean, which does not
+    grow with the length ("geometric"; verl's rollout correction, "Rejection Sampling").
+
+    Args:
+        lower, upper: limits of the ratio, above 0.
+    """
+    of_trajectory = segment_mean if statistic == "geometric" else segment_sum
+    log_ratio_N = of_trajectory(given.log_ratio_T, given.owner_T, given.num_trajectories)
+    return (log_ratio_N >= math.log(lower)) & (log_ratio_N <= math.log(upper))

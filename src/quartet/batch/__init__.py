@@ -1,6 +1,5 @@
 """Ragged batches: sequences without padding over shared segments, cut under a token budget."""
 
-from quartet.batch.columns import ColumnSet, join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join
 
 __all__ = ["ColumnSet", "RaggedBatch", "join"]

@@ -251,15 +251,10 @@ def plan_micro_batches(
 
     Raises:
         UserError: an atom alone is above ``budget``.
-        ValueError: a sequence is in no atom or in several, or an atom is empty.
     """
     plan: list[list[list[list[int]]]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for batch, atoms in batches:
-        if sorted(s for atom in atoms for s in atom) != list(range(len(batch))) or not all(atoms):
-            raise ValueError(
-                f"atoms must hold each of the {len(batch)} sequences once, found {[list(a) for a in atoms]}"
-            )
         tree = AtomTree(batch, atoms, share=share, token_cost=token_cost)
         _check_atoms(batch, atoms, [block.tokens for block in tree.alone], budget, budget_key)
         for of_rank in plan:

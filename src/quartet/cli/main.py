@@ -22,13 +22,12 @@ from quartet.cli.options import (
     GroupedHelp,
     Resume,
     ResumeChoice,
+    TrustRemoteCode,
     Version,
     as_argument,
 )
-from quartet.cli.push import export, push
 from quartet.config import Interrupted, UserError
-from quartet.config.jobs import OWN
-from quartet.config.plugins import Job, load, plugins
+from quartet.config.plugins import OWN, Job, load, plugins
 from quartet.observe.openmp import share_cores
 from quartet.trainers.signals import stop_signals
 
@@ -54,8 +53,45 @@ def quartet(version: Version = False) -> None:
     """
 
 
-for _command in (export, push):
-    app.command()(_command)
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    repo_id: Annotated[str, typer.Argument(help="Repository on the hub, owner/name.", show_default=False)],
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a new repository; the account's default if left out.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, made where there is none; main if left out.")] = None,
+) -> None:
+    """A run's exported model to the hub.
+
+    Log in before by `hf auth login`, or set HF_TOKEN. The card, README.md beside the model, names files and the whole
+    recipe: read it first.
+    """
+    from quartet.remote.hub import push as upload
+    from quartet.trainers.checkpoints import exported
+
+    typer.echo(upload(exported(run), repo_id, private=private, revision=revision))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run directory, or one of its checkpoints.", show_default=False)],
+    directory: Annotated[Path, typer.Argument(help="Where to; a new directory.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option(help="Of which checkpoint; left out: the exported model, else the newest.", min=0)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model that the run began with, where Python passed it or it has moved.")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """A run's model as a Hugging Face directory."""
+    from quartet.trainers.checkpoints import export as write
+
+    written, warning = write(run, step, directory, model, trust_remote_code=trust_remote_code)
+    if warning is not None:
+        typer.echo(warning, err=True)
+    typer.echo(written)
 
 
 @cache
@@ -181,20 +217,20 @@ def main() -> None:
 def _resume_command(arguments: list[str], path: Path) -> str:
     """The same command with ``--resume``, and the directory where it was not given."""
     from quartet.cli.show import command_name
+    from quartet.config.nearest import DIRECTORY_OPTION, run_info
+    from quartet.config.strict import is_url
     from quartet.config.yamls import override_word
+    from quartet.trainers.run_files import RECIPE, read_recipe
 
     words = [shlex.quote(word) for word in arguments if word.partition("=")[0] != RESUME]
-    if arguments[0] == "quickstart":
-        named = any(word.startswith("--out") for word in arguments)
-        where = [] if named else ["--out", shlex.quote(str(path))]
+    if (option := run_info(path).get(DIRECTORY_OPTION)) is not None:
+        named, where = any(word.startswith(option) for word in arguments), [option, shlex.quote(str(path))]
     else:
-        from quartet.config.addresses import is_url
-        from quartet.trainers.run_files import RECIPE, read_recipe
-
         recipe = path / RECIPE
         at_url = recipe.is_file() and is_url(read_recipe(recipe).get("output_dir"))
         named = at_url or any(str(path) in word for word in arguments)
-        where = [] if named else [override_word("output_dir", str(path))]
+        where = [override_word("output_dir", str(path))]
+    where = [] if named else where
     resume = "--resume=auto" if "--resume=auto" in arguments else "--resume"
     return " ".join([command_name(), *words, *where, resume])
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from quartet.config.jobs import jobs
+from quartet.config.plugins import jobs
 
 RESUME = "--resume"
 GROUPS: dict[str, tuple[str, ...]] = {

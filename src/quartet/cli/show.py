@@ -15,26 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from quartet.config.errors import printable
-from quartet.config.jobs import jobs
+from quartet.config.plugins import jobs
 
 if TYPE_CHECKING:
-    from quartet.trainers.evaluation_job import EvaluationResult
-
-_SHOWN = {
-    "sft": ("loss/sft", "eval/loss"),
-    "reward_model": ("loss/reward_model", "reward_model/accuracy", "eval/accuracy", "eval/longer_answer_accuracy"),
-    "preference": (
-        "loss/preference",
-        "preference/accuracy",
-        "preference/margin",
-        "preference/reward_chosen",
-        "preference/kl",
-        "eval/loss",
-        "eval/accuracy",
-    ),
-    "collect": ("iterated/pairs", "iterated/label_mean", "iterated/stale_accuracy"),
-    "rl": ("reward/score_mean", "eval/score_mean", "kl/ref", "policy/entropy", "agreement/logprob_diff_max"),
-}
+    from quartet.trainers.evaluation import EvaluationResult
 
 
 def command_name() -> str:
@@ -71,8 +55,9 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     console = Console()
     for stage in summary["stages"]:
         table = metric_table(f"{stage['name']}: {stage['seconds']:.1f} s", "metric", "last value")
-        kind = re.sub(r"^round_\d+_", "", stage["name"])
-        for name in _SHOWN.get(kind) or (jobs()[kind].metrics if kind in jobs() else ()):
+        kind = re.sub(r"^round_\d+_", "", stage["name"]).replace("_", "-")
+        job = jobs().get(kind) or jobs().get(summary.get("job", ""))
+        for name in job.metrics if job is not None else ():
             if name in stage["metrics"]:
                 table.add_row(name, _with_interval(name, stage["metrics"]))
         console.print(table)

@@ -1,21 +1,31 @@
-"""Calls in flight: what their ranks answer, or fail with; and the result of a non-blocking call."""
+"""Calls in flight, and results that stay where they were made.
+
+A non-blocking call leaves each rank's result in the object store as one reference. An argument made of such a result is
+a ``Reference``, which the worker that receives it fetches; the driver need not wait for the first call before it makes
+the next.
+
+Of a batch only the token ids may stay behind: an outline (``RaggedBatch.elsewhere``) holds ``Reference``s to batches
+that have them, and the worker that receives it as an argument puts them in.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quartet.cluster.backend import Ref
+import numpy as np
+from torch import Tensor
+
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.manifests import Reference
 
 if TYPE_CHECKING:
     from quartet.cluster.dispatch import CallPlan
-    from quartet.cluster.processes import ProcessManager
+    from quartet.cluster.group import WorkerGroup
 
 POLL_S = 0.5
 """How often a call that takes long looks for ranks that failed."""
@@ -23,89 +33,109 @@ GRACE_S = 2.0
 """How long the other ranks may take to fail, too, after the first: their errors show which was the cause."""
 
 
-class Pending:
+class BatchFuture:
     """A call in flight: one small reference per rank that says how it ended.
+
+    Where its result stays where it is made, one rank's can be an argument of another call and travels from worker to
+    worker. It must then be an argument by itself, not inside another value.
 
     Attributes:
         seconds: from the call to each rank's answer, as far as they have come.
 
     Args:
+        refs: of each rank its result, or where that stays what it says of it (``Noted``).
+        plan: how the call was distributed.
+        parts: references to the results, one per answering rank; none where ``refs`` are the results.
+        during: the call, for messages.
         began_s: when the call began, before anything was sent to a rank.
     """
 
     def __init__(
-        self, processes: ProcessManager, refs: Mapping[int, Ref], answers: Sequence[int], during: str, began_s: float
+        self,
+        group: WorkerGroup,
+        refs: Mapping[int, Any],
+        plan: CallPlan,
+        parts: Sequence[Any],
+        during: str,
+        began_s: float,
     ) -> None:
-        self._processes = processes
+        self._group = group
         self._waiting = dict(refs)
+        self._plan = plan
+        self._parts = tuple(parts)
+        self._during = during
         self._began_s = began_s
         self.seconds: dict[int, float] = {}
-        self._answers = answers
-        self._during = during
         self._values: dict[int, Any] = {}
         self._troubles: dict[int, Failure | Lost] = {}
         self._since_s: float | None = None
 
-    def done(self) -> bool:
-        """Whether all ranks have ended, or one has failed and the others had time to follow."""
-        self._look(0.0)
-        return self._is_over()
+    def __reduce__(self) -> Any:
+        raise TypeError("a BatchFuture is an argument by itself; inside another value it cannot be followed")
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """What the blocking call would have returned; raises as ``wait``."""
+        answers = self.wait(timeout_s)
+        return self._collected(self._group.backend.get(self._parts) if self._parts else answers)
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """What the answering ranks returned.
+        """What the answering ranks returned, or where that stays what they said of it.
 
         Raises:
             WorkerError, WorkerDied, UserError: a rank failed.
             TimeoutError: not all have ended within the time.
         """
         timeout_s = math.inf if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        self._take_all(min(timeout_s, POLL_S))
+        deadline, backend = time.monotonic() + timeout_s, self._group.backend
         while not self._is_over():
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
                     f"{self._during} did not end within {timeout_s:g} s on ranks {sorted(self._waiting)} "
-                    f"of group {self._processes.spec.name!r}"
+                    f"of group {self._group.name!r}"
                 )
-            self._look(min(left, POLL_S))
+            ready = backend.wait([*self._waiting.values()], min(left, POLL_S))
+            ended = [rank for rank, is_there in zip(self._waiting, ready, strict=True) if is_there]
+            self._take(ended, backend.get([self._waiting[rank] for rank in ended]))
         if self._troubles:
-            self._processes.raise_for(self._troubles, self._during)
-        return [self._values[rank] for rank in self._answers]
+            self._group.raise_for(self._troubles, self._during)
+        return [self._values[rank] for rank in self._plan.answers]
 
     async def finished(self) -> list[Any]:
         """``wait`` without blocking the event loop; each rank's is there as soon as it is made."""
-        coming = {self._processes.backend.soon(ref): rank for rank, ref in self._waiting.items()}
+        coming = {self._group.backend.soon(ref): rank for rank, ref in self._waiting.items()}
         while not self._is_over():
             ended, _ = await asyncio.wait(coming, timeout=self._grace_s(), return_when=asyncio.FIRST_COMPLETED)
             self._take([coming.pop(value) for value in ended], [value.result() for value in ended])
         if self._troubles:
             # It reads what the dead worker wrote, on its node.
-            await asyncio.to_thread(self._processes.raise_for, self._troubles, self._during)
-        return [self._values[rank] for rank in self._answers]
+            await asyncio.to_thread(self._group.raise_for, self._troubles, self._during)
+        return [self._values[rank] for rank in self._plan.answers]
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._result_soon().__await__()
+
+    async def _result_soon(self) -> Any:
+        answers = await self.finished()
+        return self._collected([await self._group.backend.soon(ref) for ref in self._parts] or answers)
+
+    def reference(self) -> Reference:
+        """The result of the one rank that answers, as an argument; also for ``RaggedBatch.outline``.
+
+        Raises:
+            ValueError: several ranks answer, or their results come to the driver.
+        """
+        if len(self._parts) != 1:
+            raise ValueError(f"{len(self._parts)} ranks leave a result of {self._during}: only one's can be passed on")
+        return Reference(self._parts[0])
 
     def _is_over(self) -> bool:
+        """Whether all ranks have ended, or one has failed and the others had time to follow."""
         return not self._waiting or self._grace_s() == 0.0
 
     def _grace_s(self) -> float | None:
         """How long the other ranks still have; None while none has failed."""
         return None if self._since_s is None else max(self._since_s + GRACE_S - time.monotonic(), 0.0)
-
-    def _take_all(self, timeout_s: float) -> None:
-        """The usual case, in one step: nothing is taken in where not all are there in time."""
-        with contextlib.suppress(TimeoutError):
-            ranks = list(self._waiting)
-            self._take(ranks, self._processes.backend.get(list(self._waiting.values()), timeout_s))
-
-    def _look(self, timeout_s: float) -> None:
-        """Takes in what has ended; waits for that no longer than the time."""
-        if not self._waiting:
-            return
-        ranks = list(self._waiting)
-        backend = self._processes.backend
-        ready = backend.wait([self._waiting[rank] for rank in ranks], timeout_s)
-        ended = [rank for rank, is_there in zip(ranks, ready, strict=True) if is_there]
-        self._take(ended, backend.get([self._waiting[rank] for rank in ended]))
 
     def _take(self, ranks: Sequence[int], values: Sequence[Any]) -> None:
         for rank, value in zip(ranks, values, strict=True):
@@ -117,63 +147,101 @@ class Pending:
                 self._troubles[rank] = value
                 self._since_s = self._since_s if self._since_s is not None else time.monotonic()
 
-
-class BatchFuture(Pending):
-    """A result that is being made and stays where it is made until it is asked for.
-
-    As an argument of another call one rank's result travels from worker to worker; the driver sees manifests only,
-    which ``wait`` and ``finished`` return. It must then be an argument by itself, not inside another value.
-
-    Args:
-        refs: of each rank the manifest of its result.
-        plan: how the call was distributed.
-        parts: references to the results, one per answering rank; none where ``refs`` are the results.
-        during, began_s: as for ``Pending``.
-    """
-
-    def __init__(
-        self,
-        processes: ProcessManager,
-        refs: Mapping[int, Ref],
-        plan: CallPlan,
-        parts: Sequence[Ref],
-        during: str,
-        began_s: float,
-    ) -> None:
-        super().__init__(processes, refs, plan.answers, during, began_s)
-        self.parts = tuple(parts)
-        self._plan = plan
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a BatchFuture is an argument by itself; inside another value it cannot be followed")
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        """What the blocking call would have returned; raises as ``wait``."""
-        return self._collected(self.wait(timeout_s))
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._result_soon().__await__()
-
-    async def _result_soon(self) -> Any:
-        found = await self.finished()
-        # Small values came with their manifests; another thread costs more than to take them.
-        if not self.parts or all(manifest.is_small for manifest in found):
-            return self._collected(found)
-        return await asyncio.to_thread(self._collected, found)
-
-    def _collected(self, found: Sequence[Any]) -> Any:
-        """The call's result from ``found``, what its ranks returned: their results, or the manifests of these."""
-        values = self._processes.backend.get(self.parts) if self.parts else list(found)
+    def _collected(self, values: Sequence[Any]) -> Any:
+        """The call's result from those of the ranks that answer."""
         if troubles := {i: value for i, value in enumerate(values) if isinstance(value, (Failure, Lost))}:
-            self._processes.raise_for(troubles, self._during)
-        return self._plan.collect(values, self._plan.shares)
+            self._group.raise_for(troubles, self._during)
+        return self._plan.collect([*values], self._plan.shares)
 
-    def reference(self) -> Reference:
-        """The result of the one rank that answers, as an argument; also for ``RaggedBatch.outline``.
 
-        Raises:
-            ValueError: several ranks answer, or their results come to the driver.
-        """
-        if len(self.parts) != 1:
-            raise ValueError(f"{len(self.parts)} ranks leave a result of {self._during}: only one's can be passed on")
-        return Reference(self.parts[0])
+# Arguments and results of workers ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A worker's result that stays where it was made, and what the driver is told of it."""
+
+    value: Any
+    note: Any
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An argument that its reader fetches: a worker's result, by the back end's reference to it."""
+
+    ref: Any
+
+
+class Upstream(Exception):
+    """What a call was to work on does not exist: the call that should have made it failed."""
+
+    def __init__(self, outcome: Failure | Lost) -> None:
+        self.outcome = outcome
+        super().__init__(outcome)
+
+
+Fetch = Callable[[Sequence[Any]], list[Any]]
+"""References → values; a value may be a ``Failure`` or ``Lost``."""
+
+
+def fetched(fetch: Fetch, values: Sequence[Any]) -> list[Any]:
+    """Arguments, with what they refer to in the place of references, and with their token ids in all outlines, also in
+    lists and tuples of batches.
+
+    Raises:
+        Upstream: the call that should have made one of them failed.
+        ValueError: a sequence's ids are not where its batch says.
+    """
+    found = iter(_checked(fetch, [value for value in values if isinstance(value, Reference)]))
+    values = [next(found) if isinstance(value, Reference) else value for value in values]
+    references = {id(ref): ref for value in values for batch in _batches(value) for ref in batch.elsewhere}
+    sources = dict(zip(references, _checked(fetch, [*references.values()]), strict=True))
+
+    def fill(batch: RaggedBatch) -> RaggedBatch:
+        return batch.filled([sources[id(reference)] for reference in batch.elsewhere])
+
+    return [
+        fill(value) if isinstance(value, RaggedBatch) else type(value)(map(fill, value)) if _batches(value) else value
+        for value in values
+    ]
+
+
+def _checked(fetch: Fetch, references: Sequence[Reference]) -> list[Any]:
+    """The values, unless one of them stands for a call that failed."""
+    values = fetch([reference.ref for reference in references]) if references else []
+    for value in values:
+        if isinstance(value, (Failure, Lost)):
+            raise Upstream(value)
+    return values
+
+
+def _batches(value: Any) -> Sequence[RaggedBatch]:
+    if isinstance(value, RaggedBatch):
+        return [value]
+    is_plain = type(value) in (list, tuple)
+    return value if is_plain and all(isinstance(item, RaggedBatch) for item in value) else ()
+
+
+LARGE = 64 * 2**10
+"""Bytes from which one stored copy is cheaper than several sent ones."""
+_DEPTH = 3
+_LOOKED_AT = 1000
+
+
+def num_bytes(value: Any, depth: int = _DEPTH) -> int:
+    """Bytes of the tensors, arrays and strings in a value; what lies deeper than a few containers is not looked at."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return int(value.nbytes)
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    if isinstance(value, (RaggedBatch, ColumnSet)):
+        fields = [*value.token.values(), *value.sequence.values()]
+        # Ids that are elsewhere are a view of one element.
+        fields += [value.input_ids] if isinstance(value, RaggedBatch) and value.has_ids else []
+        return sum(f.nbytes for f in fields)
+    if depth and isinstance(value, Mapping):
+        value = list(value.values())
+    if depth and isinstance(value, (list, tuple)):
+        looked = value[:_LOOKED_AT]
+        return sum(num_bytes(item, depth - 1) for item in looked) * len(value) // max(len(looked), 1)
+    return 8

@@ -1,56 +1,58 @@
-"""Worker groups: one handle on the driver for a class that runs in many processes."""
+"""Worker groups: one handle on the driver for a class that runs in many processes, which are started, called, watched,
+ended and started again."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from quartet.cluster.backend import Backend, current_backend
-from quartet.cluster.dispatch import BROADCAST, DispatchMode, Mark, marks_of
-from quartet.cluster.errors import Death
-from quartet.cluster.futures import BatchFuture
-from quartet.cluster.layout import Layout
-from quartet.cluster.processes import GroupSpec, ProcessManager
+from quartet.cluster.dispatch import BROADCAST, CallPlan, DispatchMode, Layout, Mark, marks_of
+from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, WorkerError, last_error
+from quartet.cluster.futures import LARGE, BatchFuture, num_bytes
 from quartet.cluster.resource_pool import ResourcePool
-from quartet.cluster.worker_process import ClassWithArgs, ProcessInfo
+from quartet.cluster.worker import LOOPBACK, CallHead, ClassWithArgs, ProcessInfo, RankInfo
+from quartet.config.errors import UserError
 
+if TYPE_CHECKING:
+    from quartet.cluster.ray_backend import RayBackend
+
+LAST_LINES = 30
 _names = itertools.count()
+connected: list[RayBackend] = []
+"""Back ends of this process that are not closed; Ray is one connection for all of them."""
+_known_processes: dict[str, tuple[str, int, ProcessInfo | None]] = {}
+"""Key of a process → its group, rank and what is known of it: a call may fail because of another group's worker."""
 
 
-class GroupMethod:
-    """A worker's method, called on the group in the way that its mark says."""
+def connect(address: str | None = None, **options: Any) -> RayBackend:
+    """Makes the back end on which groups are started from now on, until it is closed.
 
-    def __init__(self, processes: ProcessManager, name: str, mark: Mark) -> None:
-        self._processes = processes
-        self._name = name
-        self._mark = mark
+    Args:
+        address: of a running Ray cluster; see ``RayBackend``.
+        options: of ``RayBackend``: ``num_cpus``, …
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs) if self._mark.blocking else self.submit(*args, **kwargs)
+    Returns:
+        The back end; as a context manager it closes itself.
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Waits for the result, whatever the mark says.
-
-        Raises:
-            WorkerError: a worker's method raised; it lives on.
-            WorkerDied: a worker's process is gone.
-            UserError: raised by a worker's method.
-            ValueError: the arguments do not fit the dispatch mode.
-        """
-        return self.ask(*args, **kwargs).result()
-
-    def ask(self, *args: Any, **kwargs: Any) -> BatchFuture:
-        """``run`` for a coroutine: results come to the driver as they are made. The shortest way for small ones."""
-        return self._submit(args, kwargs, stays=False)
-
-    def submit(self, *args: Any, **kwargs: Any) -> BatchFuture:
-        """Returns at once, whatever the mark says; the future raises what ``run`` would raise."""
-        return self._submit(args, kwargs, stays=True)
-
-    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, stays: bool) -> BatchFuture:
-        plan = self._mark.mode.plan(Layout.fit(self._processes.spec.pool.world_size), args, kwargs)
-        return self._processes.submit(self._name, plan, stays=stays)
+    Raises:
+        UserError: Ray is not installed, or its address does not answer.
+    """
+    try:
+        from quartet.cluster.ray_backend import RayBackend
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise UserError(
+            "cluster.type: ray needs Ray",
+            found="it is not installed",
+            remedy="pip install 'quartet-rl[ray]', or set cluster.type=local (one process)",
+        ) from error
+    return RayBackend(address, **options)
 
 
 class WorkerGroup:
@@ -59,8 +61,11 @@ class WorkerGroup:
     ``WorkerGroup(pool, Accumulator, 3)`` makes ``Accumulator(3)`` in every process; ``group.add(1)`` then calls ``add``
     in the way that its ``dispatch`` mark says.
 
+    Attributes:
+        processes: process id, node and devices of each rank.
+
     Args:
-        pool: where.
+        pool: where. It holds one group at a time.
         worker: the class, or a ``ClassWithArgs``.
         args: for the class.
         name: of the group, in messages.
@@ -71,6 +76,7 @@ class WorkerGroup:
     Raises:
         UserError: the pool cannot be granted, or the class raised one.
         WorkerError, WorkerDied: a worker raised or ended while it was made.
+        TimeoutError: a process did not start within the time.
     """
 
     def __init__(
@@ -79,43 +85,153 @@ class WorkerGroup:
         worker: type | ClassWithArgs,
         *args: Any,
         name: str | None = None,
-        backend: Backend | None = None,
+        backend: RayBackend | None = None,
         max_restarts: int = 3,
         start_timeout_s: float = 120.0,
     ) -> None:
-        deferred = worker if isinstance(worker, ClassWithArgs) else ClassWithArgs(worker, *args)
-        self._cls = deferred.cls
-        self.name = name or f"{self._cls.__name__.lower()}-{next(_names)}"
-        spec = GroupSpec(self.name, pool, deferred, max_restarts, start_timeout_s)
-        self._processes = ProcessManager(backend or current_backend(), spec)
-        for method, mark in marks_of(self._cls).items():
-            if hasattr(type(self), method):
-                raise ValueError(f"{self._cls.__name__}.{method} has the name of a method that every group has")
-            setattr(self, method, GroupMethod(self._processes, method, mark))
-        self._processes.start()
+        self._worker = worker if isinstance(worker, ClassWithArgs) else ClassWithArgs(worker, *args)
+        cls = self._worker.cls
+        if backend is None and not connected:
+            raise UserError(
+                "there is no cluster to start workers on",
+                found="no call of connect before",
+                remedy="call connect() first",
+            )
+        self.backend = backend or connected[-1]
+        self.name = name or f"{cls.__name__.lower()}-{next(_names)}"
+        self.handles: list[Any] = []
+        self.processes: tuple[ProcessInfo, ...] = ()
+        self._pool, self._start_timeout_s = pool, start_timeout_s
+        self._max_restarts, self._num_restarts = max_restarts, 0
+        self._last_failures: dict[int, Failure] = {}
+        self._last_death: Death | None = None
+        self._gone: Death | None = None  # of those before, until a restart has succeeded
+        self._pings: dict[int, Any] = {}
+        self._marks = marks_of(cls)
+        for method, mark in self._marks.items():
+            if method in vars(self) or hasattr(type(self), method):
+                raise ValueError(f"{cls.__name__}.{method} has the name of something that every group has")
+            setattr(self, method, partial(self._called, method, mark))
+        self._start()
 
     def __getattr__(self, name: str) -> Any:
         # Only reached where there is no such attribute; a copy that is being made has none of ours either.
         if name.startswith("_"):
             raise AttributeError(name)
-        if hasattr(self._cls, name):
+        cls = self._worker.cls
+        if hasattr(cls, name):
             raise AttributeError(
-                f"{self._cls.__name__}.{name} is not marked with dispatch; mark it, or use call({name!r}, …)"
+                f"{cls.__name__}.{name} is not marked with dispatch; mark it, or use call({name!r}, …)"
             )
-        raise AttributeError(f"group {self.name!r} of {self._cls.__name__} has no method {name!r}")
-
-    @property
-    def backend(self) -> Backend:
-        return self._processes.backend
+        raise AttributeError(f"group {self.name!r} of {cls.__name__} has no method {name!r}")
 
     @property
     def world_size(self) -> int:
-        return self._processes.spec.pool.world_size
+        return self._pool.world_size
 
-    @property
-    def processes(self) -> tuple[ProcessInfo, ...]:
-        """Process id, node and devices of each rank."""
-        return tuple(self._processes.infos)
+    # Life ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Starts the processes, tells each its place, and makes the workers."""
+        self.backend.grant(self._pool, self._start_timeout_s)
+        self.handles = list(self.backend.start(self._pool, self.name))
+        try:
+            for rank, handle in enumerate(self.handles):
+                _known_processes[self.backend.key(handle)] = (self.name, rank, None)
+            self.processes = tuple(self._asked(self.handles, "process_info", timeout_s=self._start_timeout_s))
+            for rank, (handle, info) in enumerate(zip(self.handles, self.processes, strict=True)):
+                _known_processes[self.backend.key(handle)] = (self.name, rank, info)
+            for handle, place in zip(self.handles, self._places(), strict=True):
+                # A process runs its calls in order, so this one need not be waited for.
+                self.backend.call(handle, "set_environment", (place.environment(),))
+            # Stored once: arguments may be large, a state dictionary say.
+            self._asked(self.handles, "build", self.backend.put(self._worker))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _places(self) -> list[RankInfo]:
+        """Every rank's place; rank 0 names the port at which all meet, on its own node."""
+        (port,) = self._asked(self.handles[:1], "rendezvous_port")
+        nodes = [info.node for info in self.processes]
+        address = LOOPBACK if len({info.host for info in self.processes}) == 1 else self.processes[0].host
+        return [
+            RankInfo(
+                rank=rank,
+                world_size=len(nodes),
+                local_rank=nodes[:rank].count(node),
+                local_world_size=nodes.count(node),
+                master_addr=address,
+                master_port=port,
+                devices=self.processes[rank].devices,
+            )
+            for rank, node in enumerate(nodes)
+        ]
+
+    def _asked(self, handles: Sequence[Any], method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """What a method of the host returns in each of these processes, which are being started."""
+        began_s = time.monotonic()
+        refs = {rank: ref for rank, handle in enumerate(handles) for ref in self.backend.call(handle, method, args)}
+        plan = CallPlan([], [*refs], lambda results, shares: results)
+        return BatchFuture(self, refs, plan, [], "starting", began_s).wait(timeout_s)
+
+    def stop(self) -> None:
+        """Ends the workers, whatever they are doing. The pool stays granted until the back end is closed."""
+        self.backend.stop(self.handles)
+        self.handles = []
+        self._pings.clear()
+
+    def restart(self) -> None:
+        """Ends what is left of the workers and makes all anew, with a new rendezvous.
+
+        All of them, because the living ones wait in collectives for the dead one. What a worker had learnt is for its
+        owner to load again.
+
+        Raises:
+            ClusterError: this was done ``max_restarts`` times already.
+            UserError, WorkerError, WorkerDied: as when the group was made.
+        """
+        if self._num_restarts >= self._max_restarts:
+            last = self._last_death
+            raise ClusterError(
+                f"group {self.name!r} was restarted {self._num_restarts} times already, which is its limit"
+                + (f"; {last.brief()}, its last error: {last.last_error or last.reason}" if last is not None else "")
+            )
+        self._num_restarts += 1
+        self._gone = Death(self.name, 0, None, "unknown host", "a call", "the group is being started anew", None)
+        try:
+            self.stop()
+            self._last_failures.clear()  # they say nothing of the new processes
+            self._start()
+            self._gone = None
+        except WorkerDied as error:
+            self._gone = error.death
+            raise
+        except WorkerError as error:
+            failed = error.failure
+            reason = "it raised as it was started anew"
+            self._gone = Death(failed.group, failed.rank, None, failed.host, "starting", reason, failed.summary)
+            raise
+
+    def dead(self, timeout_s: float = 1.0) -> list[Death]:
+        """The workers that are dead. One that is busy for all of the time counts as living.
+
+        Where the last restart failed it is who made it fail.
+        """
+        if self._gone is not None:
+            return [self._gone]
+        self._check_started()
+        # Who was asked and has not answered is busy: it answers when it is idle again, and its call fails when it dies.
+        for rank, handle in enumerate(self.handles):
+            if rank not in self._pings:
+                (self._pings[rank],) = self.backend.call(handle, "ping", ())
+        ranks = sorted(self._pings)
+        ready = self.backend.wait([self._pings[rank] for rank in ranks], timeout_s)
+        ended = [self._pings.pop(rank) for rank, is_there in zip(ranks, ready, strict=True) if is_there]
+        lost = [value for value in self.backend.get(ended) if isinstance(value, Lost)]
+        return [self._death(each, "a look at whether it lives") for each in lost]
+
+    # Calls -----------------------------------------------------------------------------------------------
 
     def call(
         self,
@@ -125,32 +241,103 @@ class WorkerGroup:
         blocking: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Calls any method, by name or as a function of the class."""
-        return GroupMethod(self._processes, _name_of(method), Mark(mode, blocking))(*args, **kwargs)
+        """Calls any method, by name or as a function of the class.
+
+        Raises:
+            WorkerError: a worker's method raised; it lives on.
+            WorkerDied: a worker's process is gone.
+            UserError: raised by a worker's method.
+            ValueError: the arguments do not fit the dispatch mode.
+        """
+        return self._called(_name_of(method), Mark(mode, blocking), *args, **kwargs)
 
     def ask(
         self, method: str | Callable[..., Any], *args: Any, mode: DispatchMode = BROADCAST, **kwargs: Any
     ) -> BatchFuture:
         """``call`` for a coroutine, which awaits the result; that comes to the driver. The shortest way for small
         ones."""
-        return GroupMethod(self._processes, _name_of(method), Mark(mode)).ask(*args, **kwargs)
+        return self._submit(_name_of(method), mode, args, kwargs, stays=False)
 
-    def dead(self, timeout_s: float = 1.0) -> list[Death]:
-        """The workers that are dead. One that is busy for all of the time counts as living."""
-        return self._processes.dead(timeout_s)
+    def _called(self, method: str, mark: Mark, /, *args: Any, **kwargs: Any) -> Any:
+        future = self._submit(method, mark.mode, args, kwargs, stays=not mark.blocking)
+        return future.result() if mark.blocking else future
 
-    def restart(self) -> None:
-        """Ends what is left of the workers and makes all anew.
+    def _submit(
+        self, method: str, mode: DispatchMode, args: tuple[Any, ...], kwargs: dict[str, Any], *, stays: bool
+    ) -> BatchFuture:
+        """Calls a method in every process that the mode names, without waiting.
+
+        Args:
+            stays: results stay where they are made; otherwise they come to the driver.
 
         Raises:
-            ClusterError: this was done ``max_restarts`` times already.
-            UserError, WorkerError, WorkerDied: as when the group was made.
+            WorkerDied: the group is being started anew, or could not be.
+            ValueError: an argument is a future of several ranks' results, or does not fit the mode.
         """
-        self._processes.restart()
+        handles = self.handles
+        if self._gone is not None:  # another thread may start the group anew: calls meanwhile are of what died
+            raise WorkerDied(self._gone)
+        self._check_started()
+        plan = mode.plan(Layout(self.world_size), args, kwargs)
+        readers = Counter(id(value) for call in plan.calls if call is not None for value in call.values())
+        stored: dict[int, Any] = {}
 
-    def stop(self) -> None:
-        """Ends the workers, whatever they are doing. The pool stays granted until the back end is closed."""
-        self._processes.stop()
+        def sent(value: Any) -> Any:
+            """What stands for an argument: a future's reference; of a large value of several ranks, the stored one."""
+            if isinstance(value, BatchFuture):
+                return value.reference()
+            if readers[id(value)] < 2 or num_bytes(value) < LARGE:
+                return value
+            if id(value) not in stored:
+                stored[id(value)] = self.backend.put(value)
+            return stored[id(value)]
+
+        began_s = time.monotonic()
+        status: dict[int, Any] = {}
+        parts: dict[int, Any] = {}
+        for rank, call in enumerate(plan.calls):
+            if call is not None:
+                answers = rank in plan.answers
+                head = CallHead(method, tuple(call.kwargs), answers, answers and stays)
+                refs = self.backend.call(handles[rank], "call", (head, *map(sent, call.values())), 1 + head.stays)
+                status[rank], parts[rank] = refs[0], refs[-1]
+        results = [parts[rank] for rank in plan.answers] if stays else []
+        return BatchFuture(self, status, plan, results, f"{self.name}.{method}", began_s)
+
+    def _check_started(self) -> None:
+        if not self.handles:
+            raise ClusterError(f"group {self.name!r} was stopped; restart it, or make a new one")
+
+    # Trouble ---------------------------------------------------------------------------------------------
+
+    def raise_for(self, troubles: Mapping[int, Failure | Lost], during: str) -> None:
+        """Raises the cause: a death before an exception, which is often only how the others noticed."""
+        lost = [t for t in troubles.values() if isinstance(t, Lost)]
+        failures = [
+            t if t.rank >= 0 else replace(t, group=self.name, rank=rank)  # a sender that did not know its rank
+            for rank, t in troubles.items()
+            if isinstance(t, Failure)
+        ]
+        self._last_failures.update({failure.rank: failure for failure in failures if failure.group == self.name})
+        others = list(dict.fromkeys(failure.brief() for failure in failures))
+        if lost:
+            deaths = {death.brief(): death for death in (self._death(t, during) for t in lost)}
+            # Lost data says less than the process that was lost.
+            first, *more = sorted(deaths.values(), key=lambda death: death.rank is None)
+            raise WorkerDied(first, [*(death.brief() for death in more), *others])
+        first_failed = min(failures, key=lambda failure: failure.is_echo)
+        raise first_failed.error([line for line in others if line != first_failed.brief()])
+
+    def _death(self, lost: Lost, during: str) -> Death:
+        group, rank, info = _known_processes.get(lost.key or "", (self.name, None, None))
+        lines = self.backend.last_lines(info, LAST_LINES) if info is not None else []
+        pid, host = (info.pid, info.host) if info is not None else (None, "unknown host")
+        known = self._last_failures.get(rank) if rank is not None and group == self.name else None
+        said = last_error(lines) or (known.summary if known is not None else None)
+        death = Death(group, rank, pid, host, during, lost.reason, said, tuple(lines))
+        if group == self.name:
+            self._last_death = death
+        return death
 
 
 def _name_of(method: str | Callable[..., Any]) -> str:

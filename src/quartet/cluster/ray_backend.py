@@ -14,34 +14,29 @@ import signal
 import socket
 import stat
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
-    placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from quartet.cluster.backend import Backend, WorkerHandle, forget
 from quartet.cluster.errors import Failure, Lost
+from quartet.cluster.group import connected
 from quartet.cluster.resource_pool import Node, ResourcePool, check_pool, refused
-from quartet.cluster.worker_process import ProcessInfo, WorkerProcess
+from quartet.cluster.worker import ProcessInfo, WorkerProcess
 from quartet.config.errors import UserError
 from quartet.processes import Keeper, descendants
 
-_open: list[RayBackend] = []
-"""Back ends of this process that are not closed; Ray is one connection for all of them."""
 NAMESPACE = "quartet"
 _READ_TIMEOUT_S = 5.0
 _REASON_LINES = 6
@@ -121,8 +116,11 @@ def _out_of_reach() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-class RayBackend(Backend):
-    """Workers in a Ray cluster.
+class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
+    """Starts workers in a Ray cluster, and calls the methods of the ``WorkerProcess`` in each.
+
+    A value may be a ``Failure`` (the method raised) or ``Lost`` (its process is gone); no method here raises for what
+    happened in a worker.
 
     Args:
         address: ``host:port`` of a running cluster, ``auto`` for the one of this machine; None takes the variable
@@ -145,7 +143,7 @@ class RayBackend(Backend):
         log_to_driver: bool = True,
     ) -> None:
         self._grants: dict[ResourcePool, PlacementGroup | None] = {}
-        self._handles: dict[str, WorkerHandle] = {}
+        self._handles: set[Any] = set()
         self._started_ray = not ray.is_initialized()
         self._is_private = False  # a cluster of this machine alone, which ends with us
         self._keeper: Keeper | None = None
@@ -171,16 +169,17 @@ class RayBackend(Backend):
                 started = descendants(os.getpid()).items() - others.items()
                 self._keeper = Keeper(dict(started))
         register_tensors()
-        _open.append(self)
+        connected.append(self)
 
     @property
     def _is_open(self) -> bool:
         """After the end of Ray there is nothing to stop, and asking would start it anew."""
-        return self in _open and ray.is_initialized()
+        return self in connected and ray.is_initialized()
 
     # Pools -----------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[Node]:
+        """The living machines, with what they have."""
         free, own = ray._private.state.available_resources_per_node(), ray.get_runtime_context().get_node_id()
         return [
             Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(key, {}), key, key == own)
@@ -189,12 +188,16 @@ class RayBackend(Backend):
         ]
 
     def grant(self, pool: ResourcePool, timeout_s: float) -> None:
+        """Reserves what the pool needs, until this back end is closed; a second call does nothing.
+
+        Raises:
+            UserError: the pool can never be granted, or was not within the time.
+        """
         if pool in self._grants:
             return
         reserved = None
         if not pool.nodes:
             check_pool(pool, self.nodes())
-            check_pool(pool, self._left(), num_others=len(self._grants))
             reserved = placement_group(
                 pool.bundles() if pool.needs else [{"CPU": 0.001}] * len(pool.processes),
                 strategy="STRICT_SPREAD" if pool.strategy == "spread" else "PACK",
@@ -204,24 +207,10 @@ class RayBackend(Backend):
                 raise refused(pool, self.nodes(), timeout_s)
         self._grants[pool] = reserved
 
-    def _left(self) -> list[Node]:
-        """The nodes as if they had only what this back end's pools leave, which they hold until it is closed."""
-        held: dict[tuple[str, str], float] = defaultdict(float)
-        for pool, reserved in self._grants.items():
-            if reserved is None:
-                continue
-            places = placement_group_table(reserved)["bundles_to_node_id"]
-            for bundle, amounts in enumerate(pool.bundles()):
-                for name, amount in amounts.items():
-                    held[places.get(bundle, ""), name] += amount
-        return [
-            replace(node, total={name: has - held[node.key, name] for name, has in node.total.items()})
-            for node in self.nodes()
-        ]
-
     # Processes -------------------------------------------------------------------------------------------
 
-    def start(self, pool: ResourcePool, group: str) -> Sequence[WorkerHandle]:
+    def start(self, pool: ResourcePool, group: str) -> list[Any]:
+        """Starts one process per rank, in a granted pool; returns Ray's handles of them."""
         reserved, needs = self._grants[pool], pool.needs
         options: dict[str, Any] = {
             "num_cpus": needs.pop("CPU", 0),
@@ -235,45 +224,54 @@ class RayBackend(Backend):
             strategy: Any = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
             if pool.nodes:
                 strategy = NodeAffinitySchedulingStrategy(pool.nodes[bundle], soft=False)
-            actor = ray.remote(RayWorkerProcess).options(scheduling_strategy=strategy, **options).remote(group, rank)
-            handle = WorkerHandle(actor._actor_id.hex(), rank, actor)
-            self._handles[handle.key] = handle
-            handles.append(handle)
+            handles.append(
+                ray.remote(RayWorkerProcess).options(scheduling_strategy=strategy, **options).remote(group, rank)
+            )
+        self._handles.update(handles)
         return handles
 
-    def stop(self, handles: Sequence[WorkerHandle]) -> None:
+    def key(self, handle: Any) -> str:
+        """By which ``Lost`` names a process."""
+        return str(handle._actor_id.hex())
+
+    def stop(self, handles: Sequence[Any]) -> None:
+        """Ends the processes, whatever they are doing."""
         for handle in handles if self._is_open else ():
-            self._handles.pop(handle.key, None)
-            ray.kill(handle.target)
+            self._handles.discard(handle)
+            ray.kill(handle)
 
     # Calls -----------------------------------------------------------------------------------------------
 
-    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int = 1) -> Sequence[Any]:
-        called = getattr(handle.target, method)
+    def call(self, handle: Any, method: str, args: tuple[Any, ...], returns: int = 1) -> Sequence[Any]:
+        """Calls a method of the ``WorkerProcess``; calls on one process run in the order in which they were made.
+
+        Args:
+            returns: the method returns a tuple of so many values, each of which gets a reference of its own.
+        """
+        called = getattr(handle, method)
         if returns == 1:
             return [called.remote(*args)]
         return list(called.options(num_returns=returns).remote(*args))
 
     def put(self, value: Any) -> Any:
+        """Stores a value that several calls have as an argument; they take the reference in its place."""
         return ray.put(value)
 
-    def get(self, refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+    def get(self, refs: Sequence[Any]) -> list[Any]:
+        """Waits for all of them."""
         try:
-            return list(ray.get(list(refs), timeout=timeout_s))
-        except GetTimeoutError as error:
-            raise TimeoutError from error
-        except RayError as error:
-            # Ray raises what it meets first; others may not have ended yet.
-            if len(_ended(refs)) < len(refs):
-                raise TimeoutError from error
+            return list(ray.get(list(refs)))
+        except RayError:
             return [_value_of(ref) for ref in refs]
 
     def wait(self, refs: Sequence[Any], timeout_s: float) -> list[bool]:
+        """Waits until all are there, on this node, or the time is up: which are there."""
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
         there = set(ready)
         return [ref in there for ref in refs]
 
     def soon(self, ref: Any) -> asyncio.Future[Any]:
+        """The value as a future of the running event loop, which comes as soon as it is made."""
         loop = asyncio.get_running_loop()
         coming: asyncio.Future[Any] = loop.create_future()
 
@@ -287,6 +285,7 @@ class RayBackend(Backend):
         return coming
 
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
+        """The end of what a process wrote, also of one that is gone; nothing where it cannot be read."""
         if info.node == ray.get_runtime_context().get_node_id():
             return read_tails(info.logs, count)
         strategy = NodeAffinitySchedulingStrategy(info.node, soft=False)
@@ -302,22 +301,24 @@ class RayBackend(Backend):
             # A private Ray ends as a whole. One that is gone already would be asked for a minute, which then ends this
             # process.
             if not (self._is_open and self._is_private):
-                self.stop(list(self._handles.values()))
+                self.stop([*self._handles])
                 while self._grants:
                     _, reserved = self._grants.popitem()
                     if self._is_open and reserved is not None:
                         remove_placement_group(reserved)
         finally:
-            last_one = _open == [self]
+            last_one = connected == [self]
             if self._is_open and self._started_ray:
                 ray.shutdown()
                 if self._keeper is not None:
                     self._keeper.close()
             elif self._is_open and last_one:
                 deregister_tensors()
-            if self in _open:
-                _open.remove(self)
-            forget(self)
+            if self in connected:
+                connected.remove(self)
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _settle(coming: asyncio.Future[Any], value: Any) -> None:

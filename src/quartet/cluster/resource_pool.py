@@ -82,41 +82,29 @@ class Node:
         return min(counts, default=2**31)
 
 
-def check_pool(pool: ResourcePool, nodes: Sequence[Node], num_others: int = 0) -> None:
-    """Says whether the nodes could ever grant the pool, and if not, what comes nearest.
-
-    Args:
-        num_others: so many pools hold what is missing from the nodes' totals, and will not give it back.
-
-    Raises:
-        UserError: more processes than the nodes have devices for, on one node or in all.
+def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
     """
-    capacity = [node.holds(pool.needs, node.total) for node in nodes]
-    if fits(pool, capacity):
-        return
-    raise UserError(
-        f"the cluster cannot grant the pool {list(pool.processes)} ({pool.strategy})"
-        + (f" beside {num_others} other{'s' if num_others > 1 else ''}" if num_others else ""),
-        found=f"each process needs {describe_pool(pool.needs)}; "
-        + (
-            "; ".join(f"{node.name} has {describe_pool(node.total, pool.needs)}" for node in nodes)
-            or "there is no node"
+    Raises:
+        UserError: the nodes can never grant the pool: more processes than they have devices for, on one node or in all.
+    """
+    if not fits(pool, [node.holds(pool.needs, node.total) for node in nodes]):
+        has = "; ".join(f"{node.name} has {describe_pool(node.total, pool.needs)}" for node in nodes)
+        raise UserError(
+            f"the cluster cannot grant the pool {list(pool.processes)} ({pool.strategy})",
+            found=f"each process needs {describe_pool(pool.needs)}; {has or 'there is no node'}",
+            remedy=f"start nodes that have {' and '.join(pool.needs)}, or ask for fewer processes, or less for each",
         )
-        + (" left" if num_others else ""),
-        remedy=_nearest(pool, capacity),
-    )
 
 
 def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserError:
     """The error for a pool that could be granted, were others not holding what it needs."""
-    free = [node.holds(pool.needs, node.free) for node in nodes]
     held = [
         f"{n.name} has {describe_pool(n.free, pool.needs)} free of {describe_pool(n.total, pool.needs)}" for n in nodes
     ]
     return UserError(
         f"the pool {list(pool.processes)} ({pool.strategy}) was not granted within {waited_s:g} s",
         found=f"each process needs {describe_pool(pool.needs)}; " + "; ".join(held),
-        remedy=f"stop what holds the rest, wait longer, or now: {_nearest(pool, free)}",
+        remedy="stop what holds the rest, wait longer, or ask for less",
     )
 
 
@@ -130,22 +118,6 @@ def fits(pool: ResourcePool, capacity: Sequence[int]) -> bool:
         if pool.strategy == "pack" and rest:
             left = sorted([*left, rest], reverse=True)
     return True
-
-
-def _nearest(pool: ResourcePool, capacity: Sequence[int]) -> str:
-    """The same number of processes in other portions, else as many as there is room for."""
-    room = sorted((n for n in capacity if n > 0), reverse=True)
-    if not room:
-        lacking = " and ".join(pool.needs)
-        return f"start nodes that have {lacking}, or ask for less per process"
-    portions: list[int] = []
-    missing = pool.world_size
-    for n in room:
-        if missing > 0:
-            portions.append(min(n, missing))
-            missing -= portions[-1]
-    text = f"ResourcePool({portions})"
-    return f"use {text}" if missing <= 0 else f"use {text}, the most that fits, or add nodes"
 
 
 def describe_pool(amounts: Mapping[str, float], only: Mapping[str, float] | None = None) -> str:

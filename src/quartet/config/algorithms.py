@@ -3,7 +3,7 @@
 A method is an advantage estimator, a policy loss, and how KL, entropy and the difference between sampler and trainer
 enter. A variant that changes a few defaults of its parent stands under it and has a name of its own, so that one line
 of a recipe picks it. The choices are independent: ``{name: rloo, policy_loss: {name: gspo}}`` is a recipe, too; what
-does not fit together is told apart in ``quartet.config.cross_checks``.
+does not fit together is told apart in ``quartet.config.recipe``.
 
 ================================ ======================= =============================================
 advantages                       policy loss             names

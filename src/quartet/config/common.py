@@ -1,10 +1,15 @@
-"""Sections that several recipes share (models, optimisation, data, sampling), and what every recipe has."""
+"""Sections that several recipes share (models, optimisation, data, sampling), and what every recipe has.
+
+Where the processes of a run are, and how weights and parts of models travel between them.
+
+What every recipe has that trains one model on rows.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, field_validator
 
@@ -380,3 +385,110 @@ class TrainingRecipe(Recipe):
     callbacks: tuple[CallbackConfig, ...] = Field(
         (), description="Classes that are told of steps, and may end the run."
     )
+
+
+class LocalCluster(Strict):
+    """Every role in the one process of the command; they take turns."""
+
+    type: Literal["local"] = "local"
+
+
+class RayCluster(Strict):
+    """A process per device of each pool, started by Ray: on this machine, or on a cluster that is there."""
+
+    type: Literal["ray"] = "ray"
+    address: str | None = Field(
+        None, description="Address of a running cluster; left out: RAY_ADDRESS, else Ray starts here."
+    )
+    cpus_per_process: float = Field(1.0, ge=0, description="CPUs that Ray grants each process; parts are allowed.")
+    gpus_per_process: float = Field(
+        0.0, ge=0, description="GPUs that Ray grants each process; with 1 models go there, with 0 they are on the CPU."
+    )
+    strategy: Literal["pack", "spread"] = Field("pack", description="Nodes of a pool: as few as possible, or apart.")
+    start_timeout_s: float = Field(
+        300.0, gt=0, description="Longest wait until a pool is granted and its processes run."
+    )
+    max_restarts: int = Field(3, ge=0, description="How often a run replaces workers that died.")
+
+
+class TorchrunCluster(Strict):
+    """The processes that torchrun has started: a recipe becomes one for them by being started so."""
+
+    type: Literal["torchrun"] = "torchrun"
+
+
+ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="type")]
+SupervisedClusterConfig = Annotated[LocalCluster | RayCluster | TorchrunCluster, Field(discriminator="type")]
+
+
+def device_misfits(cluster: LocalCluster | RayCluster | TorchrunCluster, device: str) -> Iterator[str]:
+    """Why a recipe cannot have this ``device``, if it cannot. Ray gives each process its GPUs already."""
+    if isinstance(cluster, TorchrunCluster) and device.startswith("cuda:"):
+        yield f"each process of a torchrun takes a GPU of its own: set device: cuda in place of {device}"
+    if isinstance(cluster, RayCluster):
+        if device.startswith("cuda:"):
+            yield f"Ray decides which GPU a process sees: set device: cuda in place of {device}"
+        if device == "cuda" and cluster.gpus_per_process == 0:
+            yield "device is cuda, but cluster.gpus_per_process is 0: set it to 1, or leave device out"
+        if device == "cpu" and cluster.gpus_per_process > 0:
+            yield f"device is cpu, but cluster.gpus_per_process is {cluster.gpus_per_process:g}: leave out either"
+
+
+class WeightSyncConfig(Strict):
+    """How new weights come to engines that have their own copy."""
+
+    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = Field(
+        "auto", description="auto: shared_memory on one machine, collective between several."
+    )
+    timeout_s: float = Field(120.0, gt=0, description="Longest silence of either end.")
+
+
+class OffloadConfig(Strict):
+    """Where parts go that must leave their device for others; only pools with budget_bytes ever move any."""
+
+    to: Literal["mapped_files", "pinned_memory"] = Field(
+        "mapped_files", description="Files mapped into memory, or host memory that a GPU reads fastest."
+    )
+    directory: str | None = Field(
+        None, description="Folder of the mapped files; the system's temporary one when left out."
+    )
+
+
+class SupervisedRecipe(TrainingRecipe):
+    """What every job has that trains one model on rows."""
+
+    job: str
+    is_scalar: ClassVar[bool] = False
+    """Whether what is trained is a model with a scalar head."""
+
+    model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
+    data: DataConfig | None = Field(None, description="Rows to train on; left out where Python passes them.")
+    evaluation_data: DataConfig | None = Field(None, description="Held-out rows; no evaluation when left out.")
+    evaluate_every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
+    train: TrainConfig = TrainConfig()
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
+    epochs: int = Field(1, ge=1, description="Passes over the data where steps is left out.")
+    cluster: SupervisedClusterConfig = Field(LocalCluster(), description="Where the processes of the run are.")
+    processes: Processes = Field(
+        1,
+        ge=1,
+        description="Processes on each node, which share every update; each has a copy of the model, or a shard.",
+    )
+    nodes: int = Field(1, ge=1, description="Machines.")
+    sharding: ShardingConfig = ShardingConfig()
+
+    @property
+    def answered_by(self) -> SamplingConfig | None:
+        """How the model answers the rows; None where they have their answers."""
+        return None
+
+    def _misfits(self) -> Iterator[str]:
+        if self.cluster.type == "local" and self.processes * self.nodes > 1:
+            yield (
+                f"processes {self.processes} on nodes {self.nodes}, but cluster.type local has one process: set "
+                "cluster.type: ray, start it by torchrun, or leave processes and nodes out"
+            )
+        reason = self.sharding.misfit("sharding", self.processes * self.nodes, compiles=self.train.compile)
+        if reason is not None:
+            yield reason
+        yield from device_misfits(self.cluster, self.device)

@@ -7,7 +7,7 @@
 ``vllm``   child processes in an environment of their own yes                         the run
 ========== ============================================== =========================== ==========================
 
-Plug-ins add others; ``engine_types`` has all of them.
+Plug-ins add others, and sections of ``rollout.speculation``; ``choices`` has all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from pydantic import AliasChoices, Field, JsonValue
 
 from quartet.config.common import SamplingConfig, Strict
 from quartet.config.strict import Devices, Processes, Sequences, Steps, Tokens
+
+if TYPE_CHECKING:
+    from quartet.config.recipe import RLRecipe
 
 
 class Served(Strict):
@@ -152,3 +155,19 @@ def draw_misfits(key: str, sampling: SamplingConfig, engine: Served) -> Iterator
             f"{key}.draw gumbel needs this project's sampler, which native and vllm have; {engine.type} draws in its "
             "own way: leave it out"
         )
+
+
+class Speculation(Strict):
+    """A section of a ``type``. A key ``path`` in it names the drafter's model: a directory, its URL, or the hub's."""
+
+    if TYPE_CHECKING:
+        type: str
+
+    @property
+    def learns(self) -> bool:
+        """Its model learns along with the actor."""
+        return False
+
+    def misfits_with(self, recipe: RLRecipe) -> Iterator[str]:
+        """Why it does not fit the other sections."""
+        yield from ()

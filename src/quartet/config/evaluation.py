@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator
 
+from quartet.config.choices import EngineConfig, RewardConfig
 from quartet.config.common import (
     DataConfig,
     HubConfig,
@@ -17,9 +18,7 @@ from quartet.config.common import (
     ShardingConfig,
     Strict,
 )
-from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, draw_misfits
-from quartet.config.reward_types import RewardConfig
 from quartet.config.rewards import JudgeReward, PairwiseJudge, compiled
 from quartet.config.strict import Prompts, Samples
 

@@ -17,14 +17,13 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from quartet.config.choices import EngineConfig
 from quartet.config.common import Recipe, Strict
-from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.errors import UserError
-from quartet.config.jobs import jobs, recipes
 from quartet.config.nearest import missing_file, nearest
-from quartet.config.schema import chosen_member, dotted_fields, item_annotation, members, tags
-from quartet.config.validation import explain, shortened
+from quartet.config.plugins import jobs, recipes
+from quartet.config.strict import chosen_member, dotted_fields, explain, item_annotation, members, shortened, tags
 from quartet.config.yamls import dump_yaml, parse_yaml, yaml_complaint
 
 

@@ -10,13 +10,19 @@ import importlib
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quartet.config.errors import UserError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from quartet.config.common import Recipe
+
 
 GROUP = "quartet.plugins"
 EXTRAS = "quartet.extras"
@@ -30,7 +36,7 @@ class RewardType:
         section: ``module:class`` of the recipe's section, a ``Fallible`` whose ``type`` is the name.
         source: ``module:function`` that makes a ``quartet.rewards.source.RewardSource`` of a section.
         model: in place of a source, for a reward that is a model of the run's own: ``module:function`` that makes a
-            ``quartet.trainers.reward_roles.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
+            ``quartet.trainers.model_loader.RewardModelRole`` of a section (a ``ModelSource``), the policy's codec and
             what frozen models are made with.
         metrics: ``module:function`` of further figures of a step: of its batch, the rewards ``[N]`` and their weights.
     """
@@ -48,9 +54,6 @@ class Storage(Protocol):
 
     def local_copy(self) -> Path:
         """Brings the file or directory to this machine, once: only what has changed comes again."""
-
-    def fingerprint(self) -> str:
-        """Changes with what is there; nothing is downloaded for it."""
 
     def records(self, names: Collection[str] | None = None) -> Path:
         """Brings files of a run into a directory here: those of these names, or all but models and checkpoints."""
@@ -70,7 +73,7 @@ class DrafterType:
     """What drafts tokens that a recipe's ``rollout.speculation`` names by ``type``.
 
     Args:
-        section: ``module:class`` of it, a ``quartet.config.speculation.Speculation`` whose ``type`` is the name.
+        section: ``module:class`` of it, a ``quartet.config.engines.Speculation`` whose ``type`` is the name.
         drafter: function ``(section, policy, model)`` that makes a ``quartet.rollout.drafter.Drafter`` of the native
             engine; ``model`` is the trainer's where the engine shares the policy with it, else None.
         vllm: function ``(section, folder)`` that makes the ``quartet.rollout.vllm.start.Drafts`` of vLLM, which may
@@ -118,7 +121,7 @@ class Job:
     Args:
         recipe: ``module:class`` of its recipe, a ``Recipe`` whose ``job`` is the name. Importable without torch.
         trainer: ``module:class`` of what runs it: made with the recipe, ``resume`` and ``progress``, its ``train()``
-            returns a ``quartet.trainers.results.TrainResult``.
+            returns a ``quartet.trainers.checkpoints.TrainResult``.
         help: its line in ``quartet --help``.
         is_supervised: it is a ``SupervisedTrainer``, of which torchrun may start several processes.
         reader: ``module:function`` that says for a recipe how its rows are read; as prompts when left out.
@@ -220,12 +223,10 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def _additions(plugin: Plugin) -> Iterator[str]:
-    yield from (f"the command {name}" for commands in plugin.commands.values() for name in commands)
-    yield from (f"the command {name}" for name in plugin.jobs)
-    yield from (f"the reward type {name}" for name in plugin.rewards)
-    yield from (f"the drafter {name}" for name in plugin.drafters)
-    yield from (f"the engine type {name}" for name in plugin.engines)
-    yield from (f"the environment {name}" for name in plugin.environments)
+    names = [*plugin.jobs, *(name for commands in plugin.commands.values() for name in commands)]
+    yield from (f"the command {name}" for name in names)
+    tables = {each.name: getattr(plugin, each.name) for each in fields(plugin) if each.name not in ("commands", "jobs")}
+    yield from (f"{table} {name}" for table, made in tables.items() if isinstance(made, Mapping) for name in made)
     yield from ["storage at URLs"] if plugin.storage else []
 
 
@@ -270,40 +271,47 @@ def load(target: str) -> Any:
         ) from error
 
 
+def added(table: str, own: Collection[str] = ()) -> dict[str, Any]:
+    """What plug-ins add under a key of :class:`Plugin`, by its names.
+
+    Raises:
+        UserError: one of them is Quartet's ``own``.
+    """
+    found = {name: made for plugin in plugins() for name, made in getattr(plugin, table).items()}
+    if both := set(own) & found.keys():
+        remedy = "uninstall it"
+        raise UserError(f"a plug-in adds {table} that are Quartet's own", found=", ".join(both), remedy=remedy)
+    return found
+
+
 def sections(
-    what: str, added: Mapping[str, RewardType | DrafterType | EngineType], base: type, own: tuple[type, ...]
-) -> list[type]:
-    """The sections of what plug-ins add.
+    table: str, base: type | Callable[[Any], type], own: Mapping[str, type] | None = None
+) -> dict[str, type[BaseModel]]:
+    """Quartet's own sections and those that plug-ins add under a key of :class:`Plugin`, by their ``type``.
 
     Args:
-        what: they add, for messages.
-        base: of all of them.
-        own: Quartet's own beside them.
+        base: of all that are added, or of one entry.
 
     Raises:
         UserError: one is no section, or has the ``type`` of one of ours.
     """
-    found = {name: load(kind.section) for name, kind in added.items()}
-    if both := {_default_type(each) for each in own} & found.keys():
-        raise UserError(f"a plug-in adds {what} that is Quartet's own", found=", ".join(both), remedy="uninstall it")
-    for name, section in found.items():
-        if not (isinstance(section, type) and issubclass(section, base) and _default_type(section) == name):
-            raise UserError(
-                f"the section of {what} {name}, which a plug-in adds, is none",
-                found=added[name].section,
-                remedy=f'mend it: a subclass of {base.__name__} with type: Literal["{name}"] = "{name}"; '
-                "or uninstall it",
-            )
-    return list(found.values())
+    found: dict[str, Any] = dict(own or {})
+    for name, kind in added(table, found).items():
+        found[name] = _section(table, name, kind.section, base if isinstance(base, type) else base(kind))
+    return found
 
 
-def _default_type(section: Any) -> Any:
-    return getattr(section.model_fields.get("type"), "default", None)
-
-
-def environments() -> dict[str, str]:
-    """Classes of environments by ``type``, as ``module:name``."""
-    return {name: target for plugin in plugins() for name, target in plugin.environments.items()}
+def _section(table: str, name: str, target: str, base: type, key: str = "type") -> Any:
+    """The class at ``target``: derived from ``base``, with ``name`` as the default of ``key``."""
+    section = load(target)
+    is_one = isinstance(section, type) and issubclass(section, base)
+    if is_one and getattr(section.model_fields.get(key), "default", None) == name:
+        return section
+    raise UserError(
+        f"what a plug-in names for {name} of its {table} does not fit",
+        found=target,
+        remedy=f'mend it: a subclass of {base.__name__} with {key}: Literal["{name}"] = "{name}"; or uninstall it',
+    )
 
 
 def weight_forms() -> list[WeightForm]:
@@ -327,3 +335,76 @@ def storage(url: str) -> Storage:
         raise UserError("nothing here serves URLs", found=url, remedy="name a path, or install a plug-in for storage")
     served: Storage = load(target)(url)
     return served
+
+
+OWN: Mapping[str, Job] = {
+    "sft": Job(
+        "quartet.config.recipe:SFTRecipe",
+        "quartet:SFTTrainer",
+        "Supervised fine-tuning on demonstrations.",
+        is_supervised=True,
+        words=("sft",),
+        metrics=("loss/sft", "eval/loss"),
+    ),
+    "reward-model": Job(
+        "quartet.config.recipe:RewardModelRecipe",
+        "quartet:RewardModelTrainer",
+        "Reward model from preference pairs.",
+        is_supervised=True,
+        words=("reward", "rm"),
+        metrics=("loss/reward_model", "reward_model/accuracy", "eval/accuracy", "eval/longer_answer_accuracy"),
+    ),
+    "preference": Job(
+        "quartet.config.preference:PreferenceRecipe",
+        "quartet:PreferenceTrainer",
+        "DPO, SimPO, KTO and others on preference data.",
+        is_supervised=True,
+        methods="loss",
+        words=("preference", "dpo", "ipo", "simpo", "orpo", "kto"),
+        metrics=(
+            "loss/preference",
+            "preference/accuracy",
+            "preference/margin",
+            "preference/reward_chosen",
+            "preference/kl",
+            "eval/loss",
+            "eval/accuracy",
+        ),
+    ),
+    "rl": Job(
+        "quartet.config.recipe:RLRecipe",
+        "quartet:RLTrainer",
+        "Reinforcement learning: PPO, GRPO and others.",
+        methods="algorithm",
+        words=("rl", "ppo", "grpo", "dapo", "gspo", "rloo", "reinforce", "remax"),
+        metrics=("reward/score_mean", "eval/score_mean", "kl/ref", "policy/entropy", "agreement/logprob_diff_max"),
+    ),
+    "eval": Job(
+        "quartet.config.evaluation:EvalRecipe",
+        "quartet:Evaluator",
+        "Held-out prompts answered and scored; win rates.",
+        words=("eval", "evaluation"),
+    ),
+}
+
+
+@cache
+def jobs() -> dict[str, Job]:
+    """All jobs by their names, which are their commands.
+
+    Raises:
+        UserError: a plug-in adds one that is Quartet's own.
+    """
+    return {**OWN, **added("jobs", OWN)}
+
+
+@cache
+def recipes() -> Mapping[str, type[Recipe]]:
+    """The class of each job's recipe.
+
+    Raises:
+        UserError: a plug-in names one that is no recipe of its job.
+    """
+    from quartet.config.common import Recipe
+
+    return {name: _section("jobs", name, job.recipe, Recipe, "job") for name, job in jobs().items()}

@@ -20,9 +20,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quartet.config.common import HubConfig, Strict
+from quartet.config.common import HubConfig, Strict, SupervisedRecipe
 from quartet.config.strict import Pairs
-from quartet.config.supervised import SupervisedRecipe
 
 DoubtfulPairs = Literal["keep", "skip", "error"]
 """What happens to pairs with an empty answer, or whose chosen answer is the beginning of the rejected one. Pairs of two

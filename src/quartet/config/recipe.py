@@ -3,44 +3,64 @@ resolved.
 
 Batch words: ``prompts_per_step`` prompts are answered ``responses_per_prompt`` times each; the step's groups are cut
 into ``minibatches`` (one optimizer update each), and the whole is gone through ``epochs`` times.
+
+Below them: settings of an RL recipe that contradict each other, and settings without effect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from itertools import chain
+from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
-from quartet.config.algorithms import PPO, AlgorithmConfig
-from quartet.config.cluster import ClusterConfig, LocalCluster, OffloadConfig, WeightSyncConfig
+from quartet.config.algorithms import (
+    PPO,
+    SEQUENCE_LOSSES,
+    AlgorithmConfig,
+    BestOfN,
+    Distillation,
+    GroupAlgorithm,
+    OnlineDPO,
+    OptimalTokenBaseline,
+    PassAtK,
+    PolicyGradient,
+    ReMax,
+    ScoredAlgorithm,
+    Selection,
+    SequenceClippedLoss,
+    kl_term,
+    reads_reference,
+)
+from quartet.config.choices import EngineConfig, RewardConfig, SpeculationConfig
 from quartet.config.common import CheckpointConfig as CheckpointConfig
 from quartet.config.common import (
+    ClusterConfig,
     DataConfig,
     HubConfig,
+    LocalCluster,
     ModelConfig,
+    OffloadConfig,
     OptimConfig,
     SamplingConfig,
     ShardingConfig,
     Strict,
+    SupervisedRecipe,
     TrainConfig,
     TrainingRecipe,
+    WeightSyncConfig,
+    device_misfits,
 )
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.common import Recipe as Recipe
-from quartet.config.cross_checks import misfits
-from quartet.config.engine_types import EngineConfig
-from quartet.config.engines import NativeEngineConfig
+from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, draw_misfits
 from quartet.config.evaluation import EvaluationConfig
-from quartet.config.placement import PlacementConfig
-from quartet.config.plugins import environments, sections
+from quartet.config.placement import ROLES, AsynchronousPlacement, PlacementConfig, Role, has_budget, processes_of
+from quartet.config.plugins import added
 from quartet.config.preference import DoubtfulPairs
-from quartet.config.reward_types import RewardConfig
-from quartet.config.speculation import DRAFTERS, Speculation
+from quartet.config.rewards import ModelSource
 from quartet.config.strict import Batches, Groups, Nats, Pairs, Prompts, Rows
-from quartet.config.supervised import SupervisedRecipe
 
 
 class SFTRecipe(SupervisedRecipe):
@@ -61,15 +81,6 @@ class RewardModelRecipe(SupervisedRecipe):
     doubtful_pairs: DoubtfulPairs = Field(
         "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
     )
-
-
-if TYPE_CHECKING:
-    SpeculationConfig = Speculation
-else:
-    _ADDED = sections("a drafter", DRAFTERS, Speculation, ()) or (Speculation,)
-    SpeculationConfig = reduce(or_, _ADDED)
-    if len(_ADDED) > 1:
-        SpeculationConfig = Annotated[SpeculationConfig, Field(discriminator="type")]
 
 
 class RolloutConfig(Strict):
@@ -141,7 +152,7 @@ class EnvironmentConfig(Strict):
     def _misfits(self) -> Iterator[str]:
         if self.type is not None and self.target is not None:
             yield f"environment.type {self.type} and environment.target {self.target} are both set: drop one"
-        if self.type is not None and self.type not in (known := environments()):
+        if self.type is not None and self.type not in (known := added("environments")):
             yield f"environment.type {self.type} is none that a plug-in adds: {', '.join(known) or 'there is none'}"
 
 
@@ -199,3 +210,287 @@ class RLRecipe(TrainingRecipe):
     def _misfits(self) -> Iterator[str]:
         if reasons := misfits(self):
             yield "; ".join(reasons)
+
+
+# Checks across the sections of an RL recipe: a group yields every reason that it finds, and all are reported at once --
+
+
+def misfits(recipe: RLRecipe) -> list[str]:
+    """Every reason why the recipe's parts do not fit together."""
+    groups = (
+        _sizes,
+        _numerics,
+        _engines,
+        _speculation,
+        _losses,
+        _kl_and_reference,
+        _environments,
+        _rewards,
+        _placements,
+    )
+    return list(chain.from_iterable(group(recipe) for group in groups))
+
+
+def _sizes(recipe: RLRecipe) -> Iterator[str]:
+    algorithm, responses, longest = (
+        recipe.algorithm,
+        recipe.responses_per_prompt,
+        recipe.rollout.sampling.max_new_tokens,
+    )
+    if recipe.prompts_per_step % recipe.minibatches:
+        yield (
+            f"minibatches ({recipe.minibatches}) must divide prompts_per_step ({recipe.prompts_per_step}): "
+            "every mini-batch holds whole groups"
+        )
+    if isinstance(algorithm, GroupAlgorithm | Selection) and responses < 2:
+        yield (
+            f"{algorithm.name} compares the responses of a group; responses_per_prompt is {responses}, "
+            "set it to 2 or more"
+        )
+    if isinstance(algorithm, BestOfN) and algorithm.keep >= responses:
+        yield (
+            f"algorithm.keep ({algorithm.keep}) must be less than responses_per_prompt ({responses}): "
+            "nothing would be selected"
+        )
+    if isinstance(algorithm, PassAtK) and algorithm.k >= responses:
+        yield (
+            f"algorithm.k ({algorithm.k}) must be less than responses_per_prompt ({responses}): there would be one way "
+            "to choose k responses, so nothing to compare"
+        )
+    overlong = algorithm.overlong if isinstance(algorithm, ScoredAlgorithm) else None
+    if overlong is not None and overlong.buffer >= longest:
+        yield (
+            f"algorithm.overlong.buffer ({overlong.buffer}) must be less than rollout.sampling.max_new_tokens "
+            f"({longest}): every response would be too long"
+        )
+
+
+def _numerics(recipe: RLRecipe) -> Iterator[str]:
+    trained = (recipe.actor.train, recipe.critic.train)
+    gpus = recipe.cluster.gpus_per_process if recipe.cluster.type == "ray" else 0
+    if recipe.numerics == "exact":
+        if any(train.precision == "bf16" for train in trained):
+            yield "numerics: exact needs precision: fp32 for actor and critic; found bf16"
+        if recipe.threads not in (None, 1):
+            yield f"numerics: exact needs threads: 1; found {recipe.threads}"
+        if recipe.device.startswith("cuda"):
+            yield f"numerics: exact needs the CPU; found device: {recipe.device}"
+        elif gpus:
+            yield f"numerics: exact needs the CPU; found cluster.gpus_per_process: {gpus:g}"
+        if any(train.compile for train in trained):
+            yield "numerics: exact needs the model's own layers, whose sums were examined: leave out train.compile"
+    if recipe.rollout.sampling.temperature == 0:
+        yield "rollout.sampling.temperature is 0: greedy rollouts cannot be trained on; use e.g. 1.0"
+
+
+def _engines(recipe: RLRecipe) -> Iterator[str]:
+    engine, sampling = recipe.rollout.engine, recipe.rollout.sampling
+    if not isinstance(engine, NativeEngineConfig):
+        yield from engine.training_misfits()
+        if recipe.numerics == "exact":
+            yield f"numerics: exact is the native engine's; found rollout.engine {engine.type}"
+    if sampling.truncated_logprobs and not isinstance(recipe.algorithm, PolicyGradient):
+        yield (
+            f"rollout.sampling.truncated_logprobs is for methods that compare with the sampler; "
+            f"{recipe.algorithm.name} learns the whole distribution: leave it out"
+        )
+    if sampling.truncated_logprobs and not engine.has_our_sampler:
+        yield (
+            f"rollout.sampling.truncated_logprobs is for native and vllm: {engine.type}'s log-probabilities are those "
+            "of all tokens; leave it out"
+        )
+
+
+def _speculation(recipe: RLRecipe) -> Iterator[str]:
+    rollout, speculation = recipe.rollout, recipe.rollout.speculation
+    asked = [("rollout.sampling", rollout.sampling)]
+    if recipe.evaluation is not None and recipe.evaluation.sampling.draw != rollout.sampling.draw:
+        asked.append(("evaluation.sampling", recipe.evaluation.sampling))
+    for key, sampling in asked:
+        yield from draw_misfits(key, sampling, rollout.engine)
+    if speculation is None:
+        return
+    drafting = (
+        NativeEngineConfig
+        if added("drafters")[speculation.type].vllm is None
+        else NativeEngineConfig | VLLMEngineConfig
+    )
+    if not isinstance(rollout.engine, drafting):
+        yield (
+            f"rollout.speculation needs an engine that verifies drafts by this project's sampler, which native and "
+            f"vllm do; found rollout.engine {rollout.engine.type}: leave it out, or use one of these"
+        )
+    yield from speculation.misfits_with(recipe)
+
+
+def _losses(recipe: RLRecipe) -> Iterator[str]:
+    algorithm, kl = recipe.algorithm, kl_term(recipe.algorithm)
+    if not isinstance(algorithm, PolicyGradient):
+        return
+    loss, correction = algorithm.policy_loss, algorithm.off_policy
+    is_of_responses = isinstance(algorithm, GroupAlgorithm) and not isinstance(algorithm, OptimalTokenBaseline)
+    if isinstance(loss, SEQUENCE_LOSSES) and algorithm.top_entropy_quantile < 1:
+        yield (
+            f"algorithm.policy_loss {loss.name} has one ratio per response, algorithm.top_entropy_quantile leaves out "
+            "tokens of it: use a loss of tokens, such as clipped, or leave top_entropy_quantile out"
+        )
+    if isinstance(loss, SEQUENCE_LOSSES) and not is_of_responses:
+        yield (
+            f"algorithm.policy_loss {loss.name} has one ratio per response, {algorithm.name} one "
+            "advantage per token, which the ratio would average away; use clipped, cispo or reinforce"
+        )
+    if isinstance(loss, SEQUENCE_LOSSES) and correction is not None and correction.level != "sequence":
+        yield f"algorithm.policy_loss {loss.name} has a ratio of the sequence: set algorithm.off_policy.level: sequence"
+    if isinstance(algorithm, OptimalTokenBaseline) and recipe.rollout.sampling.truncated_logprobs:
+        yield (
+            "algorithm optimal_token_baseline reads probabilities of the whole vocabulary, and "
+            "rollout.sampling.truncated_logprobs leaves some of it out: leave either"
+        )
+    is_default = algorithm.aggregation == type(algorithm).model_fields["aggregation"].default
+    aggregates = algorithm.entropy_coef > 0 or (kl.coef > 0 and kl.place == "loss")
+    if isinstance(loss, SequenceClippedLoss) and not is_default and not aggregates:
+        yield (
+            "algorithm.policy_loss sequence_clipped is the mean over responses, and there is no entropy or KL term in "
+            f"the loss: algorithm.aggregation ({algorithm.aggregation}) would do nothing; leave it out"
+        )
+
+
+def _kl_and_reference(recipe: RLRecipe) -> Iterator[str]:
+    algorithm, kl = recipe.algorithm, kl_term(recipe.algorithm)
+    responses = recipe.prompts_per_step * recipe.responses_per_prompt
+    if kl.target is not None and kl.coef == 0:
+        yield "algorithm.kl.coef is 0, so algorithm.kl.target has nothing to adapt; set a first coef"
+    if kl.target is not None and kl.horizon < responses:
+        yield (
+            f"algorithm.kl.horizon ({kl.horizon}) is less than the responses of one step ({responses}): the "
+            "coefficient would jump, and could turn negative"
+        )
+    if isinstance(algorithm, Distillation) and recipe.reference.path is None:
+        yield "distillation needs reference.path, the teacher: from itself the actor has nothing to learn"
+    if isinstance(algorithm, OnlineDPO) and algorithm.refresh_steps is not None:
+        if not reads_reference(algorithm):
+            yield f"algorithm.loss {algorithm.loss.name} has no reference, so algorithm.refresh_steps would do nothing"
+        elif recipe.reference.path is None and recipe.actor.train.lora is not None:
+            yield (
+                "with actor.train.lora the reference is the actor without its adapters, which never changes: leave out "
+                "algorithm.refresh_steps"
+            )
+
+
+def _environments(recipe: RLRecipe) -> Iterator[str]:
+    algorithm = recipe.algorithm
+    if recipe.environment is None:
+        return
+    if isinstance(algorithm, ReMax):
+        yield (
+            "remax has no greedy episodes for its baseline; with an environment use ppo, or rloo and several responses"
+        )
+    if isinstance(algorithm, ScoredAlgorithm) and algorithm.overlong is not None:
+        yield (
+            "algorithm.overlong is about one response of at most max_new_tokens, which holds for each turn of an "
+            "episode; let the environment's rewards charge for length"
+        )
+    if isinstance(algorithm, OnlineDPO):
+        yield (
+            "online_dpo compares two answers to one prompt; episodes see different states: use best_of_n, grpo or rloo"
+        )
+
+
+def _rewards(recipe: RLRecipe) -> Iterator[str]:
+    sources = (*recipe.rewards, *(recipe.evaluation.rewards if recipe.evaluation is not None else ()))
+    models = {source.name for source in sources if isinstance(source, ModelSource)}
+    names = [source.name for source in recipe.rewards if source.name]
+    names += ["environment"] if recipe.environment is not None else []
+    if clash := sorted(models & set(ROLES) - {"reward"}):
+        yield f"a reward model is called {clash[0]!r}, as a role of every run is: give it another name"
+    elif len(set(names)) != len(names):
+        yield f"two rewards have the same name: {names}"
+    gated = [source.name or source.type for source in recipe.rewards if source.gate is not None]
+    normalises = getattr(recipe.algorithm, "multi_objective_aggregation", "") == "normalize_then_sum"
+    if normalises and gated:
+        yield (
+            f"the gate of the reward {gated[0]!r} compares scores as they are, and "
+            "algorithm.multi_objective_aggregation normalize_then_sum adds up normalised ones: leave either"
+        )
+    steps = [source.name for source in recipe.rewards if isinstance(source, ModelSource) and source.pays_steps]
+    if isinstance(recipe.algorithm, ReMax) and steps:
+        yield (
+            "algorithm remax takes the greedy response's whole score off every token, but the process reward "
+            f"{steps[0]!r} pays steps one by one: after the first step the baseline would count what is paid already; "
+            "use reinforce_pp, ppo or a group method"
+        )
+
+
+def _placements(recipe: RLRecipe) -> Iterator[str]:
+    placement, algorithm, cluster = recipe.placement, recipe.algorithm, recipe.cluster
+    staleness = placement.max_staleness if isinstance(placement, AsynchronousPlacement) else 0
+    if staleness and isinstance(algorithm, PolicyGradient) and algorithm.off_policy is None:
+        yield (
+            f"an asynchronous placement trains on answers of weights up to {staleness} versions old: set "
+            "algorithm.off_policy (importance weights), say {level: token, mode: truncate, cap: 2.0}"
+        )
+    yield from _shardings(recipe)
+    if cluster.type == "ray" and placement is None:
+        yield "cluster.type ray needs a placement: say which role works where, {type: full_offload, pool: {}} say"
+    yield from device_misfits(cluster, recipe.device)
+    compiles = recipe.actor.train.compile or recipe.critic.train.compile
+    if compiles and cluster.type == "ray" and cluster.max_restarts > 0:
+        yield (
+            "train.compile cannot go on from a checkpoint with equal bits, which is what a replaced worker does: set "
+            "cluster.max_restarts: 0, or leave train.compile out"
+        )
+
+
+def _shardings(recipe: RLRecipe) -> Iterator[str]:
+    """Every role with a model can be cut over the processes of its pool."""
+    asked: list[tuple[str, Role, ShardingConfig]] = [("actor.sharding", "actor", recipe.actor.sharding)]
+    if recipe.algorithm.name == "ppo":
+        asked.append(("critic.sharding", "critic", recipe.critic.sharding))
+    if reads_reference(recipe.algorithm):
+        asked.append(("reference.sharding", "reference", recipe.reference.sharding))
+    only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
+    for place, sources in (("rewards", recipe.rewards), ("evaluation.rewards", only)):
+        asked += [
+            (f"{place}.{i}.sharding", "reward", source.sharding)
+            for i, source in enumerate(sources)
+            if isinstance(source, ModelSource)
+        ]
+    compiled = {"actor": recipe.actor.train.compile, "critic": recipe.critic.train.compile}
+    for key, role, sharding in asked:
+        processes, compiles = processes_of(recipe.placement, role), compiled.get(role, False)
+        if (reason := sharding.misfit(key, processes, compiles=compiles)) is not None:
+            yield reason
+        elif recipe.numerics == "exact" and sharding.copy_size > sharding.shard:
+            yield (
+                f"numerics: exact needs every sum in one process, in the order of the engine's: {key}.context and "
+                f"{key}.tensor cut sums of a layer over processes; use {key}.shard alone"
+            )
+        elif sharding.tensor > 1 and recipe.rollout.sampling.truncated_logprobs and role in ("actor", "reference"):
+            yield (
+                f"rollout.sampling.truncated_logprobs needs the likeliest tokens of the whole vocabulary, and of it "
+                f"each process has a part under {key}.tensor: use {key}.context or {key}.shard, or leave top_p, top_k "
+                "and min_p out"
+            )
+        elif sharding.cpu_offload and has_budget(recipe.placement, role):
+            yield (
+                f"{key}.cpu_offload keeps the model in host memory, and the pool's budget_bytes would move it there "
+                "and back: leave out either"
+            )
+
+
+def without_effect(recipe: RLRecipe) -> list[str]:
+    """Warnings about settings that the method does not read, or that cannot have the effect they are for.
+
+    It is not refused: one line of a recipe picks another method, and the sections of the former one may stay.
+    """
+    algorithm, critic, kl = recipe.algorithm, recipe.critic, kl_term(recipe.algorithm)
+    found = []
+    if algorithm.name != "ppo" and critic != type(critic)():
+        found.append(f"critic: not read, {algorithm.name} has none")
+    if algorithm.name == "ppo" and critic.warmup_steps >= recipe.steps:
+        found.append(f"critic: its {critic.warmup_steps} warm-up steps leave no step in which the actor learns")
+    if recipe.reference.path is not None and not reads_reference(algorithm):
+        found.append(f"reference: not loaded, {algorithm.name} reads none with these settings (see algorithm.kl.coef)")
+    if kl.coef > 0 and kl.place == "loss" and kl.estimator == "k1":
+        found.append("kl: in the loss the gradient of k1 is 0 on average and holds nothing back; use k2 or k3")
+    return found

@@ -1,18 +1,309 @@
-"""The base of every section of a recipe, and what its numbers count (shown by `quartet config`, checked nowhere)."""
+"""The base of every section of a recipe, and what its numbers count (shown by `quartet config`, checked nowhere).
+
+What a typed recipe says about its own shape: sections, members of tagged unions, dotted keys.
+
+pydantic's complaints about a recipe as one readable error.
+
+Addresses of servers and of objects in recipes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, Union, get_args, get_origin
+from urllib.parse import unquote, urlsplit
 
 from annotated_types import Unit
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-from quartet.config.addresses import secret_in
 from quartet.config.errors import UserError
-from quartet.config.schema import item_annotation
-from quartet.config.validation import explain
+from quartet.config.nearest import answer, likeliest, nearest, synonyms
+
+
+def members(annotation: Any) -> list[type[BaseModel]]:
+    """The models an annotation allows directly: one for a section, several for a tagged union, none for a
+    scalar.
+    """
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+        return [model for part in get_args(annotation) for model in members(part)]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return []
+
+
+def item_annotation(annotation: Any) -> Any:
+    """What a list-like annotation holds (``tuple[X, ...]``, ``list[X]``), else None."""
+    found = bare(annotation)
+    return get_args(found)[0] if get_origin(found) in (tuple, list) and get_args(found) else None
+
+
+def bare(annotation: Any) -> Any:
+    """Without ``Annotated``."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:
+    """The field that tells the members of a tagged union apart, and its values.
+
+    It is called ``type``, or ``name`` where there is no such field: a source of reward has both.
+    """
+    name = "type" if "type" in models[0].model_fields else "name"
+    return name, {tag: model for model in models for tag in get_args(model.model_fields[name].annotation)}
+
+
+def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | None:
+    """The model that ``value`` is meant for; None where its tag is missing or unknown."""
+    models = members(annotation)
+    if len(models) < 2:
+        return models[0] if models else None
+    name, by_tag = tags(models)
+    tag = value.get(name)
+    return by_tag.get(tag) if isinstance(tag, str) else None
+
+
+def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of a recipe, ``actor.train.optim.lr`` for a nested one, with its field; list items stand as ``0``."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        inner = item_annotation(field.annotation)
+        below = members(field.annotation) or members(inner)
+        for member in below:
+            yield from dotted_fields(member, f"{prefix}{name}." + ("0." if inner is not None else ""))
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping with dotted keys."""
+    if isinstance(value, Mapping):
+        pairs = [(str(k), v) for k, v in value.items()]
+    elif isinstance(value, list):
+        pairs = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {prefix: value}
+    return {k: v for key, child in pairs for k, v in flatten(child, f"{prefix}.{key}" if prefix else key).items()}
+
+
+_MOST = 100
+"""Mistakes that are told; a request to a server may have any number."""
+
+
+def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
+    """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
+    details = error.errors(include_url=False)[:_MOST]
+    # A default that follows from a field which has a mistake of its own.
+    details = [detail for detail in details if detail["type"] != "default_factory_not_called"]
+    mistakes = [mistake for detail in details for mistake in _mistakes(detail, model)]
+    if len(mistakes) == 1:
+        found, remedy = mistakes[0]
+        return UserError(f"{label} is not valid", found=found, remedy=remedy)
+    lines = (f"\n    {n}. {found}: {remedy}" for n, (found, remedy) in enumerate(mistakes, 1))
+    return UserError(
+        f"{label} is not valid in {'at least ' * (error.error_count() > _MOST)}{len(mistakes)} places",
+        found="".join(lines),
+        remedy="change each as it says there",
+    )
+
+
+def _mistakes(detail: Any, root: type[BaseModel]) -> list[tuple[str, str]]:
+    """What was found and what to do: one for each of pydantic's error dictionaries, but one for every key of an unknown
+    section.
+    """
+    if detail["type"] != "extra_forbidden":
+        return [_mistake(detail, root)]
+    path, parent, _ = _place(detail["loc"], root)
+    return _unknown_keys(path, parent, root, detail["input"])
+
+
+def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
+    """What was found and what to do, for one of pydantic's error dictionaries."""
+    path, _, annotation = _place(detail["loc"], root)
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "missing":
+        return f"{path} is missing", f"set {path}"
+    is_other = kind == "union_tag_not_found" and not isinstance(value, dict)
+    if is_other or kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{path}: {_show(value)}", _section_remedy(path, annotation, value)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        field, by_tag = tags(members(annotation))
+        choices = str(context.get("expected_tags") or ", ".join(by_tag))
+        found = f"{path}.{field} is missing" if kind == "union_tag_not_found" else f"{path}.{field}: {context['tag']}"
+        close = nearest(str(context.get("tag", "")), choices.replace("'", "").split(", "))
+        return found, close or f"set {path}.{field} to one of {choices}"
+    if kind == "value_error":
+        return (f"{path}: " if path else "") + detail["msg"].removeprefix("Value error, "), "change one of these values"
+    needed = detail["msg"].replace("Input should be", f"{path} must be")
+    needed = re.sub("valid (array|tuple)", "list", needed).replace("a valid string", "text (put it into quotes)")
+    return f"{path}: {_show(value)}", needed
+
+
+def _show(value: Any) -> str:
+    return f"{shortened(value)} ({type(value).__name__})"
+
+
+def shortened(value: Any) -> str:
+    """``repr(value)`` in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None, Any]:
+    """The dotted path of an error, the model that holds its last key, and what that key takes.
+
+    pydantic's location of a value inside a tagged union also names the member; a user's path does not.
+    """
+    shown: list[str] = []
+    annotation: Any = root
+    parent: type[BaseModel] | None = None
+    for part in loc:
+        models = members(annotation)
+        if len(models) > 1:
+            by_tag = tags(models)[1]
+            if part in by_tag:
+                annotation = by_tag[part]
+                continue
+        shown.append(str(part))
+        parent = models[0] if len(models) == 1 else None
+        if isinstance(part, int):
+            annotation = item_annotation(annotation)
+        elif parent is not None and part in parent.model_fields:
+            annotation = parent.model_fields[part].annotation
+        else:
+            annotation = None
+    return ".".join(shown), parent, annotation
+
+
+def _section_remedy(path: str, annotation: Any, value: Any) -> str:
+    """What to write where a section is given as one value."""
+    models = members(annotation)
+    if callable(value) and path.startswith("rewards"):
+        return "pass functions to the trainer: rewards=[…]"
+    if len(models) > 1:
+        tag, known = tags(models)
+        close = value.lower() if isinstance(value, str) and value.lower() in known else None
+        return f"write {path}.{tag}={close}" if close else f"set {path}.{tag} to one of {', '.join(known)}"
+    keys = list(models[0].model_fields) if models else []
+    if "path" in keys and isinstance(value, str):
+        return f"write {path}.path={value}"
+    return f"{path} takes a mapping" + (f" of {', '.join(keys)}" if keys else "")
+
+
+def _unknown_keys(
+    path: str, parent: type[BaseModel] | None, root: type[BaseModel], value: Any
+) -> list[tuple[str, str]]:
+    """Offers what another system's key is called here, then the nearest key of the same section, then the same key
+    elsewhere, then what is known of the sections around it, then all keys of the section. A section is taken apart
+    where something is known of its keys.
+    """
+    section, _, name = path.rpartition(".")
+    known = list(parent.model_fields) if parent is not None else []
+    fields = _fields(root)
+    inner = flatten(value, path) if isinstance(value, dict) else {}
+    keys = list(dict.fromkeys(re.sub(r"(\.\d+)+$", "", key) for key in inner)) or [path]
+    if _of_a_choice(path, fields):
+        meant = [name for name in synonyms(path, fields) if name.rpartition(".")[2] in known]
+        remedy = f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"
+        return [(_unknown(path), f"that key belongs to another choice of {section}; {remedy}")]
+    near = nearest(name, known)
+    told = {key: _foreign(key, fields) for key in keys}
+    above = {key: _of_sections(key, path, fields) for key in keys}
+    if near is None or any(told.values()) or any(above.values()):
+        told = {key: told[key] or _elsewhere(key, fields) or above[key] for key in keys}
+    if any(told.values()):
+        return [(_unknown(key), remedy or f"use one of {', '.join(known)}") for key, remedy in told.items()]
+    return [(_unknown(path), near or f"use one of {', '.join(known)}")]
+
+
+def _unknown(path: str) -> str:
+    section, _, key = path.rpartition(".")
+    return f"unknown key {key!r} {f'in {section}' if section else 'at the top'}"
+
+
+@cache
+def _fields(root: type[BaseModel]) -> dict[str, str | None]:
+    """Every key of a recipe with its description; of a name that several choices have, the first's."""
+    found: dict[str, str | None] = {}
+    for name, field in dotted_fields(root):
+        found.setdefault(name, field.description)
+    return found
+
+
+def _of_a_choice(path: str, fields: Iterable[str]) -> bool:
+    """Whether a choice has the key at ``path``."""
+    return ".".join("0" if part.isdecimal() else part for part in path.split(".")) in fields
+
+
+def _foreign(path: str, fields: Mapping[str, str | None]) -> str | None:
+    """What to do about another system's key."""
+    return _did_you_mean(synonyms(path, fields), fields) or answer(path, fields)
+
+
+def _elsewhere(path: str, fields: Mapping[str, str | None]) -> str | None:
+    """What to do about a key that other sections have."""
+    key = path.rpartition(".")[2]
+    return _did_you_mean(likeliest([name for name in fields if name.rpartition(".")[2] == key], path), fields)
+
+
+def _of_sections(key: str, path: str, fields: Mapping[str, str | None]) -> str | None:
+    """What is known of the sections of another system that hold ``key``, from the innermost out to ``path``."""
+    section = key.rpartition(".")[0]
+    while section and len(section) >= len(path):
+        if (found := _foreign(section, fields)) is not None:
+            return found
+        section = section.rpartition(".")[0]
+    return None
+
+
+def _did_you_mean(names: list[str], fields: Mapping[str, str | None]) -> str | None:
+    if len(names) == 1 and fields[names[0]]:
+        return f"did you mean {names[0]}? ({fields[names[0]]})"
+    return f"did you mean {', '.join(names[:3])}?" if names else None
+
+
+_FORM = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SECRET = re.compile(r"(^|[^a-z])(sig|signature|credential|token|key|password|pwd|secret)$|api_?key|accesstoken", re.I)
+"""Parameters of signed addresses and of services that want a key in them."""
+
+
+def is_url(name: object) -> bool:
+    """Whether a path is the URL of an object or of a directory of objects, as s3://bucket/name."""
+    return isinstance(name, str) and _URL.match(name) is not None
+
+
+def secret_in(name: object) -> str | None:
+    """What a URL holds that must not be written down with it, in words; None of other URLs and of paths."""
+    if not is_url(name):
+        return None
+    scheme, _, rest = str(name).partition("://")
+    user, at, _ = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")
+    if at and (":" in user or scheme.lower() in ("http", "https")):  # the user alone may be a token
+        return "a password"
+    query = rest.partition("#")[0].partition("?")[2]
+    names = [pair.partition("=")[0] for pair in query.split("&")]
+    words = [re.sub(r"([a-z])([A-Z])", r"\1_\2", unquote(name)) for name in names]  # authToken
+    return next((f"a secret ({name})" for name, word in zip(names, words, strict=True) if _SECRET.search(word)), None)
+
+
+def http_address(url: str) -> str:
+    """Returns the address itself; ValueError where it has not the form, no host, or a port that no server can have."""
+    if not _FORM.fullmatch(url):
+        raise ValueError(f"url is written http://host:port/path or https://…, without a query; found {url!r}")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:  # brackets that hold no address, a port that is no number up to 65535
+        raise ValueError(f"url has no host and port such as localhost:8000; found {url!r} ({error})") from None
+    if not host or port == 0:
+        raise ValueError(f"url has no host and port such as localhost:8000; found {url!r}")
+    return url
+
+
+HTTPAddress = Annotated[str, AfterValidator(http_address)]
+
 
 Tokens = Annotated[int, Unit("tokens")]
 Rows = Annotated[int, Unit("rows")]

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quartet.config.errors import UserError
-from quartet.config.foreign import described
+from quartet.config.errors import UserError, described
 from quartet.config.nearest import missing_file, nearest
 
 

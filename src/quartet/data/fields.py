@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
-from quartet.config.synonyms import usual_columns
+from quartet.config.nearest import usual_columns
 from quartet.text.examples import ROLES, AnswerText, Message, Messages, PromptText, is_empty
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")

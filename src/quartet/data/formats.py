@@ -32,9 +32,8 @@ from itertools import pairwise, takewhile
 from typing import Any, Generic, TypeVar
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import nearest
+from quartet.config.nearest import JOINT, nearest
 from quartet.config.preference import DoubtfulPairs
-from quartet.config.synonyms import JOINT
 from quartet.data.fields import (
     AS_GIVEN,
     Fields,

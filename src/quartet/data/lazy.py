@@ -1,26 +1,25 @@
 """Rows that are read, checked and tokenised when they are drawn: those behind the first ``check_rows`` of a source.
 
-They wait in a temporary file. Memory holds eight bytes per row.
+They wait in a temporary file. Memory holds eight bytes per row. And batches that are prepared ahead of their use.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import pickle
 import tempfile
 from abc import abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, Generic, TypeVar, overload
 
-from quartet.config.errors import UserError
-from quartet.config.foreign import described
+from quartet.config.errors import UserError, described
 from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.readers import Row
+from quartet.observe.openmp import end_pool
 
 T = TypeVar("T")
 _IN_MEMORY = 4 << 20
@@ -128,11 +127,6 @@ class Chained(Rows[T]):
         self._parts = parts
         self._ends = list(accumulate(map(len, parts)))
 
-    def parts(self) -> Iterator[Sequence[T]]:
-        """Those that are not chained themselves, in their order."""
-        for part in self._parts:
-            yield from part.parts() if isinstance(part, Chained) else (part,)
-
     def __len__(self) -> int:
         return self._ends[-1]
 
@@ -161,19 +155,6 @@ class Unchecked(Rows[T]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 of the rows in their order, wherever they stand and whatever is made of them."""
-        state, data = hashlib.sha256(), io.BytesIO()
-        pickler = pickle.Pickler(data, pickle.HIGHEST_PROTOCOL)
-        pickler.fast = True  # equal rows alike, whether or not equal values in them are one object
-        for row in self.rows:
-            pickler.dump(row.values)
-            state.update(data.getvalue())
-            data.seek(0)
-            data.truncate()
-        return state.digest()
-
     def _one(self, number: int) -> T:
         for other in chain(range(number, len(self)), range(number)):
             if other in self._left_out:
@@ -193,3 +174,55 @@ class Unchecked(Rows[T]):
     def report(self) -> list[str]:
         """What was left out of the rows that were asked for, in words."""
         return [f"when drawn: {line}" for line in self._told.report()]
+
+
+class Prefetcher(Generic[T]):
+    """``make(0)``, ``make(1)``, … prepared while the caller does other things.
+
+    ``make`` is a pure function of its number, so it does not matter what was prepared and what was not: numbers may be
+    skipped, and a number that was never prepared is made when it is asked for. At most ``ahead`` results wait, and one
+    more is being used.
+
+    Args:
+        ahead: results prepared beyond the one asked for; 0 makes each when it is asked for, without a thread.
+    """
+
+    def __init__(self, make: Callable[[int], T], *, ahead: int) -> None:
+        self._make = make
+        self._ahead = ahead
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if ahead else None
+        self._waiting: dict[int, Future[T]] = {}
+
+    def start(self, number: int) -> None:
+        """Prepares ``number`` and what follows it; what is prepared beyond these is dropped."""
+        if self._thread is None:
+            return
+        wanted = range(number, number + self._ahead)
+        for other in [other for other in self._waiting if other not in wanted]:
+            self._waiting.pop(other).cancel()
+        for one in wanted:
+            if one not in self._waiting:
+                self._waiting[one] = self._thread.submit(self._made, one)
+
+    def get(self, number: int) -> T:
+        """``make(number)``; whatever it raised is raised here."""
+        ready = self._waiting.pop(number, None)
+        if self._thread is None:
+            return self._make(number)
+        if ready is None:
+            self.start(number)
+            ready = self._waiting.pop(number)
+        self.start(number + 1)
+        return ready.result()
+
+    def _made(self, number: int) -> T:
+        try:
+            return self._make(number)
+        finally:
+            end_pool()  # one that idles here slows down what computes elsewhere
+
+    def close(self) -> None:
+        """Waits for the one in preparation and forgets the others. May be called again."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._waiting.clear()

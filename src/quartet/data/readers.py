@@ -15,18 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quartet.config.addresses import is_url
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
 from quartet.config.plugins import storage
+from quartet.config.strict import is_url
 
 Values = Iterator[tuple[int, dict[str, Any]]]
 INSTALL = "pip install 'quartet-rl[data]'"
 ROWS_KEY = "data"
 """Where a file that is one object has its rows."""
 _COMPRESSIONS = (".gz", ".zst")
-_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _LONGEST_CELL = 1 << 24
 
 
@@ -209,7 +208,6 @@ def _json(path: Path) -> Values:
             raise _malformed(path, error.lineno, text.splitlines()[error.lineno - 1], error) from None
         value = []
     if isinstance(value, dict):
-        _check_orientation(path, value)
         rows = value.get(ROWS_KEY)
         value = rows if isinstance(rows, list) and all(isinstance(row, dict) for row in rows) else [value]
     if not isinstance(value, list):
@@ -231,31 +229,8 @@ def _json_lines(path: Path) -> Values:
             if is_first and text.lstrip().startswith("["):
                 yield from _json(path)
                 return
-            row = _parse_line(path, line, text)
-            if is_first:
-                _check_orientation(path, row)
             is_first = False
-            yield line, row
-
-
-def _check_orientation(path: Path, value: dict[str, Any]) -> None:
-    """Refuses an object that is a whole table, as pandas and ``datasets`` write them unless they are told otherwise."""
-    inner, orientation = list(value.values()), None
-    if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
-        orientation = None if all(isinstance(row, dict) for row in value["data"]) else "split"
-    elif inner and all(isinstance(part, dict) and part for part in inner):
-        by_column = all(key.isdecimal() for part in inner for key in part)
-        orientation = "columns" if by_column else "index" if all(map(str.isdecimal, value)) else None
-    elif len(inner) > 1 and all(isinstance(part, list) and part for part in inner):
-        firsts = {type(part[0]) for part in inner}
-        is_table = str in firsts and not firsts & {dict, list} and len({len(part) for part in inner}) == 1
-        orientation = "list" if is_table else None
-    if orientation is not None:
-        raise UserError(
-            f"the file is a table written as a whole, and not row by row (orient={orientation!r} of pandas)",
-            found=f"{path}: an object of {', '.join(map(_shortened, list(value)[:4]))}",
-            remedy=f"write it by rows: df.to_json({path.name!r}, orient='records', lines=True)",
-        )
+            yield line, _parse_line(path, line, text)
 
 
 # Tables --------------------------------------------------------------------------------------------------
@@ -277,7 +252,6 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
                     yield first, _cells(path, first, header, cells)
                     continue
                 header = [cell.strip() for cell in cells]
-                _check_separator(path, first, header, delimiter)
                 if not all(header) or len(set(header)) != len(header):
                     raise UserError(
                         "the header does not name every column once",
@@ -290,18 +264,6 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
         ) from None
     finally:
         csv.field_size_limit(limit)
-
-
-def _check_separator(path: Path, line: int, header: list[str], delimiter: str) -> None:
-    """Refuses a header that another separator would cut, and its own does not."""
-    other = next((mark for mark in _SEPARATORS if len(header) == 1 and mark in header[0]), None)
-    if other is not None:
-        raise UserError(
-            f"the file's cells are separated by {_SEPARATORS[other]}",
-            found=f"{path}:{line}: {_shortened(header[0])}",
-            remedy=f"write it with {_SEPARATORS[delimiter]}, or as JSON lines: "
-            f"pd.read_csv({path.name!r}, sep={other!r}).to_json('rows.jsonl', orient='records', lines=True)",
-        )
 
 
 def _cells(path: Path, line: int, header: list[str], cells: list[str]) -> dict[str, str]:

@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from quartet.batch.trajectory import TrajectoryEnd
-from quartet.config.errors import UserError
-from quartet.config.foreign import as_score, described, excerpt, raised_at
+from quartet.config.errors import UserError, as_score, described, excerpt, raised_at
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
 from quartet.observe.global_state import RandomStateGuard

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from quartet.config.errors import UserError
-from quartet.config.plugins import environments, load
+from quartet.config.plugins import added, load
 from quartet.config.recipe import EnvironmentConfig
 from quartet.config.targets import load_target
 from quartet.observe.global_state import RandomStateGuard
@@ -149,8 +149,8 @@ def environment_factory(
                 remedy="set environment.target or environment.type, or pass the class",
             )
         with guard.held():
-            added = load(environments()[config.type]) if config.type is not None else None
-            environment = added or load_target(config.target or "", "environment")
+            made = load(added("environments")[config.type]) if config.type is not None else None
+            environment = made or load_target(config.target or "", "environment")
     options = dict(config.options)
     _check(environment, options)
     return EnvironmentFactory(partial(environment, **options), guard)

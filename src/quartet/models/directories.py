@@ -2,6 +2,16 @@
 
 transformers takes most of this as it comes: it would read whole numbers as weights, draw what is missing at random and
 leave out what is too much.
+
+A model directory written tensor by tensor: what ``save_pretrained`` writes, byte for byte, without a whole state.
+
+For models that no process holds as a whole: all of their ranks call, tensors become whole on the first rank one at a
+time (``Gather``), and that rank writes each to its place in a file whose header is already there. Adapters are added to
+one layer's weight after the other.
+
+Most families' files have the model's own names. transformers keeps rules for the others (``conversion_mapping``):
+names that are changed, and *conversions* of a few tensors into a few others, as the experts of a layer into one tensor.
+transformers applies them to whole models; here each is a ``Conversion`` that is done when its tensors are needed.
 """
 
 from __future__ import annotations
@@ -10,21 +20,41 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import load_state_dict
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import load_state_dict, remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
+from quartet.models.attention import own_attention
 from quartet.text.loading import local_or_hub, needs_own_code
+from quartet.weights.manifest import dtype_name
+
+if TYPE_CHECKING:
+    from quartet.models.packed_model import PackedModel
+
 
 INDEX = "model.safetensors.index.json"
 Slices = tuple[slice, ...]
@@ -56,6 +86,7 @@ def weight_paths(source: str) -> list[Path]:
 
     Raises:
         OSError: there are none.
+        UserError: an index that names files which are not there, or lie elsewhere.
     """
     folder = Path(local_or_hub(source, "model"))
     for name in ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"):
@@ -64,8 +95,14 @@ def weight_paths(source: str) -> list[Path]:
             continue
         if not name.endswith(".json"):
             return [file]
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return [folder / shard for shard in sorted(set(weight_map.values()))]
+        shards = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
+        if lost := [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]:
+            raise UserError(
+                f"shards of {str(folder)!r} are missing",
+                found=f"{name} names {named(lost)}, not in the directory",
+                remedy="download the directory again, with all of its files",
+            )
+        return [folder / shard for shard in shards]
     raise OSError(f"no file named model.safetensors or pytorch_model.bin in {source}")
 
 
@@ -154,10 +191,13 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         raise _quantised(source, f"quantization_config: {quantised}")
-    tensors = _tensors(Path(source))
-    other = sorted(n for n, (dtype, _) in tensors.items() if n.endswith("weight") and dtype not in _FLOATING)
-    if other:
-        raise _quantised(source, f"{tensors[other[0]][0]} numbers in {named(other)}")
+    with contextlib.suppress(OSError):  # the weights need not be there
+        for path in weight_paths(source):
+            if path.suffix == ".safetensors":
+                with safe_open(str(path), "pt") as file:
+                    kinds = {n: file.get_slice(n).get_dtype() for n in file.keys() if n.endswith("weight")}  # noqa: SIM118
+                if other := sorted(n for n, dtype in kinds.items() if dtype not in _FLOATING):
+                    raise _quantised(source, f"{kinds[other[0]]} numbers in {named(other)}")
     return config
 
 
@@ -167,33 +207,6 @@ def _quantised(source: str, found: str) -> UserError:
         found=found,
         remedy="use the model's weights in fp32, bf16 or fp16",
     )
-
-
-def _tensors(directory: Path) -> dict[str, tuple[str, list[int]]]:
-    """Dtype, as headers call it, and shape of every tensor in the directory's safetensors files; none of other files.
-
-    Raises:
-        UserError: an index that names files which are not there, or lie elsewhere.
-    """
-    files = [directory / "model.safetensors"]
-    if not files[0].is_file() and (directory / INDEX).is_file():
-        weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-        lost = [name for name in names if Path(name).name != name or not (directory / name).is_file()]
-        if lost:
-            raise UserError(
-                f"shards of {str(directory)!r} are missing",
-                found=f"{INDEX} names {named(lost)}, not in the directory",
-                remedy="download the directory again, with all of its files",
-            )
-        files = [directory / name for name in names]
-    found: dict[str, tuple[str, list[int]]] = {}
-    for file in files:
-        if file.is_file():  # opening a pipe would wait for ever
-            with safe_open(str(file), "pt") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                found.update({name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()})
-    return found
 
 
 def _headers(source: str) -> dict[str, torch.Tensor]:
@@ -316,3 +329,310 @@ def check_finite(model: PreTrainedModel, name: str) -> None:
 def load_warnings(model: PreTrainedModel) -> tuple[str, ...]:
     """What was left out when the model was loaded, in words."""
     return tuple(vars(model).get("quartet_load_remarks", ()))
+
+
+# Names and shapes in files -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors that become others together; most often one that only has another name.
+
+    Attributes:
+        target: the name of what comes out, the first where it is several.
+        sources: names of what goes in, by the pattern of the rule that they fit.
+        rule: None where a name is all that changes.
+        renamings: of the names of what the rule has made.
+    """
+
+    target: str
+    rule: WeightConverter | None = None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    renamings: Sequence[WeightRenaming] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that goes in."""
+        return [name for names in self.sources.values() for name in names]
+
+    @property
+    def stacks_rows(self) -> bool:
+        """Whether row ``i`` of what comes out is made of the ``i``-th source of every pattern alone: then a range of
+        rows needs only those."""
+        if self.rule is None or len(self.rule.target_patterns) > 1:
+            return False
+        first, *others = self.rule.operations
+        keeps = all(
+            (isinstance(op, Concatenate) and op.dim > 0) or (isinstance(op, Transpose) and min(op.dim0, op.dim1) > 0)
+            for op in others
+        )
+        return isinstance(first, MergeModulelist) and first.dim == 0 and keeps
+
+    def convert(
+        self, read: Callable[[str], Tensor], model: PreTrainedModel, rows: slice | None = None
+    ) -> dict[str, Tensor]:
+        """What comes out, by name.
+
+        Args:
+            read: gives what goes in.
+            model: whose conversion it is; its contents are not looked at.
+            rows: only these of what comes out; where ``stacks_rows``.
+        """
+        if self.rule is None:
+            return {self.target: read(self.names[0])}
+        rule = copy.deepcopy(self.rule)
+        for pattern, names in self.sources.items():
+            for name in names[rows] if rows is not None else names:
+                # transformers' types know futures alone, its code takes tensors.
+                tensor: Any = read(name)
+                rule.add_tensor(self.target, name, pattern, tensor)
+        found: dict[str, Any] = rule.convert(self.target, model=model, config=model.config)
+        return {
+            rename_source_key(name, list(self.renamings), [])[0]: tensor[0] if isinstance(tensor, list) else tensor
+            for name, tensor in found.items()
+        }
+
+
+def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A model like ``model`` on the meta device as its class makes it: with all modules of its own and no others."""
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return type(model)._from_config(config, dtype=torch.float32, attn_implementation=own_attention(model))
+
+
+def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[list[Conversion], list[str]]:
+    """How files' tensors become the model's, and the names of those that belong nowhere.
+
+    Args:
+        twin: as ``meta_twin`` makes it.
+        names: in the files.
+    """
+    expected, prefix = twin.state_dict(), twin.base_model_prefix
+    renamings, converters = _split_rules(get_model_conversion_mapping(twin))
+    found: dict[str, Conversion] = {}
+    extra = []
+    for name in sorted(names, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if renamed not in expected and name in expected:
+            renamed, pattern = rename_source_key(name, [], [], prefix, expected)
+        if renamed in expected:
+            _add(found, renamed, name, pattern, converters)
+        else:
+            extra.append(name)
+    return list(found.values()), extra
+
+
+def conversions_to_save(model: PreTrainedModel, twin: PreTrainedModel, names: Iterable[str]) -> list[Conversion]:
+    """How the model's tensors become those of its files, as ``save_pretrained`` does it.
+
+    Args:
+        model: which may remember how it was loaded.
+        twin: as ``meta_twin`` makes it of ``model``.
+        names: in the model.
+    """
+    forward: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    if forward is None:
+        # Of a prefix it is not known whether the model's files had it.
+        found = get_model_conversion_mapping(twin, add_legacy=False)
+        forward = [transform for transform in found if not isinstance(transform, PrefixChange)]
+    renamings, converters = _split_rules([transform.reverse_transform() for transform in reversed(forward)])
+    made: dict[str, Conversion] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, [], converters)
+        if pattern is None:
+            target, _ = rename_source_key(name, renamings, [])
+        _add(made, target, name, pattern, converters)
+    return [replace(c, renamings=renamings) if c.rule is not None else c for c in made.values()]
+
+
+def _split_rules(transforms: Iterable[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    found = list(transforms)
+    return [t for t in found if isinstance(t, WeightRenaming)], [t for t in found if isinstance(t, WeightConverter)]
+
+
+def _add(
+    found: dict[str, Conversion], target: str, name: str, pattern: str | None, converters: Sequence[WeightConverter]
+) -> None:
+    rule = next((c for c in converters if pattern in c.source_patterns), None) if pattern is not None else None
+    conversion = found.setdefault(target, Conversion(target, rule))
+    conversion.sources.setdefault(pattern or name, []).append(name)
+
+
+MAX_FILE_SIZE = "50GB"
+"""As of ``save_pretrained``."""
+_ORDER = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")
+"""dtypes in the order of safetensors, which puts the last ones first in a file."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How a sharded model's tensors become whole.
+
+    Args:
+        is_first: this rank is the one that gets them.
+        whole: the whole tensor on that rank, None on all others, which have to call it as well, in the same order.
+    """
+
+    is_first: bool
+    whole: Callable[[Tensor], Tensor | None]
+
+
+WHOLE = Gather(is_first=True, whole=lambda tensor: tensor)
+"""Of a model that this process has as a whole."""
+
+
+class SafetensorsWriter:
+    """A safetensors file with a header for these tensors, to which they are written in any order.
+
+    Args:
+        tensors: of which names, dtypes and shapes are read; as on the meta device.
+
+    Raises:
+        OSError: it could not be written.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        kinds = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._places: dict[str, int] = {}
+        used = 0
+        for name in sorted(tensors, key=lambda name: (-_ORDER.index(kinds[name]), name)):
+            size, shape = tensors[name].nbytes, list(tensors[name].shape)
+            header[name] = {"dtype": kinds[name], "shape": shape, "data_offsets": [used, used + size]}
+            self._places[name] = used
+            used += size
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._begin = 8 + len(text)
+        self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115 (closed by close)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._begin + used)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        self._file.seek(self._begin + self._places[name])
+        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def save_gathered(packed: PackedModel, path: Path, gather: Gather, *, num_new_rows: int = 0) -> None:
+    """Writes what ``packed.model.save_pretrained(path)`` writes, with merged adapters. All ranks call it.
+
+    Args:
+        num_new_rows: rows that the input embedding gets, the mean of its others.
+
+    Raises:
+        OSError: it could not be written; on the first rank, once all tensors were gathered.
+    """
+    model, twin = packed.model, meta_twin(packed.model)
+    with packed.without_adapters():
+        state = model.state_dict(keep_vars=True)
+        embedding = model.get_input_embeddings().weight
+        new_rows = {name: num_new_rows if tensor is embedding else 0 for name, tensor in state.items()}
+        outline = {
+            n: _meta(t, (len(t) + new_rows[n], *t.shape[1:]) if new_rows[n] else t.shape) for n, t in state.items()
+        }
+        outline = remove_tied_weights_from_state_dict(outline, model)
+        outline = {
+            name: tensor for name, tensor in outline.items() if name not in (model._keys_to_ignore_on_save or ())
+        }
+        conversions = conversions_to_save(model, twin, outline)
+        merged = {} if packed.adapters is None else {id(layer.base.weight): layer for layer in packed.adapters.layers}
+
+        def read(name: str) -> Tensor | None:
+            tensor = state[name]
+            if (layer := merged.get(id(tensor))) is not None:
+                parts = [part for part in map(gather.whole, layer.sources) if part is not None]
+                return layer.merge(*parts) if parts else None
+            whole = gather.whole(tensor)
+            if whole is None or not new_rows[name]:
+                return whole
+            return torch.cat([whole, whole.mean(0, keepdim=True).expand(new_rows[name], -1)])
+
+        parts = ({name: read(name) for name in conversion.names} for conversion in conversions)
+        with _draining(parts):
+            if gather.is_first:
+                _write(model, twin, path, outline, conversions, parts)
+
+
+def _write(
+    model: PreTrainedModel,
+    twin: PreTrainedModel,
+    path: Path,
+    outline: Mapping[str, Tensor],
+    conversions: Sequence[Conversion],
+    parts: Iterable[dict[str, Any]],
+) -> None:
+    """
+    Args:
+        parts: what goes into each conversion.
+    """
+    model.save_pretrained(path, state_dict={})  # the configs, and what belongs to a model of own code
+    made = {n: t for conversion in conversions for n, t in conversion.convert(outline.__getitem__, twin).items()}
+    files, index = _split(path, made, model.num_parameters())
+    with _opened(files) as writers:
+        for conversion, sources in zip(conversions, parts, strict=True):
+            _convert_and_write(conversion, sources, twin, writers)
+    if index is not None:
+        (path / INDEX).write_text(index, encoding="utf-8")
+
+
+def _convert_and_write(
+    conversion: Conversion, sources: dict[str, Tensor], twin: PreTrainedModel, writers: Mapping[str, SafetensorsWriter]
+) -> None:
+    """A function of its own, so that nothing of one conversion lives on in the next."""
+    for name, tensor in conversion.convert(sources.pop, twin).items():
+        writers[name].write(name, tensor)
+
+
+def save_tensors(path: Path, named: Mapping[str, Tensor], gather: Gather) -> None:
+    """Writes the named tensors into one safetensors file. All ranks call it; raises as ``save_gathered``."""
+    tensors = ((name, gather.whole(tensor)) for name, tensor in named.items())
+    with _draining(tensors):
+        if not gather.is_first:
+            return
+        with _opened({path: {name: _meta(tensor, tensor.shape) for name, tensor in named.items()}}) as writers:
+            for name, tensor in tensors:
+                assert tensor is not None
+                writers[name].write(name, tensor)
+
+
+def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _split(
+    directory: Path, outline: Mapping[str, Tensor], num_parameters: int
+) -> tuple[dict[Path, dict[str, Tensor]], str | None]:
+    """What goes into which file: one, or where that would be too large several, with the text of their index."""
+    split = split_torch_state_dict_into_shards(
+        dict(outline), filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_FILE_SIZE
+    )
+    files = {directory / file: {n: outline[n] for n in names} for file, names in split.filename_to_tensors.items()}
+    if not split.is_sharded:
+        return files, None
+    metadata = {"total_parameters": num_parameters, **split.metadata}
+    text = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True)
+    return files, text + "\n"
+
+
+@contextmanager
+def _opened(files: Mapping[Path, Mapping[str, Tensor]]) -> Iterator[dict[str, SafetensorsWriter]]:
+    """Within, the writer of each tensor."""
+    with ExitStack() as opened:
+        writers: dict[str, SafetensorsWriter] = {}
+        for path, outline in files.items():
+            writer = SafetensorsWriter(path, outline)
+            opened.callback(writer.close)
+            writers |= dict.fromkeys(outline, writer)
+        yield writers
+
+
+@contextmanager
+def _draining(gathers: Iterator[object]) -> Iterator[None]:
+    """Behind it all of ``gathers`` were made: the other ranks wait in theirs for this one, to the last tensor."""
+    try:
+        yield
+    finally:
+        deque(gathers, maxlen=0)

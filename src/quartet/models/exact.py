@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quartet.models.attention import AttentionContext, LayerRule, visible
+from quartet.models.attention import AttentionContext, LayerRule, cpu_flash, visible
 
 MIN_ROWS = 16
 """Rows of every product, and query rows of every attention call, at least."""
@@ -40,8 +40,6 @@ KEY_BLOCK = 512
 """Keys that the flash kernel takes at a time."""
 CALL_ROWS = 256
 """Query rows of one call at most; also the keys over which a soft-capped product sums at a time."""
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @cache
@@ -58,8 +56,8 @@ def unsplit_keys() -> int:
         mask[..., num_keys:] = float("-inf")
         for q, k, v in samples:
             rows = q[:, :, :MIN_ROWS]
-            whole = _flash(rows, k, v, 0.0, False, attn_mask=mask)[0]
-            if not torch.equal(_flash(rows, k[:, :, :num_keys], v[:, :, :num_keys], 0.0, False)[0], whole):
+            whole = cpu_flash(rows, k, v, 0.0, False, attn_mask=mask)[0]
+            if not torch.equal(cpu_flash(rows, k[:, :, :num_keys], v[:, :, :num_keys], 0.0, False)[0], whole):
                 return num_keys - VECTOR
     return CALL_ROWS
 
@@ -106,7 +104,7 @@ def exact_masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: 
     At least 16 rows, and as many keys as ``key_length`` says. Differentiable.
     """
     if rule.softcap is None:
-        out: Tensor = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=rule.scaling)[0]
+        out: Tensor = cpu_flash(q, k, v, 0.0, False, attn_mask=mask, scale=rule.scaling)[0]
         return out
     return _soft_capped(q, k, v, mask, rule.scaling, rule.softcap)
 
@@ -206,7 +204,7 @@ class ExactPackedAttention(ExactContext):
             k_call, v_call = _gathered(keys, places, call.num_keys), _gathered(values, places, call.num_keys)
             whole = rule.softcap is None and (rule.window is None or rule.window >= call.num_rows)
             if whole and call.start == 0 and call.num_keys == call.num_rows:
-                out = _flash(q_call, k_call, v_call, 0.0, True, scale=rule.scaling)[0]
+                out = cpu_flash(q_call, k_call, v_call, 0.0, True, scale=rule.scaling)[0]
             else:
                 out = exact_masked_attention(q_call, k_call, v_call, self._mask(call, rule, q.dtype), rule)
             pieces.append(out.transpose(1, 2).flatten(0, 1))

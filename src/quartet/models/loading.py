@@ -31,6 +31,7 @@ from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.attention import own_attention
 from quartet.models.directories import (
+    WHOLE,
     check_finite,
     check_loaded,
     has_one_label,
@@ -39,8 +40,8 @@ from quartet.models.directories import (
     loading,
     named,
     read_config,
+    save_gathered,
 )
-from quartet.models.exact_check import check_exact
 from quartet.models.packed_model import (
     Numerics,
     PackedCausalLM,
@@ -49,9 +50,7 @@ from quartet.models.packed_model import (
     Precision,
     Recomputation,
 )
-from quartet.models.packing_probe import positions_are_relative, probe
-from quartet.models.saving import WHOLE, save_gathered
-from quartet.models.tiny_model import tiny_random_model
+from quartet.models.packing_probe import check_exact, positions_are_relative, probe, tiny_random_model
 from quartet.remote.hub import split_name
 from quartet.text.loading import (
     PAD_TOKEN,

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
 from quartet.config.common import ALL_LINEAR, LoRAConfig
-from quartet.models.saving import WHOLE, Gather, save_tensors
+from quartet.models.directories import WHOLE, Gather, save_tensors
 
 _ADAPTER = "default"
 """peft's name of a model's first adapter."""

@@ -9,8 +9,9 @@ one autocast policy and one set of weights.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -19,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
@@ -28,13 +30,11 @@ from quartet.config.common import LoRAConfig
 from quartet.config.plugins import load, weight_forms
 from quartet.models import attention
 from quartet.models.attention import AttentionContext
-from quartet.models.directories import load_warnings
+from quartet.models.directories import WHOLE, load_warnings
 from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
-from quartet.models.logprobs import LogprobRule, VocabularyPart, checkpointed_token_logprobs, token_logprobs
+from quartet.models.logprobs import Limits, LogprobRule, VocabularyPart, checkpointed_token_logprobs, token_logprobs
 from quartet.models.lora import Adapters, attach, refuse_wrapped
 from quartet.models.memory import align_storages
-from quartet.models.saving import WHOLE
-from quartet.models.truncation import Limits
 from quartet.models.work import ModelFlops, WorkCounter
 
 Precision = Literal["fp32", "bf16"]
@@ -467,3 +467,75 @@ def restore_forwards(modules: list[nn.Module]) -> None:
     """Takes the forward off that each instance has; its class's shows again. Empties the list."""
     while modules:
         vars(modules.pop()).pop("forward", None)
+
+
+_MIN_VARIANTS = 64
+"""Compiled forms of one function that are kept: kinds of context x gradient mode x precision x architectures."""
+
+
+class CompiledLayers:
+    """The decoder layers of ``packed``, compiled for all shapes by their first calls, which take a minute or so.
+
+    On a GPU a norm, a rotary embedding or a gate of an unmodified model is five to ten kernels that each read and write
+    the whole activation; compiled it is one. Attention stays outside: its context objects change from call to call.
+
+    Parameters, their names and the model's class stay as they are; an engine that shares the model runs plain layers.
+
+    Args:
+        backend: torch's name of the compiler.
+
+    Raises:
+        UserError: the model has no decoder layers that transformers marks as such, or there is nothing to compile with.
+    """
+
+    def __init__(self, packed: PackedModel, *, backend: str = "inductor") -> None:
+        self._layers = decoder_layers(packed.body)
+        if not self._layers:
+            raise UserError(
+                f"the layers of {type(packed.model).__name__} cannot be compiled",
+                found="none of its modules is a transformers decoder layer",
+                remedy="leave train.compile out",
+            )
+        if backend == "inductor":
+            _check_compiler(packed.device)
+        packed.unfuse()
+        # For all models of the process.
+        function = ALL_ATTENTION_FUNCTIONS[attention.NAME]
+        if not getattr(function, "_torchdynamo_disable", False):
+            AttentionInterface.register(attention.NAME, torch.compiler.disable(function))
+        torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _MIN_VARIANTS)
+        self._calls = []
+        for layer in self._layers:
+            # On a GPU torch would otherwise time several forms of a kernel and keep the fastest.
+            options = {"deterministic": True} if backend == "inductor" else None
+            layer.compile(dynamic=True, backend=backend, options=options)
+            self._calls.append(layer._compiled_call_impl)
+            layer._compiled_call_impl = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, the model runs its compiled layers."""
+        for layer, call in zip(self._layers, self._calls, strict=True):
+            layer._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer._compiled_call_impl = None
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Refuses now what the first step would end with."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    found = None
+    if device.type == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            found = "no C++ compiler (g++ or clang++, or the one that CXX names)"
+    elif importlib.util.find_spec("triton") is None:
+        found = "no Triton"
+    if found is not None:
+        raise UserError("layers cannot be compiled here", found=found, remedy="install it, or leave train.compile out")

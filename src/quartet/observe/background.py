@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
-from quartet.config.foreign import described
+from quartet.config.errors import described
 
 _USUAL_LIMIT = 4
 """Of pieces of one name in a ``BackgroundWriter``."""

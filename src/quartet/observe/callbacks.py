@@ -17,8 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quartet.config.common import Recipe
-from quartet.config.errors import Interrupted, UserError
-from quartet.config.foreign import described
+from quartet.config.errors import Interrupted, UserError, described
 from quartet.config.logs import CallbackConfig, NotifyConfig
 from quartet.config.targets import load_target
 from quartet.observe.background import BestEffortThread

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from quartet.config.file_errors import read_error, refuse_pipe
+from quartet.config.errors import read_error, refuse_pipe
 from quartet.observe.jsonl import parse_lines
 from quartet.observe.spans import Span, span_of_row
 from quartet.observe.trackers import metrics_of_row

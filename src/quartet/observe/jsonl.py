@@ -13,8 +13,7 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from quartet.config.errors import UserError
-from quartet.config.file_errors import read_file, write_error
+from quartet.config.errors import UserError, read_file, write_error
 from quartet.observe.digests import sync_directory
 
 T = TypeVar("T")

@@ -17,8 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quartet.config.errors import UserError, printable
-from quartet.config.file_errors import read_file
+from quartet.config.errors import UserError, printable, read_file
 from quartet.observe.jsonl import as_dataclass, decode_lines, encode_row, replace_atomically
 from quartet.observe.trackers import Row
 

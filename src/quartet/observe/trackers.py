@@ -25,10 +25,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import ConfigDict, TypeAdapter
 
-from quartet.config.errors import UserError
-from quartet.config.foreign import described
+from quartet.config.errors import UserError, described
 from quartet.config.logs import LogConfig, MLflowConfig, TrackioConfig, WandbConfig
-from quartet.config.schema import flatten
+from quartet.config.strict import flatten
 from quartet.observe.background import BestEffortThread
 from quartet.observe.jsonl import RowAppender, read_objects, replace_atomically
 from quartet.observe.metrics import find_metric

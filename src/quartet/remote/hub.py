@@ -25,8 +25,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import repo_folder_name
 
-from quartet.config.errors import UserError
-from quartet.config.file_errors import write_error
+from quartet.config.errors import UserError, write_error
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "README.md"]
 _OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "*/*.bin"]

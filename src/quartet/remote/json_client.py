@@ -26,9 +26,8 @@ from typing import Any, Literal, TypeVar
 
 import httpx2
 
-from quartet.config.errors import UserError
-from quartet.config.foreign import described
-from quartet.config.remote import BreakerConfig, RemoteServer, RetryConfig
+from quartet.config.errors import UserError, described
+from quartet.config.rewards import BreakerConfig, RemoteServer, RetryConfig
 
 MAX_ANSWER_BYTES = 16 << 20
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}

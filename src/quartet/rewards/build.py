@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from quartet.config.plugins import load
-from quartet.config.reward_types import PLUGIN_REWARDS, RewardConfig
+from quartet.config.choices import RewardConfig
+from quartet.config.plugins import added, load
 from quartet.config.rewards import Fallible, RewardSourceConfig
 from quartet.rewards import builtin
 from quartet.rewards.builtin import MathSource
@@ -41,7 +41,7 @@ def build_reward(config: RewardConfig) -> GuardedReward:
         UserError: what it needs is not there: a function, a library, a key, a machine that allows sandboxes.
     """
     if isinstance(config, Fallible):
-        make = FALLIBLE.get(config.type) or load(PLUGIN_REWARDS[config.type].source)
+        make = FALLIBLE.get(config.type) or load(added("rewards")[config.type].source)
         return GuardedReward.of(make(config), config)
     return GuardedReward(RuleSource(config))
 

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.config.errors import UserError
-from quartet.config.foreign import as_score, described, full_traceback, raised_at, type_name
+from quartet.config.errors import UserError, as_score, described, full_traceback, raised_at, type_name
 from quartet.config.nearest import nearest
 from quartet.config.targets import load_target
 from quartet.processes import Wire

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quartet.config.errors import UserError
-from quartet.config.foreign import described, excerpt
+from quartet.config.errors import UserError, described, excerpt
 from quartet.config.rewards import FunctionReward
 from quartet.observe.global_state import RandomStateGuard
 from quartet.processes import ProcessDied

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quartet.config.errors import UserError
-from quartet.config.foreign import as_score, excerpt
+from quartet.config.errors import UserError, as_score, excerpt
 from quartet.config.nearest import nearest
 from quartet.config.rewards import HTTPReward, JudgeReward, PairwiseJudge, PointwiseJudge, RemoteSource
 from quartet.remote.json_client import JSONClient, RemoteError

@@ -43,37 +43,6 @@ def halved(weight: Tensor) -> Tensor:
     return weight.to(torch.bfloat16)
 
 
-class FormedWeight:
-    """A weight ``[O, D]`` in one form, in the same memory from one version of the weight to the next.
-
-    Attributes:
-        tensor: None until ``take``, and after ``drop``.
-    """
-
-    def __init__(self, form: Form) -> None:
-        self._form = form
-        self.tensor: Tensor | None = None
-        self.num_bytes = 0
-
-    @torch.no_grad()
-    def take(self, weight: Tensor) -> None:
-        if self.tensor is not None and self.tensor.is_mkldnn:
-            # The library gives no way to pack into memory that is there already, so that is given back first.
-            self.tensor = None
-        if self.tensor is None:
-            self.tensor = self._form(weight)
-        elif self.tensor.is_contiguous():
-            self.tensor.copy_(weight)
-        else:
-            # Seen from its contiguous side, a transposition is copied in blocks.
-            self.tensor.t().copy_(weight.t())
-        self.num_bytes = self.tensor.numel() * self.tensor.element_size()
-
-    def drop(self) -> None:
-        """Gives the memory back."""
-        self.tensor, self.num_bytes = None, 0
-
-
 # Copies --------------------------------------------------------------------------------------------------
 
 
@@ -105,12 +74,16 @@ class WeightCopy(ABC):
 
     Args:
         modules: those whose weights it has.
+
+    Attributes:
+        tensors: ``[O, D]`` one of each form, in the same memory from one version of the weights to the next; None after
+            ``drop``.
     """
 
     def __init__(self, modules: Sequence[nn.Module], sources: Sequence[CopySource], forms: Sequence[Form]) -> None:
         self.modules = modules
-        self._sources = sources
-        self._weights = [FormedWeight(form) for form in forms]
+        self._sources, self._forms = sources, forms
+        self.tensors: list[Tensor | None] = [None] * len(forms)
         self._versions: list[tuple[int, ...]] | None = None
         self.refresh()
 
@@ -121,13 +94,23 @@ class WeightCopy(ABC):
 
     @property
     def num_bytes(self) -> int:
-        return sum(weight.num_bytes for weight in self._weights)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors if tensor is not None)
 
+    @torch.no_grad()
     def refresh(self) -> None:
         """Copies the sources anew."""
         self._versions = [source.versions for source in self._sources]
-        for weight, values in zip(self._weights, self._read(), strict=True):
-            weight.take(values)
+        for i, weight in enumerate(self._read()):
+            tensor = self.tensors[i]
+            if tensor is None or tensor.is_mkldnn:
+                # oneDNN gives no way to pack into memory that is there already, so that is given back first.
+                self.tensors[i] = tensor = None
+                self.tensors[i] = self._forms[i](weight)
+            elif tensor.is_contiguous():
+                tensor.copy_(weight)
+            else:
+                # Seen from its contiguous side, a transposition is copied in blocks.
+                tensor.t().copy_(weight.t())
 
     def _read(self) -> Iterator[Tensor]:
         """What the forms are made of, one at a time."""
@@ -140,9 +123,7 @@ class WeightCopy(ABC):
 
     def drop(self) -> None:
         """Gives the memory back until the copy is wanted again."""
-        self._versions = None
-        for weight in self._weights:
-            weight.drop()
+        self._versions, self.tensors = None, [None] * len(self._forms)
 
     @abstractmethod
     def put_in(self) -> None:
@@ -161,7 +142,7 @@ class ConvertedWeight(WeightCopy):
         super().__init__([module], [source], [form])
 
     def put_in(self) -> None:
-        self._module._parameters[self._name] = self._weights[0].tensor  # type: ignore[assignment]
+        self._module._parameters[self._name] = self.tensors[0]  # type: ignore[assignment]
 
     def take_out(self) -> None:
         self._module._parameters[self._name] = self._sources[0].parameter  # type: ignore[assignment]

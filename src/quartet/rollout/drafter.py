@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from quartet.config.plugins import load
-from quartet.config.speculation import DRAFTERS, Speculation
+from quartet.config.engines import Speculation
+from quartet.config.plugins import added, load
 from quartet.models.packed_model import PackedCausalLM
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def make_drafter(
     """
     if speculation is None:
         return None
-    return cast(Drafter, load(DRAFTERS[speculation.type].drafter)(speculation, packed, model))
+    return cast(Drafter, load(added("drafters")[speculation.type].drafter)(speculation, packed, model))
 
 
 def load_drafter_model(speculation: Speculation | None, packed: PackedCausalLM) -> DrafterModel | None:
@@ -164,5 +164,5 @@ def load_drafter_model(speculation: Speculation | None, packed: PackedCausalLM) 
     Raises:
         UserError: it is not there, or another policy's.
     """
-    target = None if speculation is None else DRAFTERS[speculation.type].model
+    target = None if speculation is None else added("drafters")[speculation.type].model
     return None if target is None else cast(DrafterModel, load(target)(speculation, packed))

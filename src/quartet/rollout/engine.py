@@ -1,7 +1,11 @@
 """The native rollout engine: generates with the trainer's own model object, in the trainer's process.
 
 One step: place the rows → admit → one forward that decodes a token of everything running and fills new prompts →
-sample a token for all → retire what is done.
+sample a token for all → retire what is done. A forward costs the same few milliseconds of small operations and the same
+reading of the weights for few rows as for many, so prompts ride along with decoding.
+
+Shapes: B new tokens of running requests (one of each, or more), T tokens of blocks to fill, R >= B + T rows computed,
+W wanted blocks, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,26 +16,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quartet.config import UserError
-from quartet.models.exact import MIN_ROWS
+from quartet.config.common import LoRAConfig
+from quartet.config.plugins import added, load
+from quartet.models.attention import AttentionContext
+from quartet.models.exact import MIN_ROWS, row_step
+from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.models.memory import to_device
-from quartet.models.packed_model import PackedCausalLM
+from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.models.packing_probe import check_decoding, model_context_length
 from quartet.rollout.compute_dtype_weights import ComputeWeights
-from quartet.rollout.drafter import Drafter
-from quartet.rollout.prefix_cache import KVCache, slot_shape
+from quartet.rollout.drafter import Drafter, make_drafter
+from quartet.rollout.prefix_cache import Block, KVCache, slot_shape
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Generated, GenerationError, Request
 from quartet.rollout.rows import DecodeRows, DraftRows
-from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
-from quartet.rollout.scheduler import Admission, Response, Scheduler, check_proposals, check_request
-from quartet.rollout.step_attention import Contexts
-from quartet.rollout.stop_strings import Decode, StopStringMatcher
+from quartet.rollout.scheduler import (
+    Decode,
+    PrefillChunk,
+    Response,
+    Scheduler,
+    StopStringMatcher,
+    check_request,
+)
+from quartet.rollout.step_attention import Contexts, ExactContexts, PlainContexts, StepAttention, begins
+from quartet.text.tokenizer import TextCodec
 from quartet.weights.in_process import write_into
 from quartet.weights.sink import TensorSink
 
@@ -40,6 +56,17 @@ _Sampled = dict[int, list[float]]
 _PACKED_ROWS = 64
 """Rows that weights are packed for at least: a form for fewer is slower for the 16 rows that every product has, and for
 drafts (``benchmarks/products.py``)."""
+
+
+def choose_contexts(packed: PackedCausalLM) -> Contexts:
+    """The attention of an engine that generates with ``packed``."""
+    if packed.numerics == "exact":
+        return ExactContexts(row_step(packed.body))
+    if packed.device.type != "cpu":
+        # Reading prompts in place takes some thirty operations per prompt and layer, each a kernel to launch: a step of
+        # 0.5 B with 32 prompts took 219 ms on an H200. Copied prompts take none.
+        return PlainContexts(shares_prefixes=False)
+    return Contexts(shares_prefixes=packed.shares_prefixes)
 
 
 def own_copy(packed: PackedCausalLM) -> PackedCausalLM:
@@ -70,7 +97,8 @@ class NativeEngine:
         version: policy version of the weights as they are. None: 0 for a shared model; an engine with its own
             weights then has none to compute with until they were sent.
         contexts: how it attends. None: by the model's device and numerics.
-        drafter: proposes running requests' next tokens, where ``step`` is given none. Completions are those
+        drafter: proposes running requests' next tokens, which are computed together with its newest one and
+            kept as long as they are what would have been sampled. Completions are those
             without, to rounding, and to the bit under exact numerics.
 
     Raises:
@@ -93,19 +121,19 @@ class NativeEngine:
         if not packed.shares_prefixes:
             check_decoding(packed)
         self.packed = packed
+        self._device = packed.device
         self.owns_weights = owns_weights
         self.max_running = max_running
         self._decode = decode
         contexts = contexts or choose_contexts(packed)
-        self._scheduler = Scheduler(max_running)
-        self._admission = Admission(
-            self._scheduler,
+        self._contexts = contexts
+        self._scheduler = Scheduler(
+            max_running,
             max_prefill_tokens=max_prefill_tokens,
             cache_tokens=cache_tokens,
             shares_prefixes=contexts.shares_prefixes,
             round_up=contexts.slot_length,
         )
-        self._runner = ModelRunner(packed, contexts)
         self._weights = ComputeWeights(packed, num_rows=max(max_running, _PACKED_ROWS), in_place=owns_weights)
         self._cache = KVCache()
         self._rows = DecodeRows(max_running, MIN_ROWS, packed.vocab_size, packed.device)
@@ -124,13 +152,9 @@ class NativeEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             check_request(request, context=self.context, vocab_size=self._vocab_size, decodes=self._decode is not None)
-            self._admission.check(request, self._limit(request))
-        self._scheduler.check(requests)
+        self._scheduler.check(requests, self._limit)
         for request in requests:
-            matcher = None
-            if request.sampling.stop_strings and self._decode is not None:
-                matcher = StopStringMatcher(request.sampling.stop_strings, self._decode, request.prompt_ids)
-            self._scheduler.add(request, self._limit(request), matcher)
+            self._scheduler.add(request, self._limit(request), StopStringMatcher.of(request, self._decode))
 
     def _limit(self, request: Request) -> int:
         """Tokens it may get, where the model's context ends included."""
@@ -159,7 +183,6 @@ class NativeEngine:
     def _retire(self, responses: Sequence[Response]) -> None:
         self._scheduler.retire(responses)
         for response in responses:
-            self._admission.release(response)
             if self.drafter is not None:
                 self.drafter.forget(response)
         if responses:
@@ -171,77 +194,135 @@ class NativeEngine:
     def has_work(self) -> bool:
         return bool(self._scheduler.held or self._finished)
 
-    def step(self, proposed: Mapping[str, Sequence[int]] | None = None) -> list[Completion]:
-        """As the protocol has it.
-
-        Args:
-            proposed: tokens that might follow what running requests have, by request id, any number each. They are
-                computed together with the request's newest token. Each is kept as long as it is the one that would
-                have been sampled, and one more comes behind the last kept one: completions are those of a run without
-                proposals, to rounding, and to the bit under exact numerics. Proposals for requests that do not run are
-                left out.
-
-        Raises:
-            UserError: a proposed token that the model does not have.
-            WeightsUnusable: its own weights are not those of a policy version, as none came yet.
-        """
-        if proposed:
-            self._take_proposals(proposed)
-        if self._sink is not None:
-            self._sink.require()
-        if self._scheduler.held:
-            if self.drafter is not None and not proposed:
-                self.drafter.propose(self, self._weights.active if self._keeps_hidden else nullcontext)
-            self._advance()
-        if self._failed:
-            failed, self._failed = self._failed, []
-            raise _not_finite(failed)
-        finished, self._finished = self._finished, []
-        return finished
-
-    def _take_proposals(self, proposed: Mapping[str, Sequence[int]]) -> None:
-        check_proposals(proposed, self._vocab_size)
-        for response in self._scheduler.running:
-            # The last token that it may still get is sampled behind the proposals.
-            room = response.max_tokens - len(response.token_ids) - 1
-            response.propose(tuple(proposed.get(response.request.request_id, ()))[:room])
-
     def empty(self) -> NativeEngine:
         """An engine with these weights and no requests."""
-        made = NativeEngine(self.packed, max_running=self.max_running, contexts=self._runner.contexts)
+        made = NativeEngine(self.packed, max_running=self.max_running, contexts=self._contexts)
         made._weights, made._keeps_hidden = self._weights, self._keeps_hidden
         return made
 
     # ---- one step ----
 
     @torch.no_grad()
-    def _advance(self) -> None:
+    def step(self) -> list[Completion]:
+        """As the protocol has it.
+
+        Raises:
+            WeightsUnusable: its own weights are not those of a policy version, as none came yet.
+        """
+        if self._sink is not None:
+            self._sink.require()
+        if not self._scheduler.held:
+            return self._hand_over()
+        if self.drafter is not None:
+            self.drafter.propose(self, self._weights.active if self._keeps_hidden else nullcontext)
         running = self._place_rows()
-        plan = self._admission.plan()
+        plan = self._scheduler.plan()
         if plan.prefills:
             self._fit_slots(running)
         drafts = [response.draft for response in running]
         spans = DraftRows.of(self._rows, drafts, [r.tree for r in running]) if any(drafts) else None
         # True again once the step is complete, so an interrupted one leaves no half-updated rows.
         self._rows_valid = False
-        with self._weights.active():
-            wanted = [r.block for r in plan.admitted if r.block is not None]
-            rows = self._rows if running else None
-            made = self._runner.step(self._cache, rows, plan.prefills, wanted, spans)
-        plan.count(self._stats)
-        if plan.prefills:
-            self._note_peak()
+        wanted = [r.block for r in plan.admitted if r.block is not None]
+        logits, hidden, first_logits, first_hidden = self._forward(bool(running), plan.prefills, wanted, spans)
+        self._stats.num_steps += 1
         self._stats.num_row_steps += len(running)
+        new = (prefill for prefill in plan.prefills if not prefill.block.again)
+        self._stats.prompt_tokens_prefilled += sum(prefill.end - prefill.start for prefill in new)
         if spans is not None:
-            self._record(running, self._sample_drafted(running, made.logits), made.hidden)
+            self._record(running, self._sample_drafted(running, logits), hidden)
         elif running:
-            tokens, logprobs = sample(made.logits, self._rows.sampling, self._rows.num_generated)
-            self._record(running, [{0: pair} for pair in self._read(tokens, logprobs)], made.hidden)
+            tokens, logprobs = sample(logits, self._rows.sampling, self._rows.num_generated)
+            self._record(running, [{0: pair} for pair in self._read(tokens, logprobs)], hidden)
             self._rows.advance(tokens)
         if plan.admitted:
-            self._begin(plan.admitted, made.first_logits, made.first_hidden)
+            self._begin(plan.admitted, first_logits, first_hidden)
         # After proposals rows advance by different numbers of tokens and are loaded anew.
         self._rows_valid = spans is None
+        return self._hand_over()
+
+    def _hand_over(self) -> list[Completion]:
+        if self._failed:
+            failed, self._failed = self._failed, []
+            ids = [response.request.request_id for response in failed]
+            raise GenerationError(
+                f"logits of request {ids[0]!r} are not finite at response token {len(failed[0].token_ids)}"
+                + (f" ({len(ids)} requests in all)" if len(ids) > 1 else ""),
+                ids,
+            )
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _forward(
+        self, decodes: bool, prefills: Sequence[PrefillChunk], wanted: Sequence[Block], spans: DraftRows | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Decodes new tokens of the rows and fills blocks.
+
+        Args:
+            decodes: something runs.
+            wanted: blocks whose following logits are asked for, complete after this step; repeats cost nothing.
+            spans: the rows' new tokens; None: the newest of each.
+
+        Returns:
+            Logits ``[B, V]`` and hidden states ``[B, D]`` at each new token of the rows, ``[W, V]`` and ``[W, D]`` at
+            the end of each wanted block.
+        """
+        contexts, rows = self._contexts, self._rows
+        prefills = sorted(prefills, key=lambda prefill: (not begins(prefill), prefill.end if begins(prefill) else 0))
+        num_rows = 0 if not decodes else rows.num_rows if spans is None else len(spans.tokens)
+        sizes = [prefill.end - prefill.start for prefill in prefills]
+        parts: list[tuple[AttentionContext, int]] = []
+        if decodes:
+            parts.append((contexts.decode(self._cache, rows, spans), num_rows))
+        if prefills:
+            parts.append((contexts.prefill(prefills), sum(sizes)))
+        with self._weights.active():
+            hidden = None
+            if total := num_rows + sum(sizes):
+                computed = contexts.padded_rows(total)
+                context = parts[0][0] if len(parts) == 1 and computed == total else StepAttention(parts)
+                new = (spans or rows) if decodes else None
+                hidden = self.packed.hidden(*self._inputs(new, num_rows, prefills, computed), context)
+            end = num_rows
+            for prefill, size in zip(prefills, sizes, strict=True):
+                end += size
+                prefill.block.done = prefill.end
+                if prefill.finishes and hidden is not None:
+                    # A view would keep the whole step's hidden states alive.
+                    prefill.block.finish(hidden[end - 1].clone())
+            blocks = list(dict.fromkeys(wanted))
+            states = self._states(hidden, num_rows, blocks)
+            logits = self.packed.logits(states) if len(states) else states.new_zeros(0, self.packed.vocab_size)
+        place = {block: num_rows + i for i, block in enumerate(blocks)}
+        places = to_device(torch.tensor([place[block] for block in wanted], dtype=torch.int64), logits.device)
+        return logits[:num_rows], states[:num_rows], logits[places], states[places]
+
+    def _inputs(
+        self, new: DecodeRows | DraftRows | None, num_rows: int, prefills: Sequence[PrefillChunk], computed: int
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and positions ``[R]``: rows, then fills, then zeros."""
+        if new is not None and not prefills and computed <= len(new.tokens):
+            return new.tokens[:computed], new.positions[:computed]
+        filling = [token for prefill in prefills for token in prefill.token_ids]
+        rest = torch.zeros(computed - num_rows - len(filling), dtype=torch.int64)
+        places = [torch.arange(prefill.start, prefill.end) + prefill.block.start for prefill in prefills]
+        filled = torch.stack([torch.cat([torch.tensor(filling, dtype=torch.int64), rest]), torch.cat([*places, rest])])
+        tokens, positions = to_device(filled, self.packed.device).unbind(0)
+        if new is None:
+            return tokens, positions
+        return torch.cat([new.tokens[:num_rows], tokens]), torch.cat([new.positions[:num_rows], positions])
+
+    def _states(self, hidden: Tensor | None, num_rows: int, blocks: Sequence[Block]) -> Tensor:
+        """``[B + blocks, D]`` of which the logits are wanted, filled up to enough rows."""
+        wanted = num_rows + len(blocks)
+        computed = self._contexts.padded_rows(wanted)
+        if hidden is not None and not blocks and hidden.shape[0] == computed:
+            return hidden
+        if not wanted:
+            return torch.zeros(0, 0, device=self.packed.device)
+        picked = [] if hidden is None else [hidden[:num_rows]]
+        picked += [block.last_hidden.unsqueeze(0) for block in blocks if block.last_hidden is not None]
+        return F.pad(torch.cat(picked), (0, 0, 0, computed - wanted))
 
     def _place_rows(self) -> list[Response]:
         """Makes rows of what runs, and room in the cache for a token of each."""
@@ -256,7 +337,7 @@ class NativeEngine:
         current = (
             self._rows_valid and self._rows_current and not placement.changed and not any(r.draft for r in running)
         )
-        if not current or self._runner.contexts.slot_length(self._rows.longest) > self._cache.capacity:
+        if not current or self._contexts.slot_length(self._rows.longest) > self._cache.capacity:
             self._fit_slots(running)
             for response in placement.placed:
                 self._place(response)
@@ -264,26 +345,25 @@ class NativeEngine:
             changed = placement.changed if self._rows_valid else range(len(running))
             self._rows.load(running, changed, shape)
             self._rows_current = True
-            self._note_peak()
-            if self._admission.cache_tokens is None:
-                self._admission.prefixes.trim(self._cache.num_tokens, self._scheduler.wanted_blocks)
+            if self._scheduler.cache_tokens is None:
+                self._scheduler.prefixes.trim(self._cache.num_tokens, self._scheduler.wanted_blocks)
         return running
 
     def _fit_slots(self, running: Sequence[Response]) -> None:
         """Gives the cache room for the next tokens of each of ``running``, within ``cache_tokens``."""
-        cache, admission = self._cache, self._admission
-        limit = None if admission.cache_tokens is None else admission.cache_tokens - admission.prefixes.num_tokens
+        cache, scheduler = self._cache, self._scheduler
+        limit = None if scheduler.cache_tokens is None else scheduler.cache_tokens - scheduler.prefixes.num_tokens
         if not running:
             if limit is not None and cache.num_tokens > limit:
                 cache.resize(0, 0)
             return
-        longest = self._runner.contexts.slot_length(max(r.num_stored + len(r.draft) for r in running) + 1)
+        longest = self._contexts.slot_length(max(r.num_stored + len(r.draft) for r in running) + 1)
         shape = slot_shape(
             (cache.num_slots, cache.capacity),
             num_rows=len(running),
             longest=longest,
-            most=max(map(admission.slot_tokens, running)),
-            max_rows=min(self._scheduler.max_running, len(self._scheduler.held)),
+            most=max(map(scheduler.slot_tokens, running)),
+            max_rows=min(scheduler.max_running, len(scheduler.held)),
             limit=limit,
         )
         cache.resize(*shape)
@@ -296,13 +376,9 @@ class NativeEngine:
         self._cache.write([] if block is prefix else [response.row], block.keys, block.values)
         if block is not prefix:
             if prefix is not None:
-                self._admission.prefixes.hold(prefix)
-            self._admission.prefixes.drop(block)
+                self._scheduler.prefixes.hold(prefix)
+            self._scheduler.prefixes.drop(block)
         response.block = None
-
-    def _note_peak(self) -> None:
-        self._stats.peak_cache_bytes = max(self._stats.peak_cache_bytes, self._cache_bytes())
-        self._stats.peak_cached_tokens = max(self._stats.peak_cached_tokens, self._cached_tokens())
 
     def _begin(self, admitted: Sequence[Response], logits: Tensor, hidden: Tensor) -> None:
         """Samples the next token of requests whose blocks are complete, from ``logits [A, V]``, ``hidden [A, D]``."""
@@ -386,9 +462,9 @@ class NativeEngine:
         for response in failed:
             if response.row >= 0:
                 self._cache.clear(response.row)
-            prompt = self._admission.prefixes.find(*response.request.prompt_key)
+            prompt = self._scheduler.prefixes.find(response.request.prompt_ids)
             if prompt is not None:
-                self._admission.prefixes.discard(prompt)
+                self._scheduler.prefixes.discard(prompt)
         self._retire(failed)
         self._failed += failed
 
@@ -440,17 +516,27 @@ class NativeEngine:
         self._weights.release()
         return held
 
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """Destroys the cache, and moves the weights to the host. Level 2 keeps them there, too (frozen ones are never
+        sent again), but uses them no more."""
+        self.release_cache()
+        self.packed.model.to("cpu")
+        if level == 2:
+            self.weight_sink().invalidate("it slept, and takes new weights")
+
+    def wake(self) -> None:
+        self.packed.model.to(self._device)
+
     def _forget(self) -> None:
         """Everything computed from the weights; tokens stay."""
         self._scheduler.preempt_all()
-        self._admission.prefixes.clear()
         self._rows_valid = self._rows_current = False
 
     def _cache_bytes(self) -> int:
-        return self._cache.num_bytes + self._admission.prefixes.num_bytes
+        return self._cache.num_bytes + self._scheduler.prefixes.num_bytes
 
     def _cached_tokens(self) -> int:
-        return self._cache.num_tokens + self._admission.prefixes.num_tokens
+        return self._cache.num_tokens + self._scheduler.prefixes.num_tokens
 
     def stats(self) -> EngineStats:
         drafted, kept = self.drafter.by_depth() if self.drafter is not None else ((), ())
@@ -465,11 +551,35 @@ class NativeEngine:
         )
 
 
-def _not_finite(failed: Sequence[Response]) -> GenerationError:
-    """The error about responses whose logits were not finite."""
-    ids = [response.request.request_id for response in failed]
-    return GenerationError(
-        f"logits of request {ids[0]!r} are not finite at response token {len(failed[0].token_ids)}"
-        + (f" ({len(ids)} requests in all)" if len(ids) > 1 else ""),
-        ids,
-    )
+def load_engine(
+    path: str,
+    *,
+    device: str = "cpu",
+    precision: Precision = "fp32",
+    numerics: Numerics = "fast",
+    lora: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    version: int | None = None,
+    speculation: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> NativeEngine:
+    """The engine over the model in a directory, for a process of its own too (the target of an ``EngineSpec``).
+
+    Args:
+        path: a model's directory with its tokenizer.
+        lora, seed: of the trainer's adapters, which alone are sent then.
+        version: None: it computes once weights were sent.
+        speculation: the section of a recipe.
+        trust_remote_code: run Python code that comes with the model, where it needs that.
+        options: of ``NativeEngine``.
+    """
+    model = load_causal_lm(path, trust_remote_code=trust_remote_code).to(torch.device(device))
+    adapters = None if lora is None else LoRAConfig(**lora)
+    packed = packed_causal_lm(model, precision, numerics=numerics, lora=adapters, seed=seed)
+    packed.model.requires_grad_(False)
+    section = None if speculation is None else load(added("drafters")[speculation["type"]].section)(**speculation)
+    drafter = make_drafter(section, packed)
+    decode = TextCodec.from_pretrained(path, trust_remote_code=trust_remote_code).decode_completion
+    options |= {"decode": decode, "version": version, "drafter": drafter}
+    return NativeEngine(packed, owns_weights=True, **options)

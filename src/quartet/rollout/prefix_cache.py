@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from quartet.rollout.protocol import PromptKey
-
 MIN_SHARED_TOKENS = 1536
 """From this many prompt tokens that members of a group would store over again, they read the prompt's own block.
 
@@ -33,7 +31,6 @@ class Block:
     """Keys and values of one run of tokens, filled over one step or several.
 
     Attributes:
-        content_digests: ``(position, digest)`` of what the tokens do not say.
         parent: the block these tokens follow; None: they begin a sequence.
         shared: responses read it where it is; otherwise they copy it into their slots.
         reusable: a whole prompt, which later requests may have, too; not a response's own tokens.
@@ -55,11 +52,6 @@ class Block:
     last_hidden: Tensor | None = None
     num_bytes: int = 0
     num_users: int = 0
-    content_digests: tuple[tuple[int, bytes], ...] = ()
-
-    @property
-    def key(self) -> PromptKey:
-        return self.token_ids, self.content_digests
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -106,7 +98,7 @@ class PrefixCache:
     def __init__(self) -> None:
         # The least recently used first.
         self._blocks: OrderedDict[Block, None] = OrderedDict()
-        self._prompts: dict[PromptKey, Block] = {}
+        self._prompts: dict[tuple[int, ...], Block] = {}
         self.num_tokens = 0
         self.idle_tokens = 0
 
@@ -117,9 +109,9 @@ class PrefixCache:
     def num_bytes(self) -> int:
         return sum(block.num_bytes for block in self._blocks)
 
-    def find(self, token_ids: tuple[int, ...], content_digests: tuple[tuple[int, bytes], ...] = ()) -> Block | None:
+    def find(self, token_ids: tuple[int, ...]) -> Block | None:
         """The block of exactly this prompt, complete or not."""
-        return self._prompts.get((token_ids, content_digests))
+        return self._prompts.get(token_ids)
 
     def hold(self, block: Block) -> None:
         """Counts one more user of ``block`` and of what it follows; takes in blocks that are new."""
@@ -127,7 +119,7 @@ class PrefixCache:
             if link not in self._blocks:
                 self.num_tokens += len(link)
                 if link.reusable:
-                    self._prompts.setdefault(link.key, link)
+                    self._prompts.setdefault(link.token_ids, link)
             elif link.num_users == 0:
                 self.idle_tokens -= len(link)
             link.num_users += 1
@@ -140,13 +132,13 @@ class PrefixCache:
             link.num_users -= 1
             if link.num_users == 0:
                 self.idle_tokens += len(link)
-                if self._prompts.get(link.key) is not link or link.done < len(link):
+                if self._prompts.get(link.token_ids) is not link or link.done < len(link):
                     self._remove(link)
 
     def discard(self, block: Block) -> None:
         """The block is not found any more; it goes with its last user."""
-        if self._prompts.get(block.key) is block:
-            del self._prompts[block.key]
+        if self._prompts.get(block.token_ids) is block:
+            del self._prompts[block.token_ids]
             if not block.num_users:
                 self._remove(block)
 
@@ -194,8 +186,8 @@ class PrefixCache:
         self.num_tokens -= len(block)
         self.idle_tokens -= len(block)
         del self._blocks[block]
-        if self._prompts.get(block.key) is block:
-            del self._prompts[block.key]
+        if self._prompts.get(block.token_ids) is block:
+            del self._prompts[block.token_ids]
 
 
 LENGTH_STEP = 32

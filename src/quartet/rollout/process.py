@@ -30,9 +30,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from quartet.config import UserError
 from quartet.observe.logs import VARIABLE, set_up_from_environment
 from quartet.processes import Process, ProcessTimeout, Wire
-from quartet.rollout.ledger import RequestLedger
-from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, Generated, GenerationError, Request
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.protocol import (
+    Completion,
+    EngineFailed,
+    EngineStats,
+    Generated,
+    GenerationError,
+    Request,
+    RequestLedger,
+    SteppedEngine,
+    check_ids,
+)
 
 if TYPE_CHECKING:
     from quartet.rollout.staging import StagedWeights
@@ -41,7 +49,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("quartet.rollout.process")
 _PACKAGE = Path(__file__).parents[1]
 _SHOWN_LINES, _SHOWN_BYTES = 30, 3000
-_MAX_LOG_BYTES = 16 << 20
 _LOOK_S = 0.5
 """Between two looks whether a silent process stands still."""
 _END_S = 5.0
@@ -91,9 +98,8 @@ class _EngineChild(Process):
         if spec.python is None or "PYTHONPATH" in spec.environment:
             path += filter(None, [variables.get("PYTHONPATH")])
         variables["PYTHONPATH"] = os.pathsep.join(path)
-        # It appends: what is read or cut off here does not move where the process writes.
+        # It appends: what is read here does not move where the process writes.
         self._log = open(Path(self._folder.name) / "log", "a+b", buffering=0)  # noqa: SIM115
-        self._cut_off = b""
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         stderr = os.dup(2)  # for log records
@@ -130,8 +136,10 @@ class _EngineChild(Process):
 
     def end(self, patience_s: float) -> str:
         said = super().end(patience_s)
-        text = (self._cut_off + self._end_of_log()).decode(errors="replace")
-        lines = text[-_SHOWN_BYTES:].strip().splitlines()[-_SHOWN_LINES:]
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _SHOWN_BYTES))
+        text = self._log.read().decode(errors="replace")
+        lines = text.strip().splitlines()[-_SHOWN_LINES:]
         self._close()
         return said + ("; its last lines:\n" + "\n".join(lines) if lines else "; it printed nothing")
 
@@ -139,17 +147,6 @@ class _EngineChild(Process):
         os.close(self.bell)
         self._log.close()
         self._folder.cleanup()
-
-    def _end_of_log(self) -> bytes:
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _SHOWN_BYTES))
-        return self._log.read()
-
-    def trim_log(self) -> None:
-        """An engine may print for weeks; only the end is ever shown."""
-        if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
-            self._cut_off = self._end_of_log()
-            os.ftruncate(self._log.fileno(), 0)
 
 
 class EngineProcess:
@@ -177,9 +174,8 @@ class EngineProcess:
 
     def _start(self) -> None:
         self.version = None if self._staging is not None else 0
-        self._versions = set() if self.version is None else {self.version}
         self._ledger.clear()
-        self._inbox: deque[list[Completion] | GenerationError] = deque()
+        self._inbox: deque[Completion | GenerationError] = deque()
         self._stats = EngineStats()
         self._then: Callable[[], object] | None = None  # of the call whose answer is awaited
         self._answer: Any = None
@@ -288,14 +284,12 @@ class EngineProcess:
         self._heard = max(self._heard, child.wire.heard)  # parts of long messages count, too
         if messages and messages[-1] is None:
             raise self._fail("it ended", _END_S)
-        if messages:
-            child.trim_log()
 
     def _take(self, what: str, value: Any) -> None:
         if what == "completed":
             for completion in value:
-                self._ledger.settle(completion, self._versions)
-            self._inbox.append(value)
+                self._ledger.settle(completion)
+                self._inbox.append(completion)
         elif what == "failed":
             self._ledger.drop(value.request_ids)
             self._inbox.append(value)
@@ -333,9 +327,7 @@ class EngineProcess:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._require()
-        self._ledger.check(requests)
-        if not self._ledger and self.version is not None:
-            self._versions = {self.version}
+        check_ids(requests, self._ledger.held)
         # Answers may follow at once.
         self._ledger.add(requests)
         try:
@@ -349,24 +341,17 @@ class EngineProcess:
         end = time.monotonic() + timeout_s
         while True:
             self._receive(0.0 if self._inbox else min(_LOOK_S, max(0.0, end - time.monotonic())))
-            if self._inbox:
-                return self._handed_over()
+            done: list[Completion] = []
+            while self._inbox and not (done and isinstance(self._inbox[0], GenerationError)):
+                first = self._inbox.popleft()
+                if isinstance(first, GenerationError):
+                    raise first
+                done.append(first)
+            if done:
+                return done
             self._check_progress()
             if time.monotonic() >= end:
                 return []
-
-    def _handed_over(self) -> list[Completion]:
-        """In the order in which they came, up to an error."""
-        done: list[Completion] = []
-        while self._inbox:
-            if isinstance(first := self._inbox[0], GenerationError):
-                if done:
-                    break
-                self._inbox.popleft()
-                raise first
-            done += first
-            self._inbox.popleft()
-        return done
 
     def _check_progress(self) -> None:
         if not self._ledger or self._is_paused:
@@ -416,13 +401,9 @@ class EngineProcess:
 
     def _load(self, version: int) -> None:
         assert self._staging is not None
-
-        def take() -> None:
-            self.version = version
-            self._versions.add(version)
-
         self.version = None
-        self._call("load", self._staging.handle, version, then=take, patience_s=self.spec.start_timeout_s)
+        self._call("load", self._staging.handle, version, patience_s=self.spec.start_timeout_s)
+        self.version = version
 
     def sleep(self, level: Literal[1, 2]) -> None:
         if not self._is_asleep:

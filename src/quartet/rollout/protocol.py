@@ -2,15 +2,18 @@
 
 A ``RolloutEngine`` turns requests into completions at its own pace, wherever it computes. A ``StepEngine`` is driven
 step by step by the thread that has it: the native engine, and what computes inside of an engine's own process.
+``SteppedEngine`` and ``PacedEngine`` make either of the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quartet.config import UserError
@@ -87,10 +90,6 @@ def _bad(name: str, found: object, remedy: str) -> UserError:
     return UserError(f"sampling parameter {name} is out of range", found=f"{name} = {found!r}", remedy=f"use {remedy}")
 
 
-PromptKey = tuple[tuple[int, ...], tuple[tuple[int, bytes], ...]]
-"""Token ids, and ``(position, digest)`` of what these do not say."""
-
-
 @dataclass(frozen=True)
 class Request:
     """One response to be generated.
@@ -99,9 +98,6 @@ class Request:
         request_id: unique among the requests an engine holds.
         group: requests of one group have the same prompt, which is prefilled once for all of them.
         prompt_ids: at least one token.
-        content_digests: ``(position, digest)`` in rising order, for positions of the prompt where the token does not
-            say what stands there (a placeholder of an image). Prompts share keys and values only where these are equal
-            too; the engine does not look inside them.
         session: requests of one session (an episode's turns) begin alike, and are best answered where the earlier ones
             were.
     """
@@ -110,22 +106,9 @@ class Request:
     group: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    content_digests: tuple[tuple[int, bytes], ...] = ()
     session: str | None = None
 
-    @property
-    def prompt_key(self) -> PromptKey:
-        """Equal where the prompts are, content included."""
-        return self.prompt_ids, self.content_digests
-
     def __post_init__(self) -> None:
-        positions = [-1, *(position for position, _ in self.content_digests), len(self.prompt_ids)]
-        if any(after <= before for before, after in pairwise(positions)):
-            raise UserError(
-                "content digests must name positions of the prompt, each once and in order",
-                found=f"positions {positions[1:-1]} of request {self.request_id!r}, a prompt of {positions[-1]} tokens",
-                remedy="give (position, digest) pairs by rising position",
-            )
         if not self.prompt_ids:
             raise UserError(
                 "a request needs a prompt",
@@ -209,11 +192,6 @@ class EngineStats:
 
     Attributes:
         prompt_tokens_prefilled: prompt tokens that went through the model for newly admitted requests.
-        distinct_prompt_tokens: prompt tokens of the groups admitted, each group once.
-        prefix_hit_tokens: prompt tokens of newly admitted requests that did not, because the prompt had been
-            computed for another one.
-        recomputed_tokens: tokens of running requests that ran again because the weights changed or the
-            cache was given back.
         generated_tokens: tokens sampled.
         cached_tokens: places for keys and values that are allocated now, in slots and prompts.
         cache_bytes: held now by the KV cache: slots, prompts, and the logits that follow prompts.
@@ -231,14 +209,9 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     prompt_tokens_prefilled: int = 0
-    distinct_prompt_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    recomputed_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
-    peak_cached_tokens: int = 0
     cache_bytes: int = 0
-    peak_cache_bytes: int = 0
     num_retries: int = 0
     num_restarts: int = 0
     num_rerouted: int = 0
@@ -255,8 +228,9 @@ class EngineStats:
     def sampling_less(self, other: EngineStats) -> EngineStats:
         """The counters of sampling alone, less those of ``other``."""
         names = ("prompt_tokens_prefilled", "generated_tokens", "num_row_steps", "drafted_by_depth", "kept_by_depth")
-        theirs = {name: _negated(getattr(other, name)) for name in names}
-        return self.total([EngineStats(**{name: getattr(self, name) for name in names}), EngineStats(**theirs)])
+        mine, theirs = ([getattr(stats, name) for name in names] for stats in (self, other))
+        pairs = zip(names, mine, theirs, strict=True)
+        return EngineStats(**{name: _summed([own, _negated(of_other)]) for name, own, of_other in pairs})
 
 
 def _negated(value: Any) -> Any:
@@ -396,3 +370,203 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Ends what it started; the engine is not used any more. Closing twice is allowed."""
+
+
+def check_ids(requests: Sequence[Request], held: Container[str]) -> None:
+    """Raises UserError where an id is held already, or given twice."""
+    twice = [i for i, n in Counter(request.request_id for request in requests).items() if n > 1 or i in held]
+    if twice:
+        raise UserError(
+            "a request id is in use",
+            found=f"{twice[0]!r} ({len(twice)} in all)",
+            remedy="give every request an id of its own until it has ended",
+        )
+
+
+class RequestLedger:
+    """What an engine owes: each request is answered once.
+
+    Args:
+        name: of the engine, for messages.
+
+    Attributes:
+        held: requests that are to be answered, by id, in the order in which they came; without cancelled ones.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held: dict[str, Request] = {}
+        # Apart, because their ids may be used again at once.
+        self._cancelled: list[Request] = []
+
+    def __len__(self) -> int:
+        """Answers that are still to come, cancelled ones included."""
+        return len(self.held) + len(self._cancelled)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Requests that the engine has taken."""
+        self.held.update((request.request_id, request) for request in requests)
+
+    def cancel(self, request_ids: Iterable[str]) -> list[str]:
+        """The ids among these that were held; each is expected once more, as cancelled."""
+        cancelled = [self.held.pop(i) for i in dict.fromkeys(request_ids) if i in self.held]
+        self._cancelled += cancelled
+        return [request.request_id for request in cancelled]
+
+    def settle(self, completion: Completion) -> None:
+        """Strikes off what ``completion`` answers.
+
+        Raises:
+            EngineFailed: nobody asked, or it was answered already; its numbers are not what can be.
+        """
+        request_id, num_tokens = completion.request_id, len(completion.token_ids)
+        if completion.finish_reason is FinishReason.CANCELLED:
+            request = next((request for request in self._cancelled if request.request_id == request_id), None)
+            if request is not None:
+                self._cancelled.remove(request)
+        else:
+            request = self.held.pop(request_id, None)
+        if request is None:
+            found = (
+                f"{request_id!r} as {completion.finish_reason}, which nobody asked for or which was answered already"
+            )
+        elif not len(completion.logprobs) == len(completion.versions) == num_tokens:
+            columns = len(completion.logprobs), len(completion.versions)
+            found = f"{num_tokens} tokens, {columns[0]} log-probabilities, {columns[1]} versions"
+        elif num_tokens > request.sampling.max_new_tokens:
+            found = f"{num_tokens} tokens where {request.sampling.max_new_tokens} were the most"
+        else:
+            return
+        raise EngineFailed(
+            f"the rollout engine {self.name!r} answers what cannot be",
+            found=found,
+            remedy="it is started anew where it can be; if that repeats itself, report it with the engine's version",
+        )
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Requests that have ended without an answer, by an error that named them."""
+        for request_id in request_ids:
+            if self.held.pop(request_id, None) is None:  # it was cancelled just before
+                self._cancelled = [request for request in self._cancelled if request.request_id != request_id]
+
+    def clear(self) -> tuple[list[Request], list[Request]]:
+        """Nothing will be answered any more: what was held, in order, and what was cancelled."""
+        held, cancelled = list(self.held.values()), self._cancelled
+        self.held, self._cancelled = {}, []
+        return held, cancelled
+
+
+class RequestsRefused(GenerationError):
+    """An engine did not take requests that had waited for it; these have ended, the others go on."""
+
+    def __init__(self, error: UserError, request_ids: Sequence[str]) -> None:
+        self.error = error
+        self.request_ids = tuple(request_ids)
+        UserError.__init__(self, error.problem, found=error.found, remedy=error.remedy)
+
+
+class SteppedEngine:
+    """A step engine that computes in the thread which waits for completions; closing it leaves that as it is."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        self.engine = engine
+        self._is_paused = False
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is work, and no pause."""
+        return not self._is_paused and self.engine.has_work
+
+    def completed(self, timeout_s: float) -> list[Completion]:
+        """As the protocol has it; makes at least one step where it can, however short the time is."""
+        end = time.monotonic() + timeout_s
+        done: list[Completion] = []
+        while not done and self.can_step:
+            done = self.engine.step()
+            if time.monotonic() >= end:
+                break
+        return done
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        self.engine.cancel(request_ids)
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        return self.engine.generated(request_ids)
+
+    def pause(self) -> None:
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+
+    def weight_sink(self) -> TensorSink:
+        return self.engine.weight_sink()
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        engine: Any = self.engine
+        engine.sleep(level)
+
+    def wake(self) -> None:
+        engine: Any = self.engine
+        engine.wake()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class PacedEngine:
+    """A rollout engine whose steps wait until something has ended.
+
+    Args:
+        engine: generates at its own pace, between steps, too.
+        step_s: longest step.
+    """
+
+    def __init__(self, engine: RolloutEngine, step_s: float = 1.0) -> None:
+        self.engine = engine
+        self.step_s = step_s
+        self._held: set[str] = set()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+        self._held.update(request.request_id for request in requests)
+
+    def note(self, request_ids: Iterable[str]) -> None:
+        """These were submitted to the engine by other ways, and are waited for."""
+        self._held.update(request_ids)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._held)
+
+    def step(self) -> list[Completion]:
+        try:
+            done = self.engine.completed(self.step_s)
+        except GenerationError as error:
+            self._held.difference_update(error.request_ids)
+            raise
+        self._held.difference_update(completion.request_id for completion in done)
+        return done
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        self.engine.cancel(request_ids)
+
+    def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        from quartet.weights.in_process import write_into
+
+        write_into(self.weight_sink(), source or (), version)
+
+    def weight_sink(self) -> TensorSink:
+        return self.engine.weight_sink()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        return self.engine.generated(request_ids)

@@ -16,12 +16,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Literal
 
 from quartet.config import UserError
-from quartet.rollout.ledger import RequestLedger, RequestsRefused
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
@@ -30,7 +28,10 @@ from quartet.rollout.protocol import (
     Generated,
     GenerationError,
     Request,
+    RequestLedger,
+    RequestsRefused,
     RolloutEngine,
+    check_ids,
 )
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class Router:
         policy: ``prefix`` keeps a group and a session where it was, while there is room; others, and all under
             ``least_tokens``, go where the fewest tokens are outstanding; ``round_robin`` takes turns.
         max_outstanding: requests at one engine, which the last group may exceed; what is over waits here, in order.
-        max_restarts: of each engine, until it was up for ten minutes; see ``RestartBudget``. A request with which
-            three engines failed is refused, the last time sent alone.
+        max_restarts: of each engine, until it was up for ten minutes: at once after a first failure, then after 1 s,
+            2 s, 4 s, …, at most 30 s. A request with which three engines failed is refused, the last time sent alone.
         clock: of the waits before restarts; seconds that never jump.
 
     Attributes:
@@ -97,22 +98,19 @@ class Router:
         policy: Policy = "prefix",
         max_outstanding: int = 128,
         max_restarts: int = 3,
-        names: Sequence[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.restarts = self.starts = self.rerouted = 0
         self._routing = Routing(policy, max_outstanding)
-        self._budget = partial(RestartBudget, max_restarts, clock)
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="router")
-        self._members: list[Member] = []
+        names = (getattr(engine, "name", None) or f"engine {number}" for number, engine in enumerate(engines))
+        self._members = [Member(*each, max_restarts, clock) for each in zip(engines, names, strict=True)]
         self._queue: deque[list[Request]] = deque()
         self._ledger = RequestLedger("router")  # all of them, wherever they are
         self._done: list[Completion] = []
         self._errors: deque[GenerationError] = deque()
         self._muted: Counter[str] = Counter()  # cancelled requests of a submission that failed
         self._is_paused = self._is_asleep = False
-        for number, engine in enumerate(engines):
-            self.join(engine, names[number] if names else None)
         try:
             for error in self._asked(self._members, lambda m: getattr(m.engine, "wait_ready", bool)()).values():
                 raise error
@@ -122,20 +120,6 @@ class Router:
             raise
 
     # Engines ---------------------------------------------------------------------------------------------
-
-    def join(self, engine: RolloutEngine, name: str | None = None) -> None:
-        """From now on ``engine`` gets requests, once it is ready. It has none, and the weights of the others."""
-        name = name or getattr(engine, "name", None) or f"engine {len(self._members)}"
-        member = Member(engine, name, self._budget())
-        self._members.append(member)
-        if member.state == "up" and self._is_paused:
-            engine.pause()
-
-    def leave(self, engine: RolloutEngine) -> None:
-        """From now on ``engine`` gets no requests; what it held begins anew elsewhere. It is the caller's to close."""
-        member = next(member for member in self._members if member.engine is engine)
-        self._members.remove(member)
-        self._take_back(member)
 
     def _take_back(self, member: Member) -> None:
         """What an engine holds goes to the head of the queue."""
@@ -151,8 +135,7 @@ class Router:
         if refused := self._routing.blame(member.ledger.held):
             self._refuse(member, refused, _ended_engines(refused, error))
         self._take_back(member)
-        member.begin_anew()
-        has_more = member.budget.note_failure(was_up=member.state == "up")
+        has_more = member.note_failure()
         if not hasattr(member.engine, "restart") or not has_more:
             member.state = "out"
             member.engine.close()
@@ -164,7 +147,7 @@ class Router:
     def _restart(self, member: Member) -> None:
         """Once its wait is over."""
         member.state = "starting"
-        member.is_waiting = not member.budget.is_due
+        member.is_waiting = member.clock() < member.due_s
         if member.is_waiting:
             return
         self.restarts += 1
@@ -185,7 +168,7 @@ class Router:
                     if self._is_paused:
                         engine.pause()
                     member.state = "up"
-                    member.budget.note_up()
+                    member.up_s = member.clock()
                     self.starts += 1
             except UserError as error:  # as it may say when it is made anew: no memory, a file that is gone
                 self._fail(member, error)
@@ -224,7 +207,7 @@ class Router:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._require_engines()
-        self._ledger.check(requests)
+        check_ids(requests, self._ledger.held)
         if not self._ledger.held:
             for member in self._members:
                 member.done = 0
@@ -246,7 +229,7 @@ class Router:
             for n in range(max(1, len(members)))
         ]
         self._require_engines()
-        self._ledger.check(copies)
+        check_ids(copies, self._ledger.held)
         self._ledger.add(copies)
         self._routing.pins.update((copy.request_id, member) for copy, member in zip(copies, members, strict=False))
         self._queue.extendleft([copy] for copy in reversed(copies))
@@ -272,7 +255,7 @@ class Router:
         """Sends what waits to engines that have room for it."""
         if not self._queue:
             return
-        loads = {member: member.outstanding_tokens for member in self._usable()}
+        loads = {m: sum(map(size, m.ledger.held.values())) - m.running_tokens for m in self._usable()}
         sent: dict[Member, list[list[Request]]] = {}
         while self._queue and (member := self._routing.choose(self._queue[0], loads)) is not None:
             unit = self._queue.popleft()
@@ -439,14 +422,8 @@ class Router:
             self._restart(member)
 
     def weight_sink(self) -> TensorSink:
-        sinks = {id(sink): sink for member in self._members if (sink := member.engine.weight_sink())}
-        if len(sinks) != 1:
-            raise UserError(
-                "the engines of a router take their weights from different places",
-                found=f"{len(sinks)} weight sinks of {len(self._members)} engines",
-                remedy="make all of them with the same staged weights",
-            )
-        return next(iter(sinks.values()))
+        """The engines have it in common."""
+        return self._members[0].engine.weight_sink()
 
     def stats(self) -> EngineStats:
         """Sums over all engines since they were first made; the oldest of their policy versions."""
@@ -475,52 +452,40 @@ class Router:
 # Each of them -------------------------------------------------------------------------------------------
 
 
-class RestartBudget:
-    """How often, and how soon, an engine is started anew: at once after its first failure, then after 1 s, 2 s, 4 s, …,
-    at most 30 s. All of it is forgotten once the engine was up for ten minutes.
+class Member:
+    """One engine, and what it owes.
 
-    Args:
-        most: failures in this time after which there is another start.
-        clock: seconds that never jump.
+    Attributes:
+        is_waiting: "starting", but not yet asked to.
+        done: tokens of answers, since there was no work.
+        past: counters of before the last restart.
+        up_s: since when it is up.
+        due_s: when it may be started anew.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float]) -> None:
-        self._most, self._clock = most, clock
-        self._used = 0
-        self._due_s, self._up_s = -math.inf, clock()
-
-    def note_up(self) -> None:
-        self._up_s = self._clock()
-
-    def note_failure(self, *, was_up: bool) -> bool:
-        """Whether there is another start."""
-        now = self._clock()
-        if was_up and now - self._up_s >= _HEALTHY_S:
-            self._used = 0
-        self._due_s = now + (min(2.0 ** (self._used - 1), _LONGEST_WAIT_S) if self._used else 0.0)
-        self._used += 1
-        return self._used <= self._most
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the wait before the next start is over."""
-        return self._clock() >= self._due_s
-
-
-class Member:
-    """One engine, and what it owes."""
-
-    def __init__(self, engine: RolloutEngine, name: str, budget: RestartBudget) -> None:
+    def __init__(self, engine: RolloutEngine, name: str, max_restarts: int, clock: Callable[[], float]) -> None:
         self.engine = engine
         self.name = name
         self.ledger = RequestLedger(name)
         self.state: State = "starting" if hasattr(engine, "is_ready") else "up"
         self.reason = ""
-        self.budget = budget
-        self.is_waiting = False  # "starting", but not yet asked to
-        self.done = 0  # tokens of answers, since there was no work
-        self.past = EngineStats()  # of those before the last restart
+        self.is_waiting = False
+        self.done = 0
+        self.past = EngineStats()
+        self.clock, self._max_restarts = clock, max_restarts
+        self.due_s, self.up_s = -math.inf, clock()
+        self._failures = 0  # since it was up for long
         self._settled = 0  # tokens of all answers since the last start
+
+    def note_failure(self) -> bool:
+        """Whether there is another start, and when."""
+        now = self.clock()
+        if self.state == "up" and now - self.up_s >= _HEALTHY_S:
+            self._failures = 0
+        self.due_s = now + (min(2.0 ** (self._failures - 1), _LONGEST_WAIT_S) if self._failures else 0.0)
+        self._failures += 1
+        self.past, self._settled = EngineStats.total([self.past, self.engine.stats()]), 0
+        return self._failures <= self._max_restarts
 
     @property
     def has_weights(self) -> bool:
@@ -536,17 +501,10 @@ class Member:
         """That it has made for requests which go on."""
         return max(0, self.engine.stats().generated_tokens - self._settled) if self.ledger.held else 0
 
-    @property
-    def outstanding_tokens(self) -> int:
-        return sum(map(size, self.ledger.held.values())) - self.running_tokens
-
     def progress(self) -> EngineProgress:
         done = self.done + self.running_tokens
         expected = self.done + sum(request.sampling.max_new_tokens for request in self.ledger.held.values())
         return EngineProgress(self.name, done, expected, self.state != "up")
-
-    def begin_anew(self) -> None:
-        self.past, self._settled = EngineStats.total([self.past, self.engine.stats()]), 0
 
 
 class Routing:

@@ -39,8 +39,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quartet.models.logprobs import Limits, Truncation, left_out, truncate
 from quartet.models.memory import to_device
-from quartet.models.truncation import Limits, Truncation, left_out, truncate
 from quartet.rollout.protocol import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -1,16 +1,14 @@
-"""Which requests are held, which of them run, and in which row. Knows no tensors.
+"""Which requests are held, which of them run and in which row, and what a step computes. Knows no tensors.
 
 A running request's row in the batch is its cache slot. Rows ``0 … B-1`` have no gaps while a step decodes, and
-neighbouring rows have similar lengths: decode attention runs in one kernel call per stretch of rows and reads each of
-them up to the longest of the stretch. All running requests grow by one token a step, so an order by length lasts; only
+neighbouring rows have similar lengths: decode attention runs in one kernel call per range of rows and reads each of
+them up to the longest of the range. All running requests grow by one token a step, so an order by length lasts; only
 comings and goings disturb it.
-
-What a step computes besides decoding: whose turn it is, what of its prompt is missing, whether there is room.
 
 Requests are admitted first come, first served at every step. What a request needs before its first token is a chain of
 blocks: its prompt, or after new weights its prompt and the tokens it already has. A step fills at most
-``max_prefill_tokens`` tokens of blocks; a longer prompt is filled in pieces of that size over several steps, while
-decoding goes on. Where a piece begins and ends depends on the prompt alone, never on what else is computed.
+``max_prefill_tokens`` tokens of blocks; a longer prompt is filled in chunks of that size over several steps, while
+decoding goes on. Where a chunk begins and ends depends on the prompt alone, never on what else is computed.
 """
 
 from __future__ import annotations
@@ -18,22 +16,70 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from quartet.config import UserError
 from quartet.rollout.drafter import NO_DRAFT, DraftTree, chain
-from quartet.rollout.prefix_cache import Block
-from quartet.rollout.protocol import FinishReason, PromptKey, Request, Unfinished
-from quartet.rollout.stop_strings import StopStringMatcher
+from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, Block, PrefixCache
+from quartet.rollout.protocol import FinishReason, Request, Unfinished, check_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
-from dataclasses import field
-from itertools import islice
 
-from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, PrefixCache
-from quartet.rollout.protocol import EngineStats
+Decode = Callable[[Sequence[int], Sequence[int]], str]
+"""The text that the second token ids add to that of the first: ``TextCodec.decode_completion``."""
+
+_INCOMPLETE = "\ufffd"
+_CONTEXT = 8
+"""Tokens before the newest ones that decide how these decode."""
+
+
+class StopStringMatcher:
+    """Decodes only the newest tokens of one response and looks for stop strings where they can newly stand.
+
+    A token may decode differently on its own than after others (leading spaces, split UTF-8 characters), so
+    the newest tokens are decoded after the few before them, and text that ends in half a character waits for
+    the rest.
+
+    Args:
+        decode: makes the text that a reader of the completion has, which is where stop strings are looked for.
+        prompt_ids: of the response's prompt.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
+        self._stop_strings, self._decode, self._prompt_ids = stop_strings, decode, prompt_ids
+        self._overlap = max(map(len, stop_strings)) - 1
+        self._read = 0
+        self._tail = ""
+
+    @classmethod
+    def of(cls, request: Request, decode: Decode | None) -> StopStringMatcher | None:
+        """None where the request has no stop strings."""
+        strings = request.sampling.stop_strings
+        return cls(strings, decode, request.prompt_ids) if strings and decode is not None else None
+
+    def find(self, token_ids: Sequence[int]) -> int | None:
+        """Call with all generated tokens after each new one.
+
+        Returns:
+            Characters of the response's text before the earliest stop string, or None where there is none yet.
+        """
+        start = self._read - _CONTEXT
+        before = token_ids[start : self._read] if start >= 0 else [*self._prompt_ids[start:], *token_ids[: self._read]]
+        text = self._decode(before, token_ids[self._read :])
+        grown = self._tail + text
+        if any(s in grown for s in self._stop_strings):
+            # Settled on the whole text, which is what a reader of the completion has.
+            whole = self._decode(self._prompt_ids, token_ids)
+            places = [place for s in self._stop_strings if (place := whole.find(s)) >= 0]
+            return min(places) if places else None
+        if text and not text.endswith(_INCOMPLETE):
+            self._read = len(token_ids)
+            self._tail = grown[-self._overlap :] if self._overlap else ""
+        return None
+
 
 R = TypeVar("R")
 
@@ -47,54 +93,27 @@ class RequestGroup:
 
     Attributes:
         block: the prompt's, once a member has come to its turn.
-        counted: whether the prompt stands in the count of distinct prompt tokens.
     """
 
-    prompt: PromptKey
+    prompt: tuple[int, ...]
     num_members: int = 0
     num_waiting: int = 0
     block: Block | None = None
-    counted: bool = False
 
 
 @dataclass(eq=False)
-class Response(Unfinished):
-    """One request as the native engine holds it.
+class Decoding(Unfinished):
+    """A request whose tokens come one by one.
 
     Attributes:
-        order: its place among all requests ever submitted.
         max_tokens: ``max_new_tokens`` or what the model's context leaves, whichever is less.
-        row: batch row and cache slot, -1 while it has none.
-        block: what holds its keys and values while it has no row: the prompt, or prompt and tokens after new weights.
-        prefix: the shared block it reads beside its slot.
-        draft: tokens proposed to follow its newest one, within one step.
-        tree: which of them follows which.
-        hidden: ``[D]`` of the position that gave the newest token, where drafts are made from it.
     """
 
-    group: RequestGroup
-    order: int
     max_tokens: int
-    matcher: StopStringMatcher | None = None
-    row: int = -1
-    block: Block | None = None
-    prefix: Block | None = None
-    draft: tuple[int, ...] = ()
-    tree: DraftTree = NO_DRAFT
-    hidden: Tensor | None = None
+    matcher: StopStringMatcher | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
-
-    @property
-    def position(self) -> int:
-        """Of the newest token, whose keys and values come next."""
-        return len(self.request.prompt_ids) + len(self.token_ids) - 1
-
-    @property
-    def num_stored(self) -> int:
-        """Tokens that its slot holds between two steps."""
-        return self.position - (0 if self.prefix is None else len(self.prefix))
 
     def append(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
         """Takes the next token; returns why the response ends with it, if it does."""
@@ -108,6 +127,40 @@ class Response(Unfinished):
             if self.text_end is not None:
                 return FinishReason.STOP_STRING
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_tokens else None
+
+
+@dataclass(eq=False)
+class Response(Decoding):
+    """One request as the native engine holds it.
+
+    Attributes:
+        order: its place among all requests ever submitted.
+        row: batch row and cache slot, -1 while it has none.
+        block: what holds its keys and values while it has no row: the prompt, or prompt and tokens after new weights.
+        prefix: the shared block it reads beside its slot.
+        draft: tokens proposed to follow its newest one, within one step.
+        tree: which of them follows which.
+        hidden: ``[D]`` of the position that gave the newest token, where drafts are made from it.
+    """
+
+    group: RequestGroup
+    order: int
+    row: int = -1
+    block: Block | None = None
+    prefix: Block | None = None
+    draft: tuple[int, ...] = ()
+    tree: DraftTree = NO_DRAFT
+    hidden: Tensor | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the newest token, whose keys and values come next."""
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens that its slot holds between two steps."""
+        return self.position - (0 if self.prefix is None else len(self.prefix))
 
     def propose(self, tokens: Sequence[int], tree: DraftTree | None = None) -> None:
         """Tokens that might follow the newest one: one behind the other, or as ``tree`` has it."""
@@ -161,19 +214,30 @@ class Scheduler:
 
     Args:
         max_running: requests that run at once.
+        max_prefill_tokens: tokens filled in one step, at most.
+        cache_tokens: places for keys and values in slots and blocks together; None: as many as needed.
+        shares_prefixes: long prompts may be read from their block instead of being copied.
+        round_up: length of a slot for so many tokens.
 
     Attributes:
         arrivals: running requests that have a token but no row before the next ``place_rows``.
     """
 
-    def __init__(self, max_running: int) -> None:
-        if max_running < 1:
-            raise UserError(
-                "a rollout engine must be able to run something",
-                found=f"max_running = {max_running}",
-                remedy="use 1 or more",
-            )
+    def __init__(
+        self,
+        max_running: int,
+        *,
+        max_prefill_tokens: int = 2048,
+        cache_tokens: int | None = None,
+        shares_prefixes: bool = False,
+        round_up: Callable[[int], int] = int,
+    ) -> None:
         self.max_running = max_running
+        self.max_prefill_tokens = max_prefill_tokens
+        self.cache_tokens = cache_tokens
+        self._shares_prefixes = shares_prefixes
+        self._round_up = round_up
+        self.prefixes = PrefixCache()
         self.waiting: deque[Response] = deque()
         self.arrivals: list[Response] = []
         self.groups: dict[str, RequestGroup] = {}
@@ -199,32 +263,41 @@ class Scheduler:
         """Prompts of groups that have members waiting."""
         return {g.block for g in self.groups.values() if g.num_waiting and g.block is not None}
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raises UserError where ``requests`` cannot be added to what is held."""
-        ids: set[str] = set()
-        prompts: dict[str, PromptKey] = {}
+    def check(self, requests: Sequence[Request], max_tokens: Callable[[Request], int]) -> None:
+        """Raises UserError where ``requests``, of so many new tokens, cannot be added to what is held."""
+        check_ids(requests, self.held)
+        prompts: dict[str, tuple[int, ...]] = {}
         for request in requests:
-            if request.request_id in ids or request.request_id in self.held:
-                raise UserError(
-                    "a request id is already in use",
-                    found=f"request_id {request.request_id!r} twice",
-                    remedy="give every unfinished request an id of its own",
-                )
-            ids.add(request.request_id)
+            self._check_fits(request, max_tokens(request))
             group = self.groups.get(request.group)
-            expected = group.prompt if group else prompts.setdefault(request.group, request.prompt_key)
-            if expected != request.prompt_key:
+            expected = group.prompt if group else prompts.setdefault(request.group, request.prompt_ids)
+            if expected != request.prompt_ids:
                 raise UserError(
                     "requests of one group must have the same prompt",
                     found=f"another prompt in request {request.request_id!r} of group {request.group!r}",
                     remedy="name a group of its own for every prompt",
                 )
 
+    def _check_fits(self, request: Request, max_tokens: int) -> None:
+        """Raises UserError where the cache could not hold ``request`` even if it ran alone."""
+        if self.cache_tokens is None:
+            return
+        longest = len(request.prompt_ids) + max_tokens
+        # Blocks of the sequence so far, and a slot for all of it that is filled from them.
+        needed = longest + self._round_up(longest)
+        if needed > self.cache_tokens:
+            raise UserError(
+                "a request can never fit into the KV cache",
+                found=f"request {request.request_id!r} needs up to {needed} tokens ({len(request.prompt_ids)} of its "
+                f"prompt, {max_tokens} new ones, and a slot for both), rollout.cache_tokens is {self.cache_tokens}",
+                remedy="raise rollout.cache_tokens, or ask for fewer new tokens",
+            )
+
     def add(self, request: Request, max_tokens: int, matcher: StopStringMatcher | None = None) -> None:
-        group = self.groups.setdefault(request.group, RequestGroup(request.prompt_key))
+        group = self.groups.setdefault(request.group, RequestGroup(request.prompt_ids))
         group.num_members += 1
         group.num_waiting += 1
-        response = Response(request, group, self._num_submitted, max_tokens, matcher)
+        response = Response(request, max_tokens, group, self._num_submitted, matcher=matcher)
         self._num_submitted += 1
         self.held[request.request_id] = response
         self.waiting.append(response)
@@ -232,8 +305,7 @@ class Scheduler:
     def admit(self, responses: Sequence[Response]) -> None:
         """Takes ``responses``, the first of the queue, out of it; they get rows from the next ``place_rows``."""
         for response in responses:
-            if self.waiting.popleft() is not response:
-                raise RuntimeError("requests are admitted in the order in which they wait")
+            assert self.waiting.popleft() is response
             response.group.num_waiting -= 1
             self.arrivals.append(response)
 
@@ -252,9 +324,14 @@ class Scheduler:
         return RowChanges(tuple(moves), placed, tuple(changed))
 
     def retire(self, responses: Iterable[Response]) -> None:
-        """Takes responses out, running or waiting; their rows are free from the next ``place_rows`` on."""
+        """Takes responses out, running or waiting, and off their blocks; their rows are free from the next
+        ``place_rows`` on."""
         gone: set[int] = set()
         for response in responses:
+            block = response.block or response.prefix
+            if block is not None:
+                self.prefixes.drop(block)
+            response.block = response.prefix = None
             del self.held[response.request.request_id]
             if response.row >= 0:
                 self._rows[response.row] = None
@@ -273,7 +350,8 @@ class Scheduler:
             self.waiting = deque(r for r in self.waiting if id(r) not in gone)
 
     def preempt_all(self) -> None:
-        """Sends everything running back to the head of the queue, with the tokens it has but no row or block."""
+        """Sends everything running back to the head of the queue, with the tokens it has but no row, and forgets all
+        blocks."""
         running = sorted(self.running, key=lambda r: r.order)
         for response in running:
             response.group.num_waiting += 1
@@ -282,6 +360,77 @@ class Scheduler:
             response.group.block = None
         self.waiting.extendleft(reversed(running))
         self.arrivals, self._rows, self._gaps = [], [], False
+        self.prefixes.clear()
+
+    # What a step computes --------------------------------------------------------------------------------
+
+    def slot_tokens(self, response: Response) -> int:
+        """Places that ``response`` may come to need in its slot."""
+        first = response.prefix or (response.block and response.block.chain[0])
+        copied = 0 if first is not None and first.shared else len(response.request.prompt_ids)
+        return self._round_up(copied + response.max_tokens)
+
+    def plan(self) -> StepPlan:
+        """Goes through the queue until rows, this step's tokens or the cache are used up.
+
+        Blocks of planned requests are taken into the cache; nothing else changes.
+        """
+        plan = StepPlan()
+        budget = self.max_prefill_tokens
+        planned: dict[Block, int] = {}
+        room = self.max_running - self.num_running
+        for response in islice(self.waiting, room):
+            if response.block is None and not self._claim(response, plan):
+                break
+            assert response.block is not None, "its claim was granted"
+            for block in response.block.chain:
+                done = planned.get(block, block.done)
+                while done < len(block):
+                    end = min(len(block), done + self.max_prefill_tokens)
+                    if end - done > budget:
+                        return plan
+                    plan.prefills.append(PrefillChunk(block, done, end))
+                    budget -= end - done
+                    done = planned[block] = end
+            plan.admitted.append(response)
+        return plan
+
+    def _claim(self, response: Response, plan: StepPlan) -> bool:
+        """Gives ``response`` its block, new or found; False where the cache has no room for what it needs."""
+        request = response.request
+        prompt_ids = request.prompt_ids
+        again = bool(response.token_ids)
+        prompt = self.prefixes.find(prompt_ids)
+        if prompt is None:
+            prompt = Block(prompt_ids, again=again)
+        # A block that others copied may still be read in place by those who come now.
+        prompt.shared = prompt.shared or self._is_shared(response)
+        block = prompt
+        if again:
+            parent = prompt if prompt.shared else None
+            tokens = tuple(response.token_ids) if prompt.shared else (*prompt_ids, *response.token_ids)
+            block = Block(tokens, parent, reusable=False, again=True)
+        response.block, response.group.block = block, prompt
+        self.prefixes.hold(block)
+        if not self._fits(response, plan):
+            self.prefixes.drop(block)
+            response.block = None
+            return False
+        return True
+
+    def _is_shared(self, response: Response) -> bool:
+        """A prompt that many would store over again is read in place."""
+        repeated = (response.group.num_members - 1) * len(response.request.prompt_ids)
+        return self._shares_prefixes and repeated >= MIN_SHARED_TOKENS
+
+    def _fits(self, response: Response, plan: StepPlan) -> bool:
+        """Whether slots for all and the blocks held have room; idle prompts are evicted for it."""
+        if self.cache_tokens is None:
+            return True
+        with_slots = [*self.running, *plan.admitted, response]
+        slots = len(with_slots) * max(map(self.slot_tokens, with_slots))
+        excess = slots + self.prefixes.num_tokens - self.cache_tokens
+        return self.prefixes.evict(excess, self.wanted_blocks)
 
 
 def close_gaps(rows: list[R | None], arrivals: Sequence[R], length: Callable[[R], int]) -> list[tuple[R, int]]:
@@ -344,29 +493,18 @@ def check_request(request: Request, *, context: int | None, vocab_size: int, dec
             found=f"request {request.request_id!r}: {num_prompt} tokens, a context of {context}",
             remedy="shorten or drop such prompts (generation that reaches the context's end stops there)",
         )
-    _check_tokens("a prompt", request.request_id, request.prompt_ids, vocab_size)
+    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+    if lowest < 0 or highest >= vocab_size:
+        raise UserError(
+            "a prompt holds tokens the model does not have",
+            found=f"request {request.request_id!r}: ids {lowest} to {highest}, {vocab_size} tokens",
+            remedy="use the tokenizer that belongs to the model",
+        )
     if request.sampling.stop_strings and not decodes:
         raise UserError(
             "stop strings need a way to decode tokens",
             found=f"request {request.request_id!r} with stop strings, engine without decode",
             remedy="build the engine with decode=codec.decode_completion, or use stop_token_ids",
-        )
-
-
-def check_proposals(proposed: Mapping[str, Sequence[int]], vocab_size: int) -> None:
-    """Raises UserError where a proposal has unknown tokens."""
-    for request_id, tokens in proposed.items():
-        if tokens:
-            _check_tokens("a proposal", request_id, tokens, vocab_size)
-
-
-def _check_tokens(what: str, request_id: str, tokens: Sequence[int], vocab_size: int) -> None:
-    lowest, highest = min(tokens), max(tokens)
-    if lowest < 0 or highest >= vocab_size:
-        raise UserError(
-            f"{what} holds tokens the model does not have",
-            found=f"request {request_id!r}: ids {lowest} to {highest}, {vocab_size} tokens",
-            remedy="use the tokenizer that belongs to the model",
         )
 
 
@@ -393,138 +531,3 @@ class StepPlan:
 
     prefills: list[PrefillChunk] = field(default_factory=list)
     admitted: list[Response] = field(default_factory=list)
-    prefix_hits: int = 0
-
-    def count(self, stats: EngineStats) -> None:
-        """Counts the step that did this."""
-        stats.num_steps += 1
-        stats.prefix_hit_tokens += self.prefix_hits
-        for prefill in self.prefills:
-            if prefill.block.again:
-                stats.recomputed_tokens += prefill.end - prefill.start
-            else:
-                stats.prompt_tokens_prefilled += prefill.end - prefill.start
-        for response in self.admitted:
-            if not response.group.counted:
-                response.group.counted = True
-                stats.distinct_prompt_tokens += len(response.request.prompt_ids)
-
-
-class Admission:
-    """
-    Args:
-        scheduler: whose queue is served.
-        max_prefill_tokens: tokens filled in one step, at most.
-        cache_tokens: places for keys and values in slots and blocks together; None: as many as needed.
-        shares_prefixes: long prompts may be read from their block instead of being copied.
-        round_up: length of a slot for so many tokens.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        *,
-        max_prefill_tokens: int,
-        cache_tokens: int | None,
-        shares_prefixes: bool,
-        round_up: Callable[[int], int],
-    ) -> None:
-        self.scheduler = scheduler
-        self.prefixes = PrefixCache()
-        self.max_prefill_tokens = max_prefill_tokens
-        self.cache_tokens = cache_tokens
-        self._shares_prefixes = shares_prefixes
-        self._round_up = round_up
-
-    def check(self, request: Request, max_tokens: int) -> None:
-        """Raises UserError where the cache could not hold ``request`` even if it ran alone."""
-        if self.cache_tokens is None:
-            return
-        longest = len(request.prompt_ids) + max_tokens
-        # Blocks of the sequence so far, and a slot for all of it that is filled from them.
-        needed = longest + self._round_up(longest)
-        if needed > self.cache_tokens:
-            raise UserError(
-                "a request can never fit into the KV cache",
-                found=f"request {request.request_id!r} needs up to {needed} tokens ({len(request.prompt_ids)} of its "
-                f"prompt, {max_tokens} new ones, and a slot for both), rollout.cache_tokens is {self.cache_tokens}",
-                remedy="raise rollout.cache_tokens, or ask for fewer new tokens",
-            )
-
-    def slot_tokens(self, response: Response) -> int:
-        """Places that ``response`` may come to need in its slot."""
-        first = response.prefix or (response.block and response.block.chain[0])
-        copied = 0 if first is not None and first.shared else len(response.request.prompt_ids)
-        return self._round_up(copied + response.max_tokens)
-
-    def plan(self) -> StepPlan:
-        """Goes through the queue until rows, this step's tokens or the cache are used up.
-
-        Blocks of planned requests are taken into the cache; nothing else changes.
-        """
-        plan = StepPlan()
-        budget = self.max_prefill_tokens
-        planned: dict[Block, int] = {}
-        room = self.scheduler.max_running - self.scheduler.num_running
-        for response in islice(self.scheduler.waiting, room):
-            if response.block is None and not self._claim(response, plan):
-                break
-            assert response.block is not None, "its claim was granted"
-            for block in response.block.chain:
-                done = planned.get(block, block.done)
-                while done < len(block):
-                    end = min(len(block), done + self.max_prefill_tokens)
-                    if end - done > budget:
-                        return plan
-                    plan.prefills.append(PrefillChunk(block, done, end))
-                    budget -= end - done
-                    done = planned[block] = end
-            plan.admitted.append(response)
-        return plan
-
-    def _claim(self, response: Response, plan: StepPlan) -> bool:
-        """Gives ``response`` its block, new or found; False where the cache has no room for what it needs."""
-        request = response.request
-        prompt_ids = request.prompt_ids
-        again = bool(response.token_ids)
-        prompt = found = self.prefixes.find(*request.prompt_key)
-        if prompt is None:
-            prompt = Block(prompt_ids, again=again, content_digests=request.content_digests)
-        # A block that others copied may still be read in place by those who come now.
-        prompt.shared = prompt.shared or self._is_shared(response)
-        block = prompt
-        if again:
-            parent = prompt if prompt.shared else None
-            tokens = tuple(response.token_ids) if prompt.shared else (*prompt_ids, *response.token_ids)
-            block = Block(tokens, parent, reusable=False, again=True)
-        response.block, response.group.block = block, prompt
-        self.prefixes.hold(block)
-        if not self._fits(response, plan):
-            self.prefixes.drop(block)
-            response.block = None
-            return False
-        if found is not None and not again:
-            plan.prefix_hits += len(prompt_ids)
-        return True
-
-    def _is_shared(self, response: Response) -> bool:
-        """A prompt that many would store over again is read in place."""
-        repeated = (response.group.num_members - 1) * len(response.request.prompt_ids)
-        return self._shares_prefixes and repeated >= MIN_SHARED_TOKENS
-
-    def _fits(self, response: Response, plan: StepPlan) -> bool:
-        """Whether slots for all and the blocks held have room; idle prompts are evicted for it."""
-        if self.cache_tokens is None:
-            return True
-        with_slots = [*self.scheduler.running, *plan.admitted, response]
-        slots = len(with_slots) * max(map(self.slot_tokens, with_slots))
-        excess = slots + self.prefixes.num_tokens - self.cache_tokens
-        return self.prefixes.evict(excess, self.scheduler.wanted_blocks)
-
-    def release(self, response: Response) -> None:
-        """Takes ``response`` off its blocks: it ended, or its slot holds all it needs."""
-        if response.block is not None:
-            self.prefixes.drop(response.block)
-        elif response.prefix is not None:
-            self.prefixes.drop(response.prefix)
-        response.block = response.prefix = None

@@ -1,28 +1,22 @@
-"""The attention of one engine step: new tokens of running requests against their slots, and blocks being filled.
+"""The attention of one engine step.
 
-Shapes: T tokens of the step, t of one fill, H query heads, Hk key/value heads, D head size.
+New tokens of running requests attend to their slots and their shared prompts: ``DecodeAttention`` takes one token of
+each row by the quickest kernels of a CPU, ``SpanAttention`` any number by plain operations that every device has. Where
+a row reads two places, each gives a partial output and its log-sum-exp, and ``join`` puts them together.
+``PrefillAttention`` is that of blocks being filled.
 
-The engine's attention under ``numerics: exact``: the trainer's bits for every prompt piece and decode step.
+Under ``numerics: exact`` every slot and block holds its sequence from position 0 on, so keys stand where they stand in
+a training pack, and a query's output is that of ``quartet.models.exact`` whatever else the step computes.
 
-Shapes: T tokens of the step, B decode rows, H query heads, Hk key/value heads, D head size, K keys.
-
-Every slot and block holds its sequence from position 0 on, so keys stand where they stand in a training pack, and a
-query's output is that of ``quartet.models.exact`` whatever else the step computes.
-
-The attention of new tokens of running requests: each against its slot and its shared prompt.
-
-``DecodeAttention`` takes one token of each row by the quickest kernels of a CPU, ``SpanAttention`` any number by plain
-operations that every device has. Where a row reads two places, each gives a partial output and its log-sum-exp, and
-``join`` puts them together.
-
-Shapes: B rows, H query heads, Hk key/value heads, n = H / Hk, D head size, m rows of one stretch, K places read of
-each, P tokens of a shared prompt; T new tokens of all rows, k of a row at most; b calls, r query rows of one.
+Shapes: B running requests, S slots, C capacity of a slot, H query heads, Hk key/value heads,
+n = H / Hk, D head size, m rows of one range, K places read of each, P tokens of a shared prompt; T new tokens of all
+rows, k of a row at most; t of one fill; b calls, r query rows of one.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -284,35 +278,15 @@ class DecodeAttention:
     # ---- shared prompts ----
 
     def _read_shared(self, layer: int, q: Tensor, shared: SharedReads, rule: LayerRule) -> tuple[Tensor, Tensor]:
-        """``q [B, Hk, n, D]`` → each row's part of the block it reads, with log-sum-exps ``[B, Hk, n]``.
+        """As ``read_shared``. The query rows of a call are a multiple of 16, by rows of other blocks, because the bits
+        of fewer would depend on how many they are."""
 
-        All rows and heads that share a key/value head are query rows of one call per block: a multiple of 16, by rows
-        of other blocks, because the bits of fewer would depend on how many they are.
-        """
+        def attend(q: Tensor, block: Block, first: int) -> tuple[Tensor, Tensor]:
+            mask = self._shared_mask(block, shared, first, rule.window, share, q.shape[2])
+            return kernel_attention(q, block.keys[layer].unsqueeze(0), block.values[layer].unsqueeze(0), mask, rule)
+
         share = q.shape[2]
-        stacked = q.transpose(0, 1).index_select(1, shared.order).flatten(1, 2).unsqueeze(0)
-        outs, lses = [], []
-        for block, first, stop in shared.blocks:
-            num_rows = (stop - first) * share
-            start, computed = first * share, -(-num_rows // SPARE_ROWS) * SPARE_ROWS
-            mask = self._shared_mask(block, shared, first, rule.window, share, computed)
-            out, lse = partial_attention(
-                stacked[:, :, start : start + computed],
-                block.keys[layer].unsqueeze(0),
-                block.values[layer].unsqueeze(0),
-                mask,
-                rule,
-            )
-            if mask is not None:
-                # The kernel gives rows that see nothing a log-sum-exp of 0.
-                lse = lse.masked_fill(mask.amax(-1) == float("-inf"), float("-inf"))
-            outs.append(out[0, :, :num_rows])
-            lses.append(lse[0, :, :num_rows])
-        out, lse = (
-            torch.cat(x, 1).unflatten(1, (-1, share)).index_select(1, shared.inverse).transpose(0, 1)
-            for x in (outs, lses)
-        )
-        return out, lse if shared.absent is None else lse + shared.absent
+        return read_shared(q, shared, attend, SPARE_ROWS)
 
     def _shared_mask(
         self, block: Block, shared: SharedReads, first: int, window: int | None, share: int, computed: int
@@ -376,32 +350,57 @@ class SpanAttention:
         return mask
 
     def _read_shared(self, layer: int, queries: Tensor, shared: SharedReads, rule: LayerRule) -> tuple[Tensor, Tensor]:
-        """``queries [B, Hk, n k, D]`` → each row's part of the block it reads, with log-sum-exps ``[B, Hk, n k]``."""
-        num, share = queries.shape[2], queries.shape[2] // self.spans.grid.shape[1]
-        # All query rows that read one block stand together, as those of one call.
-        stacked = queries.transpose(0, 1).index_select(1, shared.order).flatten(1, 2).unsqueeze(0)
-        outs, lses = [], []
-        for block, first, stop in shared.blocks:
+        share = queries.shape[2] // self.spans.grid.shape[1]
+
+        def attend(q: Tensor, block: Block, first: int) -> tuple[Tensor, Tensor]:
             mask = None
             if rule.window is not None:
-                positions = self.spans.positions[self.spans.grid[shared.order[first:stop]]].unsqueeze(-1)
+                rows = shared.order[first : first + q.shape[2] // queries.shape[2]]
+                positions = self.spans.positions[self.spans.grid[rows]].unsqueeze(-1)
                 far = positions - torch.arange(len(block), device=positions.device) >= rule.window
                 mask = _additive(far).repeat(1, share, 1).flatten(0, 1)
-            keys, values = block.keys[layer].unsqueeze(0), block.values[layer].unsqueeze(0)
-            out, lse = span_attention(stacked[:, :, first * num : stop * num], keys, values, mask, rule)
-            outs.append(out)
-            lses.append(lse)
-        out, lse = (
-            torch.cat(x, 2).squeeze(0).unflatten(1, (-1, num)).index_select(1, shared.inverse).transpose(0, 1)
-            for x in (outs, lses)
-        )
-        return out, lse if shared.absent is None else lse + shared.absent
+            return span_attention(q, block.keys[layer].unsqueeze(0), block.values[layer].unsqueeze(0), mask, rule)
+
+        return read_shared(queries, shared, attend)
+
+
+def read_shared(
+    queries: Tensor,
+    shared: SharedReads,
+    attend: Callable[[Tensor, Block, int], tuple[Tensor, Tensor]],
+    multiple: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """``queries [B, Hk, r, D]`` → each row's part of the block it reads, with log-sum-exps ``[B, Hk, r]``.
+
+    All query rows that read one block stand together, as those of one call.
+
+    Args:
+        attend: ``(queries [1, Hk, *, D], block, first row's place in the order)`` → outputs and log-sum-exps.
+        multiple: of which the query rows of a call are, filled up by those of other blocks.
+    """
+    num = queries.shape[2]
+    stacked = queries.transpose(0, 1).index_select(1, shared.order).flatten(1, 2).unsqueeze(0)
+    outs, lses = [], []
+    for block, first, stop in shared.blocks:
+        num_rows, start = (stop - first) * num, first * num
+        out, lse = attend(stacked[:, :, start : start + -(-num_rows // multiple) * multiple], block, first)
+        outs.append(out[0, :, :num_rows])
+        lses.append(lse[0, :, :num_rows])
+    out, lse = (
+        torch.cat(x, 1).unflatten(1, (-1, num)).index_select(1, shared.inverse).transpose(0, 1) for x in (outs, lses)
+    )
+    return out, lse if shared.absent is None else lse + shared.absent
 
 
 def span_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
-    """As ``partial_attention``, in fp32 at least; rows that see nothing get zeros and -inf."""
-    if q.dtype != torch.float32 or not has_kernel(q, v, rule):
-        return plain_attention(q, k, v, mask, rule)
+    """As ``kernel_attention``, in fp32 at least."""
+    if q.dtype == torch.float32 and has_kernel(q, v, rule):
+        return kernel_attention(q, k, v, mask, rule)
+    return plain_attention(q, k, v, mask, rule)
+
+
+def kernel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    """As ``partial_attention``; rows that see nothing get zeros and -inf."""
     out, lse = partial_attention(q, k, v, mask, rule)
     if mask is None:
         return out, lse

@@ -1,15 +1,43 @@
 """Groups of trajectories that answer one prompt, the chunks that they travel in, and the weights that made them.
 
 The batch of a group (``group_batch``) is made where its tokens are: in the process of a rollout worker.
+
+The journal of an asynchronous run: what was decided by the clock, so that a second run may follow it.
+
+Durations decide three things when generation runs ahead: before which lease of the engine a group was admitted, before
+which one its weights were swapped, and therefore with which weights each group began. Everything else follows from the
+data. The journal counts time in *ticks*, the leases that the engine has begun, so a run that follows it takes the same
+decisions before the same ticks, whatever its own seconds are: what comes early waits.
+
+What the training consumed is noted as well, and compared when a journal is followed.
+
+How far generation may run ahead of training: the bound on the age of weights that a group was sampled with.
+
+The group stream: a standing producer of groups under an admission rule.
+
+Generation is started group by group, as many as the rule admits, and consumed in the order of the prompts'
+indices, never in that of completion (short groups finish first: taking them first would bias the batch to
+short ones). A filter may reject a group; the stream then admits the next index in its place. Which groups
+form a step, and how they are cut into chunks, therefore depends on the groups alone and not on when they
+arrive.
+
+Replacements start in rounds, when nothing is in flight any more. An engine computes its requests in one batch,
+and which requests share it shows in the last bits, while the filter may wait for the outside world. In rounds
+that, too, depends on the groups alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from functools import partial
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +46,142 @@ from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
 from quartet.observe.diagnostics import repetition, script_counts
+from quartet.observe.jsonl import RowAppender, as_dataclass, read_whole
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.journal import Consumed
+from quartet.schedule.clock import News, drained
+
+EventKind = Literal["admit", "pause", "swap", "consume"]
+Consumed = tuple[int, tuple[tuple[int, int], ...]]
+"""A group: its index, and runs ``(version, parts)`` of the weights that made it, in order."""
+
+
+class Diverged(RuntimeError):
+    """A run that follows a journal came to something else than the journal says."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """``admit`` group ``number``; ``pause`` for, or ``swap`` to, version ``number``; ``consume`` in step ``number``.
+
+    ``tick``: leases begun before it. ``groups`` are those consumed, of chunk ``chunk``.
+    """
+
+    kind: EventKind
+    number: int
+    tick: int
+    chunk: int = 0
+    groups: tuple[Consumed, ...] = ()
+
+
+class Journal:
+    """Notes what happens, in ``path`` as it happens where one is given; follows ``script`` as far as that goes.
+
+    The engine's driver calls ``admit``, ``is_due`` and ``begin_tick``; what brings weights ``turn`` and ``note``;
+    the consumer ``consume``.
+    """
+
+    def __init__(self, script: Iterable[Event] = (), path: Path | None = None) -> None:
+        self.events: list[Event] = []
+        self._rows = RowAppender(path) if path is not None else None
+        self.tick = 0
+        given = list(script)
+        self._script = deque(event for event in given if event.kind != "consume")
+        self._consumed = {(e.number, e.chunk): e.groups for e in given if e.kind == "consume"}
+        self._news = News()
+
+    # The engine's driver ---------------------------------------------------------------------------------
+
+    def admit(self, index: int) -> bool:
+        """Whether the group may join the engine now, which is noted."""
+        if self._script:
+            due = self._due()
+            if due is None or (due.kind, due.number) != ("admit", index):
+                return False
+            self._script.popleft()
+        self._note(Event("admit", index, self.tick))
+        self.tell()
+        return True
+
+    def is_due(self) -> bool:
+        """True while something that the script puts before the next tick has not happened."""
+        return self._due() is not None
+
+    async def news(self) -> None:
+        """Waits until something was told."""
+        await self._news.wait()
+
+    def begin_tick(self) -> None:
+        self.tick += 1
+        self.tell()
+
+    def tell(self) -> None:
+        """Something changed that may be waited for: a group asks to be admitted, a tick began."""
+        self._news.tell()
+
+    # Weights, consumption --------------------------------------------------------------------------------
+
+    async def turn(self, kind: Literal["pause", "swap"], version: int) -> None:
+        """Following: waits until it is the next event and the engine has come to its tick."""
+        while self._script:
+            due = self._due()
+            if due is not None and (due.kind, due.number) == (kind, version):
+                return
+            await self.news()
+
+    def note(self, kind: Literal["pause", "swap"], version: int) -> None:
+        """It has happened, before the next tick."""
+        if self._script:
+            self._script.popleft()
+        self._note(Event(kind, version, self.tick))
+        self.tell()
+
+    def consume(self, step: int, chunk: int, groups: Sequence[Consumed]) -> None:
+        """Raises `Diverged` when a followed journal has other groups there, or other versions."""
+        found = Event("consume", step, self.tick, chunk, tuple(groups))
+        expected = self._consumed.get((step, chunk), found.groups)
+        if expected != found.groups:
+            raise Diverged(
+                f"step {step}, chunk {chunk}: the journal has groups (index, versions) {expected}, "
+                f"this run has {found.groups}"
+            )
+        self._note(found)
+
+    # Files -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def load(path: Path) -> list[Event]:
+        """A journal's events, one JSON object per line; a last line that a kill cut off is left out.
+
+        Raises:
+            UserError: it cannot be read, or a line of it is damaged.
+        """
+        return read_whole(path, _event)
+
+    def close(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        if self._rows is not None:
+            self._rows.append(asdict(event))
+
+    def _due(self) -> Event | None:
+        """The script's next event, if it belongs before the next tick."""
+        if not self._script or self._script[0].tick > self.tick:
+            return None
+        if self._script[0].tick < self.tick:
+            raise Diverged(f"tick {self.tick} began before {self._script[0]} of the journal")
+        return self._script[0]
+
+
+def _event(row: dict[str, Any]) -> Event:
+    return as_dataclass(Event, {**row, "groups": tuple(_consumed(*group) for group in row["groups"])})
+
+
+def _consumed(index: int, versions: Sequence[Sequence[int]]) -> Consumed:
+    return index, tuple((version, parts) for version, parts in versions)
+
 
 NO_VERSION = -1
 """In ``policy_version`` of tokens that no weights of this run have sampled: prompts, observations."""
@@ -157,16 +319,16 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
     tells them apart.
     """
     members = trajectories if greedy is None else (*trajectories, greedy)
-    rows = [
-        _Row(response, part, trajectory, trajectory is greedy)
-        for response, trajectory in enumerate(members)
-        for part in range(len(trajectory.sequences))
-    ]
-    sequences = [row.sequence for row in rows]
+    rows = [(r, part, one) for r, one in enumerate(members) for part in range(len(one.sequences))]
+    sequences = [one.sequences[part] for _, part, one in rows]
+    final = [part == len(one.sequences) - 1 for _, part, one in rows]
+    # Of a trajectory's last sequence how it ended; of the others that the state was rewritten.
+    reasons = [one.finish_reason if last else "rewritten" for (_, _, one), last in zip(rows, final, strict=True)]
+    names = [f"{index}.{GREEDY if one is greedy else r}" + (f".{part}" if part else "") for r, part, one in rows]
     segments = Segments()
     ends = segments.add_prompts(s.prompt_ids for s in sequences)
     leaves = [segments.add(s.token_ids, ends[s.prompt_ids]) for s in sequences]
-    batch = segments.batch(leaves, [f"{index}.{row.name}" for row in rows])
+    batch = segments.batch(leaves, names)
     is_leaf = batch.sequence_index() >= 0
 
     def on_leaves(values: Iterable[Sequence[float]], elsewhere: float, dtype: torch.dtype) -> Tensor:
@@ -188,24 +350,24 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
         token[name] = on_leaves(own, 0, torch.int64 if whole else torch.float32)
     sequence = {
         "group": torch.full((len(rows),), index),
-        "response": torch.tensor([row.response for row in rows]),
-        "ended": torch.tensor([row.finish_reason in _ENDED for row in rows]),
+        "response": torch.tensor([r for r, _, _ in rows]),
+        "ended": torch.tensor([reason in _ENDED for reason in reasons]),
         "version": torch.tensor([s.versions[0] for s in sequences]),
         TEXT_END: torch.tensor([-1 if s.text_end is None else s.text_end for s in sequences]),
     }
     if greedy is not None:
-        sequence[GREEDY] = torch.tensor([row.is_greedy for row in rows])
-    if sources := rows[0].trajectory.scores:
+        sequence[GREEDY] = torch.tensor([one is greedy for _, _, one in rows])
+    if sources := members[0].scores:
         token["observation_mask"] = is_leaf & ~actions
-        sequence["part"] = torch.tensor([row.part for row in rows])
+        sequence["part"] = torch.tensor([part for _, part, _ in rows])
         sequence["num_turns"] = torch.tensor([s.num_turns for s in sequences])
         for name in sources:
-            scores = [row.trajectory.scores[name] if row.is_final else math.nan for row in rows]
+            scores = [one.scores[name] if last else math.nan for (_, _, one), last in zip(rows, final, strict=True)]
             sequence[REWARD_PREFIX + name] = torch.tensor(scores)
     objects = {
         STATE: [s.state for s in sequences],
         "completion": [s.completion for s in sequences],
-        "finish_reason": [row.finish_reason for row in rows],
+        "finish_reason": reasons,
         DIAGNOSED: [_diagnosed(s) for s in sequences],
     }
     return replace(batch, token=token, sequence=sequence).with_objects(**objects)
@@ -214,34 +376,6 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
 def _diagnosed(sequence: TrajectorySequence) -> dict[str, Any]:
     acted = [token for token, is_action in zip(sequence.token_ids, sequence.action_mask, strict=True) if is_action]
     return {"repetition": repetition(acted), "scripts": script_counts(sequence.completion)}
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One sequence of a group and where it belongs."""
-
-    response: int
-    part: int
-    trajectory: Trajectory
-    is_greedy: bool
-
-    @property
-    def sequence(self) -> TrajectorySequence:
-        return self.trajectory.sequences[self.part]
-
-    @property
-    def is_final(self) -> bool:
-        return self.part == len(self.trajectory.sequences) - 1
-
-    @property
-    def name(self) -> str:
-        place = GREEDY if self.is_greedy else str(self.response)
-        return place + (f".{self.part}" if self.part else "")
-
-    @property
-    def finish_reason(self) -> str:
-        """Of a trajectory's last sequence how it ended; of the others that the state was rewritten."""
-        return self.trajectory.finish_reason if self.is_final else "rewritten"
 
 
 def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str]) -> tuple[str, ...]:
@@ -255,3 +389,323 @@ def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str])
             remedy="give every completion of a run columns of the same names, other than those of the batch",
         )
     return tuple(names)
+
+
+@dataclass(frozen=True)
+class AdmissionRule:
+    """How many groups may be in flight.
+
+    `max_staleness` None is synchronous: only the groups of the step being consumed. Otherwise generation runs
+    ahead, so far that no group is trained on with weights more than `max_staleness` versions newer than those
+    it began with.
+    """
+
+    prompts_per_step: int
+    max_staleness: int | None = None
+
+    def num_admitted(self, *, open_steps: int, versions_published: int) -> int:
+        """Groups that may be accepted or in flight, counted since the run's first step."""
+        steps = open_steps if self.max_staleness is None else self.max_staleness + versions_published + 1
+        return steps * self.prompts_per_step
+
+    def check_restored(self, index: int, *, first_version: int, step: int, ahead: int) -> None:
+        """
+        Args:
+            index: of a group that a checkpoint holds.
+            first_version: of the oldest weights that made it.
+            step: the one that it comes into at the latest.
+            ahead: how many steps before that one the run goes on with.
+
+        Raises:
+            UserError: it would be older in that step than this rule allows.
+        """
+        age = max(ahead, step - first_version)
+        if age > (self.max_staleness or 0):
+            raise UserError(
+                "the checkpoint holds groups that were generated further ahead than this run may",
+                found=f"group {index} is for step {step}, made with weights of version {first_version}; "
+                f"max_staleness={self.max_staleness}",
+                remedy=f"resume with max_staleness of at least {age}",
+            )
+
+
+class Aged(Protocol):
+    @property
+    def first_version(self) -> int:
+        """Of the oldest weights that made the group."""
+
+
+G = TypeVar("G", bound=Aged)
+
+
+@dataclass(frozen=True)
+class BufferedGroups(Generic[G]):
+    """What has been produced beyond the last whole step: accepted groups by index, and the indices rejected."""
+
+    groups: Mapping[int, G] = field(default_factory=dict)
+    rejected: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TooFewGroups:
+    """A filter has used up the attempts of a step: ``accepted`` of the ``wanted`` groups in ``attempts``."""
+
+    step: int
+    wanted: int
+    accepted: int
+    attempts: int
+
+
+@dataclass(eq=False)
+class GroupStream(Generic[G]):
+    """Produces groups ahead of their consumption and hands them out step by step.
+
+    `produce(i)` makes the group of index `i` (0, 1, 2, ... for ever; the caller maps it to a prompt);
+    `accept` keeps or rejects it. `max_attempts` bounds the indices that one step may use up; `shortage` makes
+    the error that is raised then. One consumer, steps in order; use it as `async with GroupStream(...) as
+    stream`, or call `close()`.
+    """
+
+    produce: Callable[[int], Awaitable[G]]
+    rule: AdmissionRule
+    _: KW_ONLY
+    chunk_size: int
+    accept: Callable[[G], bool] | None = None
+    max_attempts: int | None = None
+    shortage: Callable[[TooFewGroups], Exception] = RuntimeError
+
+    def __post_init__(self) -> None:
+        self._running: dict[int, asyncio.Task[G | None]] = {}
+        self._decided: dict[int, G | None] = {}  # produced, but not yet passed by the cursor; None where rejected
+        self._passed: dict[int, G | None] = {}  # passed by it since the last whole step
+        self._cursor = 0  # every index below it is consumed or rejected
+        self._next_launch = 0
+        self._consumed = 0
+        self._num_waiting = 0  # accepted and not yet passed by the cursor
+        self._open_steps = 0
+        self._versions_published = 0
+        self._boundary = self._snapshot()  # where the last whole step ended
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._news = News()  # for the consumer, and for what looks ahead
+
+    @property
+    def num_running(self) -> int:
+        """Groups being produced now."""
+        return len(self._running)
+
+    @property
+    def num_accepted(self) -> int:
+        """Groups accepted since the start of the run, those not consumed yet included."""
+        return self._consumed + self._num_waiting
+
+    async def chunks(self, step: int) -> AsyncIterator[list[G]]:
+        """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
+
+        The last chunk is smaller where `chunk_size` does not divide the step. `step` counts from 0 and only
+        ever by one: it is checked against what was consumed. Raises `UserError` when the filter leaves a step
+        short, and once whatever `produce` or `accept` raised, after everything in flight has been stopped.
+        """
+        self._begin(step)
+        first_index, size = self._cursor, self.rule.prompts_per_step
+        chunk: list[G] = []
+        for taken in range(1, size + 1):
+            chunk.append(await self._take(step, first_index, taken))
+            if taken == size:  # before the last yield: a consumer need not come back after it
+                self._boundary = self._snapshot()
+                self._passed.clear()
+            if len(chunk) == self.chunk_size or taken == size:
+                full, chunk = chunk, []
+                yield full
+
+    def buffered_chunks(self) -> Iterator[tuple[int, int, list[G]]]:
+        """Chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in order.
+
+        They are what `chunks` will give.
+        """
+        size, place = self.rule.prompts_per_step, self._consumed
+        chunk: list[G] = []
+        index = self._cursor
+        while index in self._decided:
+            group = self._decided[index]
+            index += 1
+            if group is None:
+                continue
+            step, place_in_step = divmod(place, size)
+            place += 1
+            if step < self._open_steps:
+                continue
+            chunk.append(group)
+            if len(chunk) == self.chunk_size or place % size == 0:
+                yield step, place_in_step // self.chunk_size, chunk
+                chunk = []
+
+    async def change(self) -> None:
+        """Until another group was produced."""
+        await self._news.wait()
+
+    def published(self, version: int) -> None:
+        """Says that the weights of `version` are out (0 are the first ones): admits more groups."""
+        if version < self._versions_published:
+            raise ValueError(f"version {version} published after version {self._versions_published}")
+        self._versions_published = version
+        if self._open_steps:
+            self._launch()
+
+    def state(self) -> dict[str, int]:
+        """The cursor at the end of the last step consumed whole, as plain numbers.
+
+        Groups waiting beyond it are `buffered()`; what is in flight then, a restored stream produces again.
+        """
+        return {**self._boundary, "versions_published": self._versions_published}
+
+    def buffered(self) -> BufferedGroups[G]:
+        """What is complete beyond `state()`."""
+        decided = sorted({**self._passed, **self._decided}.items())
+        groups = {index: group for index, group in decided if group is not None}
+        return BufferedGroups(groups, tuple(index for index, _ in decided if index not in groups))
+
+    def restore(self, state: Mapping[str, int], buffered: BufferedGroups[G] | None = None) -> None:
+        """Continues from `state()`; only before the first step of this stream.
+
+        Args:
+            buffered: groups that need not be produced again.
+
+        Raises:
+            UserError: the rule differs, so that the steps would be others or these groups too old in theirs.
+        """
+        size = self.rule.prompts_per_step
+        if state["accepted"] != state["steps"] * size:
+            raise UserError(
+                "the number of prompts per step differs from that of the saved run",
+                found=f"{state['accepted']} groups in {state['steps']} steps, now prompts_per_step={size}",
+                remedy="resume with the recipe that the run was saved with",
+            )
+        self._cursor = self._next_launch = state["next_index"]
+        self._consumed = state["accepted"]
+        self._open_steps = state["steps"]
+        self._versions_published = state["versions_published"]
+        self._boundary = self._snapshot()
+        if buffered is not None:
+            self._check_age(buffered)
+            self._decided = {**buffered.groups, **dict.fromkeys(buffered.rejected)}
+            self._num_waiting = len(buffered.groups)
+
+    def _check_age(self, buffered: BufferedGroups[G]) -> None:
+        """A group's step is at the latest the one that it comes into when all before it are accepted."""
+        rejected = sorted(buffered.rejected)
+        for index, group in buffered.groups.items():
+            ahead = (index - self._cursor - bisect_left(rejected, index)) // self.rule.prompts_per_step
+            step = self._open_steps + ahead
+            self.rule.check_restored(index, first_version=group.first_version, step=step, ahead=ahead)
+
+    async def close(self) -> None:
+        """Cancels what is in flight and waits until it has really stopped. May be called again."""
+        self._closed = True
+        for task in self._running.values():
+            task.cancel()
+        try:
+            if self._running:  # a worker may still be at it: leave only when none is
+                await drained(asyncio.wait([*self._running.values()]))
+        finally:
+            self._news.tell()
+
+    async def __aenter__(self) -> GroupStream[G]:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def _begin(self, step: int) -> None:
+        if self._closed and self._failure is None:
+            raise RuntimeError("the stream is closed")
+        if self._consumed != step * self.rule.prompts_per_step:
+            raise RuntimeError(
+                f"step {step} asked for after {self._consumed} groups of "
+                f"{self.rule.prompts_per_step} per step: steps are consumed whole and in order"
+            )
+        self._open_steps = step + 1
+        if self._failure is None:
+            self._launch()
+
+    async def _take(self, step: int, first_index: int, wanted: int) -> G:
+        """The next accepted group in index order; `wanted` is its number within the step, from 1."""
+        while True:
+            if self._failure is not None:  # it comes out once; the stream stays closed after it
+                await self.close()
+                failure, self._failure = self._failure, None
+                raise failure
+            attempts = self._cursor - first_index
+            if self.max_attempts is not None and attempts >= self.max_attempts:
+                await self.close()
+                raise self.shortage(TooFewGroups(step, self.rule.prompts_per_step, wanted - 1, attempts))
+            if self._cursor in self._decided:
+                group = self._passed[self._cursor] = self._decided.pop(self._cursor)
+                self._cursor += 1
+                if group is not None:
+                    self._consumed += 1
+                    self._num_waiting -= 1
+                    return group
+                continue
+            if self._closed:
+                raise RuntimeError("the stream was closed while a step was being consumed")
+            await self._news.wait()
+
+    def _launch(self) -> None:
+        """Starts as many groups as the rule admits, in index order; restored ones are there already."""
+        self._skip_restored()
+        while not self._closed and self._admits_another():
+            index = self._next_launch
+            self._next_launch += 1
+            self._skip_restored()  # at once: they may be consumed before the next launch
+            task = asyncio.get_running_loop().create_task(self._attempt(index), name=f"group {index}")
+            self._running[index] = task
+            task.add_done_callback(partial(self._settle, index))
+
+    def _skip_restored(self) -> None:
+        while self._next_launch in self._decided:
+            self._next_launch += 1
+
+    def _admits_another(self) -> bool:
+        """Whether the rule and ``max_attempts`` let one more group start; counts are since the run's first step."""
+        admitted = self.rule.num_admitted(open_steps=self._open_steps, versions_published=self._versions_published)
+        if self.num_accepted + len(self._running) >= admitted:
+            return False
+        if self.max_attempts is None:
+            return True
+        # Without this a filter that rejects everything would keep an idle consumer's producer busy for ever.
+        steps_ahead = 1 + (self.rule.max_staleness or 0)
+        return self._next_launch < self._boundary["next_index"] + steps_ahead * self.max_attempts
+
+    async def _attempt(self, index: int) -> G | None:
+        group = await self.produce(index)
+        return group if self.accept is None or self.accept(group) else None
+
+    def _settle(self, index: int, task: asyncio.Task[G | None]) -> None:
+        """A producer has ended: books its group, or stops the stream."""
+        del self._running[index]
+        if task.cancelled():
+            failure: BaseException | None = RuntimeError(f"producing group {index} was cancelled")
+        else:
+            failure = task.exception()
+        if self._closed:
+            return
+        if failure is not None:
+            self._failure = failure
+            self._closed = True
+            for other in self._running.values():
+                other.cancel()
+        else:
+            group = self._decided[index] = task.result()
+            self._num_waiting += group is not None
+            if not self._running:
+                self._launch()
+        self._news.tell()
+
+    def _snapshot(self) -> dict[str, int]:
+        return {
+            "next_index": self._cursor,
+            "steps": self._open_steps,
+            "accepted": self._consumed,
+            "rejected": self._cursor - self._consumed,
+        }

@@ -27,6 +27,13 @@ its groups are there. Old log-probabilities and values need the weights of the c
 learners ask for their leases first: what is scored ahead takes what they leave.
 
 Scorers: the columns that the models of a run give for a chunk, or for parts of it.
+
+Learners: all updates of one step on the step's experience, in one lease.
+
+A drafter that learns along has a learner of their own, which follows the actor's while the critic may still train.
+
+Mini-batches are unions of whole groups. The first epoch takes the groups in prompt order, later ones in an order drawn
+from (seed, step, epoch).
 """
 
 from __future__ import annotations
@@ -41,27 +48,17 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
+from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.schedule.clock import News
-from quartet.schedule.group_stream import GroupStream
-from quartet.schedule.groups import Chunk, Group
+from quartet.schedule.groups import Chunk, Group, GroupStream, chunk_of, group_members
 from quartet.schedule.leases import LeaseContext
-from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.model_worker import ModelWorker, TrainWorker, Update
 from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.rollout import Rollout
+from quartet.train.engine import Objective
 from quartet.train.forward import Needs
-
-
-@dataclass(frozen=True)
-class PrefetchedChunk:
-    """A chunk whose scoring began before its step."""
-
-    chunk: Chunk
-    columns: Sequence[tuple[Scorer, asyncio.Task[ColumnSet]]]
-
-    def task(self, scorer: Scorer) -> asyncio.Task[ColumnSet] | None:
-        return next((task for known, task in self.columns if known is scorer), None)
 
 
 @dataclass(eq=False)
@@ -81,7 +78,7 @@ class ScorePrefetcher:
     num_steps: int | None = None
 
     def __post_init__(self) -> None:
-        self._begun: dict[tuple[int, int], PrefetchedChunk] = {}
+        self._begun: dict[tuple[int, int], tuple[Chunk, Begun]] = {}
         self._next = (0, 0)  # no chunk before it is begun any more
         self._watch: asyncio.Task[None] | None = None
 
@@ -103,12 +100,13 @@ class ScorePrefetcher:
             if not watch.cancelled():
                 watch.result()
 
-    def take(self, step: int, index: int) -> PrefetchedChunk | None:
+    def take(self, step: int, index: int) -> tuple[Chunk, Begun] | None:
+        """The chunk, and what scores it already."""
         return self._begun.pop((step, index), None)
 
     async def close(self) -> None:
         """Stops all of it and waits until it has stopped; what failed unasked is forgotten."""
-        tasks: list[asyncio.Task[Any]] = [task for begun in self._begun.values() for _, task in begun.columns]
+        tasks: list[asyncio.Task[Any]] = [task for _, begun in self._begun.values() for task in begun.values()]
         tasks += [self._watch] if self._watch is not None else []
         self._begun.clear()
         self._watch = None
@@ -128,13 +126,16 @@ class ScorePrefetcher:
         self._next = (step, index + 1)
         chunk = self.collect(step, index, groups)
         loop = asyncio.get_running_loop()
-        tasks = [(scorer, loop.create_task(scorer.score(chunk))) for scorer in self.scorers]
-        self._begun[step, index] = PrefetchedChunk(chunk, tasks)
+        self._begun[step, index] = chunk, {id(one): loop.create_task(one.score(chunk)) for one in self.scorers}
 
 
 T = TypeVar("T")
 Collect = Callable[[int, int, Sequence[Group]], Chunk]
 """``(step, index, groups) → chunk``."""
+
+
+Begun = Mapping[int, asyncio.Task[ColumnSet]]
+"""Columns that are being computed, by the ids of their scorers."""
 
 
 class Scorer(Protocol):
@@ -161,6 +162,48 @@ class IterationStages:
     publish: Callable[[int], Awaitable[Mapping[str, float]]]
     prefetch: ScorePrefetcher | None = None
 
+    @classmethod
+    def wired(
+        cls,
+        rollout: Rollout,
+        stream: GroupStream[Group],
+        scorers: Sequence[tuple[str, Scorer, bool]],
+        assemble: Callable[[Sequence[tuple[Chunk, Sequence[ColumnSet]]]], Awaitable[Any]],
+        learners: Sequence[tuple[str, StepLearner]],
+        *,
+        placement: ResolvedPlacement,
+        on_chunk: Callable[[int, Sequence[Group]], object],
+        num_steps: int | None = None,
+    ) -> IterationStages:
+        """The stages of a run, be its roles real or simulated, with the edges that its placement adds.
+
+        Args:
+            scorers: stage, scorer, and whether its columns depend on no weights that are trained.
+            learners: stage and learner.
+            on_chunk: called with the step and the groups of a chunk that is complete.
+            num_steps: as for ``ScorePrefetcher``.
+        """
+        barriers = Barriers(placement.after, num_chunks=-(-stream.rule.prompts_per_step // stream.chunk_size))
+
+        def collected(step: int, index: int, groups: Sequence[Group]) -> Chunk:
+            if rollout.journal is not None:  # notes it, or compares it with what is repeated
+                rollout.journal.consume(step, index, [group.consumed() for group in groups])
+            on_chunk(step, groups)
+            return chunk_of(step, index, groups)
+
+        collect = barriers.collect(collected)
+        held = [(barriers.scorer(stage, scorer), is_frozen) for stage, scorer, is_frozen in scorers]
+        frozen = [scorer for scorer, is_frozen in held if is_frozen]
+        return cls(
+            stream,
+            collect,
+            [scorer for scorer, _ in held],
+            assemble,
+            [barriers.learner(stage, learner) for stage, learner in learners],
+            rollout.publish,
+            ScorePrefetcher(stream, collect, frozen, num_steps) if placement.max_staleness is not None else None,
+        )
+
 
 async def run_iteration(step: int, stages: IterationStages) -> tuple[Any, dict[str, float]]:
     """Generates, scores, learns, publishes; returns the experience, and metrics of learning and publishing.
@@ -183,8 +226,8 @@ async def _scored_chunks(step: int, stages: IterationStages) -> list[tuple[Chunk
     async with asyncio.TaskGroup() as tasks:
         pending: list[tuple[Chunk, list[asyncio.Task[ColumnSet]]]] = []
         async for groups in stages.stream.chunks(step):
-            begun = stages.prefetch.take(step, len(pending)) if stages.prefetch is not None else None
-            chunk = begun.chunk if begun is not None else stages.collect(step, len(pending), groups)
+            ahead = stages.prefetch.take(step, len(pending)) if stages.prefetch is not None else None
+            chunk, begun = ahead or (stages.collect(step, len(pending), groups), {})
             scores = [tasks.create_task(_score(scorer, chunk, begun)) for scorer in stages.scorers]
             pending.append((chunk, scores))
     return [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
@@ -192,7 +235,7 @@ async def _scored_chunks(step: int, stages: IterationStages) -> list[tuple[Chunk
 
 async def score_all(scorers: Sequence[Scorer], chunk: Chunk) -> list[ColumnSet]:
     """Every scorer's columns of one chunk, computed side by side; errors as of ``side_by_side``."""
-    return await side_by_side([_score(scorer, chunk) for scorer in scorers])
+    return await side_by_side([scorer.score(chunk) for scorer in scorers])
 
 
 async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -203,20 +246,8 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in begun]
 
 
-async def all_ended(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; the first failure is raised when all have ended. One alone is simply awaited."""
-    if len(works) == 1:
-        return [await works[0]]
-    found = await asyncio.gather(*works, return_exceptions=True)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return cast(list[T], found)
-
-
-async def _score(scorer: Scorer, chunk: Chunk, begun: PrefetchedChunk | None = None) -> ColumnSet:
-    task = begun.task(scorer) if begun is not None else None
-    return await (scorer.score(chunk) if task is None else task)
+async def _score(scorer: Scorer, chunk: Chunk, begun: Begun) -> ColumnSet:
+    return await (begun.get(id(scorer)) or scorer.score(chunk))
 
 
 async def _publish(stages: IterationStages, version: int) -> Mapping[str, float]:
@@ -281,17 +312,11 @@ class Barriers:
 
     async def run(self, stage: str, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
         """A part of the stage, once everything that the stage comes after has ended in the step."""
-        while self._missing(stage, step):
-            await self._news.wait(lambda: f"{stage} of step {step} waits for {', '.join(self._missing(stage, step))}")
+        while any(self._ended[step][earlier] < self._parts[earlier] for earlier in self._after.get(stage, ())):
+            await self._news.wait()
         result = await work()
         self._part_ended(stage, step)
         return result
-
-    def _missing(self, stage: str, step: int) -> list[str]:
-        """The stages that it waits for, with how many of their parts have ended."""
-        ended, parts = self._ended[step], self._parts
-        waits_for = [earlier for earlier in self._after.get(stage, ()) if ended[earlier] < parts[earlier]]
-        return [f"{earlier} ({ended[earlier]} of {parts[earlier]})" for earlier in waits_for]
 
     def _part_ended(self, stage: str, step: int) -> None:
         self._ended[step][stage] += 1
@@ -425,3 +450,110 @@ class PartScorer:
                 column = sequence.setdefault(name, values.new_full((len(batch),), math.nan))
                 column[list(places)] = values
         return ColumnSet(batch.ids, token, sequence)
+
+
+_MAXIMA = {"policy/ratio_max", "agreement/logprob_diff_max"}
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a step's experience is gone through."""
+
+    minibatches: int
+    epochs: int
+    seed: int
+
+    def first_update(self, step: int) -> int:
+        """Number of the step's first update: a step has ``minibatches × epochs``, whether or not each has a token to
+        train."""
+        return step * self.minibatches * self.epochs
+
+    def selections(self, experience: RaggedBatch, step: int) -> list[tuple[int, ...]]:
+        """Sequences of each mini-batch, in the order of the updates; those without a trained token are left out."""
+        groups = list(group_members(experience).values())
+        size = -(-len(groups) // self.minibatches)
+        found: list[tuple[int, ...]] = []
+        for epoch in range(self.epochs):
+            order = list(range(len(groups)))
+            if epoch:
+                generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 1_009 + epoch)
+                order = torch.randperm(len(groups), generator=generator).tolist()
+            for start in range(0, len(order), size):
+                found.append(tuple(s for g in order[start : start + size] for s in groups[g]))
+        trained = set(experience.sequence_index()[experience.token["loss_mask"]].tolist())
+        return [picked for picked in found if trained.intersection(picked)]
+
+
+def _whole(experience: RaggedBatch) -> RaggedBatch:
+    return experience
+
+
+@dataclass(frozen=True)
+class ModelLearner:
+    """Trains one role.
+
+    Args:
+        objective: ``is_first → Objective``, of a mini-batch that is the first of its step, or is not.
+        prefix: names this role's gradient norm, ``<prefix>/grad_norm``.
+        warmup_steps: critic warm-up: first steps in which this role is not updated; its version advances all the same.
+        learned: the batch to learn from, of the step's experience.
+    """
+
+    leases: LeaseContext
+    role: str
+    model: RoleGroup[TrainWorker]
+    plan: UpdatePlan
+    objective: Callable[[bool], Objective]
+    prefix: str
+    warmup_steps: int = 0
+    learned: Callable[[Any], RaggedBatch] = _whole
+
+    async def train(self, experience: Any, step: int) -> Mapping[str, float]:
+        batch = self.learned(experience)
+        rests = step < self.warmup_steps
+        updates = [] if rests else self._updates(batch, step)
+        tokens = 0 if rests else batch.num_tokens * self.plan.epochs
+        read = batch.without_objects()
+        turn = self.leases.turn(self.role, "train", f"train_{self.role}", step=step, tokens=tokens, writes=self.role)
+        async with turn:
+            rows = [] if rests else await self.model.call(TrainWorker.update, read, updates)
+        return self._merge(rows)
+
+    def _updates(self, experience: RaggedBatch, step: int) -> list[Update]:
+        first = self.plan.first_update(step)
+        picks = enumerate(self.plan.selections(experience, step))
+        return [Update(picked, self.objective(i == 0), first + i) for i, picked in picks]
+
+    def _merge(self, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Means over the updates, maxima where the metric is one; the learning rate is the last update's."""
+        merged: dict[str, float] = {}
+        for name in sorted({name for row in rows for name in row}):
+            values = [row[name] for row in rows if name in row]
+            merged[name] = max(values) if name in _MAXIMA else sum(values) / len(values)
+        grad_norm, lr = merged.pop("grad_norm", None), merged.pop("lr", None)
+        merged.pop("skipped", None)
+        if grad_norm is not None:
+            merged[f"{self.prefix}/grad_norm"] = grad_norm
+        if lr is not None and self.prefix == "policy":
+            merged["optim/lr"] = rows[-1]["lr"]
+        return merged
+
+
+@dataclass(frozen=True)
+class DrafterLearner:
+    """Trains the drafter's model that learns along with the actor, from what updates of the step left behind.
+
+    It works in the actor's processes, beside its LM head, and therefore under its leases, in mode ``forward``.
+    """
+
+    leases: LeaseContext
+    model: RoleGroup[TrainWorker]
+
+    async def train(self, experience: Any, step: int) -> Mapping[str, float]:
+        await self.leases.arbiter.until("actor", step + 1)
+        # Whatever version is current: to name it would use up what is reserved for the canary.
+        turn = self.leases.turn(
+            "actor", "forward", "train_heads", step=step, reads={"actor": None}, writes=HEADS, works_for=HEADS
+        )
+        async with turn:
+            return await self.model.call(TrainWorker.train_drafter)

@@ -41,14 +41,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any, Literal, Protocol
 
 from quartet.config.errors import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement, ResolvedPool
 from quartet.observe.spans import Span, SpanRecorder
-from quartet.schedule.clock import News, Waiting, drained
+from quartet.schedule.clock import News, drained
 
 # Versions of weights: who may read which, and who may advance it ----------------------------------------
 
@@ -162,11 +161,6 @@ class Versions:
             record = self._states[access.writes]
             record.has_writer = False
             record.version += 1 if advance else 0
-
-    def describe_reservations(self, state: str) -> str:
-        record = self._states[state]
-        readers = sorted({r.reader for r in record.reservations if r.version == record.version})
-        return f"{state!r} at version {record.version} is reserved by {', '.join(readers)}"
 
     @property
     def is_idle(self) -> bool:
@@ -394,7 +388,7 @@ class Lease:
     move: Move | None = None
     versions: dict[str, int] = field(default_factory=dict)
     missed: MissedVersion | None = None
-    wake: Waiting[None] = field(init=False)
+    wake: asyncio.Future[None] = field(init=False)
 
     @property
     def needed_bytes(self) -> int:
@@ -485,9 +479,7 @@ class Arbiter:
         if held is not None:
             raise NestedLease(f"{state!r} at version {version} awaited inside lease ({held.role.name}, {held.mode})")
         while self.version(state) < version:
-            await self._advanced.wait(
-                lambda: f"waits for {state!r} at version {version}, it is at {self.version(state)}"
-            )
+            await self._advanced.wait()
 
     def peak_bytes(self) -> dict[str, int]:
         """Most bytes that were resident at a time, by pool."""
@@ -497,17 +489,11 @@ class Arbiter:
     def is_idle(self) -> bool:
         """True when nothing is held, asked for, moving or reserved."""
         quiet = not any(pool.busy_roles or pool.is_moving for pool in self._pools.values())
-        waited_for = self._queue or self._held or self._tasks or self._advanced.is_awaited
-        return quiet and not waited_for and self._versions.is_idle
+        return quiet and not (self._queue or self._held or self._tasks) and self._versions.is_idle
 
     def resident_bytes(self, pool: str) -> int:
         """Bytes now on `pool`, parts on their way in or out included."""
         return self._pools[pool].resident_bytes
-
-    def describe(self) -> str:
-        """Who holds what and who waits for what, one line each: for error messages and hang reports."""
-        held = [f"held: {r.role.name} {r.mode}" for r in self._held]
-        return "\n".join(held + [self._describe_wait(r) for r in self._queue])
 
     def _admit(self, role_name: str, mode: LeaseMode, access: Access) -> Lease:
         task = asyncio.current_task()
@@ -521,7 +507,7 @@ class Arbiter:
         if missed := self._versions.missed(access):
             raise missed
         request = Lease(task, self._roles[role_name], mode, access, next(self._tickets))
-        request.wake = Waiting(partial(self._describe_wait, request))
+        request.wake = asyncio.get_running_loop().create_future()
         self._tasks[task] = request
         self._queue.append(request)
         self._dispatch()
@@ -656,25 +642,6 @@ class Arbiter:
             remedy=remedy,
         )
 
-    def _describe_wait(self, request: Lease) -> str:
-        return f"({request.role.name}, {request.mode}) waits: {self._why_waiting(request)}"
-
-    def _why_waiting(self, request: Lease) -> str:
-        """The first reason why it is not granted."""
-        versions, access, pool = self._versions, request.access, self._pools[request.role.pool]
-        for state, version in access.reads.items():
-            if version is not None and version != versions.current(state):
-                return f"{state!r} is at version {versions.current(state)}, it reads version {version}"
-        if access.writes is not None and versions.is_reserved_against(request.role.name, access):
-            return versions.describe_reservations(access.writes)
-        if not self._is_open(request):
-            return f"a queued reader names the version of {access.writes!r} that it would replace"
-        if not versions.is_free(access):
-            return f"another lease holds one of the states {', '.join(sorted(access.states))}"
-        if not self._fits(request):
-            return f"pool {pool.spec.name!r} is taken by {', '.join(sorted(pool.busy_roles))}"
-        return "an older request is urgent and goes first"
-
 
 @dataclass(frozen=True)
 class LeaseContext:
@@ -702,7 +669,7 @@ class LeaseContext:
         Args:
             works_for: the span's role, where it is one that works with another's parts and so under its leases.
         """
-        async with self.arbiter.lease(role, mode, reads=dict(reads or {}), writes=writes) as lease:
+        async with self.arbiter.lease(role, mode, reads=reads, writes=writes) as lease:
             with self.recorder.span(
                 name, step=step, role=works_for or role, mode=mode, chunk=chunk, tokens=tokens
             ) as span:

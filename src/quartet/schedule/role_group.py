@@ -16,17 +16,24 @@ from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import BROADCAST, ONE_COPY, DispatchMode, FirstRanks, OneRank, Split, Within, marks_of
-from quartet.cluster.futures import BatchFuture
+from quartet.cluster.dispatch import (
+    BROADCAST,
+    ONE_COPY,
+    DispatchMode,
+    FirstRanks,
+    Layout,
+    OneRank,
+    Split,
+    Within,
+    marks_of,
+)
+from quartet.cluster.futures import BatchFuture, Noted
 from quartet.cluster.group import WorkerGroup
-from quartet.cluster.layout import Layout
-from quartet.cluster.manifests import Noted
 from quartet.cluster.ranks import Ranks
 from quartet.cluster.worker import Worker, local_path
 from quartet.config.common import ShardingConfig
 from quartet.observe.spans import note_workers
-from quartet.schedule.clock import drained
-from quartet.schedule.compute_thread import ComputeThread
+from quartet.schedule.clock import ComputeThread, drained
 
 W_co = TypeVar("W_co", covariant=True)
 V_co = TypeVar("V_co", covariant=True)
@@ -197,8 +204,8 @@ class RemoteGroup(RoleGroup[W_co]):
         future: BatchFuture = self.group.call(
             RolesWorker.leave_role, self.role, name, *args, mode=mode, blocking=False, **kwargs
         )
-        (manifest,) = await drained(future.finished())
-        outline: RaggedBatch = manifest.note
+        outline: RaggedBatch
+        (outline,) = await drained(future.finished())
         return outline.outline([future.reference()])
 
     def _mode(self, name: str) -> DispatchMode:
@@ -218,7 +225,7 @@ class _Modes:
         self._marks = marks_of(worker_class)
         sharding = sharding if sharding is not None else ShardingConfig()
         self._copy_size = sharding.copy_size
-        self.layout = Layout.fit(world_size, sharding.peers)
+        self.layout = Layout(world_size, sharding.context * sharding.tensor)
 
     def of(self, name: str) -> DispatchMode:
         mode = self._marks[name].mode if name in self._marks else BROADCAST

@@ -25,10 +25,8 @@ from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
 from quartet.rollout.router import Progress
-from quartet.schedule.clock import News, drained
-from quartet.schedule.groups import Group, by_group
-from quartet.schedule.iteration import all_ended
-from quartet.schedule.journal import Diverged, Journal
+from quartet.schedule.clock import News, all_ended, drained
+from quartet.schedule.groups import Diverged, Group, Journal, by_group
 from quartet.schedule.leases import LeaseContext, MissedVersion
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
@@ -140,7 +138,7 @@ class EngineClient:
             elif self._running:
                 await self._run_steps()
             elif self._rollout.num_pauses:
-                await self._rollout.change("admission")
+                await self._rollout.change()
             else:
                 assert journal is not None, "without a journal the first that asks is admitted"
                 raise Diverged(f"nothing runs at tick {journal.tick}, and the journal admits nothing")
@@ -167,6 +165,11 @@ class EngineClient:
         return most is None or not self._running or len(self._running) + num < most
 
     async def _run_steps(self) -> None:
+        """The steps of one lease, with what is to be submitted and cancelled.
+
+        Completed groups are handed out as soon as they are there. What is asked for meanwhile waits for the last step:
+        which requests decode together is a matter of step counts, never of time.
+        """
         rollout = self._rollout
         turn = rollout.leases.turn("rollout", "generate", "generate", step=None, reads=rollout.reads())
         try:
@@ -177,31 +180,22 @@ class EngineClient:
                 span.step = lease.versions["rollout"]
                 if rollout.journal is not None:
                     rollout.journal.begin_tick()
-                span.tokens = await self._engine_steps(rollout.steps_per_lease)
+                submit, self._to_send = list(self._to_send.values()), {}
+                cancel, self._cancelled = self._cancelled, []
+                steps_left, sampled = rollout.steps_per_lease, 0
+                while steps_left:
+                    outputs = await self.engine.call(RolloutWorker.run_steps, submit, cancel, steps_left)
+                    sampled += outputs.sampled
+                    self._take(outputs)
+                    if outputs.ended:
+                        await _settled()
+                    steps_left, submit, cancel = outputs.steps_left, [], []
+                span.tokens = sampled
         except MissedVersion:
             # The engine's tensors are the actor's and have been trained; their publication is under way.
             if not rollout.num_publishing:
                 raise
-            await rollout.change("the actor's new weights")
-
-    async def _engine_steps(self, steps_left: int) -> int:
-        """So many steps with what is to be submitted and cancelled; returns the number of sampled tokens.
-
-        Completed groups are handed out as soon as they are there. What is asked for meanwhile waits for the last step:
-        which requests decode together is a matter of step counts, never of time.
-        """
-        submit, self._to_send = list(self._to_send.values()), {}
-        cancel, self._cancelled = self._cancelled, []
-        sampled = 0
-        while True:
-            outputs = await self.engine.call(RolloutWorker.run_steps, submit, cancel, steps_left)
-            sampled += outputs.sampled
-            self._take(outputs)
-            if outputs.ended:
-                await _settled()
-            steps_left, submit, cancel = outputs.steps_left, [], []
-            if not steps_left:
-                return sampled
+            await rollout.change()
 
     def _take(self, outputs: EngineOutputs) -> None:
         self.stats, self.progress = outputs.stats, outputs.progress or self.progress
@@ -339,9 +333,9 @@ class Rollout:
         """Whatever weights the engines have; where they are the actor's own tensors, those of the same version."""
         return {"rollout": None, **({"actor": self.version} if self.shares_actor else {})}
 
-    async def change(self, reason: str) -> None:
+    async def change(self) -> None:
         """Waits until something was told."""
-        await self._news.wait(lambda: f"the rollout waits for {reason}")
+        await self._news.wait()
 
     def tell(self) -> None:
         """Something changed that a client or a pause may wait for."""
@@ -367,8 +361,8 @@ class Rollout:
         prompt, request = self.requests(index)
         client = self._client_of(index)
         await client.complete(request, index)
-        sampled = [sample.request_id for sample in request.samples if not sample.sampling.greedy]
-        greedy = next((sample.request_id for sample in request.samples if sample.sampling.greedy), None)
+        sampled = [name for name, sampling in request.samples.items() if not sampling.greedy]
+        greedy = next((name for name, sampling in request.samples.items() if sampling.greedy), None)
         batch = await client.engine.leave(RolloutWorker.responses, index, sampled, greedy)
         self._homes.pop(index, None)
         return Group.of(index, prompt, batch)
@@ -498,7 +492,7 @@ class Rollout:
             if journal is not None:
                 journal.note("pause", version)
             while any(client.is_running for client in self._clients):
-                await self.change("what runs to end")
+                await self.change()
             yield
         finally:
             self.num_pauses -= 1

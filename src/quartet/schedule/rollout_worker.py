@@ -28,23 +28,26 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
-from quartet.config.cluster import OffloadConfig
+from quartet.config.common import OffloadConfig
+from quartet.config.recipe import SamplingConfig
+from quartet.data.datasets import PromptItem
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
 from quartet.observe.memory import held_bytes
 from quartet.rollout.drafter import Drafter
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.paced import PacedEngine
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
     FinishReason,
     GenerationError,
+    PacedEngine,
     Request,
     SamplingParams,
     StepEngine,
 )
 from quartet.rollout.router import Progress, Router
+from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import answered, group_batch
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import Checkpointed, Offloadable, model_bytes
@@ -55,30 +58,37 @@ from quartet.train.offload import Moved, Offload, Store
 from quartet.train.state import REST, Shape
 
 
-@dataclass(frozen=True)
-class SampleRequest:
-    """One response."""
-
-    request_id: str
-    sampling: SamplingParams
+def sampling_params(config: SamplingConfig, codec: TextCodec) -> SamplingParams:
+    """What the recipe says about every sample; end-of-text ends each, and each gets a seed of its own."""
+    return SamplingParams(**config.model_dump(), stop_token_ids=tuple(sorted(codec.eos_ids)))
 
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """Responses to one prompt, which are submitted together. ``group`` names them in the engine."""
+    """Responses to one prompt, which are submitted together: their ids, and how each is sampled. ``group`` names them
+    in the engine."""
 
     group: str
     prompt: PromptText
-    samples: tuple[SampleRequest, ...]
+    samples: Mapping[str, SamplingParams]
+
+    @classmethod
+    def of(
+        cls, name: str, item: PromptItem, params: SamplingParams, *, seed: int, draw: int, num: int
+    ) -> PromptRequest:
+        """The request for ``num`` responses to a prompt. A response's random numbers depend on ``seed``, ``draw``, the
+        prompt's id and the response's place alone, so two models get the same ones."""
+        seeds = [sample_seed(seed, draw, item.prompt_id, r) for r in range(num)]
+        return cls(name, item.prompt, {f"{name}.{r}": replace(params, seed=one) for r, one in enumerate(seeds)})
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        return tuple(sample.request_id for sample in self.samples)
+        return tuple(self.samples)
 
     @property
     def lengths(self) -> dict[str, int]:
         """Most tokens of each."""
-        return {sample.request_id: sample.sampling.max_new_tokens for sample in self.samples}
+        return {request_id: sampling.max_new_tokens for request_id, sampling in self.samples.items()}
 
 
 @dataclass(frozen=True)
@@ -143,8 +153,8 @@ class RequestStore:
         if isinstance(asked, TurnRequest):
             return self._turn(asked)
         ids = tuple(self._codec.encode_prompt(asked.prompt))
-        self._prompts.update((sample.request_id, ids) for sample in asked.samples)
-        return [Request(sample.request_id, asked.group, ids, sample.sampling) for sample in asked.samples]
+        self._prompts.update(dict.fromkeys(asked.samples, ids))
+        return [Request(request_id, asked.group, ids, sampling) for request_id, sampling in asked.samples.items()]
 
     def _turn(self, asked: TurnRequest) -> list[Request] | FinishedRequest:
         if asked.seen.begins:  # perhaps once more, after the environment failed

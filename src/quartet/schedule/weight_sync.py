@@ -24,8 +24,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config.errors import UserError
 from quartet.rollout.protocol import StepEngine

@@ -11,10 +11,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from quartet.config.addresses import is_url
 from quartet.config.errors import UserError
 from quartet.config.nearest import has_older_model, made_by, missing_file
 from quartet.config.plugins import storage
+from quartet.config.strict import is_url
 from quartet.remote.hub import fetch, split_name
 
 

@@ -19,7 +19,6 @@ processes.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import math
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata as formats
@@ -47,7 +46,7 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from quartet.config import UserError
-from quartet.config.file_errors import read_error, write_error
+from quartet.config.errors import read_error, write_error
 from quartet.observe.digests import FileDigest, digest_file, digested_file, seal, sync_directory, unseal
 from quartet.observe.memory import copy_fits
 from quartet.train.parallel.tensors import is_first_holder, local, local_slices
@@ -130,7 +129,7 @@ def complete_checkpoint(
         joined = {role: join_metadata(draft / role, share) for role, share in shares.items()}
         files = {f"{role}/{name}": digest for role, share in joined.items() for name, digest in share.items()}
         with digested_file(draft / "info.json") as file:
-            file.write(json.dumps({"step": step, "manifest": NAME, **info}).encode("ascii"))
+            file.write(json.dumps({"step": step, **info}).encode("ascii"))
         files["info.json"] = file.digest()
         manifest = CheckpointManifest(step=step, shares=list(shares), files=files)
         manifest.check_names(draft)
@@ -213,8 +212,8 @@ def newest_checkpoint(
     Raises:
         UserError: there are checkpoints, but no good one, or they cannot be read.
     """
+    damaged: list[str] = []
     try:
-        damaged = [f"{name} is not the name of a checkpoint" for name in _misnamed(root)]
         for step in reversed(claimed_steps(root)):
             try:
                 found = _load(root, step, accept)
@@ -272,7 +271,6 @@ def _load(root: Path, step: int, accept: Callable[[Collection[str], Mapping[str,
     manifest = _check_names(root, step)
     manifest.check_content(path)
     info = _read_info(path, step)
-    info.pop("manifest", None)
     if reason := accept(manifest.shares, info):
         raise Damage(reason)
     return Checkpoint(path, step, info)
@@ -283,10 +281,7 @@ def _check_names(root: Path, step: int) -> CheckpointManifest:
     path = checkpoint_path(root, step)
     if path.is_symlink() or not path.is_dir():
         raise Damage("is a symbolic link" if path.is_symlink() else "is no directory")
-    found = sizes(path)
-    if not found:
-        raise Damage("is empty")
-    if NAME not in found:
+    if not (path / NAME).is_file():
         raise Damage(f"{NAME} is missing")
     manifest = CheckpointManifest.read(path / NAME)
     manifest.check_names(path)
@@ -303,27 +298,9 @@ def _read_info(path: Path, step: int) -> dict[str, Any]:
         info: Any = json.loads((path / "info.json").read_bytes())
     except (ValueError, RecursionError) as error:
         raise Damage(f"info.json is no JSON text ({str(error)[:100]})") from error
-    if not isinstance(info, dict) or type(info.get("step")) is not int:
-        raise Damage("info.json does not say the step")
-    if info["step"] != step:
-        raise Damage(f"info.json says step {info['step']}")
+    if not isinstance(info, dict) or info.get("step") != step:
+        raise Damage(f"info.json does not say step {step}")
     return info
-
-
-def _misnamed(root: Path) -> list[str]:
-    """What looks like a checkpoint under another name, as a rename leaves it."""
-    if not root.is_dir():
-        if os.path.lexists(root):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
-        return []
-    claimed = {checkpoint_path(root, step).name for step in claimed_steps(root)}
-    return sorted(
-        entry.name
-        for entry in root.iterdir()
-        if entry.name not in claimed
-        and not entry.name.startswith((".", _DAMAGED))
-        and (entry.name.startswith("step") or (entry / "info.json").exists() or (entry / NAME).exists())
-    )
 
 
 def _is_whole(root: Path, step: int) -> bool:
@@ -393,15 +370,9 @@ class CheckpointManifest(BaseModel):
     def read(cls, path: Path) -> CheckpointManifest:
         """Raises ``Damage`` for anything but what ``write`` has written, OSError where it cannot be read."""
         try:
-            found = unseal(path.read_bytes())
-        except ValueError as error:
-            raise Damage(f"{NAME} {error}") from error
-        try:
-            return cls.model_validate_json(json.dumps(found))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise Damage(f"{NAME} is not one of this version ({where}: {first['msg']})") from error
+            return cls.model_validate_json(json.dumps(unseal(path.read_bytes())))
+        except ValueError as error:  # pydantic's, too
+            raise Damage(f"{NAME} is damaged, or not one of this version ({str(error)[:200]})") from error
 
     def check_names(self, directory: Path) -> None:
         """Compares names and sizes; opens no file.
@@ -430,27 +401,20 @@ class CheckpointManifest(BaseModel):
                 raise Damage(f"the content of {name} is not what was written (SHA-256)")
 
 
-def sizes(directory: Path, below: str = "") -> dict[str, int]:
+def sizes(directory: Path) -> dict[str, int]:
     """Size in bytes of every file in ``directory`` by its path inside.
 
     Raises:
-        Damage: there is an empty directory, a symbolic link or a device among them.
+        Damage: there is a symbolic link or a device among them.
     """
     found: dict[str, int] = {}
-    with os.scandir(directory) as listed:
-        for entry in listed:
-            name, status = f"{below}{entry.name}", entry.stat(follow_symlinks=False)
-            if stat.S_ISREG(status.st_mode):
-                found[name] = status.st_size
-            elif stat.S_ISDIR(status.st_mode) and (inside := sizes(Path(entry.path), f"{name}/")):
-                found.update(inside)
-            else:
-                raise Damage(f"{name} is {_kind(status.st_mode)} instead of a file")
+    for path in directory.rglob("*"):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode):
+            found[str(path.relative_to(directory))] = status.st_size
+        elif not stat.S_ISDIR(status.st_mode):
+            raise Damage(f"{path.relative_to(directory)} is a link or a device instead of a file")
     return found
-
-
-def _kind(mode: int) -> str:
-    return "a symbolic link" if stat.S_ISLNK(mode) else "an empty directory" if stat.S_ISDIR(mode) else "a device"
 
 
 # Shares: writing -------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ Shapes: T stored tokens, S sequences, P packed tokens, M selected rows.
 
 ``forward`` and ``train_step`` cut a batch into micro-batches by a token budget. Losses come divided by *global*
 denominators, those of the whole batch, so an update does not depend on how the batch was cut.
+
+AdamW's learning rate is a pure function of the step. ``flip_bits`` is a change of weights that takes itself back: it
+shows where new weights arrive, without a copy of a large model.
 """
 
 from __future__ import annotations
@@ -13,22 +16,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch, sent
-from quartet.cluster.split import Share, merge_results, shares_of, table_of
-from quartet.config.common import TrainConfig
+from quartet.batch.ragged import ColumnSet, RaggedBatch, sent
+from quartet.cluster.dispatch import Share, merge_results, shares_of, table_of
+from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.memory import drop_derived
-from quartet.models.packed_model import PackedModel
-from quartet.train.bit_flips import ModelPart, flip_bits
+from quartet.models.packed_model import CompiledLayers, PackedModel
 from quartet.train.forward import Needs, Outputs, compute, count_useful, forward_only, idle_pass, shares
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, Store
-from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 from quartet.train.parallel.exchange import RankExchange
 from quartet.train.parallel.fsdp import ShardedModel, shard_model
 from quartet.train.parallel.gradients import clip_sharded_gradients
@@ -47,6 +47,53 @@ from quartet.train.state import (
     tensors_of,
 )
 from quartet.train.token_budget import TokenBudget
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Learning rate of update ``step`` (from 0): linear warm-up, then the schedule down to ``min_lr_ratio``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    span = max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    shape = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
+
+
+def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Matrices are decayed, vectors (norms, biases) are not."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scales the gradients to at most ``max_norm``; returns their norm before, which may be inf or nan."""
+    return float(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+ModelPart = Literal["embeddings", "body"]
+"""Input embedding and output head (one tensor where they are tied), or everything between them."""
+
+_FLIPPED = 1 << 20
+"""A bit of the mantissa that bf16 still has: a number changes by 6 to 12 hundredths, more than bf16 rounds away."""
+_IN_PLACE_OF_ZERO = 0x3A800000
+"""2**-10: zeros, as those of fresh adapters, change too."""
+
+
+def flip_bits(values: Tensor) -> None:
+    """Changes fp32 ``values`` in place; done twice they are as before, to the last bit."""
+    bits = values.view(torch.int32)
+    # Zero, its partner, and what a flipped bit would make of the two: closed under either change.
+    around_zero = torch.zeros_like(bits, dtype=torch.bool)
+    for value in (0, _FLIPPED, _IN_PLACE_OF_ZERO, _IN_PLACE_OF_ZERO ^ _FLIPPED):
+        around_zero |= bits == value
+    bits.bitwise_xor_(torch.where(around_zero, _IN_PLACE_OF_ZERO, _FLIPPED))
 
 
 class Objective(Protocol):
@@ -115,11 +162,8 @@ class TrainEngine(Generic[Model]):
         self.forward_budget = TokenBudget(config.forward_token_budget, f"{name}.forward_token_budget")
         self.num_updates = 0
         self.num_skipped = 0
-        # Imported only where it is asked for: torch's compiler takes a second to import.
         self._compiled: Callable[[], AbstractContextManager[None]] = nullcontext
         if config.compile and packed.device.type != "meta":
-            from quartet.models.compiled import CompiledLayers
-
             self._compiled = CompiledLayers(packed).active
         self._offload: Offload | None = None
 

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch, sent
+from quartet.batch.ragged import ColumnSet, RaggedBatch, sent
+from quartet.models.logprobs import Limits
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
-from quartet.models.truncation import Limits
 from quartet.models.work import attended_pairs
 from quartet.train.parallel.context import ALONE, ModelParallel, RowRead
 from quartet.train.parallel.exchange import RankExchange

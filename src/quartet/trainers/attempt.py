@@ -11,7 +11,7 @@ question as `groups/zero_variance` asks. The reward columns stay with the group 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import RaggedBatch, join
 from quartet.batch.trajectory import CUT_OFF, Trajectories, TrajectoryEnd, num_emitted
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, Selection
@@ -31,19 +30,33 @@ from quartet.observe.diagnostics import script_shares, straggler_metrics
 from quartet.observe.memory import resident_bytes
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.rollout.protocol import EngineStats
-from quartet.schedule.group_stream import GroupStream, TooFewGroups
-from quartet.schedule.groups import DIAGNOSED, Group, chunk_of, staleness_metrics, without_texts
-from quartet.schedule.iteration import Barriers, Chunk, IterationStages, PartScorer, ScorePrefetcher, Scorer, score_all
+from quartet.schedule.groups import (
+    DIAGNOSED,
+    AdmissionRule,
+    Group,
+    GroupStream,
+    Journal,
+    TooFewGroups,
+    chunk_of,
+    staleness_metrics,
+    without_texts,
+)
+from quartet.schedule.iteration import (
+    DrafterLearner,
+    IterationStages,
+    ModelLearner,
+    PartScorer,
+    Scorer,
+    UpdatePlan,
+    score_all,
+)
 from quartet.schedule.iteration import StepLearner as AnyLearner
-from quartet.schedule.journal import Journal
-from quartet.schedule.learners import DrafterLearner, ModelLearner, UpdatePlan
 from quartet.schedule.leases import LeaseContext, placed_arbiter
 from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.staleness import AdmissionRule
 from quartet.train.engine import Objective
-from quartet.train.objectives import PolicyObjective, ValueObjective
-from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective
+from quartet.train.objectives import BestOfNObjective, PolicyObjective, PreferenceObjective, ValueObjective
+from quartet.trainers.devices import throughput
 from quartet.trainers.experience import (
     BASELINE,
     Assembler,
@@ -57,8 +70,7 @@ from quartet.trainers.experience import (
 from quartet.trainers.roles import RLRoles, limits_of, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.run_files import writing
-from quartet.trainers.throughput import throughput
-from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes
+from quartet.trainers.workers import RoleOffloader, RunWorkers
 
 
 class DynamicSampling:
@@ -137,60 +149,63 @@ class DynamicSampling:
         )
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """What all attempts of a run have in common.
-
-    Args:
-        on_finished: told of completions, or episodes, that ended.
-        shuffle: of scores within a step, for control experiments.
-    """
-
-    roles: RLRoles
-    workers: RunWorkers
-    run: RunDirectory
-    kl: KLCoefficient
-    on_finished: Callable[[int], None]
-    shuffle: Callable[[int, int], Tensor] | None = None
-
-
 class RunAttempt:
     """What an RL run computes with from ``step`` on, until it ends or a worker dies.
 
     Args:
+        on_finished: told of completions, or episodes, that ended.
         step: complete steps so far, which is the version of all weights.
-        sizes: role → mode → bytes.
+        shuffle: of scores within a step, for control experiments.
 
     Attributes:
         is_learning: updates of the step under way have begun, so the weights are no longer those of its beginning.
         updates: made and skipped since the run began, by role; as ``metrics`` found them.
     """
 
-    def __init__(self, context: RunContext, step: int, sizes: Sizes) -> None:
-        self.roles, self.recipe, self._workers = context.roles, context.roles.recipe, context.workers
-        self._run, self._recorder, self._kl = context.run, context.run.recorder, context.kl
-        placement = self._workers.placement
-        self._runs_ahead = placement.max_staleness is not None
-        self._trains_drafter = HEADS in placement.pool_of
-        self._offloader = RoleOffloader(self._workers, self._recorder)
-        self.leases = LeaseContext(
-            placed_arbiter(placement, sizes, version=step, offloader=self._offloader), self._recorder
-        )
+    def __init__(
+        self,
+        roles: RLRoles,
+        workers: RunWorkers,
+        run: RunDirectory,
+        kl: KLCoefficient,
+        on_finished: Callable[[int], None],
+        step: int,
+        *,
+        shuffle: Callable[[int, int], Tensor] | None = None,
+    ) -> None:
+        self.roles, self.recipe, self._workers = roles, roles.recipe, workers
+        self._run, self._recorder, self._kl = run, run.recorder, kl
+        self._on_finished, self._step, self._shuffle = on_finished, step, shuffle
+        self._runs_ahead = workers.placement.max_staleness is not None
+        self._trains_drafter = HEADS in workers.placement.pool_of
+        self._offloader = RoleOffloader(workers, self._recorder)
+        self._sampling: DynamicSampling | None = None
+        self.is_learning = False
+        self.updates: dict[str, tuple[int, int]] = {}
+
+    async def begin(self) -> None:
+        """Connects actor and engines, brings the engines to the weights of ``step``, and makes what computes."""
+        workers, placement, step = self._workers, self._workers.placement, self._step
+        sizes = await workers.sizes()
+        await workers.connect_engines()
+        await workers.update_engine_weights(step)
+        await workers.clear()
+        arbiter = placed_arbiter(placement, sizes, version=step, offloader=self._offloader)
+        self.leases = LeaseContext(arbiter, self._recorder)
         self._journal = self._open_journal(step)
-        self.rollout = self._rollout(step, context.on_finished)
+        self.rollout = self._rollout(step)
         self._assembler = Assembler(
             self.recipe.algorithm,
             self.roles.rewards.weights,
             lambda: self._kl.value,
-            context.shuffle,
+            self._shuffle,
             max_new_tokens=self.recipe.rollout.sampling.max_new_tokens,
             seed=self.recipe.seed,
         )
-        source = self.roles.source(self.rollout, context.on_finished)
+        source = self.roles.source(self.rollout, self._on_finished)
         rule = AdmissionRule(self.recipe.prompts_per_step, placement.max_staleness)
         chunk_size = self.recipe.chunk_size
         algorithm = self.recipe.algorithm
-        self._sampling: DynamicSampling | None = None
         if isinstance(algorithm, GroupAlgorithm) and algorithm.dynamic_sampling is not None:
             rewards = self.roles.reward_scorers(self.leases)
             self._sampling = DynamicSampling(
@@ -202,19 +217,7 @@ class RunAttempt:
         self.stages = self._stages()
         # What the engines had sampled: before the step's rollouts, when these were complete, and by the last chunk.
         self._before = self._generated = self._sampled = self.rollout.stats()
-        self.is_learning = False
-        self.updates: dict[str, tuple[int, int]] = {}
-
-    @classmethod
-    async def begin(cls, context: RunContext, step: int) -> RunAttempt:
-        """Connects actor and engines, and brings the engines to the weights of ``step``."""
-        sizes = await context.workers.sizes()
-        await context.workers.connect_engines()
-        await context.workers.update_engine_weights(step)
-        await context.workers.clear()
-        attempt = cls(context, step, sizes)
-        await attempt.rollout.begin()
-        return attempt
+        await self.rollout.begin()
 
     def begin_step(self) -> None:
         self.is_learning = False
@@ -268,7 +271,7 @@ class RunAttempt:
             found["engine/retries"] = float(stats.num_retries)
         return found
 
-    def _rollout(self, step: int, on_finished: Callable[[int], None]) -> Rollout:
+    def _rollout(self, step: int) -> Rollout:
         roles, workers, config = self.roles, self._workers, self.recipe.rollout
         return Rollout(
             self.leases,
@@ -285,7 +288,7 @@ class RunAttempt:
             max_running=config.engine.capacity if self._runs_ahead else None,
             balances=is_served(config.engine),
             journal=self._journal,
-            on_finished=on_finished if roles.environment is None else None,
+            on_finished=self._on_finished if roles.environment is None else None,
         )
 
     def _open_journal(self, step: int) -> Journal | None:
@@ -320,29 +323,20 @@ class RunAttempt:
     # The iteration's roles -------------------------------------------------------------------------------
 
     def _stages(self) -> IterationStages:
-        recipe = self.recipe
-        num_chunks = -(-recipe.prompts_per_step // recipe.chunk_size)
-        barriers = Barriers(self._workers.placement.after, num_chunks=num_chunks)
-        collect = barriers.collect(self._collect)
-        scorers = [(barriers.scorer(stage, scorer), is_frozen) for stage, scorer, is_frozen in self._scorers()]
-        frozen = [scorer for scorer, is_frozen in scorers if is_frozen]
-        return IterationStages(
-            stream=self.stream,
-            collect=collect,
-            scorers=[scorer for scorer, _ in scorers],
-            assemble=self._assemble,
-            learners=[barriers.learner(f"train_{role}", learner) for role, learner in self._learners()],
-            publish=self.rollout.publish,
-            prefetch=ScorePrefetcher(self.stream, collect, frozen, recipe.steps) if self._runs_ahead else None,
+        return IterationStages.wired(
+            self.rollout,
+            self.stream,
+            self._scorers(),
+            self._assemble,
+            [(f"train_{role}", learner) for role, learner in self._learners()],
+            placement=self._workers.placement,
+            on_chunk=self._note_sampled,
+            num_steps=self.recipe.steps,
         )
 
-    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
-        """A chunk of groups, which is noted in the journal, or compared with the one that is repeated."""
-        if self._journal is not None:
-            self._journal.consume(step, index, [group.consumed() for group in groups])
+    def _note_sampled(self, step: int, groups: Sequence[Group]) -> None:
         # Now, not when all is scored: how far an engine elsewhere has come by then is a matter of time.
         self._sampled = self.rollout.stats()
-        return chunk_of(step, index, groups)
 
     def _scorers(self) -> list[tuple[str, Scorer, bool]]:
         """Stage, scorer, and whether its columns stay the same while the actor trains. Rewards are left out where

@@ -8,35 +8,27 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from quartet.config import UserError
+from quartet.config.choices import EngineConfig
 from quartet.config.common import LoRAConfig, ModelConfig
-from quartet.config.engine_types import PLUGIN_ENGINES, EngineConfig
-from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, is_served
-from quartet.config.plugins import load
-from quartet.config.speculation import DRAFTERS, Speculation
+from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig, is_served
+from quartet.config.plugins import added, load
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.observe.logs import logging_variables, own_rank
-from quartet.rollout import process_native
 from quartet.rollout.drafter import DrafterModel, make_drafter
-from quartet.rollout.engine import NativeEngine
-from quartet.rollout.owned_folders import OwnedFolder, remove_left
-from quartet.rollout.paced import PacedEngine
+from quartet.rollout.engine import NativeEngine, load_engine
 from quartet.rollout.process import EngineProcess, EngineSpec
-from quartet.rollout.protocol import RolloutEngine, StepEngine
+from quartet.rollout.protocol import PacedEngine, RolloutEngine, StepEngine, SteppedEngine
 from quartet.rollout.router import Router
+from quartet.rollout.scheduler import Decode
 from quartet.rollout.staging import StagedWeights
-from quartet.rollout.stepped import SteppedEngine
-from quartet.rollout.stop_strings import Decode
 from quartet.text.loading import brings_code, local_or_hub
 from quartet.text.tokenizer import TextCodec
 
-_POLICY = "quartet-policy-"
-"""First part of a folder's name."""
 _DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -121,14 +113,14 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
     if isinstance(config, NativeEngineConfig):
         arguments = _native_arguments(config, policy)
         if not config.process:
-            return [SteppedEngine(process_native.make(**arguments))]
-        target, options = "quartet.rollout.process_native:make", _process_options(config)
+            return [SteppedEngine(load_engine(**arguments))]
+        target, options = "quartet.rollout.engine:load_engine", _process_options(config)
         environment = _threads() | logging_variables("native engine", own_rank())
         spec = EngineSpec(target, arguments, environment=environment, name="native engine", **options)
         return [EngineProcess(spec, policy.staging)]
     if isinstance(config, VLLMEngineConfig):
         return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
-    made: list[RolloutEngine] = load(PLUGIN_ENGINES[config.type].open)(config, policy)
+    made: list[RolloutEngine] = load(added("engines")[config.type].open)(config, policy)
     return made
 
 
@@ -160,7 +152,7 @@ def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec
         "seed": policy.seed,
     }
     if policy.speculation is not None:
-        arguments["drafter"] = DRAFTERS[policy.speculation.type].vllm, policy.speculation.model_dump()
+        arguments["drafter"] = added("drafters")[policy.speculation.type].vllm, policy.speculation.model_dump()
     visible = visible_devices()
     for number in range(config.engines):
         yield EngineSpec(
@@ -219,19 +211,14 @@ def has_folder(config: ModelConfig | None) -> bool:
 def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
     """A directory with the model as it started and its tokenizer: the recipe's, the hub cache's, or one that is gone
     afterwards."""
-    temporary = Path(tempfile.gettempdir())
     if config is not None and has_folder(config):
-        remove_left(temporary, _POLICY)
         yield local_or_hub(config.path, "model")
         return
-    folder = OwnedFolder(temporary, _POLICY, mode=0o700)
-    try:
+    with tempfile.TemporaryDirectory(prefix="quartet-policy-") as folder:
         with packed.without_adapters():
-            packed.model.save_pretrained(folder.path)
-        codec.tokenizer.save_pretrained(folder.path)
-        yield str(folder.path)
-    finally:
-        folder.remove()
+            packed.model.save_pretrained(folder)
+        codec.tokenizer.save_pretrained(folder)
+        yield folder
 
 
 def runs_own_code(config: ModelConfig | None, packed: PackedCausalLM) -> bool:

@@ -7,32 +7,38 @@
 ``quartet eval`` and the iterated reward model generate with an ``EvaluationModel``, which has the process to itself; an
 RL run with its own rollout (``PeriodicEvaluation``); ``quartet generate`` answers without scores (``generate``).
 What answers are worth is measured in ``evaluation_metrics.py``.
+
+`quartet eval`: answers of a model to held-out prompts, scored by rewards, alone or against another model's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.batch.columns import join
+from quartet.batch.ragged import join
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, TrajectoryEnd, num_emitted
+from quartet.config import Interrupted, UserError
+from quartet.config.choices import EngineConfig, RewardConfig
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
-from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, is_served
-from quartet.config.reward_types import RewardConfig
+from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm
 from quartet.models.packed_model import PackedCausalLM
-from quartet.observe.progress import ProgressBar
+from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.spans import SpanRecorder
+from quartet.rewards.judge import Comparer
 from quartet.rewards.source import LEFT_OUT_PREFIX
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams, StepEngine
@@ -41,29 +47,59 @@ from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, Scorer, score_all
 from quartet.schedule.leases import LeaseContext, local_arbiter
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.rollout_worker import PromptRequest, SampleRequest, completion_text
+from quartet.schedule.rollout_worker import PromptRequest, completion_text, sampling_params
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.trainers.devices import META, FrozenModels
+from quartet.trainers.checkpoints import model_directory
+from quartet.trainers.devices import META, FrozenModels, precision_on
 from quartet.trainers.engines import has_folder, step_engine
-from quartet.trainers.evaluation_files import Answer, EvaluationCache, matched
-from quartet.trainers.event_loop import run_async
+from quartet.trainers.evaluation_metrics import (
+    Answer,
+    AnswerJudge,
+    BothOrders,
+    EvaluationCache,
+    EvaluationMetric,
+    WinRate,
+    answer_rows,
+    check_graded,
+    check_named,
+    compare_by_judge,
+    compare_scores,
+    matched,
+    measure,
+    metrics_of,
+    pairs,
+    read_answers,
+    win_rate,
+    write_answers,
+    write_rows,
+)
 from quartet.trainers.input_sources import (
+    ModelLike,
+    Reward,
+    TokenizerLike,
+    as_rewards,
+    check_recipe,
+    check_unweighted,
     context_length,
     cut_short,
     prompt_data,
     resolve_model,
     resolve_tokenizer,
     vocabulary_size,
+    with_names,
 )
-from quartet.trainers.reward_roles import encode_answer
-from quartet.trainers.reward_sources import (
+from quartet.trainers.model_loader import (
     Rewards,
     RewardSources,
+    encode_answer,
     fit_to_data,
     reward_functions,
     reward_models,
 )
+from quartet.trainers.run import Stopwatch, open_run
+from quartet.trainers.run_files import Resume, writing
+from quartet.trainers.signals import number_of, run_async, stop_signals
 
 _NATIVE = NativeEngineConfig()
 CHUNK = 64
@@ -73,28 +109,13 @@ CHUNK = 64
 # What is asked -------------------------------------------------------------------------------------------
 
 
-def sampling_params(config: SamplingConfig, codec: TextCodec) -> SamplingParams:
-    """What the recipe says about every sample; end-of-text ends each, and each gets a seed of its own."""
-    return SamplingParams(**config.model_dump(), stop_token_ids=tuple(sorted(codec.eos_ids)))
-
-
-def prompt_request(
-    name: str, item: PromptItem, params: SamplingParams, *, seed: int, draw: int, samples: int
-) -> PromptRequest:
-    """The request for ``samples`` responses to a prompt. A response's random numbers depend on ``seed``, ``draw``, the
-    prompt's id and the response's place alone, so two models get the same ones."""
-    seeds = [sample_seed(seed, draw, item.prompt_id, r) for r in range(samples)]
-    requests = [SampleRequest(f"{name}.{r}", replace(params, seed=one)) for r, one in enumerate(seeds)]
-    return PromptRequest(name, item.prompt, tuple(requests))
-
-
 def prompt_requests(
     prompts: PromptData, codec: TextCodec, sampling: SamplingConfig, *, seed: int, samples: int
 ) -> list[tuple[PromptItem, PromptRequest]]:
     """What an evaluation asks for each prompt."""
     params = sampling_params(sampling, codec)
     return [
-        (item, prompt_request(f"eval.{i}", item, params, seed=seed, draw=-1, samples=samples))
+        (item, PromptRequest.of(f"eval.{i}", item, params, seed=seed, draw=-1, num=samples))
         for i, item in enumerate(prompts)
     ]
 
@@ -340,8 +361,8 @@ class EvaluationModel:
         missing = []
         for item, request in asked:
             ids = tuple(self.codec.encode_prompt(item.prompt))
-            samples_left = [sample for sample in request.samples if sample.request_id not in known]
-            missing += [Request(one.request_id, request.group, ids, one.sampling) for one in samples_left]
+            left = {name: sampling for name, sampling in request.samples.items() if name not in known}
+            missing += [Request(name, request.group, ids, sampling) for name, sampling in left.items()]
 
         def keep(completions: Sequence[Completion]) -> None:
             known.update({one.request_id: one for one in completions})
@@ -378,3 +399,238 @@ class EvaluationModel:
         arbiter = local_arbiter({name: worker.sizes() for name, worker in workers.items()}, version=0)
         groups = {name: LocalGroup(worker) for name, worker in workers.items()}
         return self.rewards.scorers(LeaseContext(arbiter, recorder), groups)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Figures with their intervals, and files under ``path``: ``answers.jsonl`` with every sample and its scores, where
+    there is a comparison also ``against.jsonl`` and ``comparison.jsonl``."""
+
+    path: Path
+    num_prompts: int
+    metrics: dict[str, float]
+    notes: tuple[str, ...] = ()
+    """Rows left out of the data or converted."""
+    figures: tuple[EvaluationMetric, ...] = ()
+    against: tuple[EvaluationMetric, ...] = ()
+    """The same figures of the model compared with."""
+    comparison: WinRate | None = None
+
+
+class Evaluator:
+    """Generates answers, scores them, and compares them with those of another model.
+
+    Two models are never in memory together: the first is given back before the second is loaded.
+
+    Args:
+        recipe: model, data, rewards, sampling, comparison. What it leaves out comes as objects:
+        model, tokenizer, rewards, prompts: as for ``RLTrainer``.
+        judge: compares pairs of answers in place of a reward, asked in both orders; needs ``recipe.compare``.
+        resume: go on with the evaluation in ``recipe.output_dir``: what it has finished is not computed again;
+            ``auto``: or start it, without a word.
+    """
+
+    def __init__(
+        self,
+        recipe: EvalRecipe,
+        *,
+        model: ModelLike | None = None,
+        tokenizer: TokenizerLike | None = None,
+        rewards: Reward | Sequence[Reward] = (),
+        prompts: Sequence[Any] | None = None,
+        judge: AnswerJudge | None = None,
+        resume: Resume = False,
+        progress: Progress | None = None,
+    ) -> None:
+        check_recipe(recipe, EvalRecipe)
+        recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer)
+        self.run_directory, self.progress, device = open_run(recipe, resume, progress, own_model)
+        self.recipe = recipe = self.run_directory.pin(recipe)
+        self.judge: AnswerJudge | None = BothOrders(judge) if judge is not None else None
+        if judge is None and recipe.compare is not None and recipe.compare.judge is not None:
+            self.judge = Comparer(recipe.compare.judge)
+        self.path = self.run_directory.path
+        if recipe.data is not None:
+            check_unweighted(recipe.data, "data")
+        self._open_model = partial(
+            EvaluationModel,
+            data=recipe.data,
+            reward_configs=recipe.rewards,
+            frozen=FrozenModels(device, precision_on(device, recipe.precision), recipe.device != "auto"),
+            rewards=as_rewards(rewards),
+            prompts=prompts,
+            engine=recipe.engine,
+        )
+        opened = self._open_model(_found(recipe.model), model=own_model, tokenizer=own_tokenizer)
+        self._evaluation_model: EvaluationModel | None = opened
+        self.prompts, self.weights = opened.prompts, opened.rewards.weights
+        with contextlib.ExitStack() as taken:
+            # When the rest does not fit, the model is given back as it was.
+            taken.callback(opened.close)
+            models = [role.name for role in opened.rewards.models]
+            self.graded = check_graded(recipe.grading, list(self.weights), models)
+            self._stored = self._check_comparison(recipe.compare)
+            taken.pop_all()
+        self._notes: list[str] = []
+
+    def _check_comparison(self, config: ComparisonConfig | None) -> list[Answer]:
+        """Everything about the comparison that can be known before the first answer; returns the answers of a file."""
+        if config is None:
+            if self.judge is not None:
+                raise UserError(
+                    "there is nothing for the judge to compare with",
+                    found="compare is missing",
+                    remedy="set compare.model, or pass no judge",
+                )
+            return []
+        if self.judge is None and not self.weights:
+            raise UserError(
+                "there is nothing to compare by",
+                found="rewards: []",
+                remedy="name a reward model, a function or another source under `rewards`",
+            )
+        check_named("compare.source", config.source, list(self.weights), "the weighted sum")
+        if not config.is_file:
+            self._other = _found(config.as_model())
+            resolve_tokenizer(self._other, None)
+            return []
+        stored = read_answers(Path(config.model))
+        matched(stored, self.prompts.items)
+        return stored
+
+    def run(self) -> EvaluationResult:
+        """All answers, scores and figures.
+
+        Raises:
+            Interrupted: Ctrl-C, SIGTERM or SIGUSR1; what is finished is saved, and resumable.
+            UserError: a reward's, or the judge has no verdict at all.
+        """
+        try:
+            with stop_signals():
+                return self._run()
+        except KeyboardInterrupt as stop:
+            raise Interrupted(self.path, None, number_of(stop)) from stop
+
+    def _run(self) -> EvaluationResult:
+        watch = Stopwatch()
+        with self.run_directory as run:
+            run.start(0)
+            answers, others = self._answers(run.recorder)
+            with writing(self.path / "answers.jsonl"):
+                write_answers(self.path / "answers.jsonl", answers)
+                if others:
+                    write_answers(self.path / "against.jsonl", others)
+            compared, num_pairs = self._compare(answers, others) if others else None, len(pairs(answers, others))
+            if others and not num_pairs == len(answers) == len(others):
+                found = f"{len(answers)} answers here, {len(others)} there"
+                self._notes.append(f"{num_pairs} pairs of answers compared: {found}")
+            figures, against = self._figures(answers), self._figures(others) if others else []
+            result = EvaluationResult(
+                path=self.path,
+                num_prompts=len({answer.prompt_id for answer in answers}),
+                metrics=metrics_of(figures) | (compared.metrics() if compared is not None else {}),
+                notes=tuple(self._notes),
+                figures=tuple(figures),
+                against=tuple(against),
+                comparison=compared,
+            )
+            run.log(0, result.metrics)
+            run.tracker.samples(0, "samples/answers", partial(answer_rows, self.path / "answers.jsonl"))
+            run.finish(self._summary(result, watch.seconds))
+        return result
+
+    def _summary(self, result: EvaluationResult, seconds: float) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "stages": [{"name": "eval", "seconds": round(seconds, 3), "metrics": result.metrics}],
+            "notes": list(result.notes),
+            "figures": [_figure_row(figure) for figure in result.figures],
+        }
+        if result.comparison is not None:
+            rate = {"label": "Win rate: good + same / 2", "after": result.comparison.win_rate, "unit": "fraction"}
+            found["headline"] = [rate]
+            found["comparison"] = asdict(result.comparison)
+            found["against"] = [_figure_row(figure) for figure in result.against]
+        return found
+
+    # Answers -----------------------------------------------------------------------------------------------
+
+    def _answers(self, recorder: SpanRecorder) -> tuple[list[Answer], list[Answer]]:
+        """Those of the model, and those it is compared with (none without a comparison)."""
+        evaluation_model, self._evaluation_model = self._evaluation_model, None
+        if evaluation_model is None:
+            raise RuntimeError("an evaluation runs once; make another Evaluator")
+        compare, others = self.recipe.compare, list[Answer]()
+        with contextlib.closing(evaluation_model):
+            answers = self._of(evaluation_model, recorder, "answers", "answers")
+            if compare is not None and compare.is_file:
+                with self._cache("against", _identity(self._stored)) as cache:
+                    others = evaluation_model.score_stored(self._stored, recorder, cache)
+        self._notes += evaluation_model.warnings()
+        del evaluation_model
+        if compare is not None and not compare.is_file:
+            other = self._open_model(self._other)
+            self._notes += load_warnings(other.packed.model)
+            with contextlib.closing(other):
+                others = self._of(other, recorder, "against", f"answers of {compare.model}")
+        return answers, others
+
+    def _cache(self, name: str, about: Any) -> contextlib.closing[EvaluationCache]:
+        return contextlib.closing(EvaluationCache(self.path / "finished" / f"{name}.jsonl", about))
+
+    def _of(self, evaluation_model: EvaluationModel, recorder: SpanRecorder, name: str, title: str) -> list[Answer]:
+        recipe, codec = self.recipe, evaluation_model.codec
+        about = [[item.prompt_id, codec.encode_prompt(item.prompt)] for item in evaluation_model.prompts]
+        for warning in evaluation_model.cut_short(recipe.sampling, "sampling.max_new_tokens"):
+            self.progress.print(f"{title}: {warning}")
+            self._notes.append(f"{title}: {warning}")
+        total = len(about) * recipe.samples_per_prompt
+        with self._cache(name, about) as cache, self.progress.stage(title, total) as bar:
+            return evaluation_model.answers(
+                recipe.sampling, recipe.samples_per_prompt, recorder, bar, seed=recipe.seed, cache=cache
+            )
+
+    # Figures -----------------------------------------------------------------------------------------------
+
+    def _figures(self, answers: Sequence[Answer]) -> list[EvaluationMetric]:
+        scores = {"eval/score_mean": self.weights}
+        return measure(answers, scores, self.recipe.grading, self.graded, seed=self.recipe.seed)
+
+    def _compare(self, answers: Sequence[Answer], others: Sequence[Answer]) -> WinRate:
+        config, judge = self.recipe.compare, self.judge
+        assert config is not None, "called with a comparison"
+        if judge is None:
+            comparisons = compare_scores(answers, others, self.weights, config.source, config.tie_margin)
+        else:
+            with contextlib.ExitStack() as stack:
+                if isinstance(judge, Comparer):
+                    stack.callback(judge.close)
+                cache = stack.enter_context(self._cache("verdicts", [_identity(answers), _identity(others)]))
+                comparisons = run_async(compare_by_judge(answers, others, judge, config.tie_margin, cache))
+        with writing(self.path / "comparison.jsonl"):
+            write_rows(self.path / "comparison.jsonl", [comparison.row() for comparison in comparisons])
+        return win_rate(comparisons, self.recipe.grading.confidence, self.recipe.seed)
+
+
+def _found(config: ModelConfig | None) -> ModelConfig | None:
+    """The section with the directory of the run or checkpoint that it names."""
+    if config is None or config.revision is not None:
+        return config
+    path = model_directory(config.path, trust_remote_code=config.trust_remote_code)
+    return config.model_copy(update={"path": path})
+
+
+def _identity(answers: Sequence[Answer]) -> list[list[Any]]:
+    """What makes these answers others than those of another evaluation."""
+    return [[answer.prompt_id, answer.sample, answer.completion] for answer in answers]
+
+
+def _figure_row(figure: EvaluationMetric) -> dict[str, Any]:
+    """A row of the summary's table."""
+    return {
+        "figure": figure.name,
+        "value": figure.value,
+        "low": figure.low,
+        "high": figure.high,
+        "interval": figure.interval,
+        "prompts": figure.num_prompts,
+    }

@@ -67,8 +67,7 @@ from quartet.algorithms.advantages import (
     token_rewards,
     whitened_unless_equal,
 )
-from quartet.algorithms.losses import adaptive_kl_coef, kl_estimate
-from quartet.algorithms.policy_losses import SampledTokens, is_accepted
+from quartet.algorithms.losses import SampledTokens, adaptive_kl_coef, is_accepted, kl_estimate
 from quartet.algorithms.preference import best_and_worst, best_of_groups
 from quartet.algorithms.segments import (
     covariance,
@@ -83,8 +82,7 @@ from quartet.algorithms.segments import (
     segment_sum,
     top_share,
 )
-from quartet.batch.columns import ColumnSet, join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, Trajectories, TrajectoryEnd
 from quartet.config.algorithms import (
     GPG,
@@ -113,13 +111,11 @@ from quartet.config.algorithms import (
     kl_term,
 )
 from quartet.config.common import Strict
-from quartet.config.plugins import load
-from quartet.config.reward_types import PLUGIN_REWARDS
+from quartet.config.plugins import added, load
 from quartet.rewards.source import LEFT_OUT_PREFIX, combine, effective_weights, source_metrics
 from quartet.schedule.groups import GREEDY
 from quartet.schedule.iteration import Chunk
-from quartet.train.objectives import HIGH_COVARIANCE, HIGH_ENTROPY, trajectory_index
-from quartet.train.preference_objectives import answer_logprobs
+from quartet.train.objectives import HIGH_COVARIANCE, HIGH_ENTROPY, answer_logprobs, trajectory_index
 
 BASELINE = "baseline"
 """Sequence column that ReMax needs: the greedy response's score after ``shaped_scores``, NaN where it has none."""
@@ -565,7 +561,7 @@ class Assembler:
         return Experience(batch, metrics, greedy)
 
     def _plugin_metrics(self, batch: RaggedBatch, judged: ScoredGroups) -> dict[str, float]:
-        figures = [load(kind.metrics) for kind in PLUGIN_REWARDS.values() if kind.metrics is not None]
+        figures = [load(kind.metrics) for kind in added("rewards").values() if kind.metrics is not None]
         return {name: value for of in figures for name, value in of(batch, judged.rewards, self.weights).items()}
 
     def judge(self, batch: RaggedBatch, step: int | None = None) -> ScoredGroups:

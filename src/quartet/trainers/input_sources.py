@@ -17,16 +17,14 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, Recipe, SourceConfig
-from quartet.config.jobs import jobs
-from quartet.config.plugins import load
+from quartet.config.plugins import jobs, load
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
-from quartet.config.validation import shortened
-from quartet.data.datasets import Mixture, Ordered, PromptData, SFTData, TokenLimit, joined
+from quartet.config.strict import shortened
+from quartet.data.datasets import JudgedData, Mixture, Ordered, PreferenceData, PromptData, SFTData, TokenLimit, joined
 from quartet.data.fields import TOOLS_TOLD, Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.lazy import Chained, Spool, Unchecked
-from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.readers import Row, iter_rows
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.packing_probe import model_context_length

@@ -1,10 +1,17 @@
-"""Loads the models of an RL recipe, each when it is first asked for: a worker loads those of its own roles."""
+"""Loads the models of an RL recipe, each when it is first asked for: a worker loads those of its own roles.
+
+Reward models and functions as roles of a run, under a name and with a weight.
+
+The sources of reward that a recipe and Python code name: reward models and functions, and their weights.
+
+Demonstrations mixed into the actor's updates (Ouyang et al. 2022, PPO-ptx): ``loss = policy + coef · sft``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
@@ -12,14 +19,19 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from quartet.batch.ragged import ColumnSet, RaggedBatch
+from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
+from quartet.config.choices import RewardConfig
 from quartet.config.common import TrainConfig
-from quartet.config.plugins import load
-from quartet.config.recipe import RLRecipe
-from quartet.config.reward_types import RewardConfig
-from quartet.config.rewards import ModelSource
-from quartet.config.speculation import DRAFTERS
+from quartet.config.nearest import nearest
+from quartet.config.plugins import added, load
+from quartet.config.recipe import PTXConfig, RLRecipe
+from quartet.config.rewards import GateConfig, ModelReward, ModelSource
+from quartet.data.datasets import PromptData, PromptItem, SFTData
+from quartet.data.fields import column_at
+from quartet.data.lazy import Prefetcher
 from quartet.envs.protocol import Environment
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
@@ -30,16 +42,380 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.observe.metrics import METRICS, find_metric
+from quartet.rewards.build import RuleSource, build_reward
+from quartet.rewards.builtin import opened_tag, right_answers
+from quartet.rewards.functions import PassedFunction
+from quartet.rewards.source import LEFT_OUT_PREFIX, GuardedReward, RewardWeights
 from quartet.rollout.drafter import DrafterModel, load_drafter_model
-from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ScoreWorker, TrainWorker
-from quartet.text.tokenizer import TextCodec
-from quartet.train.engine import TrainEngine
+from quartet.schedule.iteration import Chunk, ModelScorer, Scorer
+from quartet.schedule.leases import LeaseContext
+from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ModelWorker, ScoreWorker, TrainWorker
+from quartet.schedule.role_group import RoleGroup
+from quartet.text.examples import PromptText
+from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
+from quartet.text.tokenizer import TextCodec, check_vocabulary
+from quartet.train.engine import LossTerm, TrainEngine
+from quartet.train.forward import Needs
+from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.mesh import Mesh
+from quartet.train.token_budget import TokenBudget
 from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
-from quartet.trainers.input_sources import resolve_model, resolve_tokenizer, vocabulary_size
-from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_roles import RewardModelRole
-from quartet.trainers.reward_sources import Rewards, forward_budget, reward_models
+from quartet.trainers.input_sources import (
+    check_budget,
+    demonstration_reader,
+    read_data,
+    resolve_model,
+    resolve_tokenizer,
+    vocabulary_size,
+)
+
+
+@dataclass(frozen=True)
+class RewardModelRole:
+    """A reward model with its name; ``codec`` only where its tokenizer differs from the actor's."""
+
+    name: str
+    model: PackedScalarModel
+    budget: TokenBudget
+    codec: TextCodec | None
+    weight: float
+    gate: GateConfig | None = None
+
+    def worker(self) -> ScoreWorker:
+        if self.codec is None:
+            return ScoreWorker(self.model, self.budget)
+        return TextScoreWorker(self.model, self.budget, self.codec)
+
+    def scorer(self, leases: LeaseContext, model: RoleGroup[ModelWorker]) -> Scorer:
+        """What scores a chunk with this model, where ``model`` has it."""
+        column, reads_text = REWARD_PREFIX + self.name, self.codec is not None
+        return ModelScorer(leases, self.name, model, Needs(scores=True), column, reads_text=reads_text)
+
+
+class EpisodeScorer:
+    """Marks a scorer that reads all turns of an episode, where others are given its last sequence alone."""
+
+
+class TextScoreWorker(ScoreWorker):
+    """A reward model with another tokenizer than the policy's: reads the text of prompts and completions, for scores.
+
+    Args:
+        codec: of the model's own tokenizer.
+    """
+
+    def __init__(self, packed: PackedScalarModel, budget: TokenBudget, codec: TextCodec) -> None:
+        super().__init__(packed, budget)
+        self._codec = codec
+
+    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+        rows = zip(batch.objects["prompt"], batch.objects["completion"], batch.sequence["ended"].tolist(), strict=True)
+        encoded = [encode_answer(self._codec, prompt, text, ended=ended) for prompt, text, ended in rows]
+        prompts, answers = [ids for ids, _ in encoded], [[ids] for _, ids in encoded]
+        return super().forward(RaggedBatch.from_groups(prompts, answers, batch.ids), needs)
+
+
+def encode_answer(codec: TextCodec, prompt: PromptText, text: str, *, ended: bool) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt and of its completion, without the end-of-text that encoding adds where the completion did
+    not end; one token always stays."""
+    prompt_ids, ids = codec.encode_completion(prompt, text)
+    return prompt_ids, ids if ended or len(ids) == 1 else ids[:-1]
+
+
+def _value(item: PromptItem, column: str) -> Any:
+    """What the prompt's row has there; None where it is of a source of data that lacks the column."""
+    try:
+        return column_at(item.columns, column)
+    except KeyError:
+        return None
+
+
+@dataclass(frozen=True)
+class RewardFunctionRole:
+    """A source that is asked with text, and how it counts in the sum."""
+
+    reward: GuardedReward
+    weight: float
+    gate: GateConfig | None = None
+
+    @property
+    def name(self) -> str:
+        return self.reward.name
+
+
+@dataclass(frozen=True)
+class FunctionScorer:
+    """Scores of a source as a sequence column; NaN where it does not apply, or was left out. Waits outside of any
+    lease, so that generation goes on meanwhile.
+    """
+
+    leases: LeaseContext
+    reward: GuardedReward
+
+    async def score(self, chunk: Chunk) -> ColumnSet:
+        batch, name, recorder = chunk.data, self.reward.name, self.leases.recorder
+        items: Sequence[PromptItem] = batch.objects["prompt"]
+        keys = sorted({key for item in items for key in item.columns})
+        columns = {key: [item.columns.get(key) for item in items] for key in keys}
+        if (needed := self.reward.source.column) is not None and needed not in columns:
+            columns[needed] = [_value(item, needed) for item in items]
+        prompts, completions = [item.prompt for item in items], list(batch.objects["completion"])
+        with recorder.span(f"reward_{name}", step=chunk.step, role=name, mode="forward", chunk=chunk.index) as span:
+            outcome = await self.reward.score(prompts, completions, columns, partial(recorder.mark, span))
+        if outcome.failed and all(outcome.failed) and not self.reward.has_scored:
+            # A source that has failed for a whole chunk and never worked is no hiccup but a wrong address.
+            raise UserError(
+                f"the reward {name!r} has not given a single score",
+                found=str(outcome.reasons[0]),
+                remedy="correct the recipe or start its server, and resume the run: no update was made with it",
+            ) from outcome.reasons[0]
+        values = [float("nan") if score is None else float(score) for score in outcome.scores]
+        sequence = {REWARD_PREFIX + name: torch.tensor(values)}
+        if self.reward.may_leave_out:
+            sequence[LEFT_OUT_PREFIX + name] = torch.tensor(outcome.failed, dtype=torch.float32)
+        return ColumnSet(batch.ids, sequence=sequence)
+
+
+Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
+"""What Python code passes: functions and reward models."""
+
+
+class RewardSources:
+    """The sources that answers are scored by, and the weight of each by its name.
+
+    Args:
+        own: weights of sources without a scorer: an environment's own rewards come with its episodes.
+
+    Raises:
+        UserError: as ``reward_weights``.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[RewardModelRole],
+        functions: Sequence[RewardFunctionRole],
+        own: Mapping[str, float] | None = None,
+    ) -> None:
+        self.models, self.functions = models, functions
+        self.weights = reward_weights([*models, *functions], own)
+
+    def scorers(self, leases: LeaseContext, groups: Mapping[str, RoleGroup[ModelWorker]]) -> list[Scorer]:
+        """``groups`` have the models, by the roles' names."""
+        scorers = [role.scorer(leases, groups[role.name]) for role in self.models]
+        return [*scorers, *(FunctionScorer(leases, role.reward) for role in self.functions)]
+
+    def warnings(self) -> list[str]:
+        """What the functions have to say, and which samples they left out."""
+        return [warning for role in self.functions for warning in role.reward.warnings()]
+
+    def close(self) -> None:
+        for role in self.functions:
+            role.reward.close()
+
+
+def reward_weights(
+    sources: Sequence[RewardModelRole | RewardFunctionRole], own: Mapping[str, float] | None = None
+) -> RewardWeights:
+    """Weight of every source by name, and the gates; ``own`` as for ``RewardSources``.
+
+    Raises:
+        UserError: two of one name, a name that cannot be logged, or a gate that names no other source.
+    """
+    pairs = [*(own or {}).items(), *((source.name, source.weight) for source in sources)]
+    names = [name for name, _ in pairs]
+    taken = sorted({name for name in names if names.count(name) > 1 or REWARD_PREFIX + name in METRICS})
+    if taken:
+        raise UserError(
+            "a reward needs a name of its own",
+            found=f"{taken}, used twice or for a metric",
+            remedy="set another `name`",
+        )
+    for name in names:
+        try:
+            find_metric(REWARD_PREFIX + name)
+        except ValueError:
+            raise UserError(
+                "the name of a reward cannot be part of a metric's",
+                found=repr(name),
+                remedy="use letters, digits, and any of _.+@:- in its `name`",
+            ) from None
+    weights = RewardWeights(pairs, {source.name: source.gate for source in sources if source.gate is not None})
+    for name, gate in weights.gates.items():
+        if gate.source == name or gate.source not in weights:
+            others = [other for other in names if other != name]
+            raise UserError(
+                f"the gate of the reward {name!r} names no other reward",
+                found=f"source: {gate.source}; the others are {', '.join(others) or 'none'}",
+                remedy=nearest(gate.source, others) or "name one of them in gate.source",
+            )
+    return weights
+
+
+# From a recipe, and from Python ----------------------------------------------------------------------------
+
+
+def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[RewardFunctionRole]:
+    """The recipe's sources that are asked with text, then the functions passed from Python."""
+    found = [
+        RewardFunctionRole(build_reward(config), config.weight, config.gate)
+        for config in configs
+        if not isinstance(config, ModelSource)
+    ]
+    passed = [reward for reward in rewards if not isinstance(reward, PreTrainedModel)]
+    return found + [RewardFunctionRole(GuardedReward(PassedFunction(reward)), 1.0) for reward in passed]
+
+
+def fit_to_data(functions: Sequence[RewardFunctionRole], data: PromptData, codec: TextCodec) -> None:
+    """Refuses data without a column that a function needs, and objects where it needs right answers. Rules learn what
+    the chat template opens.
+    """
+    first = data.items[0]
+    for function in functions:
+        source = function.reward.source
+        function.reward.check_columns(sorted(data.columns))
+        if source.compares and source.column is not None:
+            with contextlib.suppress(KeyError):  # the first row is of a source of data that lacks the column
+                right_answers(column_at(first.columns, source.column), source.column)
+        if isinstance(source, RuleSource) and not isinstance(first.prompt, str):
+            source.opened = opened_tag(codec.render(first.prompt))
+
+
+def reward_models(
+    configs: Sequence[RewardConfig], rewards: Rewards, codec: TextCodec, train: TrainConfig, frozen: FrozenModels
+) -> list[RewardModelRole]:
+    """The recipe's reward models, then those passed from Python (which share the policy's tokenizer), then those of
+    plug-ins.
+
+    Args:
+        codec: the policy's.
+
+    Raises:
+        UserError: a model cannot be loaded, or does not go with its tokenizer.
+    """
+    roles = [_reward_model(config, codec, frozen) for config in configs if isinstance(config, ModelReward)]
+    for name, reward in user_models(configs, rewards).items():
+        check_vocabulary(codec.tokenizer, vocabulary_size(reward))
+        packed = frozen.scalar(reward, is_user_object=True)
+        roles.append(RewardModelRole(name, packed, forward_budget(train), None, 1.0))
+    others = [one for one in configs if isinstance(one, ModelSource) and not isinstance(one, ModelReward)]
+    return roles + [load(added("rewards")[one.type].model or "")(one, codec, frozen) for one in others]
+
+
+def user_models(configs: Sequence[RewardConfig], rewards: Rewards) -> dict[str, PreTrainedModel]:
+    """The reward models passed from Python, by what they are called beside those of the recipe."""
+    models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
+    if len(models) == 1 and not any(isinstance(config, ModelReward) for config in configs):
+        return {"reward_model": models[0]}
+    return {f"reward_model_{number}": model for number, model in enumerate(models, start=1)}
+
+
+def forward_budget(train: TrainConfig) -> TokenBudget:
+    return TokenBudget(train.forward_token_budget, "actor.train.forward_token_budget")
+
+
+def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -> RewardModelRole:
+    tokenizer, packed, budget = load_source(config, frozen)
+    same = reads_the_same(tokenizer, codec.tokenizer)
+    foreign = None if same else TextCodec.of(tokenizer, load_generation_config(config.path))
+    return RewardModelRole(config.name, packed, budget, foreign, config.weight, config.gate)
+
+
+def load_source(
+    config: ModelSource, frozen: FrozenModels
+) -> tuple[PreTrainedTokenizerBase, PackedScalarModel, TokenBudget]:
+    """The model's own tokenizer, the model, and its token budget."""
+    trust = config.trust_remote_code
+    tokenizer = load_tokenizer(config.tokenizer or config.path, trust_remote_code=trust)
+    packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.device == META, trust_remote_code=trust))
+    check_vocabulary(tokenizer, vocabulary_size(packed.model))
+    budget = TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")
+    return tokenizer, packed, budget
+
+
+_ORDER = 7_919
+"""Added to the run's seed: where prompts and demonstrations are the same rows, they do not come in the same order."""
+BYTES_PER_TOKEN = 9
+"""Of a tokenised batch: an id of 8 bytes and a mask of one."""
+
+
+class PTX:
+    """The second data loader: the demonstrations of update ``number`` are a function of (seed, number).
+
+    Copies in other processes read the rows themselves, when they are first asked for: by then such a process is where
+    relative paths begin.
+    """
+
+    def __init__(self, config: PTXConfig, seed: int, read: Callable[[], SFTData]) -> None:
+        self.config = config
+        self._seed = seed
+        self._read = read
+        self._batches: Prefetcher[RaggedBatch] = Prefetcher(self.batch, ahead=config.prefetch)
+
+    def __reduce__(self) -> tuple[type[PTX], tuple[Any, ...]]:
+        return PTX, (self.config, self._seed, self._read)
+
+    @cached_property
+    def data(self) -> SFTData:
+        return self._read()
+
+    def batch(self, number: int) -> RaggedBatch:
+        """The demonstrations of update ``number``."""
+        return self.data.batch(number, self.config.examples_per_minibatch, self._seed + _ORDER)
+
+    def start(self, number: int) -> None:
+        """Begins to prepare the batches of update ``number`` and those that follow."""
+        self._batches.start(number)
+
+    def terms(self, number: int) -> list[LossTerm]:
+        """What is added to the loss of update ``number``."""
+        return [LossTerm(self._batches.get(number), SFTObjective("loss/ptx"), self.config.coef)]
+
+    def metrics(self, num_updates: int) -> dict[str, float]:
+        return {"data/ptx_epoch": num_updates * self.config.examples_per_minibatch / len(self.data)}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was left out or converted, and what the loader holds at most, in words."""
+        tokens = self.config.examples_per_minibatch * int(self.data.lengths.max())
+        held = (self.config.prefetch + 1) * tokens * BYTES_PER_TOKEN
+        size = f"{len(self.data):,} demonstrations, at most {held / 2**20:.1f} MiB of them as tokens"
+        return [f"ptx: {warning}" for warning in (size, *self.data.remarks)]
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, context: int) -> PTX | None:
+    """The loader of the recipe's ``ptx``; None without it.
+
+    Args:
+        rows: demonstrations passed from Python in place of ``ptx.data``.
+        context: longest sequence that the actor can read.
+
+    Raises:
+        UserError: data or coefficient are missing, or a row cannot be used.
+    """
+    config = recipe.ptx
+    if config is None:
+        if rows is not None:
+            raise UserError(
+                "demonstrations need a weight in the actor's loss",
+                found="ptx_rows without ptx in the recipe",
+                remedy="set ptx.coef and ptx.examples_per_minibatch",
+            )
+        return None
+    if rows is None and (config.data is None or not config.data.parts):
+        raise UserError("there is no data", found="ptx.data is missing", remedy="set ptx.data.path, or pass ptx_rows")
+    ptx = PTX(config, recipe.seed, partial(_read, config, rows, codec, context))
+    check_budget(int(ptx.data.lengths.max()), recipe.actor.train.token_budget, "actor.train.token_budget")
+    return ptx
+
+
+def _read(config: PTXConfig, rows: Sequence[Any] | None, codec: TextCodec, context: int) -> SFTData:
+    # The thread that prepares batches has a tokenizer of its own: not every one may be used by two at a time.
+    own_codec = TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids)
+    return read_data(config.data, rows, own_codec, context, "ptx.data", demonstration_reader)
+
 
 _P = TypeVar("_P", bound=PackedModel)
 
@@ -275,7 +651,7 @@ class ModelLoader:
             speculation, model = self.recipe.rollout.speculation, self.drafter_model
             if speculation is None or model is None:
                 return TrainWorker(self.actor_engine, ptx)
-            target = DRAFTERS[speculation.type].worker
+            target = added("drafters")[speculation.type].worker
             assert target is not None, "its model learns"
             made: TrainWorker = load(target)(self.actor_engine, ptx, speculation, model, self.recipe.seed)
             return made

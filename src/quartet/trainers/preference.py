@@ -9,7 +9,7 @@
 
 A file of log-probabilities belongs to the weights and the token ids that its name and its header tell (SHA-256 of
 both), so neither other weights nor other data, another tokenizer or another chat template can be taken for it. What
-cannot be read is computed again.
+is no such file is computed again.
 
 ::
 
@@ -38,14 +38,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.algorithms.preference import kto_reference_point, step_anchors
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe, StepLossConfig
-from quartet.data.datasets import draws
-from quartet.data.lazy import Chained, Unchecked
-from quartet.data.preference import JudgedData, PreferenceData
+from quartet.data.datasets import JudgedData, PreferenceData, draws
 from quartet.models.directories import on_meta
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.observe.callbacks import Callback
@@ -55,9 +52,9 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.train.engine import Objective, TrainEngine
 from quartet.train.forward import Needs, Outputs, forward_only
 from quartet.train.metrics import MetricSums
+from quartet.train.objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.loading import load_shares
-from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers import checkpoints
 from quartet.trainers.devices import FrozenModels, precision_on
@@ -71,14 +68,13 @@ from quartet.trainers.input_sources import (
     with_name,
 )
 from quartet.trainers.run_files import Resume, read_json, write_json, writing
-from quartet.trainers.supervised import SupervisedTrainer
-from quartet.trainers.supervised_worker import CausalWorker, Given
+from quartet.trainers.supervised import Given, SupervisedTrainer, SupervisedWorker
 from quartet.weights.gather import gather
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""
 _LOGPROBS = Needs(logprobs=True)
-FORMAT = "quartet-reference-logprobs-1"
+FORMAT = "quartet-reference-logprobs-2"
 _ROWS = 64
 """Rows of one forward-only pass; micro-batches are cut by the token budget."""
 _UNSTABLE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
@@ -87,7 +83,7 @@ _UNSTABLE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "a
 Tables = Mapping[str, Tensor]
 
 
-class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedData]):
+class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | JudgedData]):
     """Trains a causal LM to prefer chosen over rejected answers."""
 
     _rows_key = "pairs_per_step"
@@ -136,35 +132,14 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
                     remedy="leave the reference out, or use a loss such as dpo",
                 )
             return None
-        data = {"training": self.data, **({"evaluation": self.evaluation} if self.evaluation is not None else {})}
         if (model is None or model is self.packed.model) and config.path is None:
             reference = self._model_as_it_starts()
         else:
             reference = self._other_model(None if model is self.packed.model else model)
-        mismatched, drawn = isinstance(loss, KTOLoss), {"training": self._drawn()}
+        data = {"training": (self.data, self._drawn())}
         if self.evaluation is not None:
-            drawn["evaluation"] = range(len(self.evaluation))
-        return ReferenceTables(
-            reference,
-            data,
-            drawn,
-            self.engine,
-            cache=config.cache,
-            mismatched=mismatched,
-            reading=self._reading(),
-        )
-
-    def _reading(self) -> str:
-        """What decides on the tokens of rows that are only checked when they are drawn, beside what is in them."""
-        config, tokenizer = self.recipe.data or DataConfig(), self.codec.tokenizer
-        sources = [(part.columns, part.turns, part.system_prompt) for part in config.sources or (config,)]
-        tokens: Any = sorted(tokenizer.get_vocab().items())
-        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-            # Merges and normalizer too; calls set the others.
-            tokens = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
-        marks = (tokenizer.special_tokens_map, sorted(self.codec.eos_ids))
-        tokens = (type(tokenizer).__name__, tokens, marks, tokenizer.chat_template)
-        return repr((sources, self.data.max_tokens, config.overlong, self.recipe.doubtful_pairs, tokens))
+            data["evaluation"] = (self.evaluation, range(len(self.evaluation)))
+        return ReferenceTables(reference, data, self.engine, cache=config.cache, mismatched=isinstance(loss, KTOLoss))
 
     def _drawn(self) -> Sequence[int]:
         """The rows that the run uses: all, but where it has so many that they are not all checked at its start."""
@@ -241,9 +216,9 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         loss = self.recipe.loss
         return KTOObjective(loss) if isinstance(loss, KTOLoss) else PreferenceObjective(loss)
 
-    def begin_reference(self, path: Path, *, is_resumed: bool) -> tuple[int, tuple[str, ...]]:
+    def begin_reference(self, path: Path, *, is_resumed: bool) -> int:
         """As ``ReferenceTables.begin``, once, before the first step; without a reference nothing is missing."""
-        return self._tables.begin(path, is_resumed=is_resumed) if self._tables is not None else (0, ())
+        return self._tables.begin(path, is_resumed=is_resumed) if self._tables is not None else 0
 
     def compute_reference(self) -> int:
         """As ``ReferenceTables.compute``."""
@@ -359,16 +334,10 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
         )
         self._reference = None  # the worker's, which gives it back before the first step
 
-    def _models(self) -> list[tuple[Any, PreTrainedModel | None]]:
-        return [*super()._models(), (self.recipe.reference, self._reference)]
-
     async def _prepare(self, group: RoleGroup[PreferenceWorker]) -> None:
         """Has the reference's log-probabilities computed where they are not there."""
         run, path, is_resumed = self.run, self._path_of_workers, bool(self.run.saved_steps())
-        missing, warnings = await group.call(PreferenceWorker.begin_reference, path, is_resumed=is_resumed)
-        for warning in warnings:
-            self.progress.print(warning)
-        if missing:
+        if missing := await group.call(PreferenceWorker.begin_reference, path, is_resumed=is_resumed):
             with self.progress.stage("reference", missing) as bar:
                 while num_rows := await group.call(PreferenceWorker.compute_reference):
                     bar.advance(num_rows)
@@ -413,25 +382,6 @@ def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
     return state.hexdigest()
 
 
-def data_digest(data: PreferenceData | JudgedData, *, mismatched: bool, reading: str = "") -> str:
-    """SHA-256 of all token ids, in their order; of rows that are only checked when they are drawn, of what is in them
-    and of ``reading``."""
-    state = hashlib.sha256(f"{FORMAT}|{type(data).__name__}|{mismatched}".encode())
-    if mismatched:
-        state.update(str(data.max_tokens).encode())
-    if data.unchecked:
-        state.update(reading.encode())
-    for part in data.items.parts() if isinstance(data.items, Chained) else (data.items,):
-        if isinstance(part, Unchecked):
-            state.update(part.digest)
-            continue
-        for item in part:
-            for ids in item.parts:
-                state.update(len(ids).to_bytes(8, "little"))
-                state.update(np.asarray(ids, dtype=np.int64).tobytes())
-    return state.hexdigest()
-
-
 class ReferenceTables:
     """The tables of one run's data sets: ``tables[name]["answers"]`` is ``[rows, answers per row]`` float32.
 
@@ -439,30 +389,26 @@ class ReferenceTables:
 
     Args:
         reference: whose log-probabilities.
-        data: the data sets by name.
-        drawn: the rows of each that the run uses, ascending.
+        data: the data sets by name, each with the rows that the run uses, ascending.
         engine: of the model that is trained, for its ranks.
         cache: folder to share between runs; the run's own when None.
         mismatched: also of answers to other prompts.
-        reading: what decides on the tokens of rows that are only checked when they are drawn.
     """
 
     def __init__(
         self,
         reference: Reference,
-        data: Mapping[str, PreferenceData | JudgedData],
-        drawn: Mapping[str, Sequence[int]],
+        data: Mapping[str, tuple[PreferenceData | JudgedData, Sequence[int]]],
         engine: TrainEngine[Any],
         *,
         cache: str | None,
         mismatched: bool,
-        reading: str,
     ) -> None:
         self._engine = engine
         self._reference: Reference | None = reference
-        self._data, self._drawn = dict(data), dict(drawn)
+        self._data = data
         self._cache = None if cache is None else Path(cache).expanduser()
-        self._mismatched, self._reading = mismatched, reading
+        self._kinds = ("answers", "mismatched") if mismatched else ("answers",)
         self._work: Iterator[int] = iter(())
         self.tables: dict[str, Tables] = {}
 
@@ -471,7 +417,7 @@ class ReferenceTables:
             raise RuntimeError(f"the reference's log-probabilities of {name!r} are not there before the first step")
         return self.tables[name]
 
-    def begin(self, path: Path, *, is_resumed: bool) -> tuple[int, tuple[str, ...]]:
+    def begin(self, path: Path, *, is_resumed: bool) -> int:
         """Reads the tables that are there; ``compute`` makes the others.
 
         Args:
@@ -479,35 +425,33 @@ class ReferenceTables:
             is_resumed: the run has a checkpoint from which it goes on.
 
         Returns:
-            How many rows have to be computed, and which files are there and cannot be used, in words.
+            How many rows have to be computed.
 
         Raises:
             UserError: data or reference are not those with which the run that is resumed began.
         """
         reference = self._reference
         assert reference is not None, "begun once, before the reference is given back"
-        digests = {
-            name: data_digest(data, mismatched=self._mismatched, reading=self._reading)
-            for name, data in self._data.items()
-        }
+        digests = {name: self._digest(name) for name in self._data}
         first, record = self._engine.of_first_rank, path / "reference.json"
-        weights = _weights(reference, first(lambda: _recorded(record)) if is_resumed else None, digests)
+        begun = first(lambda: read_json(record)) if is_resumed else None
+        weights = str(begun["weights"]) if begun is not None else reference.digest()
+        if begun is not None:
+            _check_unchanged(begun["data"], digests)
+            if not reference.is_start and reference.digest() != weights:
+                raise UserError(
+                    "the reference is not the one the run began with",
+                    found="other weights at reference.path",
+                    remedy="put the former weights back, or choose another output_dir",
+                )
         first(lambda: write_json(record, {"weights": weights, "data": digests}))
-        folder, warnings = self._cache if self._cache is not None else path / "reference", []
-        missing: dict[str, tuple[Path, dict[str, str]]] = {}
-        for name, data in self._data.items():
-            header, stem = {"format": FORMAT, "weights": weights, "data": digests[name]}, digests[name][:16]
-            header["rows"] = str(len(self._drawn[name]))
-            if len(self._drawn[name]) < len(data):
-                header["drawn"] = hashlib.sha256(np.asarray(self._drawn[name], np.int64).tobytes()).hexdigest()
-                stem += f"-{header['drawn'][:8]}"
-            file = folder / f"{weights[:16]}-{stem}.safetensors"
-            found, is_there = first(partial(_load, file, header))
-            if found is not None:
-                self.tables[name] = _spread(found, self._drawn[name], len(data))
+        folder, missing = self._cache if self._cache is not None else path / "reference", {}
+        for name, (data, drawn) in self._data.items():
+            header = {"format": FORMAT, "weights": weights, "data": digests[name]}
+            file = folder / f"{weights[:16]}-{digests[name][:16]}.safetensors"
+            if (found := first(partial(_load, file, header))) is not None:
+                self.tables[name] = _spread(found, drawn, len(data))
                 continue
-            if is_there:
-                warnings.append(f"{file} is damaged or belongs to something else: it is computed again")
             if reference.is_start and reference.digest() != weights:
                 raise UserError(
                     "the run's reference log-probabilities are gone and cannot be computed again",
@@ -516,7 +460,23 @@ class ReferenceTables:
                 )
             missing[name] = file, header
         self._work = self._computed(reference, missing)
-        return sum(len(self._drawn[name]) for name in missing), tuple(warnings)
+        return sum(len(self._data[name][1]) for name in missing)
+
+    def _parts(self, name: str, size: int) -> Iterator[tuple[Sequence[int], list[RaggedBatch]]]:
+        """``size`` rows at a time, with a batch of each kind."""
+        data, drawn = self._data[name]
+        for start in range(0, len(drawn), size):
+            rows = drawn[start : start + size]
+            yield rows, [data.select(rows) if kind == "answers" else data.mismatched(rows) for kind in self._kinds]
+
+    def _digest(self, name: str) -> str:
+        """SHA-256 of all token ids, in their order."""
+        state = hashlib.sha256(f"{FORMAT}|{self._kinds}".encode())
+        for _, batches in self._parts(name, _ROWS):
+            for batch in batches:
+                state.update(f"{list(batch.segment_lengths)}".encode())
+                state.update(batch.input_ids.numpy().tobytes())
+        return state.hexdigest()
 
     def compute(self) -> int:
         """Computes some rows of what is missing, and writes a table that is complete.
@@ -531,20 +491,15 @@ class ReferenceTables:
 
     def _computed(self, reference: Reference, missing: Mapping[str, tuple[Path, dict[str, str]]]) -> Iterator[int]:
         for name, (path, header) in missing.items():
-            data = self._data[name]
-            sources: dict[str, Callable[[Sequence[int]], RaggedBatch]] = {"answers": data.select}
-            if self._mismatched:
-                sources["mismatched"] = data.mismatched
-            parts: dict[str, list[Tensor]] = {kind: [] for kind in sources}
-            size, drawn = _ROWS * self._engine.num_ranks, self._drawn[name]
-            for start in range(0, len(drawn), size):
-                rows = drawn[start : start + size]
-                passes = self._engine.in_shares((select(rows) for select in sources.values()), reference.forward)
-                for kind, (batch, found) in zip(sources, passes, strict=True):
-                    totals, _ = answer_logprobs(found.token["logprobs"], batch)
-                    parts[kind].append(totals.float().view(len(rows), -1))
-                if start + size >= len(drawn):
-                    tables = {kind: torch.cat(part) for kind, part in parts.items()}
+            data, drawn = self._data[name]
+            totals: dict[str, list[Tensor]] = {kind: [] for kind in self._kinds}
+            for rows, batches in self._parts(name, _ROWS * self._engine.num_ranks):
+                passes = self._engine.in_shares(batches, reference.forward)
+                for kind, (batch, found) in zip(self._kinds, passes, strict=True):
+                    of_answers, _ = answer_logprobs(found.token["logprobs"], batch)
+                    totals[kind].append(of_answers.float().view(len(rows), -1))
+                if rows[-1] == drawn[-1]:
+                    tables = {kind: torch.cat(part) for kind, part in totals.items()}
                     self._engine.of_first_rank(partial(_write, path, header, tables))
                     self.tables[name] = _spread(tables, drawn, len(data))
                 yield len(rows)
@@ -578,52 +533,21 @@ def _write(path: Path, header: Mapping[str, str], tables: dict[str, Tensor]) -> 
         replace_atomically(path, save(tables, metadata=dict(header)))
 
 
-def _weights(reference: Reference, record: Mapping[str, Any] | None, digests: Mapping[str, str]) -> str:
-    """The digest of the run's reference; the one it began with, where it goes on from a checkpoint with a record."""
-    if record is None:
-        return reference.digest()
-    changed = [name for name, digest in digests.items() if record["data"].get(name) != digest]
-    if changed:
+def _check_unchanged(then: Mapping[str, str], now: Mapping[str, str]) -> None:
+    if changed := [name for name, digest in now.items() if then.get(name) != digest]:
         raise UserError(
             f"the {' and '.join(changed)} data are not those the run began with",
-            found="other token ids, or rows that are only checked when they are drawn are read in another way",
+            found="other token ids",
             remedy="resume with the same rows, tokenizer, chat template, system prompt, max_tokens and doubtful_pairs "
             "(a template that writes today's date: also with that date), or choose another output_dir",
         )
-    weights = str(record["weights"])
-    if not reference.is_start and reference.digest() != weights:
-        raise UserError(
-            "the reference is not the one the run began with",
-            found="other weights at reference.path",
-            remedy="put the former weights back, or choose another output_dir",
-        )
-    return weights
 
 
-def _recorded(path: Path) -> dict[str, Any]:
-    try:
-        found = read_json(path)
-    except ValueError:
-        found = None
-    if not (isinstance(found, dict) and isinstance(found.get("data"), dict) and isinstance(found.get("weights"), str)):
-        raise UserError(
-            f"{path} does not say what the run's reference is",
-            found="a damaged file",
-            remedy="restore it from a copy, or choose another output_dir",
-        )
-    return found
-
-
-def _load(path: Path, header: Mapping[str, str]) -> tuple[Tables | None, bool]:
-    """What the file holds, if it holds what ``header`` says and is whole; whether there is anything at its place."""
-    return _loaded(path, header) if path.is_file() else None, path.exists()
-
-
-def _loaded(path: Path, header: Mapping[str, str]) -> Tables | None:
+def _load(path: Path, header: Mapping[str, str]) -> Tables | None:
+    """What the file holds, if it holds what ``header`` says and is whole."""
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
             tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tables if file.metadata() == dict(header) else None
     except (OSError, SafetensorError):
         return None
-    return tables if {name: metadata.get(name) for name in header} == dict(header) else None

@@ -31,14 +31,13 @@ from quartet.config.algorithms import (
     kl_term,
     reads_old_logprobs,
 )
-from quartet.config.cross_checks import without_effect
-from quartet.config.recipe import EnvironmentConfig, RLRecipe
+from quartet.config.recipe import EnvironmentConfig, RLRecipe, without_effect
 from quartet.data.datasets import PromptData, PromptItem, draw
 from quartet.envs.episode import Act, EpisodeError, EpisodeLimits, FinishedEpisode, NoRoom, run_episode
 from quartet.envs.protocol import Environment, EnvironmentFactory, Item, environment_factory
 from quartet.envs.transcript import SOURCE, Seen
+from quartet.models.logprobs import Limits
 from quartet.models.packed_model import PackedModel
-from quartet.models.truncation import Limits
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import Group
@@ -47,13 +46,12 @@ from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelStats, ModelWorker, TrainWorker
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import PromptRequest, SampleRequest, TurnRequest
+from quartet.schedule.rollout_worker import PromptRequest, TurnRequest, sampling_params
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import check_vocabulary
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.trainers.devices import CPU, META
-from quartet.trainers.evaluation import prompt_request, sampling_params
 from quartet.trainers.experience import ENTROPIES, SHARP
 from quartet.trainers.input_sources import (
     UNLIMITED,
@@ -64,10 +62,17 @@ from quartet.trainers.input_sources import (
     prompt_data,
     vocabulary_size,
 )
-from quartet.trainers.model_loader import ModelLoader, UserObjects
-from quartet.trainers.ptx import build_ptx
-from quartet.trainers.reward_roles import EpisodeScorer, RewardModelRole
-from quartet.trainers.reward_sources import RewardSources, fit_to_data, reward_functions, reward_weights
+from quartet.trainers.model_loader import (
+    EpisodeScorer,
+    ModelLoader,
+    RewardModelRole,
+    RewardSources,
+    UserObjects,
+    build_ptx,
+    fit_to_data,
+    reward_functions,
+    reward_weights,
+)
 from quartet.trainers.sharded_models import check_cuts, shardings
 
 _PAUSES_S = (1.0, 5.0)
@@ -347,10 +352,10 @@ class RLRoles:
         recipe, item = self.recipe, self.item(index)
         params = sampling_params(recipe.rollout.sampling, self.codec)
         num, seed = recipe.responses_per_prompt, recipe.seed
-        request = prompt_request(str(index), item, params, seed=seed, draw=index, samples=num)
+        request = PromptRequest.of(str(index), item, params, seed=seed, draw=index, num=num)
         if needs_greedy(recipe):
-            greedy = replace(request.samples[0].sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-            request = replace(request, samples=(*request.samples, SampleRequest(f"{index}.greedy", greedy)))
+            greedy = replace(request.samples[f"{index}.0"], temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+            request = replace(request, samples={**request.samples, f"{index}.greedy": greedy})
         return item, request
 
     # Rewards and columns -----------------------------------------------------------------------------------

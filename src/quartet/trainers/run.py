@@ -31,12 +31,12 @@ from transformers import PreTrainedModel
 
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
-from quartet.config.addresses import is_url
 from quartet.config.common import TrainingRecipe
 from quartet.config.load import dump_recipe
 from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
+from quartet.config.strict import is_url
 from quartet.observe import memory
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
@@ -69,20 +69,19 @@ from quartet.train.checkpoint import (
     set_aside_after,
 )
 from quartet.trainers.devices import check_torch, compute_device, device_changes, resolved, use_threads
-from quartet.trainers.hub_models import pinned, write_cards
 from quartet.trainers.run_files import (
     OTHER_LENGTH,
     Resume,
-    changed_inputs,
     changed_keys,
     check_resumable,
-    input_digests,
     inspect,
     is_other_length,
     job_of,
     output_path,
+    pinned,
     software_versions,
     take_lock,
+    write_cards,
     write_json,
     write_models,
     writing,
@@ -214,7 +213,7 @@ class RunDirectory:
         # Looked at again: another process may have come between.
         found = self._inspect()
         self.remote.claim()
-        former, named = found or {}, self.recipe.model_dump(mode="json")
+        former = found or {}
         self._info = {
             "job": self.job,
             "name": self.name,
@@ -224,7 +223,6 @@ class RunDirectory:
             "resolved": self._resolved,
             **memory.record(),
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
-            "inputs": input_digests(named),
             **({"commits": self._commits} if self._commits else {}),
             **({OLDER_MODEL: True} if former.get(OTHER_LENGTH) or former.get(OLDER_MODEL) else {}),
         }
@@ -232,11 +230,7 @@ class RunDirectory:
             with writing(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
-        for text in (
-            *memory.processor_changes(former, self._info),
-            *device_changes(former, self._info),
-            *changed_inputs(former.get("inputs"), self._info["inputs"], named),
-        ):
+        for text in (*memory.processor_changes(former, self._info), *device_changes(former, self._info)):
             self.warning(text)
         if found is not None and found["status"] == "running":
             self.warning(f"the process that ran it before {ENDED}: its status was still running")

@@ -12,39 +12,46 @@ holds a done one    refused                writes its model once more      the c
 ==================  =====================  ==============================  ==================================
 
 One that was to have other steps, done or not, goes on to these where its learning rate does not depend on them.
+
+Also the commits that a recipe's names of the hub mean, which a resume keeps, and the model card (``README.md``) of an
+exported model: what it is, how to load it, and what it was made of.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
 import torch
 import yaml
+from huggingface_hub import metadata_load
 from safetensors import SafetensorError
 
 from quartet.config import UserError
-from quartet.config.addresses import is_url
-from quartet.config.file_errors import read_error, read_file, write_error
+from quartet.config.common import DataConfig, HubConfig, ModelConfig, Strict, SupervisedRecipe
+from quartet.config.engines import Speculation
+from quartet.config.errors import read_error, read_file, write_error
+from quartet.config.evaluation import ComparisonConfig
 from quartet.config.load import dump_recipe
-from quartet.config.plugins import storage
+from quartet.config.plugins import added, storage
 from quartet.config.recipe import Recipe, RLRecipe
-from quartet.config.schema import flatten
-from quartet.config.speculation import DRAFTERS
-from quartet.config.supervised import SupervisedRecipe
-from quartet.config.yamls import parse_yaml, yaml_complaint
+from quartet.config.strict import flatten, is_url
+from quartet.config.yamls import parse_yaml
 from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
 from quartet.observe.jsonl import replace_atomically
+from quartet.observe.metrics import find_metric
+from quartet.remote.hub import current_commit, pin, split_name
+from quartet.text.loading import local_directory, local_or_hub
 
 FREE_KEYS = (
     "output_dir",
@@ -82,10 +89,6 @@ def job_of(recipe: Recipe) -> str:
     return str(getattr(recipe, "job", "run"))
 
 
-def default_output_dir(job: str) -> Path:
-    return Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
     """``output_dir``, or a dated directory where it is not set; of a URL the directory here in which the run works.
 
@@ -94,14 +97,15 @@ def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
     """
     if output_dir:
         return storage(output_dir).work_dir() if is_url(output_dir) else Path(output_dir)
+    default = Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
         raise UserError(
             "nothing says which run to go on with",
             found=f"{'--resume=auto' if resume == 'auto' else '--resume'}, and output_dir is not set: every start "
-            f"would have a directory of its own ({default_output_dir(job)})",
+            f"would have a directory of its own ({default})",
             remedy="set output_dir, in the recipe or as output_dir=DIR",
         )
-    return default_output_dir(job)
+    return default
 
 
 def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]] | None:
@@ -125,10 +129,10 @@ def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]]
 def found_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
     """The directory and its ``summary.json``; None where that is not there or damaged, and so must be made again."""
     try:
-        summary = read_json(path / "summary.json")
-    except (UserError, ValueError):
+        summary = read_json(path / SUMMARY)
+    except UserError:
         return None
-    return (path, summary) if isinstance(summary, dict) and "stages" in summary else None
+    return (path, summary) if isinstance(summary, dict) and summary.get("stages") else None
 
 
 def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | None:
@@ -155,13 +159,13 @@ def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | Non
         if set(present) <= {RECIPE}:
             return None
         if "checkpoints" in present and RECIPE in present:
-            raise _damaged_marker(path / MARKER, job, "it is missing")
+            raise _damaged(path / MARKER, "it is missing")
         raise UserError(
             f"output_dir {path} is not empty and holds no run",
             found=", ".join(sorted(present)[:5]),
             remedy="choose another output_dir",
         )
-    found = _read_marker(path / MARKER, job)
+    found = _read_marker(path / MARKER)
     if not resume:
         raise UserError(
             f"output_dir {path} already holds a run",
@@ -175,36 +179,26 @@ def read_json(path: Path) -> Any:
     """The value in a JSON file.
 
     Raises:
-        ValueError: it holds no JSON text.
-        UserError: it cannot be read.
+        UserError: it cannot be read, or holds no JSON text.
     """
     try:
         return json.loads(read_file(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON text ({str(error)[:100]})") from error
+        raise _damaged(path, f"no JSON text ({str(error)[:100]})") from error
 
 
 def completed(path: Path, tell: Callable[[str], object]) -> dict[str, Any] | None:
     """The one stage in ``summary.json`` of a job that is part of a larger one; None where it has to go on.
 
-    That is also where its summary or its models are not as it left them, which ``tell`` is told: a job that goes on
-    from its last checkpoint writes them once more.
+    That is also where its models are not as it left them, which ``tell`` is told: a job that goes on from its last
+    checkpoint writes them once more.
     """
-    if not os.path.lexists(path / SUMMARY):
-        return None
-    try:
-        summary = read_json(path / SUMMARY)
-        stage = summary["stages"][0]
-        if not (isinstance(stage["name"], str) and isinstance(stage["metrics"], dict)):
-            raise TypeError("no stage")
-        float(stage["seconds"])
-    except (UserError, ValueError, TypeError, LookupError):
-        tell(f"{path / SUMMARY} is damaged: the stage writes it anew")
+    if (found := found_summary(path)) is None:
         return None
     if changed := _changed_model(path):
         tell(f"{path / changed} is not what the stage has written: it writes it anew")
         return None
-    return dict(stage)
+    return dict(found[1]["stages"][0])
 
 
 def write_models(path: Path) -> None:
@@ -215,7 +209,7 @@ def write_models(path: Path) -> None:
     """
     digests = {
         f"{name}/{file}": asdict(digest)
-        for name in ("model", "critic", *sorted({kind.folder for kind in DRAFTERS.values()}))
+        for name in ("model", "critic", *sorted({kind.folder for kind in added("drafters").values()}))
         for file, digest in digest_files(path / name).items()
     }
     if digests:
@@ -260,25 +254,17 @@ def check_written(directory: Path) -> None:
             )
 
 
-def _read_marker(marker: Path, job: str) -> dict[str, Any]:
-    try:
-        found = read_json(marker)
-    except ValueError as error:
-        raise _damaged_marker(marker, job, str(error)) from error
-    if not isinstance(found, dict):
-        raise _damaged_marker(marker, job, f"a {type(found).__name__} instead of an object")
-    if wrong := [key for key in ("job", "status", "created") if not isinstance(found.get(key), str)]:
-        raise _damaged_marker(marker, job, f"it does not say {', '.join(wrong)}")
+def _read_marker(marker: Path) -> dict[str, Any]:
+    found = read_json(marker)
+    keys = ("job", "status", "created")
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in keys):
+        raise _damaged(marker, f"it does not say {', '.join(keys)}")
     return found
 
 
-def _damaged_marker(marker: Path, job: str, what: str) -> UserError:
-    text = json.dumps({"job": job, "status": "interrupted", "created": "unknown"})
-    return UserError(
-        f"output_dir {marker.parent} holds no run, or one whose {MARKER} is damaged",
-        found=f"{marker}: {what}",
-        remedy=f"choose another output_dir; where it is this run's, restore the file or write {text} into it",
-    )
+def _damaged(path: Path, found: str) -> UserError:
+    remedy = "restore it from a copy, or choose another output_dir"
+    return UserError(f"{path} is damaged: what this run is cannot be known", found=found, remedy=remedy)
 
 
 def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job: str) -> bool:
@@ -324,12 +310,7 @@ def read_recipe(path: Path) -> Any:
     try:
         return parse_yaml(read_file(path).decode("utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        text, line = yaml_complaint(error) if isinstance(error, yaml.YAMLError) else (str(error)[:100], None)
-        raise UserError(
-            f"{path} is damaged: what the run was started with is not known",
-            found=text if line is None else f"line {line}: {text}",
-            remedy="restore it from a copy, or choose another output_dir",
-        ) from error
+        raise _damaged(path, f"no YAML text ({str(error)[:100]})") from error
 
 
 def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str, str]) -> None:
@@ -417,71 +398,6 @@ def take_lock(path: Path) -> TextIO:
     return file
 
 
-# What a recipe reads: data, models, functions ------------------------------------------------------------------
-
-# The recipe names them, and stays the same when their content changes; the rest of the run would then be another one.
-_INPUT_KEYS = ("path", "tokenizer", "chat_template", "target")
-_BLOCK, _NUM_BLOCKS = 1 << 16, 64
-"""Of a file larger than all of them so many bytes are read at so many places: weights that were trained differ
-everywhere."""
-
-
-def input_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Key → digest, of every file or directory that the recipe names as data, model, tokenizer, chat template or
-    function; of a URL what the store says of its content.
-
-    What cannot be read, or is on the hub, is left out.
-    """
-    found = {}
-    for key, value in flatten(recipe).items():
-        if key.rpartition(".")[2] not in _INPUT_KEYS or not isinstance(value, str):
-            continue
-        if is_url(value):
-            with contextlib.suppress(UserError):  # what reads it says what is wrong
-                found[key] = storage(value).fingerprint()
-            continue
-        # A function is file.py:name.
-        name = value.rpartition(":")[0] if key.endswith("target") else value
-        try:
-            path = Path(name).expanduser()
-            path = path / "model" if (path / MARKER).is_file() and (path / "model").is_dir() else path
-            files = [path] if path.is_file() else sorted(path.iterdir()) if name and path.is_dir() else []
-            if files := [file for file in files if file.is_file()]:
-                found[key] = _digest_inputs(files)
-        except (OSError, ValueError):
-            continue  # what reads it says what is wrong
-    return found
-
-
-def changed_inputs(then: object, now: Mapping[str, str], recipe: Mapping[str, Any]) -> list[str]:
-    """What is to be said about them.
-
-    Args:
-        then: ``inputs`` in the run's ``run.json``; earlier versions have none.
-    """
-    if not isinstance(then, Mapping):
-        return []
-    values = flatten(recipe)
-    return [
-        f"{key} ({values[key]}) has changed since the run began: the steps from here on use what is there now"
-        for key, digest in now.items()
-        if then.get(key, digest) != digest
-    ]
-
-
-def _digest_inputs(files: list[Path]) -> str:
-    state = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        state.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
-        with open(path, "rb") as file:
-            whole = size <= _BLOCK * _NUM_BLOCKS
-            for n in range(-(-size // _BLOCK) if whole else _NUM_BLOCKS):
-                file.seek(n * _BLOCK if whole else n * (size - _BLOCK) // (_NUM_BLOCKS - 1))
-                state.update(file.read(_BLOCK))
-    return state.hexdigest()
-
-
 def software_versions() -> dict[str, str]:
     """Of torch with its build (``2.13.0+cpu``), which the installed package does not always name."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
@@ -497,3 +413,186 @@ def write_json(path: Path, value: object) -> None:
     """Writes atomically: a reader sees the old file or the new one."""
     with writing(path):
         replace_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+R = TypeVar("R", bound=Recipe)
+_DATA = ("data", "evaluation_data", "evaluation.data", "ptx.data")
+_SAID = ("loss/", "reward/", "kl/", "sft/", "reward_model/", "preference/", "process_reward/")
+"""Figures of the last step that say how well it learned; seconds, memory and such are left out."""
+_FROM_BASE = ("base_model", "license", "license_name", "license_link")
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def pinned(recipe: R, former: object, tell: Callable[[str], object]) -> tuple[R, dict[str, str]]:
+    """The recipe with ``owner/name@commit`` in the place of every name of the hub; and these by their keys.
+
+    Args:
+        former: the same of the run that goes on, whose commits stay; anything else where none does.
+        tell: told of a branch that has moved since, and of a hub that does not answer.
+
+    Raises:
+        UserError: a model cannot be fetched; where workers of other machines load it, they say so.
+    """
+    pins = _Pins(former if isinstance(former, Mapping) else {}, tell)
+    workers_load = getattr(getattr(recipe, "cluster", None), "type", None) == "ray"
+    with contextlib.suppress(UserError) if workers_load else contextlib.nullcontext():
+        recipe = pins.section(recipe, "")
+    return recipe, pins.commits
+
+
+class _Pins:
+    def __init__(self, former: Mapping[str, Any], tell: Callable[[str], object]) -> None:
+        self.commits: dict[str, str] = {}
+        self._former, self._tell = former, tell
+
+    def section(self, value: Any, key: str) -> Any:
+        """``value`` with pinned names, at ``key`` of the recipe."""
+        dot = f"{key}." if key else ""
+        if isinstance(value, tuple):
+            return tuple(self.section(each, f"{dot}{number}") for number, each in enumerate(value))
+        if not isinstance(value, Strict):
+            return value
+        changes = {name: self.section(getattr(value, name), f"{dot}{name}") for name in value.model_fields_set}
+        if isinstance(value, HubConfig):
+            named = "model" if isinstance(value, ComparisonConfig) else "path"
+            changes |= {"revision": None, named: self._name(f"{dot}{named}", getattr(value, named), value.revision)}
+            if getattr(value, "tokenizer", None) is not None:
+                changes["tokenizer"] = self._name(f"{dot}tokenizer", changes["tokenizer"], None, "tokenizer")
+        if isinstance(value, Speculation) and hasattr(value, "path"):
+            changes["path"] = self._name(
+                f"{dot}path", value.path, None, "drafter", added("drafters")[value.type].folder
+            )
+        changes = {name: new for name, new in changes.items() if new != getattr(value, name)}
+        return value.model_copy(update=changes) if changes else value
+
+    def _name(
+        self, key: str, name: str | None, revision: str | None, what: str = "model", part: str = "model"
+    ) -> str | None:
+        if name is None:
+            return None
+        full = name if revision is None else f"{name}@{revision}"
+        try:
+            if local_directory(full, what, part) is not None:
+                return name
+        except UserError:
+            if revision is not None:
+                raise
+            return name  # who loads it says what is wrong
+        repo, asked = split_name(full)
+        found, then = None, self._former.get(key)
+        if isinstance(then, str) and split_name(then)[0] == repo:
+            found, now = then, current_commit(full)
+            if now is not None and now != split_name(then)[1]:
+                self._tell(
+                    f"{repo}: {asked or 'main'} is now at {now[:12]}; the run goes on with the commit that it began "
+                    f"with, {str(split_name(then)[1])[:12]}"
+                )
+        if found is None:
+            found, remark = pin(full, weights=what != "tokenizer")
+            if remark is not None:
+                self._tell(remark)
+        self.commits[key] = found
+        return found
+
+
+# The model card -------------------------------------------------------------------------------------------
+
+
+def write_cards(path: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str, Any]) -> None:
+    """Writes a card into the model and the adapters that the run in ``path`` has exported; a link to another run's
+    keeps its own.
+
+    Args:
+        pinned: the recipe with the commits of its models.
+        summary: of the run, as ``summary.json`` has it; ``rows`` counts those of each source of data.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    for folder in (path / "model", path / "adapter"):
+        if folder.is_dir() and not folder.is_symlink():
+            text = _USER.sub("…", model_card(folder, recipe, pinned, summary))
+            (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def model_card(folder: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str, Any]) -> str:
+    """The card of the model in ``folder``: metadata as the hub has it, then text."""
+    start: ModelConfig | None = getattr(pinned.actor if isinstance(pinned, RLRecipe) else pinned, "model", None)
+    is_adapter, is_scalar = _kind(folder)
+    kind = "SequenceClassification" if is_scalar else "CausalLM"
+    package, name = ("peft", f"AutoPeftModelFor{kind}") if is_adapter else ("transformers", f"AutoModelFor{kind}")
+    method = [str(part.name) for key in ("algorithm", "loss") if (part := getattr(recipe, key, None)) is not None]
+    sources = list(_sources(recipe, summary.get("rows") or {}))
+    datasets = sorted({source for _, source, _ in sources if _HUB_NAME.fullmatch(source) and not Path(source).exists()})
+    base = {} if start is None else _base(start.path)
+    metadata = {
+        "library_name": package,
+        "pipeline_tag": "text-classification" if is_scalar else "text-generation",
+        **base,
+        **({"base_model_relation": "adapter" if is_adapter else "finetune"} if "base_model" in base else {}),
+        **({"datasets": datasets} if datasets else {}),
+        "tags": ["quartet", str(summary["job"]), *method],
+    }
+    begun = "a model passed from Python" if start is None else f"`{start.path}`"
+    code = ", trust_remote_code=True" if start is not None and start.trust_remote_code else ""
+    loading = (
+        f"from {package} import {name}\nfrom transformers import AutoTokenizer\n\n"
+        f'path = "."  # this directory, or its name on the hub\nmodel = {name}.from_pretrained(path{code})\n'
+        f"tokenizer = AutoTokenizer.from_pretrained(path{code})"
+    )
+    last: Mapping[str, float] = summary["stages"][-1]["metrics"]
+    parts = [
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n\n# {folder.parent.name}",
+        f"Trained by `quartet {' '.join([str(summary['job']), *method])}` from {begun}, seed {summary['seed']}.",
+        f"## Loading\n\n````python\n{loading}\n````",
+        *_table("Data", "key | source | rows used", [(f"`{key}`", path, num) for key, path, num in sources]),
+        *_figures("Held-out evaluation", {n: value for n, value in last.items() if n.startswith("eval/")}),
+        *_figures("Last step of training", {n: value for n, value in last.items() if n.startswith(_SAID)}),
+        f"## Recipe\n\n````yaml\n{dump_recipe(recipe.model_copy(update={'output_dir': None}))}````",
+        "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _kind(folder: Path) -> tuple[bool, bool]:
+    """Whether it holds adapters, and whether its model gives one number instead of text."""
+    if (file := folder / "adapter_config.json").is_file():
+        return True, json.loads(file.read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return False, any("SequenceClassification" in name for name in found.get("architectures") or [])
+
+
+def _base(path: str) -> dict[str, Any]:
+    """Base model and licence, as far as they are known: a directory hands on what its own card says."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(UserError, ValueError, OSError, yaml.YAMLError):
+        found = metadata_load(Path(local_or_hub(path, "model")) / "README.md") or {}
+    repo, commit = split_name(path)
+    if commit is not None and not Path(path).expanduser().exists():
+        found["base_model"] = repo
+    return {key: found[key] for key in _FROM_BASE if key in found}
+
+
+def _sources(recipe: Recipe, rows: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
+    """Key, file or data set, and rows of every source; those of several together are counted with the first."""
+    for key in _DATA:
+        section: Any = recipe
+        for name in key.split("."):
+            section = getattr(section, name, None)
+        named = [str(part.path) for part in section.parts] if isinstance(section, DataConfig) else []
+        if not named and rows.get(key):
+            named = ["rows passed from Python"]
+        for number, path in enumerate(named):
+            yield key, path, f"{rows[key]:,}" if number == 0 and key in rows else ""
+
+
+def _figures(title: str, figures: Mapping[str, float]) -> list[str]:
+    rows = [(f"`{name}`", f"{value:.4g}", find_metric(name).meaning) for name, value in figures.items()]
+    return _table(title, "figure | value | meaning", rows)
+
+
+def _table(title: str, head: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    """A section with a table; none without rows."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return [f"## {title}\n\n| {head} |\n|---|---|---|\n" + "\n".join(lines)] if rows else []

@@ -20,9 +20,7 @@ from quartet.train.parallel.layer_plan import check_cut
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.trainers.devices import META
-from quartet.trainers.model_loader import ModelLoader, UserObjects
-from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_sources import user_models
+from quartet.trainers.model_loader import PTX, ModelLoader, UserObjects, user_models
 
 TRAINED_ROLES = ("actor", "critic")
 

@@ -3,34 +3,37 @@
 Inside ``graceful`` the first of them, whichever it is, asks the run to save and end after the step in flight. A SIGINT
 after it stops at once; SIGTERM and SIGUSR1 never do, since schedulers repeat them. Elsewhere (imports, loading,
 evaluation) there is nothing to wait for, and the first stops at once. ``Stopped`` is raised for that wherever the main
-thread is; like every exception out of a signal handler it can get lost. Against that:
-
-- ``Stopped`` out of a ``__del__`` or the callback of a weak reference is dropped by the interpreter
-  (``sys.unraisablehook``): it is raised again a moment later.
-- Whatever else swallows it meets it again with the next ``check``.
+thread is; whatever swallows it there meets it again with the next ``check``.
 
 The same signal twice within one long operation of the interpreter, which calls the handler afterwards, is one.
+
+Runs a job's coroutine to its end, from a script or from inside a running event loop (a notebook).
 """
 
 from __future__ import annotations
 
-import _thread
+import asyncio
 import atexit
 import contextlib
+import contextvars
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+from quartet.config.errors import UserError
+from quartet.observe.global_state import guarded_code
+from quartet.observe.openmp import end_pool
+from quartet.schedule.clock import interrupt_computing
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 2.0
 """For so long after ``Stopped`` was raised further signals are ignored: what cleans up is not interrupted by keys that
 were pressed in a row."""
-_AGAIN_S = 0.01
 
 
 class Stopped(KeyboardInterrupt):
@@ -52,7 +55,6 @@ class StopSignals:
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self.at_once = False  # the program is to stop where it is
-        self._raise_now = False
         self._raised_s = float("-inf")
         self._graceful = 0
         self._is_installed = False
@@ -83,17 +85,8 @@ class StopSignals:
     @contextlib.contextmanager
     def installed(self, *, ends_process: bool) -> Iterator[None]:
         """Handles the signals of this process, in its main thread."""
-        former, hook = _handlers(), sys.unraisablehook
+        former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         self._is_installed = True
-
-        def unraisable(lost: Any) -> None:
-            if issubclass(lost.exc_type, Stopped):
-                self._raise_now = True
-                _thread.start_new_thread(_interrupt_soon, ())
-            else:
-                hook(lost)
-
-        sys.unraisablehook = unraisable
         self.listen()
         try:
             yield
@@ -101,8 +94,9 @@ class StopSignals:
             if ends_process and self.first is not None:
                 self._ignore_the_rest()
             else:
-                _restore(former)
-            sys.unraisablehook = hook
+                for number, handler in former.items():
+                    if handler is not None:  # set by a library in C, and not ours to name
+                        signal.signal(number, handler)
             self._is_installed = False
 
     def listen(self) -> None:
@@ -136,12 +130,11 @@ class StopSignals:
         else:
             stops = number == signal.SIGINT and time.monotonic() - self._raised_s > GRACE_S
         if stops:
-            self.at_once = self._raise_now = True
-        if self._raise_now:
+            self.at_once = True
             raise self._stopped()
 
     def _stopped(self) -> Stopped:
-        self._raise_now, self._raised_s = False, time.monotonic()
+        self._raised_s = time.monotonic()
         return Stopped(self.first or signal.SIGINT)
 
 
@@ -178,22 +171,6 @@ def take_back_signals() -> None:
         _current.listen()
 
 
-def _handlers() -> dict[signal.Signals, Any]:
-    return {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
-
-def _restore(handlers: dict[signal.Signals, Any]) -> None:
-    for number, handler in handlers.items():
-        if handler is not None:  # set by a library in C, and not ours to name
-            signal.signal(number, handler)
-
-
-def _interrupt_soon() -> None:
-    time.sleep(_AGAIN_S)
-    # A real one: it wakes the main thread up, wherever that waits.
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
 def _forget() -> None:
     """A forked child is another process: what ends it must not reach us, nor wait for a step of ours."""
     global _current
@@ -205,3 +182,96 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+T = TypeVar("T")
+CLEAN_UP_S = 3.0
+"""How long the tasks of a program that is stopped at once have to leave."""
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns; blocks until then.
+
+    Where this thread runs an event loop already, as a notebook does, ``work`` gets a thread and a loop of its own.
+    ``KeyboardInterrupt`` cancels it there, waits for its end and is raised here.
+
+    Raises:
+        UserError: this is called by user code that holds up a run until it returns.
+    """
+    if (caller := guarded_code()) is not None:
+        work.close()
+        raise UserError(
+            f"{caller} starts a run inside of another one, which would wait for ever",
+            found="a call of a trainer or an evaluation in code that was passed from Python",
+            remedy="name the function in the recipe (type: function, target: file.py:name), where it has a process of "
+            "its own, or start the other run in a process",
+        )
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(work)
+    task: list[asyncio.Task[T]] = []
+    begin, begun = threading.Event(), threading.Event()
+
+    async def main() -> T:
+        begin.wait()  # not before an interrupt of the calling thread would cancel it
+        task.append(asyncio.ensure_future(work))
+        begun.set()
+        return await task[0]
+
+    end_pool()  # of loading, say: what computes for ``work`` has one of its own
+    context = contextvars.copy_context()
+    with ThreadPoolExecutor(1, thread_name_prefix="quartet-loop") as pool:
+        try:
+            future = pool.submit(context.run, asyncio.run, main())
+            begin.set()
+            # A signal that arrives as a thread begins to wait for a lock is handled only when that wait has ended.
+            while not wait([future], timeout=1.0).done:
+                pass
+            return future.result()
+        except KeyboardInterrupt:
+            begin.set()
+            if begun.wait(CLEAN_UP_S) and not task[0].done():
+                task[0].get_loop().call_soon_threadsafe(task[0].cancel)
+            raise
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, except that a ``KeyboardInterrupt`` is not waited out.
+
+    It may be raised between taking a callback from the loop's queue and calling it: the task that it would have woken
+    then never ends, however often it is cancelled, and ``asyncio.run`` waits for it for ever. Here the tasks have
+    ``CLEAN_UP_S`` seconds.
+    """
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    try:
+        try:
+            result = runner.run(work)
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):
+                runner.close()
+            raise
+        runner.close()
+        return result
+    except KeyboardInterrupt:
+        _abandon(loop)
+        raise
+
+
+def _abandon(loop: asyncio.AbstractEventLoop) -> None:
+    if loop.is_closed():
+        return
+    # Tasks that never end would be complained about; those that end with an error are consequences.
+    loop.set_exception_handler(lambda *_: None)
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    interrupt_computing()
+    if tasks:
+        done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=CLEAN_UP_S))
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # read, or asyncio reports it as never retrieved
+    asyncio.set_event_loop(None)
+    loop.close()

@@ -1,53 +1,342 @@
 """Jobs without sampling: SFT, preferences, reward models and process reward models.
 
-``train`` → ``_run_steps`` → ``SupervisedWorker.step`` (``supervised_worker.py``) → ``TrainEngine.train_step``
+``train`` → ``_run_steps`` → ``SupervisedWorker.step`` → ``TrainEngine.train_step``
+
+A worker has model, optimizer and rows, in this process or in several of Ray or torchrun; a trainer has the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
-from collections.abc import Sequence
-from functools import partial
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from quartet.algorithms.evaluation_math import Interval, bootstrap_interval, wilson_interval
+from quartet.batch.ragged import RaggedBatch
 from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup, connect
+from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, Custom, dispatch
 from quartet.cluster.ranks import End, Ranks
 from quartet.config import Interrupted, UserError
-from quartet.config.cluster import RayCluster
-from quartet.config.supervised import SupervisedRecipe
+from quartet.config.common import DataConfig, RayCluster, SupervisedRecipe
+from quartet.config.recipe import RewardModelRecipe, SFTRecipe
+from quartet.data.datasets import Batches, PreferenceData, SFTData, steps_for
+from quartet.data.lazy import Prefetcher
 from quartet.models.directories import on_meta
-from quartet.models.loading import adapter_path, load_trained, outlined
-from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.models.loading import (
+    adapter_path,
+    check_saves,
+    load_causal_lm,
+    load_scalar_model,
+    load_trained,
+    packed_causal_lm,
+    packed_scalar_model,
+    save_causal_lm,
+    save_scalar_model,
+    seen_tokens,
+)
+from quartet.models.work import Work
 from quartet.observe.callbacks import Callback
 from quartet.observe.diagnostics import straggler_metrics
 from quartet.observe.progress import Progress
-from quartet.schedule.compute_thread import ComputeThread
-from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup
-from quartet.train.parallel.layer_plan import check_cut
+from quartet.schedule.clock import ComputeThread
+from quartet.schedule.model_worker import Checkpointed, same_for_all
+from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup, RolesWorker
+from quartet.text.tokenizer import TextCodec, check_vocabulary
+from quartet.train.engine import Objective, TrainEngine
+from quartet.train.forward import Needs
+from quartet.train.objectives import PairwiseObjective, SFTObjective
+from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.loading import load_shares
+from quartet.train.parallel.mesh import Mesh
+from quartet.train.state import Shape
 from quartet.trainers import checkpoints
-from quartet.trainers.event_loop import run_async
+from quartet.trainers.checkpoints import TrainResult
+from quartet.trainers.devices import enter_process, precision_on, throughput, worker_device
 from quartet.trainers.input_sources import (
     ModelLike,
     TokenizerLike,
+    check_budget,
     check_recipe,
+    context_length,
+    longest_group,
+    read_data,
+    reader_of,
+    resolve_model,
+    resolve_scalar_model,
+    resolve_tokenizer,
+    vocabulary_size,
     with_names,
 )
-from quartet.trainers.results import TrainResult
 from quartet.trainers.run import Stopwatch, open_run
-from quartet.trainers.run_files import Resume, read_json
-from quartet.trainers.signals import stop_signals, take_back_signals
-from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker
-from quartet.trainers.throughput import throughput
+from quartet.trainers.run_files import Resume, read_json, writing
+from quartet.trainers.signals import run_async, stop_signals, take_back_signals
 
 R = TypeVar("R", bound=SupervisedRecipe)
-W = TypeVar("W", bound=SupervisedWorker[Any, Any, Any])
+D = TypeVar("D", bound=Batches)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What Python code passes in place of what a recipe names. Copies of it go to workers in other processes."""
+
+    model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    rows: Sequence[Any] | None = None
+    evaluation_rows: Sequence[Any] | None = None
+    reference: PreTrainedModel | None = None
+
+
+@dataclass(frozen=True)
+class SupervisedDescription:
+    """What a worker says of its model and its rows.
+
+    Attributes:
+        warnings: what was left out or changed, and what memory did not allow, in words.
+        num_rows: to train on.
+        num_evaluation_rows: held-out ones.
+    """
+
+    warnings: tuple[str, ...]
+    steps: int
+    num_rows: int
+    rows_per_step: int
+    num_evaluation_rows: int
+
+
+class SupervisedWorker(Checkpointed, Generic[R, D]):
+    """Trains one model on rows. Of several, each reads all rows and computes its share of every update and evaluation.
+
+    A job's class says what it reads, minimises and measures. The model is a causal LM, in place; or, where the recipe
+    ``is_scalar``, a scalar head on a causal LM's body, which is copied, or a sequence-classification model with one
+    label, in place.
+
+    Args:
+        device: where the model goes.
+        mesh: the workers that train it together; None for this one alone.
+
+    Raises:
+        UserError: the recipe, the data or the objects do not fit together.
+    """
+
+    _rows_key: ClassVar[str]
+    """Key of the recipe that says how many rows make a step."""
+
+    def __init__(self, recipe: R, given: Given, device: torch.device, mesh: Mesh | None = None) -> None:
+        self.recipe = recipe
+        self.device = device
+        self.mesh = mesh if mesh is not None and mesh.copy.size > 1 else None
+        text = resolve_tokenizer(recipe.model, given.tokenizer)
+        found, generation = self._resolve(given.model)
+        check_vocabulary(text, vocabulary_size(found))
+        self.codec = TextCodec.of(text, generation)
+        context = context_length(found)
+        self.data = self._read("data", recipe.data, given.rows, context)
+        self.evaluation: D | None = None
+        if recipe.evaluation_data is not None or given.evaluation_rows is not None:
+            self.evaluation = self._read("evaluation_data", recipe.evaluation_data, given.evaluation_rows, context)
+        self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), self._rows_per_step)
+        train = recipe.train
+        with contextlib.ExitStack() as taken:
+            # Where something does not fit after all, the model is given back as it was.
+            pack: Callable[..., Any] = packed_scalar_model if recipe.is_scalar else packed_causal_lm
+            self.packed = pack(
+                found if self.mesh is not None else found.to(device),
+                precision=precision_on(device, train.precision),
+                activation_checkpointing=train.activation_checkpointing,
+                lora=train.lora,
+                seed=recipe.seed,
+            )
+            taken.callback(self.packed.release)
+            check_budget(self._longest(), train.token_budget, "train.token_budget")
+            if self.mesh is not None:
+                shard_model(self.packed, self.mesh, on_host=recipe.sharding.cpu_offload)
+                load_shares(self.packed, self._contents(given.model), device=device, seed=recipe.seed)
+            self.engine: TrainEngine[Any] = TrainEngine(self.packed, train, total_steps=self.steps, mesh=mesh)
+            check_saves(self.packed, text, self._seen(), self.codec.eos_ids)
+            self._begin(given)
+            taken.pop_all()
+
+    def _begin(self, given: Given) -> None:
+        """Takes what else a job needs, once model and data are there."""
+
+    def release(self) -> None:
+        """Gives the models back as they were."""
+        self._batches.close()
+        self.packed.release()
+
+    @property
+    @abstractmethod
+    def objective(self) -> Objective:
+        """What every update minimises."""
+
+    def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> D:
+        """The rows of ``key`` in the recipe, or those passed, as tokens."""
+        return read_data(config, rows, self.codec, context, key, reader_of(self.recipe))
+
+    @abstractmethod
+    def _longest(self) -> int:
+        """Most tokens that have to stay in one micro-batch."""
+
+    @abstractmethod
+    def _measure(self, data: D) -> dict[str, float]:
+        """Figures of held-out rows, ``eval/…``; collective."""
+
+    def _batch(self, step: int) -> RaggedBatch:
+        """The batch of a step, a pure function of it, so that a resumed run sees the same data."""
+        return self._batches.get(step)
+
+    @cached_property
+    def _batches(self) -> Prefetcher[Any]:
+        """Of each step; one is prepared ahead where rows have to be read and tokenised for it."""
+        size, seed = self._rows_per_step, self.recipe.seed
+
+        def make(step: int) -> RaggedBatch | None:
+            return self.data.batch(step, size, seed) if step < self.steps else None
+
+        return Prefetcher(make, ahead=1 if self.data.unchecked else 0)
+
+    @property
+    def _rows_per_step(self) -> int:
+        return int(getattr(self.recipe, self._rows_key))
+
+    @property
+    def _shares_prompts(self) -> bool:
+        """A prompt is computed once for all of its answers."""
+        return self.packed.shares_prefixes and self.recipe.train.share_prefixes
+
+    def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
+        """The model to train, and the generation config that names its end-of-text ids, where there is one.
+
+        One that is to be cut has no contents yet.
+        """
+        recipe, empty = self.recipe, self.mesh is not None
+        if model is not None and empty:
+            model = on_meta([model])[0]
+        if recipe.is_scalar:
+            return resolve_scalar_model(recipe.model, model, seed=recipe.seed, empty=empty)
+        found = resolve_model(recipe.model, model, partial(load_causal_lm, empty=empty), "model")
+        return found, found.generation_config
+
+    def _contents(self, model: PreTrainedModel | None) -> str | dict[str, torch.Tensor]:
+        """Where the weights are that ``_resolve`` has left out."""
+        if model is not None:
+            return model.state_dict()
+        assert self.recipe.model is not None, "it has been resolved"
+        return self.recipe.model.path
+
+    def _seen(self) -> torch.Tensor:
+        """``[V]`` bool: the tokens that occur in the data; none where the export does not ask."""
+        if not self.recipe.is_scalar:
+            return torch.zeros(0, dtype=torch.bool)
+        found = (data.seen for data in (self.data, self.evaluation) if data is not None)
+        return seen_tokens(vocabulary_size(self.packed.model), (torch.tensor(sorted(ids)) for ids in found))
+
+    @dispatch(RANK_ZERO)
+    def describe(self) -> SupervisedDescription:
+        warnings = [f"data: {warning}" for warning in self.data.remarks]
+        if self.evaluation is not None:
+            warnings += [f"held-out data: {warning}" for warning in self.evaluation.remarks]
+        return SupervisedDescription(
+            warnings=(*warnings, *self.engine.warnings),
+            steps=self.steps,
+            num_rows=len(self.data),
+            rows_per_step=self._rows_per_step,
+            num_evaluation_rows=len(self.evaluation) if self.evaluation is not None else 0,
+        )
+
+    @dispatch(Custom(same_for_all, lambda layout, found: Work.joined(found)))
+    def work(self) -> Work:
+        """What all ranks have computed since the last call."""
+        return self.packed.work.take(self.packed.device, self.packed.precision)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Makes the update of step ``step``, from 0; returns its figures by the names under which they are logged."""
+        engine = self.engine
+        with engine.reporting_failures():
+            batch = self._batch(step)
+        found = self._update(batch)
+        figures = {name: value for name, value in found.items() if name not in ("lr", "grad_norm", "skipped")}
+        return {
+            **figures,
+            "optim/lr": found["lr"],
+            "optim/grad_norm": found["grad_norm"],
+            "optim/skipped_steps": float(engine.num_skipped),
+            "train/token_budget": float(engine.budget.tokens),
+            "train/num_oom": float(engine.num_oom),
+            "tokens/useful": float(batch.num_tokens),
+        }
+
+    def _update(self, batch: RaggedBatch) -> dict[str, float]:
+        return self.engine.train_step(batch, self.objective)
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the held-out rows, as they are logged.
+
+        Raises:
+            UserError: there are none.
+        """
+        if self.evaluation is None:
+            raise UserError(
+                "there is no evaluation data",
+                found="neither evaluation_data nor evaluation_rows",
+                remedy="set evaluation_data.path, or pass evaluation_rows",
+            )
+        return self._measure(self.evaluation)
+
+    @dispatch(ONE_COPY)
+    def write_model(self, path: Path) -> str | None:
+        """Writes the model and its tokenizer as a Hugging Face directory; returns a warning for its users.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        self.check_sees(path.parent)
+        tokenizer, eos_ids = self.codec.tokenizer, self.codec.eos_ids
+        with writing(path):
+            if self.recipe.is_scalar:
+                return save_scalar_model(self.packed, tokenizer, path, seen=self._seen(), eos_ids=eos_ids)
+            return save_causal_lm(self.packed, tokenizer, path, eos_ids=eos_ids)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        return self.engine.state()
+
+    def loading(
+        self, saved: Mapping[str, Shape], rest: Mapping[str, Any]
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        return self.engine.loading(saved, rest)
+
+
+class SupervisedProcess(RolesWorker):
+    """A process of Ray with one worker, ``model``, which loads the model and reads the rows.
+
+    Args:
+        kind: of the worker.
+        directory: of the driver; paths of the recipe begin there, where a node has it.
+    """
+
+    def __init__(
+        self, kind: type[SupervisedWorker[Any, Any]], recipe: SupervisedRecipe, given: Given, directory: str
+    ) -> None:
+        group = enter_process(self, recipe.job, recipe, directory, is_group=self.world_size > 1)
+        mesh = Mesh.cut(group, recipe.sharding) if group is not None else None
+        self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), mesh)}
+
+
+W = TypeVar("W", bound=SupervisedWorker[Any, Any])
 _PATIENCE_S = 5.0
 """So long a worker may take to say that it lives; one that is busy counts as living."""
 
@@ -69,7 +358,7 @@ class SupervisedTrainer(Generic[R, W]):
     """
 
     recipe_class: ClassVar[type[SupervisedRecipe]]
-    worker_class: ClassVar[type[SupervisedWorker[Any, Any, Any]]]
+    worker_class: ClassVar[type[SupervisedWorker[Any, Any]]]
     _evaluation_metric: ClassVar[str] = "eval/accuracy"
     """Shown beside the progress bar."""
     _reference: PreTrainedModel | None = None
@@ -99,31 +388,11 @@ class SupervisedTrainer(Generic[R, W]):
         self._processes: WorkerGroup | None = None
         self._joined: Ranks | None = None
         if recipe.cluster.type == "ray":
-            self._check_cuts()
             self._backend = connect(recipe.cluster.address)
             take_back_signals()
         elif recipe.cluster.type == "local":
             self._worker = cast(W, self.worker_class(recipe, self._given, device))
             self._given = Given()  # the worker gives them back; kept here, too, they would stay in memory to the end
-
-    def _check_cuts(self) -> None:
-        """Before any process starts; of models that other machines alone have, the workers do it.
-
-        Raises:
-            UserError: a model cannot be cut as the recipe says.
-        """
-        recipe = self.recipe
-        for config, passed in self._models() if recipe.sharding.copy_size > recipe.sharding.shard else ():
-            path, trust = (config.path, config.trust_remote_code) if config is not None else (None, False)
-            if passed is None and (path is None or not os.path.isdir(os.path.expanduser(path))):
-                continue
-            model = on_meta([passed])[0] if passed is not None else outlined(str(path), trust_remote_code=trust)
-            kind = PackedScalarModel if getattr(model, "score", None) is not None else PackedCausalLM
-            check_cut(kind(model), **recipe.sharding.peers)
-
-    def _models(self) -> list[tuple[Any, PreTrainedModel | None]]:
-        """Section or object of each model that processes hold between them."""
-        return [(self.recipe.model, self._given.model)]
 
     @property
     def worker(self) -> W:
@@ -277,7 +546,7 @@ class SupervisedTrainer(Generic[R, W]):
         step, last = 0, dict[str, float]()
         found = run.latest(list(saved), counters=("metrics",))
         if found is not None:  # a run killed between its last checkpoint and its summary has nothing left to train
-            await checkpoints.load(saved, found)
+            await checkpoints.load_states(saved, found)
             step, last = found.step, dict(found.info["metrics"])
         run.start(step)
         with self.progress.stage(name, about.steps) as bar:
@@ -318,10 +587,10 @@ class SupervisedTrainer(Generic[R, W]):
             span.tokens = int(metrics["tokens/useful"])
         metrics |= straggler_metrics([span])
         metrics["time/step_s"] = seconds = watch.seconds
-        stats = await group.call(SupervisedWorker.stats)
+        work = await group.call(SupervisedWorker.work)
         cluster, rows, tokens = self.recipe.cluster, about.rows_per_step, int(metrics["tokens/useful"])
         devices = 1 if cluster.type == "local" else self.recipe.processes * self.recipe.nodes
-        metrics |= throughput(seconds, samples=rows, tokens=tokens, devices=devices, works={"model": stats.work})
+        metrics |= throughput(seconds, samples=rows, tokens=tokens, devices=devices, works={"model": work})
         metrics["data/epoch"] = (step + 1) * about.rows_per_step / about.num_rows
         return metrics
 
@@ -348,7 +617,8 @@ class SupervisedTrainer(Generic[R, W]):
             found: PreTrainedModel = self._worker.packed.model
             return found
         trust = self.recipe.model is not None and self.recipe.model.trust_remote_code
-        return load_trained(self.path / "model", partial(self.worker_class.load_written, trust_remote_code=trust))
+        load = load_scalar_model if self.recipe.is_scalar else load_causal_lm
+        return load_trained(self.path / "model", partial(load, trust_remote_code=trust))
 
 
 def _end(
@@ -359,3 +629,114 @@ def _end(
         failed = 2 if isinstance(error, UserError) else 1
         status = 0 if error is None else error.exit_status if isinstance(error, Interrupted) else failed
         ranks.end(End(status, path))
+
+
+_ROWS_PER_PASS = 256
+
+
+class SFTWorker(SupervisedWorker[SFTRecipe, SFTData]):
+    """Trains a causal LM to imitate demonstrations."""
+
+    objective = SFTObjective()
+    _rows_key = "examples_per_step"
+
+    def _longest(self) -> int:
+        return int(self.data.lengths.max())
+
+    def _measure(self, data: SFTData) -> dict[str, float]:
+        total = count = 0.0
+        rows, forward = _ROWS_PER_PASS * self.engine.num_ranks, partial(self.engine.forward, needs=Needs(logprobs=True))
+        for batch, found in self.engine.in_shares(data.in_parts(rows), forward):
+            mask, logprobs = batch.token["loss_mask"], found.token["logprobs"]
+            total -= float(logprobs[mask].to(torch.float64).sum())
+            count += float(mask.sum())
+        return {"eval/loss": total / count, "sft/perplexity": math.exp(min(50.0, total / count))}
+
+
+class SFTTrainer(SupervisedTrainer[SFTRecipe, SFTWorker]):
+    """Trains a causal LM to imitate demonstrations; only the demonstrator's tokens carry loss.
+
+    Arguments as for ``SupervisedTrainer``; rows have ``prompt`` and ``completion``, ``messages``, ``text`` or
+    ``input_ids``. Held-out figures: ``eval/loss`` in nats per token, and its exponential, ``sft/perplexity``.
+    """
+
+    recipe_class = SFTRecipe
+    worker_class = SFTWorker
+    _evaluation_metric = "eval/loss"
+
+
+_PAIRS_PER_PASS = 128
+
+
+class RewardModelWorker(SupervisedWorker[RewardModelRecipe, PreferenceData]):
+    """Trains a scalar head to prefer chosen over rejected answers."""
+
+    _rows_key = "pairs_per_step"
+
+    @property
+    def objective(self) -> PairwiseObjective:
+        return PairwiseObjective(self.recipe.centring, self.recipe.margin_scale)
+
+    def _longest(self) -> int:
+        return longest_group(self.data, share=self._shares_prompts)
+
+    def _measure(self, data: PreferenceData) -> dict[str, float]:
+        chosen, rejected = score_pairs(self.engine, data)
+        right = chosen > rejected
+        interval = accuracy_interval(right, [pair.prompt_ids for pair in data.items], seed=self.recipe.seed)
+        bounds = {} if interval is None else {"eval/accuracy_low": interval.low, "eval/accuracy_high": interval.high}
+        return {
+            "eval/accuracy": float(right.double().mean()),
+            **bounds,
+            "eval/longer_answer_accuracy": longer_answer_accuracy(data),
+            "eval/margin": float((chosen - rejected).double().mean()),
+            "eval/offset": float(torch.cat([chosen, rejected]).double().mean()),
+        }
+
+
+class RewardModelTrainer(SupervisedTrainer[RewardModelRecipe, RewardModelWorker]):
+    """Trains a scalar head on a causal LM's body (or goes on with a reward model) to prefer chosen over rejected.
+
+    Arguments as for ``SupervisedTrainer``; rows have ``prompt``, ``chosen``, ``rejected`` and, if they have one,
+    ``margin``. Held-out figures: ``eval/accuracy``, the share of pairs whose chosen side scores strictly higher, with
+    its interval from ``eval/accuracy_low`` to ``eval/accuracy_high``; beside it ``eval/longer_answer_accuracy``, what
+    one would get by calling the answer of more tokens the better one; ``eval/margin``, the mean difference;
+    ``eval/offset``, the mean score of both sides, which centring keeps near 0.
+    """
+
+    recipe_class = RewardModelRecipe
+    worker_class = RewardModelWorker
+
+
+def accuracy_interval(right_P: Tensor, prompts: Sequence[Hashable], *, seed: int) -> Interval | None:
+    """95 % interval of the share of right pairs: Wilson's, or where pairs share prompts, and so are not independent,
+    the bootstrap over prompts. None where all have one prompt.
+
+    Args:
+        right_P: bool.
+        prompts: of each pair.
+        seed: of the resampling.
+    """
+    numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
+    if len(numbers) == len(prompts):
+        return wilson_interval(float(right_P.double().mean()), len(prompts))
+    if len(numbers) < 2:
+        return None
+    prompt_P = torch.tensor([numbers[prompt] for prompt in prompts])
+    pairs_Q = prompt_P.bincount().double()
+    means_Q = prompt_P.bincount(right_P.double()) / pairs_Q
+    return bootstrap_interval(means_Q, torch.Generator().manual_seed(seed), weights_P=pairs_Q)
+
+
+def longer_answer_accuracy(data: PreferenceData) -> float:
+    """Share of pairs whose chosen answer has more tokens; equal lengths count half."""
+    chosen_P, rejected_P = data.lengths[:, 1], data.lengths[:, 2]
+    return float((chosen_P > rejected_P).sum() + 0.5 * (chosen_P == rejected_P).sum()) / len(data)
+
+
+def score_pairs(engine: TrainEngine[Any], data: PreferenceData) -> tuple[Tensor, Tensor]:
+    """Scores ``[P]`` of the chosen and the rejected sides; collective."""
+    batches = data.in_parts(_PAIRS_PER_PASS * engine.num_ranks)
+    scored = engine.in_shares(batches, partial(engine.forward, needs=Needs(scores=True)))
+    both = torch.cat([found.sequence["scores"] for _, found in scored]).view(-1, 2)
+    return both[:, 0], both[:, 1]

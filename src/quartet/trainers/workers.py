@@ -21,7 +21,7 @@ import torch
 from quartet.cluster import ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
-from quartet.config.cluster import RayCluster
+from quartet.config.common import RayCluster
 from quartet.config.engines import VLLMEngineConfig, is_served
 from quartet.config.placement import (
     HEADS,
@@ -39,16 +39,14 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rollout.drafter import DrafterModel, load_drafter_model
 from quartet.rollout.engine import own_copy
 from quartet.rollout.staging import StagedWeights
-from quartet.schedule.compute_thread import ComputeThread
+from quartet.schedule.clock import ComputeThread
 from quartet.schedule.leases import LeaseMode, local_placement
-from quartet.schedule.model_worker import ModelWorker, Offloadable, ScoreWorker, TrainWorker
+from quartet.schedule.model_worker import ModelWorker, Offloadable, ScoreWorker, TrainWorker, Writer
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup, RolesWorker
 from quartet.schedule.rollout_worker import NativeRolloutWorker, RolloutWorker, ServedRolloutWorker
-from quartet.schedule.rollout_writer import Writer
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.devices import META, enter_process, precision_on, worker_device
-from quartet.trainers.engine_memory import check_engine_fits
+from quartet.trainers.devices import META, check_engine_fits, enter_process, precision_on, worker_device
 from quartet.trainers.engines import (
     Policy,
     has_folder,
@@ -58,9 +56,7 @@ from quartet.trainers.engines import (
     runs_own_code,
     vllm_dtype,
 )
-from quartet.trainers.model_loader import ModelLoader, UserObjects
-from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_sources import user_models
+from quartet.trainers.model_loader import PTX, ModelLoader, UserObjects, user_models
 from quartet.trainers.roles import RLRoles, refresh_steps
 from quartet.trainers.sharded_models import TRAINED_ROLES, Meshes, ShardedModels, shardings
 

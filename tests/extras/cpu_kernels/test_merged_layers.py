@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from quartet.extras.cpu_kernels import merged_layers, products
+from quartet.extras.cpu_kernels import merged_layers
 from quartet.extras.cpu_kernels.merged_layers import MergedLayer, MergedLayers
 from quartet.models.attention import PackedAttention
 from quartet.models.packed_model import PackedCausalLM
@@ -44,7 +43,7 @@ def test_common_layers_are_merged_and_agree(
     name: str, blocked: bool, build_architecture: Build, tolerances: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if blocked:
-        monkeypatch.setattr(products, "MIN_PACKED", 1)
+        monkeypatch.setattr(merged_layers, "MIN_PACKED", 1)
     packed = PackedCausalLM(build_architecture(name))
     expected = hidden(packed)
     weights = ComputeWeights(packed)
@@ -102,17 +101,6 @@ def test_a_layer_that_computes_otherwise_is_not_merged(change: Any, build_archit
     assert all(MergedLayers().merge(layer, 16, {}) is None for layer in layers)
 
 
-def test_weights_of_zero_do_not_hide_a_difference(build_architecture: Build) -> None:
-    """Recognition draws its own weights: those at hand may be zero now and learned later."""
-    packed = PackedCausalLM(build_architecture("llama"))
-    layer: Any = decoder_layers(packed)[0]
-    with torch.no_grad():
-        layer.mlp.down_proj.weight.zero_()
-    _other_activation(layer)
-    assert MergedLayers().merge(layer, 16, {}) is None
-    assert not layer.mlp.down_proj.weight.any()
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_they_follow_every_weight_and_bias(name: str, build_architecture: Build, tolerances: Any) -> None:
     packed = PackedCausalLM(build_architecture(name))
@@ -127,24 +115,6 @@ def test_they_follow_every_weight_and_bias(name: str, build_architecture: Build,
         expected = hidden(packed)
         with weights.active():
             torch.testing.assert_close(hidden(packed), expected, atol=atol, rtol=rtol)
-
-
-def test_a_forward_of_the_layers_own_comes_back(build_architecture: Build) -> None:
-    """Activation checkpointing keeps its forward on the instance."""
-    packed = PackedCausalLM(build_architecture("llama"), activation_checkpointing=True)
-    before = [vars(layer)["forward"] for layer in decoder_layers(packed)]
-    weights = ComputeWeights(packed)
-    with pytest.raises(ZeroDivisionError), weights.active():
-        assert num_merged(weights) == len(before)
-        _ = 1 / 0
-    assert [vars(layer)["forward"] for layer in decoder_layers(packed)] == before
-
-
-def test_a_windowed_layer_keeps_its_window(build_architecture: Build) -> None:
-    packed = PackedCausalLM(build_architecture("mistral", sliding_window=8))
-    layer = decoder_layers(packed)[0]
-    merged = MergedLayers().merge(layer, 16, {})
-    assert merged is not None and merged._rule.window == 8
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
@@ -168,29 +138,10 @@ def test_a_request_gets_the_same_bits_in_any_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if blocked:
-        monkeypatch.setattr(products, "MIN_PACKED", 1)
+        monkeypatch.setattr(merged_layers, "MIN_PACKED", 1)
     requests = [make_request(f"r{i}", length=5 + 3 * i, seed=i, max_new_tokens=6 + i) for i in range(9)]
     engine = tiny.engine()
     together = run_all(engine, requests)
     assert num_merged(engine._weights) > 0
     for request in requests:
         assert run_all(tiny.engine(), [request])[request.request_id] == together[request.request_id]
-
-
-def test_layers_of_one_kind_are_compared_once(build_architecture: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = PackedCausalLM(build_architecture("llama", num_hidden_layers=3))
-    compared = []
-    compare = merged_layers.MergedLayers._compare
-    monkeypatch.setattr(MergedLayers, "_compare", lambda *a: compared.append(1) or compare(*a))
-    weights = ComputeWeights(packed)
-    with weights.active():
-        pass
-    assert (num_merged(weights), len(compared)) == (3, 1)
-
-
-def test_copies_of_the_model_hold_their_own_weights(build_architecture: Build) -> None:
-    packed = PackedCausalLM(build_architecture("llama"))
-    with ComputeWeights(packed).active():
-        pass
-    twin = copy.deepcopy(packed.model)
-    assert all("forward" not in vars(layer) for layer in decoder_layers(PackedCausalLM(twin)))

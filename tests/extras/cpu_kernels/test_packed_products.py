@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.extras.cpu_kernels import products
+from quartet.extras.cpu_kernels import merged_layers
 from quartet.extras.cpu_kernels.merged_layers import MergedLayers
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm
@@ -51,23 +51,7 @@ def test_logits_have_the_same_bits_with_transposed_weights(family: Any) -> None:
 @pytest.fixture
 def all_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are packed as large ones are."""
-    monkeypatch.setattr(products, "MIN_PACKED", 1)
-
-
-@pytest.mark.usefixtures("all_packed", "unmerged")
-def test_packed_products_agree_and_leave_no_trace(family: Any, tolerances: Any) -> None:
-    packed = family.packed
-    before = {name: dict(vars(module)) for name, module in packed.model.named_modules()}
-    expected = logits(packed)
-    weights = ComputeWeights(packed)
-    with weights.active():
-        linear = [m for m in packed.model.modules() if type(m) is torch.nn.Linear]
-        assert linear and all("forward" in vars(m) for m in linear)
-        atol, rtol = tolerances[torch.float32]
-        torch.testing.assert_close(logits(packed), expected, atol=atol, rtol=rtol)
-    assert weights.num_bytes == sum(m.weight.numel() * 4 for m in linear)
-    assert torch.equal(logits(packed), expected)
-    assert {n: vars(m).keys() for n, m in packed.model.named_modules()} == {n: v.keys() for n, v in before.items()}
+    monkeypatch.setattr(merged_layers, "MIN_PACKED", 1)
 
 
 @pytest.mark.usefixtures("all_packed")
@@ -88,22 +72,12 @@ def test_packed_products_follow_the_weights(tiny: Any, tolerances: Any, how: str
     assert not torch.allclose(found, old, atol=1e-3)
 
 
-@pytest.mark.usefixtures("all_packed")
-def test_packed_products_give_a_request_the_same_bits_in_any_batch(
-    tiny: Any, make_request: Make, run_all: RunAll
-) -> None:
-    requests = [make_request(f"r{i}", length=5 + 3 * i, seed=i, max_new_tokens=6 + i) for i in range(9)]
-    together = run_all(tiny.engine(), requests)
-    for request in requests:
-        assert run_all(tiny.engine(), [request])[request.request_id] == together[request.request_id]
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_of_a_packed_product_do_not_see_each_other(threads: int) -> None:
     layer = torch.nn.Linear(512, 512)
     generator = torch.Generator().manual_seed(0)
     layer.weight.data.normal_(generator=generator)
-    copy_ = products.PackedProduct(layer, 64)
+    copy_ = merged_layers.PackedProduct(layer, 64)
     x = torch.randn(130, 512, generator=generator)
     former = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -129,7 +103,7 @@ def test_layers_that_are_merged_and_packed_follow_the_sync(make_request: Make, r
     )  # fmt: skip
     trainer = packed_causal_lm(LlamaForCausalLM(config))
     shared, apart = NativeEngine(trainer), NativeEngine(own_copy(trainer), owns_weights=True)
-    assert apart._weights.num_bytes > 4 * products.MIN_PACKED, "nothing is packed here"
+    assert apart._weights.num_bytes > 4 * merged_layers.MIN_PACKED, "nothing is packed here"
     sent = [make_request(f"r{i}", length=5 + i, seed=i, max_new_tokens=5) for i in range(5)]
     for version in (1, 2):
         generator = torch.Generator().manual_seed(version)

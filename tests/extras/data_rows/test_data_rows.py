@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,24 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from quartet.cli.main import app
 from quartet.config import UserError
 from quartet.config.load import load_recipe
-from quartet.extras.data_rows.command import DataRows, ShownRow, sections_of, show
+from quartet.extras.data_rows.rows import DataRows, ShownRow, sections_of
 from quartet.extras.process_rewards.trainer import ProcessRewardWorker
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.preference import PreferenceWorker, data_digest
-from quartet.trainers.reward_model import RewardModelWorker
+from quartet.trainers.preference import PreferenceWorker
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sft import SFTTrainer, SFTWorker
-from quartet.trainers.supervised_worker import Given
+from quartet.trainers.supervised import Given, RewardModelWorker, SFTWorker
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -208,26 +204,6 @@ def test_no_weights_are_read(viewed: Any, model: Path, tmp_path: Path) -> None:
     assert batches(viewed("sft", SFT, f"model.path={bare}")[2]) == batches(viewed("sft", SFT)[2])
 
 
-def test_the_template_is_in_digests_and_in_what_is_saved(viewed: Any, tmp_path: Path) -> None:
-    file = tmp_path / "t.jinja"
-    file.write_text(TEMPLATE.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "{{ mood }}"))
-    pairs = [{"prompt": [USER], "chosen": "yes", "rejected": "no", "tools": TOOLS}]
-    moods = ["sad", "glad"]
-    digests = set()
-    for mood in moods:
-        keys = [f"model.chat_template={file}", f"model.chat_template_kwargs={{mood: {mood}}}"]
-        recipe, _, shown = viewed("preference", pairs, *keys)
-        assert "".join(shown[0].spans[0].texts).startswith(f"{mood}<|im_start|>")
-        data = PreferenceWorker(recipe, Given(), CPU).data
-        assert data.warnings[-1] == "the chat template does not read `tools`: no prompt tells of them"
-        digests.add(data_digest(data, mismatched=False))
-    assert len(digests) == 2
-    recipe, _, _ = viewed("sft", SFT[:1], *keys, "steps=1", "examples_per_step=1", f"output_dir={tmp_path / 'run'}")
-    SFTTrainer(recipe).train()
-    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    assert saved.apply_chat_template([USER], tokenize=False).startswith("glad<|im_start|>")
-
-
 # The command -----------------------------------------------------------------------------------------------
 
 
@@ -254,15 +230,6 @@ def test_the_command_without_colours(recipe: str, tmp_path: Path) -> None:
     status, out, _ = command(recipe, "--tokens", "8", "data.overlong=skip")
     assert "context     1  \\x1b\n" in out and "\x1b" not in out and "… 86 tokens …" in out
     assert status == 1 and "stops the run: a row lacks" in out and "left out: sequence longer than 256 tokens" in out
-
-
-def test_shades_for_tokens_on_a_terminal(recipe: str) -> None:
-    found = DataRows(sections_of(load_recipe("sft", recipe))["data"], "data")
-    console = Console(record=True, force_terminal=True, width=60, color_system="truecolor", file=io.StringIO())
-    show(found, "sft: data", 1, 1, 0, console)
-    styled = console.export_text(styles=True, clear=False)
-    assert "\x1b[1;4;" in styled and "\x1b[2;3" not in styled and "¦" not in styled, "special tokens stand out"
-    assert all(len(line) <= 60 for line in console.export_text().splitlines() if "assistant" in line)
 
 
 def test_the_last_message_names_file_and_line_of_a_row_that_cannot_be_read(recipe: str, tmp_path: Path) -> None:

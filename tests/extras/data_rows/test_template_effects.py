@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from quartet.extras.data_rows.command import template_effects
+from quartet.extras.data_rows.rows import template_effects
 from quartet.text.templates import with_template
 from quartet.text.tokenizer import TextCodec
 

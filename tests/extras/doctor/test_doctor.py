@@ -18,8 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config.algorithms import (
     DAPO,
     GRPO,
@@ -55,7 +54,7 @@ from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers import workers
 from quartet.trainers.attempt import RunAttempt
-from quartet.trainers.reward_roles import FunctionScorer
+from quartet.trainers.model_loader import FunctionScorer
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.workers import LocalRunWorkers
 

@@ -24,9 +24,9 @@ from quartet.extras.quickstart import task
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
 from quartet.text.examples import Preference
-from quartet.trainers.evaluation_files import Answer
-from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.evaluation_metrics import Answer
 from quartet.trainers.rl import RLTrainer
+from quartet.trainers.supervised import RewardModelTrainer
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

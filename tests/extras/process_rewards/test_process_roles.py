@@ -30,7 +30,7 @@ from quartet.schedule.role_group import LocalGroup
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.experience import Assembler, Experience
-from quartet.trainers.reward_sources import reward_models
+from quartet.trainers.model_loader import reward_models
 from split_workers import SplitWorkers, without_ids
 
 NO_KL = KLConfig(coef=0.0)

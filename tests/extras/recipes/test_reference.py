@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 import pytest
@@ -10,20 +9,11 @@ from pydantic import Field
 
 from quartet.config.common import Strict
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
-from quartet.config.schema import dotted_fields
-from quartet.config.strict import Tokens
-from quartet.config.yamls import one_line, parse_yaml
-from quartet.extras.recipes.reference import children, meaning, purposes, sections, type_words
-
-WITHOUT_UNIT = {
-    *("seed", "threads", "rank", "top_k", "digits", "tensor", "context"),
-    *("keep", "slots", "nodes", "attempts", "failures", "max_restarts", "concurrency", "max_staleness"),
-    *("epochs", "rounds", "minibatches", "layers", "responses_per_prompt"),
-    *("max", "target", "max_turns", "max_environments"),
-}
-"""Integers that count nothing, or what their own name says."""
+from quartet.config.plugins import recipes
+from quartet.config.strict import Tokens, dotted_fields
+from quartet.config.yamls import parse_yaml
+from quartet.extras.recipes.reference import sections, type_words
 
 
 @pytest.mark.parametrize("job", recipes())
@@ -31,34 +21,6 @@ def test_every_key_of_every_job_is_described(job: str) -> None:
     for section in sections(job, variants=True):
         words = {key.name: key.meaning for key in section.keys} | dict(section.variants)
         assert all(words.values()), f"{section.address}: {words}"
-
-
-def test_a_key_without_a_description_is_found() -> None:
-    class Silent(Strict):
-        said: int = Field(1, description="Said.")
-        unsaid: int = 1
-
-    assert meaning(Silent, "said") == "Said." and meaning(Silent, "unsaid") == ""
-
-
-@pytest.mark.parametrize("job", recipes())
-def test_descriptions_are_one_line_of_prose(job: str) -> None:
-    for section in sections(job, variants=True):
-        for key in section.keys:
-            assert "\n" not in key.meaning and len(key.meaning) < 260, f"{section.address}.{key.name}"
-            assert key.meaning[-1] in ".:" or "py:name" in key.meaning, f"{section.address}.{key.name}: {key.meaning}"
-
-
-@pytest.mark.parametrize("job", recipes())
-def test_every_integer_says_what_it_counts(job: str) -> None:
-    bare = {
-        f"{section.address}.{key.name}"
-        for section in sections(job, variants=True)
-        for key in section.keys
-        if re.match(r"integer(?! \()", key.type) and not re.search(r"(^|_)(tokens|steps|k?b|mb|bytes|s)$", key.name)
-        if key.name not in WITHOUT_UNIT and not re.search(r"integer.*\(", key.type)
-    }
-    assert not bare, "give it a type of config/strict.py, or name it in WITHOUT_UNIT"
 
 
 @pytest.mark.parametrize("job", recipes())
@@ -121,10 +83,8 @@ def test_a_choice_lists_its_variants_and_a_variant_its_keys() -> None:
         ("rollout.sampling.top_p", "rollout.sampling"),
         ("algorithm.kl.coef", "algorithm.ppo.kl"),
         ("algorithm.keep", "algorithm.best_of_n"),
-        ("rewards.0.judge.method", "rewards.judge.method"),
         ("rewards.judge.retry", "rewards.judge.retry"),
         ("placement.pipelined.pools.big.processes", "placement.pipelined.pools"),
-        ("evaluation.rewards.math", "evaluation.rewards.math"),
         ("critic.train.optim", "critic.train.optim"),
     ],
 )
@@ -137,10 +97,8 @@ def test_addresses_are_read_as_people_write_them(address: str, found: str) -> No
     [
         ("rll", "", "did you mean 'rl'?"),
         ("rl", "algoritm", "did you mean 'algorithm'?"),
-        ("rl", "algorithm.grop", "did you mean 'grpo'?"),
         ("rl", "actor.train.optm", "did you mean 'optim'?"),
         ("rl", "learning_rate", "actor.train.optim.lr"),
-        ("sft", "lr", "train.optim.lr"),
         ("rl", "steps.x", "quartet config rl steps"),
     ],
 )
@@ -148,13 +106,6 @@ def test_unknown_parts_lead_to_known_ones(job: str, address: str, remedy: str) -
     with pytest.raises(UserError) as error:
         sections(job, address)
     assert remedy in error.value.remedy
-
-
-def test_children_are_what_may_follow_a_dot() -> None:
-    assert children("rl", "rollout.sampling")[:2] == ["temperature", "top_p"]
-    assert children("rl", "algorithm")[:2] == ["ppo", "grpo"]
-    assert children("rl", "steps") == []
-    assert set(purposes()) == set(recipes())
 
 
 def test_types_units_and_values_in_words() -> None:
@@ -171,11 +122,3 @@ def test_types_units_and_values_in_words() -> None:
     assert type_words(fields["pair"]) == "[number, number]"
     assert type_words(fields["shares"]) == "[number ≥ 0, < 1, number ≥ 0, < 1]"
     assert type_words(fields["names"]) == "mapping of text to list of text"
-
-
-@pytest.mark.parametrize(
-    "value",
-    [1, 1e-06, -2.5, True, None, "a b", "yes", "1", "", "a: b", "\n\n", "[x", [1, "b, c"], {"k": {"x": [None]}}],
-)
-def test_values_in_one_line_are_read_back(value: object) -> None:
-    assert parse_yaml(one_line(value)) == value and "\n" not in one_line(value)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from quartet.config.choices import RewardConfig
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe, methods
-from quartet.config.reward_types import RewardConfig
-from quartet.config.schema import members, tags
-from quartet.extras.recipes.commands import REWARDS, is_rewarded, starter
-from quartet.extras.recipes.reference import sections
+from quartet.config.plugins import recipes
+from quartet.config.strict import members, tags
+from quartet.extras.recipes.reference import REWARDS, is_rewarded, sections, starter
 
 COMBINATIONS = [
     (job, method, reward)
@@ -23,7 +22,7 @@ COMBINATIONS = [
     if job != "iterated-reward-model" or None in (method, reward)  # whose rewards do not meet its methods
 ]
 IMPOSSIBLE = {("rl", "remax", "process_model"): "pays steps one by one"}
-"""What config/cross_checks.py refuses."""
+"""What config/recipe.py refuses."""
 
 
 @pytest.mark.parametrize("job", recipes())
@@ -98,26 +97,12 @@ MBPP = {"task_id": 1, "text": "Write f.", "code": "def f(): ...", "test_list": [
     ("job", "row", "mapped"),
     [
         ("sft", {"instruction": "Do", "input": "", "output": "o"}, "{prompt: instruction + input, completion: output}"),
-        (
-            "sft",
-            {"instruction": "Do", "input": "this", "output": "o", "text": "### Do"},
-            "{prompt: instruction + input, completion: output}",
-        ),
-        (
-            "sft",
-            {"instruction": "Do", "context": None, "response": "r", "category": "qa"},
-            "{prompt: instruction + context, completion: response}",
-        ),
-        ("sft", {"input": "Do", "output": "o"}, "{prompt: input, completion: output}"),
         ("sft", {"question": "q", "context": ["a", "b"], "answer": "a"}, "{prompt: question, completion: answer}"),
-        ("rl", {"question": "q", "input": "i", "answer": "a"}, "{prompt: question + input}"),
         ("sft", {"conversations": SHARED}, "{messages: conversations}"),
         ("rl", {"conversations": SHARED, "answer": "4"}, "{messages: conversations}"),
-        ("rl", {"conversations": SHARED, "target": "4"}, "{messages: conversations, answer: target}"),
         ("preference", {"conversations": SHARED[:1], "chosen": {}, "rejected": {}}, "{messages: conversations}"),
         ("sft", MBPP, "{prompt: text, completion: code}"),
         ("eval", MBPP, "{prompt: text, tests: test_list}"),
-        ("sft", {"text": "All of it is learned."}, None),
         ("sft", {"text": "All of it is learned.", "source": "web"}, None),
         ("sft", {"prompt": "p", "completion": "c", "input": "i"}, None),
     ],

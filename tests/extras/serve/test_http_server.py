@@ -25,8 +25,15 @@ from quartet.data.readers import Row
 from quartet.extras.serve.bodies import ModelLimits, check_size
 from quartet.rewards.judge import Comparer
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.protocol import (
+    Completion,
+    EngineFailed,
+    FinishReason,
+    GenerationError,
+    Request,
+    SamplingParams,
+    SteppedEngine,
+)
 from quartet.text.templates import with_template
 from quartet.text.tokenizer import TextCodec
 

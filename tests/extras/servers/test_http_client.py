@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 
 from quartet.config import UserError
-from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.extras.servers.openai import OpenAIEngine
+from quartet.config.rewards import RemoteServer, RetryConfig
+from quartet.extras.servers.client import OpenAIEngine
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.router import Router
 
@@ -98,17 +96,11 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         changed(logprobs=lambda p: {"token_logprobs": p["token_logprobs"][1:]}),
         "3 log-probabilities of 4",
     ),
-    "no logprobs": (changed(logprobs=lambda p: None), "lacks what was asked for"),
     "another prompt": (changed(prompt_token_ids=lambda ids: [0, *ids]), "the answer to another prompt"),
     "no such token": (changed(token_ids=lambda ids: [*ids[1:], VOCAB]), "100 among the token ids"),
-    "text as token": (changed(token_ids=lambda ids: [*ids[1:], "7"]), "'7' among the token ids"),
     "NaN": (changed(logprobs=lambda p: {"token_logprobs": [float("nan")] * 4}), "nan among the log-probabilities"),
-    "null": (changed(logprobs=lambda p: {"token_logprobs": [None] * 4}), "None among the log-probabilities"),
-    "a probability": (changed(logprobs=lambda p: {"token_logprobs": [0.5] * 4}), "0.5 among the log-probabilities"),
-    "cut off": (changed(finish_reason=lambda r: "abort"), "it ended by 'abort'"),
     "stops for nothing": (changed(finish_reason=lambda r: "stop"), "stopped after 4 tokens, where nothing stops it"),
     "not JSON": (lambda body: (200, b"<html>"), "malformed"),
-    "no answer": (lambda body: {"choices": []}, "0 answers to one request"),
 }
 """What no server should say, and what is said of it."""
 
@@ -155,69 +147,6 @@ def test_answers_that_stay_wrong_end_the_engine_with_their_reason(fault: str) ->
         assert engine.completed(0.0) == []
 
 
-def test_tokens_behind_a_stop_token_are_no_answer() -> None:
-    with served(right) as asked, closing(engine_at(asked.url)) as engine:
-        engine.submit([ask("r", stop_token_ids=(5,))])
-        with pytest.raises(EngineFailed, match="goes on after the stop token at place 1 of 4"):
-            collect(engine, 1)
-
-
-@pytest.mark.parametrize("num", [3, 5])
-def test_more_or_fewer_tokens_than_asked_for_are_no_answer(num: int) -> None:
-    spoil = changed(token_ids=lambda ids: [7] * num, logprobs=lambda p: {"token_logprobs": [-1.0] * num})
-    with served(spoil) as asked, closing(engine_at(asked.url)) as engine:
-        engine.submit([ask("r")])
-        with pytest.raises(EngineFailed, match=f"{num} tokens, and it ended by length; 4 were asked for"):
-            collect(engine, 1)
-
-
-def test_a_second_answer_on_a_kept_connection_is_not_the_next_requests() -> None:
-    """The server answers the first request twice; the copy must not be read as the answer to the second."""
-    import json
-
-    connections = []
-
-    def talk(connection: socket.socket) -> None:
-        connections.append(connection)
-        with suppress(OSError):
-            while True:
-                data = b""
-                while b"\r\n\r\n" not in data:
-                    part = connection.recv(65536)
-                    if not part:
-                        return
-                    data += part
-                head, _, rest = data.partition(b"\r\n\r\n")
-                length = next(
-                    (
-                        int(line.split(b":")[1])
-                        for line in head.split(b"\r\n")
-                        if line.lower().startswith(b"content-length")
-                    ),
-                    0,
-                )
-                while len(rest) < length:
-                    rest += connection.recv(65536)
-                content = json.dumps(right(json.loads(rest)) if length else MODELS).encode()
-                reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
-                connection.sendall(reply * (2 if length else 1))
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def accept() -> None:
-            with suppress(OSError):
-                while True:
-                    threading.Thread(target=talk, args=(listener.accept()[0],), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        with closing(engine_at(f"http://127.0.0.1:{listener.getsockname()[1]}", concurrency=1)) as engine:
-            for n in range(4):
-                engine.submit([ask(f"r{n}", (10 * n,))])
-                assert collect(engine, 1)[f"r{n}"].token_ids == tuple(10 * n + 1 + k for k in range(4))
-    for connection in connections:
-        connection.close()
-
-
 def test_refused_requests_end_alone_and_say_why() -> None:
     def answer(body: dict[str, Any]) -> Any:
         return (400, {"error": {"message": "too hot"}}) if body["temperature"] > 2 else right(body)
@@ -238,26 +167,6 @@ def test_refused_requests_end_alone_and_say_why() -> None:
 
 
 # Connections, pressure -------------------------------------------------------------------------------------
-
-
-def test_only_so_many_requests_are_under_way_and_connections_are_kept() -> None:
-    now, most, lock = [0], [0], threading.Lock()
-
-    def answer(body: dict[str, Any]) -> Any:
-        with lock:
-            now[0] += 1
-            most[0] = max(most[0], now[0])
-        time.sleep(0.02)
-        with lock:
-            now[0] -= 1
-        return right(body)
-
-    with served(answer) as asked, closing(engine_at(asked.url, concurrency=3)) as engine:
-        engine.submit([ask(f"r{n}") for n in range(30)])
-        assert (engine.stats().num_running, engine.stats().num_waiting) == (3, 27)
-        collect(engine, 30)
-        assert most == [3]
-        assert len(set(asked.ports)) <= 4
 
 
 def test_a_cancelled_request_is_answered_once_and_its_id_is_free_at_once() -> None:
@@ -297,28 +206,6 @@ def test_a_pause_completes_what_is_under_way_and_sends_nothing_more() -> None:
 
 
 # Servers that are not there --------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_nobody_listens() -> None:
-    with (
-        closing(engine_at(f"http://127.0.0.1:{free_port()}")) as engine,
-        pytest.raises(EngineFailed, match="unreachable"),
-    ):
-        engine.submit([ask("r")])
-
-
-def test_another_model_is_served() -> None:
-    with ExitStack() as opened:
-        asked = opened.enter_context(served(right))
-        engine = opened.enter_context(closing(engine_at(asked.url, model="mine")))
-        with pytest.raises(EngineFailed, match="it serves 'policy', not 'mine'"):
-            engine.wait_ready()
 
 
 def test_it_takes_no_weights_no_images_and_asks_as_agreed() -> None:
@@ -397,18 +284,6 @@ def test_threads_and_sockets_end_with_the_engine() -> None:
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.05)
     assert threading.active_count() <= before
-
-
-def test_many_engines_at_once() -> None:
-    """Each has its own loop and queue: nothing is shared by accident."""
-    with served(right) as asked, ThreadPoolExecutor(4) as pool:
-
-        def work(number: int) -> set[int]:
-            with closing(engine_at(asked.url)) as engine:
-                engine.submit([ask(f"r{n}", (number,)) for n in range(10)])
-                return {made.token_ids[0] for made in collect(engine, 10).values()}
-
-        assert list(pool.map(work, range(4))) == [{n + 1} for n in range(4)]
 
 
 @pytest.fixture(autouse=True)

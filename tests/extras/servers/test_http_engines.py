@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.extras.servers.openai import OpenAIEngine
-from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
-from quartet.extras.servers.sglang_group import GroupWeights
+from quartet.config.rewards import RemoteServer, RetryConfig
+from quartet.extras.servers.client import OpenAIEngine
+from quartet.extras.servers.sglang import GroupWeights, PublishedWeights, SGLangEngine
+from quartet.rollout.protocol import SteppedEngine
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
-from quartet.rollout.stepped import SteppedEngine
 
 contract: Any = importlib.import_module("engine_contract")
 targets: Any = importlib.import_module("engine_targets")

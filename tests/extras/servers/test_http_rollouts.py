@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,15 +14,12 @@ from starlette.responses import JSONResponse
 
 from quartet.config.algorithms import GRPO
 from quartet.config.common import CheckpointConfig, LogConfig, SamplingConfig, TrainConfig
-from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
-from quartet.extras.servers.config import ServerEngineConfig, SGLangEngineConfig
+from quartet.extras.servers.config import SGLangEngineConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.stepped import SteppedEngine
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.rl import RLTrainer
 
 servers: Any = importlib.import_module("http_engines")
@@ -44,24 +40,6 @@ def started(causal_lm: Any, tokenizer: Any) -> Iterator[list[Any]]:
             server = servers.SGLangServer(inside, model.config.max_position_embeddings)
             made.append((opened.enter_context(servers.sglang_server(server)), server))
         yield made
-
-
-def test_an_evaluation_by_a_server_is_that_of_the_process(
-    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
-) -> None:
-    def evaluated(name: str, **engine: Any) -> Any:
-        sampling = SamplingConfig(temperature=0.7, max_new_tokens=8)
-        recipe = EvalRecipe(output_dir=str(tmp_path / name), sampling=sampling, samples_per_prompt=3, **engine)
-        evaluator = Evaluator(recipe, model=causal_lm(), tokenizer=tokenizer, rewards=[digits], prompts=prompts)
-        rows = (evaluator.run().path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
-        return [(row["prompt"], row["sample"], row["completion"], row["rewards"]) for row in map(json.loads, rows)]
-
-    codec = TextCodec.of(tokenizer)
-    inside = SteppedEngine(NativeEngine(PackedCausalLM(causal_lm()), decode=codec.decode_completion))
-    with servers.openai_server(inside, codec, context=64, vocab_size=len(tokenizer)) as url:
-        engine = ServerEngineConfig(urls=(f"{url}/v1",), model="policy", max_outstanding=5)
-        assert evaluated("served", engine=engine) == evaluated("here")
-    assert inside.stats().generated_tokens > 0
 
 
 @pytest.mark.parametrize(

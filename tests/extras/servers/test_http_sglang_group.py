@@ -12,10 +12,9 @@ import pytest
 import torch
 from starlette.responses import JSONResponse
 
-from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.extras.servers import sglang_group
-from quartet.extras.servers.sglang import SGLangEngine
-from quartet.extras.servers.sglang_group import GroupWeights
+from quartet.config.rewards import RemoteServer, RetryConfig
+from quartet.extras.servers import sglang
+from quartet.extras.servers.sglang import GroupWeights, SGLangEngine
 from quartet.rollout.protocol import EngineFailed, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
@@ -83,7 +82,7 @@ def side(
 
 
 def test_every_update_arrives_in_parts_at_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_group, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(sglang, "_PART_BYTES", 20_000)
     with side(is_tied=True, num_workers=2) as made_of:
         for version in (1, 2, 3):
             made_of.send(version)
@@ -115,15 +114,6 @@ def test_names_and_shapes_are_checked_before_anything_is_sent(wrong: str) -> Non
     staging = StagedWeights(model.named_parameters())
     with closing(staging), pytest.raises(WeightsRefused, match=r"other\.weight|one\.more|lm_head\.weight"):
         GroupWeights(staging, RemoteServer(url="http://127.0.0.1:9"), shapes=shapes)
-
-
-def test_a_tied_name_of_the_checkpoint_is_known() -> None:
-    model = targets.build_model(0, is_tied=True)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    with closing(StagedWeights(model.named_parameters(remove_duplicate=False))) as staging:
-        for known in (shapes, {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}):
-            weights = GroupWeights(staging, RemoteServer(url="http://127.0.0.1:9"), shapes=known)
-            weights._client.close()
 
 
 @pytest.mark.parametrize("path", ["/init_weights_update_group", "/update_weights_from_distributed"])

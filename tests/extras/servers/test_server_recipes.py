@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quartet.config import UserError
 from quartet.config.common import SamplingConfig
-from quartet.config.engines import is_served
-from quartet.config.evaluation import EvalRecipe
-from quartet.config.load import dump_recipe, load_recipe
+from quartet.config.load import load_recipe
 from quartet.config.recipe import RLRecipe, RolloutConfig
-from quartet.extras.servers.config import ServerEngineConfig, SGLangEngineConfig
+from quartet.extras.servers.config import SGLangEngineConfig
 from quartet.extras.speculation.config import HistorySpeculation
 
 SERVER = "rollout.engine={type: sglang, urls: ['http://localhost:30000'], weights_directory: /w}"
 SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",), weights="distributed")
-
-
-def test_its_section_survives_a_file(tmp_path: Path) -> None:
-    recipe = load_recipe("rl", None, [SERVER])
-    assert isinstance(recipe, RLRecipe)
-    assert recipe.rollout.engine == SGLangEngineConfig(urls=("http://localhost:30000",), weights_directory="/w")
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    assert load_recipe("rl", tmp_path / "recipe.yaml") == recipe
-
-
-def test_each_address_is_a_server() -> None:
-    server = ServerEngineConfig(urls=("http://h:1", "https://g:2/v1"), model="m", max_outstanding=7, timeout_s=3)
-    assert is_served(server)
-    assert [(one.url, one.concurrency, one.timeout_s) for one in server.servers] == [
-        ("http://h:1", 7, 3),
-        ("https://g:2/v1", 7, 3),
-    ]
-    assert server.capacity == 14
 
 
 @pytest.mark.parametrize(
@@ -65,12 +44,6 @@ def test_mistakes_are_told(override: str, said: str) -> None:
 def test_what_needs_our_sampler_is_refused(section: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         RLRecipe(rollout=RolloutConfig(engine=SGLANG, **section))
-
-
-def test_other_jobs_refuse_the_draw_of_an_engine_that_has_none() -> None:
-    server = ServerEngineConfig(urls=("http://127.0.0.1:1",), model="m")
-    with pytest.raises(UserError, match=r"sampling.draw gumbel needs .* server draws in its own way"):
-        EvalRecipe(engine=server, sampling=SamplingConfig(draw="gumbel"))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,17 @@ from quartet.config.placement import (
     Role,
     resolve,
 )
-from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost, StageCost
-from quartet.extras.simulation.critical_path import critical_path, iteration_causes, seconds_on_path
-from quartet.extras.simulation.simulation import Simulation, SimulationResult
+from quartet.extras.simulation.simulation import (
+    Cost,
+    CostModel,
+    GenerationCost,
+    Simulation,
+    SimulationResult,
+    StageCost,
+    critical_path,
+    iteration_causes,
+    seconds_on_path,
+)
 from quartet.observe.spans import Span
 from quartet.schedule.clock import run_virtual
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,16 @@ from breaking import untimed_rows as untimed
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.load import load_recipe
-from quartet.extras.data_rows.command import DataRows, sections_of
+from quartet.extras.data_rows.rows import DataRows, sections_of
 from quartet.extras.speculation import job
+from quartet.extras.speculation.config import HeadsConfig, MedusaRecipe
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.extras.speculation.job import MedusaTrainer, MedusaWorker
-from quartet.extras.speculation.recipe import HeadsConfig, MedusaRecipe
 from quartet.models.packed_model import PackedCausalLM
-from quartet.observe.callbacks import Callback
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.sampler import sample_seed
 from quartet.trainers.evaluation import run_to_end
-from quartet.trainers.supervised_worker import Given
+from quartet.trainers.supervised import Given
 
 
 def trainer(
@@ -78,15 +76,6 @@ def test_heads_learn_the_models_own_answers_and_the_model_stays(
     assert torch.equal(heads(hidden), trained(hidden))
     digests = json.loads((tmp_path / "run" / "models.json").read_text())["files"]
     assert digests.keys() == {"medusa/config.json", "medusa/model.safetensors"}
-
-
-def test_a_callback_ends_it(causal_lm: Any, tokenizer: Any, prompts: Any, tmp_path: Path) -> None:
-    class Stop(Callback):
-        def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-            self.control.should_stop = step == 2
-
-    result = trainer(tmp_path / "run", causal_lm(), tokenizer, prompts, hooks=[Stop()]).train()
-    assert "Stop ended the run after step 2 of 5" in result.summary["notes"]
 
 
 def test_prompts_are_shown_as_they_are_answered(causal_lm: Any, tokenizer: Any, prompts: Any, tmp_path: Path) -> None:
@@ -148,15 +137,6 @@ def test_answers_from_a_file(causal_lm: Any, tokenizer: Any, demonstrations: Any
     assert not (tmp_path / "run" / "finished").exists()
     tensors = load_file(tmp_path / "run" / "medusa" / "model.safetensors")
     assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight)
-
-
-def test_a_checkpoint_of_another_model_is_refused(
-    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
-) -> None:
-    trainer(tmp_path / "run", causal_lm(), tokenizer, demonstrations, answers="data").train()
-    (tmp_path / "run" / "summary.json").unlink()
-    with pytest.raises(UserError, match="trained on another model"):
-        trainer(tmp_path / "run", causal_lm(seed=9), tokenizer, demonstrations, answers="data", resume=True).train()
 
 
 def test_answers_without_a_second_token_are_refused(

@@ -9,10 +9,6 @@ POLICY = torch.tensor([-12.3, -8.3, -2.3], dtype=torch.float64)
 REFERENCE = torch.tensor([-11.3, -8.4, -2.0], dtype=torch.float64)
 
 
-def test_published_log_ratio(close):
-    close(kl_estimate(POLICY, REFERENCE, "k1"), torch.tensor([-1.0, 0.1, -0.3], dtype=torch.float64))
-
-
 def test_by_hand(close):
     d = [-1.0, 0.1, -0.3]
     close(kl_estimate(POLICY, REFERENCE, "k2"), torch.tensor([0.5, 0.005, 0.045], dtype=torch.float64))
@@ -60,26 +56,10 @@ def test_masked_infinities_give_zero_and_no_gradient(kind):
     assert torch.isfinite(kl).all() and torch.isfinite(logprobs.grad).all()
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_gradcheck(kind):
-    logprobs = POLICY.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, REFERENCE, kind), logprobs)
-
-
-def test_bfloat16_in_single_out(close):
-    kl = kl_estimate(POLICY.bfloat16(), REFERENCE.bfloat16(), "k3")
-    assert kl.dtype == torch.float32
-    close(kl, kl_estimate(POLICY.bfloat16().double(), REFERENCE.bfloat16().double(), "k3"))
-
-
 def test_nearly_equal_policies_keep_their_digits():
     # (1e-4)² / 2 in fp32; exp(x) - 1 - x would give 0 or 6e-8 here.
     kl = kl_estimate(torch.tensor([1e-4]), torch.zeros(1), "k3")
     assert kl.item() == pytest.approx(5e-9, rel=1e-2)
-
-
-def test_inputs_unchanged(unchanged):
-    unchanged(kl_estimate, POLICY, REFERENCE, "k3")
 
 
 # The adaptive coefficient -----------------------------------------------------------------------------
@@ -96,10 +76,3 @@ def test_inputs_unchanged(unchanged):
 )
 def test_coefficient_by_hand(observed, expected):
     assert adaptive_kl_coef(0.2, observed, 6.0, 10_000, 256) == pytest.approx(expected)
-
-
-def test_it_holds_a_divergence_that_falls_with_the_coefficient():
-    coef = 0.01
-    for _ in range(2000):
-        coef = adaptive_kl_coef(coef, 1.0 / coef, 5.0, 1000, 100)
-    assert 1.0 / coef == pytest.approx(5.0, rel=1e-3)

@@ -20,27 +20,6 @@ def test_sums_means_and_deviations_match_a_loop(make_layout, close):
         close(std[n], own.std() if len(own) > 1 else torch.tensor(0.0, dtype=torch.float64))
 
 
-def test_owner_without_tokens_has_zero_sum_mean_and_no_last_token():
-    owner = torch.tensor([-1, 2, 2])
-    assert seg.segment_sum(torch.ones(3), owner, 3).tolist() == [0, 0, 2]
-    assert seg.segment_mean(torch.ones(3), owner, 3).tolist() == [0, 0, 1]
-    assert seg.last_token(owner, 3).tolist() == [-1, -1, 2]
-
-
-def test_order_of_tokens_does_not_change_sums(make_layout, close):
-    layout = make_layout(3)
-    values = layout.normal(1)
-    permutation = torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(0))
-    before = seg.segment_sum(values, layout.owner, layout.num_owners)
-    close(seg.segment_sum(values[permutation], layout.owner[permutation], layout.num_owners), before)
-
-
-def test_segment_sum_gradient():
-    owner = torch.tensor([0, -1, 1, 0])
-    values = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda v: seg.segment_sum(v, owner, 3), values)
-
-
 def test_last_token_and_time_order(make_layout):
     layout = make_layout(5)
     owner = seg.masked_owner(layout.owner, layout.mask)
@@ -50,30 +29,11 @@ def test_last_token_and_time_order(make_layout):
     assert seg.last_token(owner, layout.num_owners).tolist() == last
 
 
-def test_time_order_of_already_ordered_tokens():
-    assert seg.time_order(torch.tensor([-1, 0, 0, -1, 1])).tolist() == [1, 2, 4]
-    assert seg.time_order(torch.tensor([], dtype=torch.int64)).tolist() == []
-
-
 def test_segment_is_constant():
     values = torch.tensor([0.1, 0.1, 0.2, -5.0, 7.0])
     owner = torch.tensor([0, 0, 0, 1, -1])
     assert seg.segment_is_constant(values, owner, 3).tolist() == [False, True, True]
     assert seg.segment_is_constant(-values[:2], owner[:2], 1).tolist() == [True]
-
-
-def test_masked_mean_ignores_what_is_masked():
-    values = torch.tensor([1.0, float("-inf"), 3.0])
-    assert seg.masked_mean(values, torch.tensor([True, False, True])).item() == 2.0
-    assert seg.masked_mean(values, torch.zeros(3, dtype=torch.bool)).item() == 0.0
-
-
-def test_whitening_by_hand(close):
-    # Mean 2, unbiased variance ((-1)² + 0² + 1²) / 2 = 1.
-    values = torch.tensor([1.0, 99.0, 2.0, 3.0], dtype=torch.float64)
-    mask = torch.tensor([True, False, True, True])
-    expected = torch.tensor([-1.0, 0.0, 0.0, 1.0], dtype=torch.float64) / (1 + 1e-6)
-    close(seg.masked_whiten(values, mask), expected)
 
 
 def test_whitening_matches_torch_and_ignores_order(make_layout, close):
@@ -96,19 +56,3 @@ def test_fewer_than_two_tokens_are_not_whitened(mask):
 def test_equal_values_whiten_to_exactly_zero():
     values = torch.full((1001,), 0.1)
     assert torch.all(seg.masked_whiten(values, torch.ones(1001, dtype=torch.bool)) == 0)
-
-
-def test_half_precision_is_reduced_in_single():
-    values = torch.ones(1000, dtype=torch.bfloat16)
-    mask = torch.ones(1000, dtype=torch.bool)
-    total = seg.segment_sum(values, torch.zeros(1000, dtype=torch.int64), 1)
-    assert total.dtype == torch.float32 and total.item() == 1000
-    assert seg.masked_mean(values, mask).dtype == torch.float32
-    assert seg.masked_mean(values.double(), mask).dtype == torch.float64
-
-
-def test_inputs_unchanged(make_layout, unchanged):
-    layout = make_layout(1)
-    unchanged(seg.masked_whiten, layout.normal(0), layout.mask)
-    unchanged(seg.segment_std, layout.normal(0), layout.owner, layout.num_owners)
-    unchanged(seg.time_order, layout.owner)

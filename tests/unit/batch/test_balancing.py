@@ -1,7 +1,5 @@
 """Numbers divided into parts: by hand, against plain Karmarkar-Karp, against the best of all divisions, under caps."""
 
-import itertools
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,39 +48,6 @@ def test_no_dearer_than_longest_first_and_karmarkar_karp(costs, num_parts):
     assert sorted(map(sorted, largest_differencing(costs, num_parts))) == sorted(map(sorted, plain))
 
 
-@given(COSTS, st.integers(1, 9))
-def test_with_equal_counts_parts_differ_by_one_item(costs, num_parts):
-    parts = largest_differencing(costs, num_parts, equal_counts=True)
-    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert max(totals(costs, balanced(costs, num_parts))) <= max(totals(costs, parts))
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 3))
-def test_near_the_best_division(costs, num_parts):
-    """Graham (1969): longest first is dearer than the best by a third at most."""
-    best = min(
-        max(sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(num_parts))
-        for places in itertools.product(range(num_parts), repeat=len(costs))
-    )
-    assert max(totals(costs, balanced(costs, num_parts))) <= best * (4 * num_parts - 1) / (3 * num_parts)
-
-
-def test_divided_by_hand():
-    assert longest_first([6, 5, 4, 3, 2], 3) == [[0], [1, 4], [2, 3]]
-    assert longest_first([5], 3) == [[0], [], []]
-    assert sorted(longest_first([0, 0, 4], 3)) == [[0], [1], [2]], "items of no cost fill empty parts first"
-    assert largest_differencing([5], 3) == [[0], [], []]
-    # Differences 8-7, 6-5, then 4-1, 3-1: 16 and 14, where longest first comes to 17 and 13.
-    five = [8, 7, 6, 5, 4]
-    assert sorted(totals(five, largest_differencing(five, 2))) == [14, 16]
-    assert sorted(totals(five, longest_first(five, 2))) == [13, 17]
-    assert balanced([], 2) == [[], []]
-    # Two for each part: 9 and 4, 8 and 5, 7 and 6.
-    six = [9, 8, 7, 6, 5, 4]
-    assert totals(six, largest_differencing(six, 3, equal_counts=True)) == [13, 13, 13]
-
-
 def test_a_swap_makes_the_dearest_part_cheaper():
     costs = [3, 3, 2, 2, 2]
     for divide in (longest_first, largest_differencing):
@@ -117,17 +82,3 @@ def test_no_part_is_above_the_cap(items, num_parts, cap):
     assert sum(map(bool, parts)) == min(num_parts, len(items))
     for division in allowed:
         assert max(totals(costs, parts)) <= max(totals(costs, division))
-
-
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(50, 120))
-def test_best_fit_fills_parts(sizes, cap):
-    parts = best_fit(sizes, cap)
-    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
-    filled = totals(sizes, parts)
-    assert all(total <= cap for total in filled)
-    assert sum(2 * total <= cap for total in filled) <= 1, "two that are half empty would have been one"
-
-
-def test_best_fit_by_hand():
-    # 6 leaves room for 4, 5 for 5: the 4 goes where it fits exactly.
-    assert best_fit([5, 4, 6, 5], 10) == [[2, 1], [0, 3]]

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 
 from quartet.batch import RaggedBatch
-from quartet.cluster.manifests import num_bytes
-from quartet.cluster.split import shares_of, table_of
+from quartet.cluster.futures import num_bytes
 
 
 @st.composite
@@ -69,16 +68,6 @@ def test_what_is_done_to_an_outline_and_filled_is_what_is_done_to_the_batch(data
     assert_same(joined.filled([RaggedBatch.concat(sources)]), wanted)
 
 
-@given(st.data())
-def test_an_outline_is_split_as_its_batch(data: Any) -> None:
-    batch = data.draw(trees())
-    outline = batch.outline(["here"])
-    for share in shares_of(table_of(outline), data.draw(st.integers(1, 4))):
-        part = outline.select(share.positions)
-        assert holds_no_ids(part)
-        assert_same(part.filled([batch]), batch.select(share.positions))
-
-
 def batch_of(num_tokens: int = 4) -> RaggedBatch:
     prompt, answers = [7] * num_tokens, [[1, 2], [3]]
     return RaggedBatch.from_groups([prompt], [answers], ["a", "b"], token={"x": torch.zeros(num_tokens + 3)})
@@ -93,22 +82,6 @@ def test_an_outline_is_small_wherever_it_goes() -> None:
     assert holds_no_ids(there) and there.elsewhere == ("here",)
     assert torch.equal(there.filled([full]).input_ids, full.input_ids)
     assert holds_no_ids(there.to("cpu")) and holds_no_ids(there.without_objects())
-
-
-def test_references_are_held_once() -> None:
-    one, other = [1], [1]  # equal, and not the same
-    a, b = batch_of().select([0]).outline([one, other]), batch_of().select([1]).outline([other])
-    assert RaggedBatch.concat([a, b]).elsewhere == (one, other)
-
-
-def test_a_batch_of_no_sequences_is_filled() -> None:
-    nothing = batch_of().outline(["here"]).select([])
-    assert len(nothing.filled([]).input_ids) == 0
-
-
-def test_segments_that_no_sequence_needs_stay_unknown() -> None:
-    full = RaggedBatch(torch.tensor([5, 6, 7]), (1, 1, 1), (-1, -1, 0), (2,), ("a",))
-    assert full.outline(["here"]).filled([full]).input_ids.tolist() == [5, -1, 7]
 
 
 def test_the_first_source_that_has_a_sequence_gives_it_and_more_are_ignored() -> None:

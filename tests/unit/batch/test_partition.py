@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.batch.partition import AtomTree, longest_first, plan_micro_batches
+from quartet.batch.partition import AtomTree, plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 
@@ -95,27 +95,6 @@ def test_what_every_plan_keeps_to(batch, budget, num_ranks, share, size, data):
     assert [block.cost for block in tree.alone] == [cost_of(batch, part, 50, share) for part in parts]
 
 
-def todays_longest_first(costs, budget):
-    """What the plan was before: blocks dealt by tokens alone, with more parts until the budget is kept to."""
-    num_parts = max(-(-sum(costs) // budget), sum(2 * cost > budget for cost in costs), 1)
-    while True:
-        parts = longest_first(costs, min(num_parts, len(costs)))
-        if all(sum(costs[b] for b in part) <= budget for part in parts):
-            return parts
-        num_parts += max(num_parts // 32, 1)
-
-
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(500, 2000), st.integers(20, 5000))
-def test_never_more_parts_nor_dearer_ones_than_longest_first(lengths, budget, token_cost):
-    batch = RaggedBatch.from_sequences([[1] * n for n in lengths])
-    (parts,) = plan_ranks(batch, budget, 1, token_cost=token_cost)
-    former = todays_longest_first(lengths, budget)
-    assert len(parts) <= len(former)
-    if len(parts) == len(former):
-        dearest, formerly = (max(cost_of(batch, part, token_cost) for part in plan) for plan in (parts, former))
-        assert dearest <= formerly
-
-
 @given(tree_batches(), st.integers(1, 5), st.booleans())
 def test_ranks_have_equal_shares_to_within_an_atom(batch, num_ranks, share):
     shares = [part for (part,) in plan_ranks(batch, 10**6, num_ranks, share, token_cost=50)]
@@ -140,62 +119,6 @@ def test_trees_stay_whole_where_they_fit(batch, budget):
             assert len(touched) > 1
 
 
-@given(tree_batches(), st.integers(75, 160), st.data())
-def test_atoms_stay_together(batch, budget, data):
-    """Atoms of up to two sequences, of one tree or of two."""
-    order = data.draw(st.permutations(range(len(batch))))
-    atoms = [list(order[i : i + 2]) for i in range(0, len(order), 2)]
-    if any(computed(batch, atom) > budget for atom in atoms):
-        with pytest.raises(UserError, match=r"actor\.train\.token_budget"):
-            plan_tree(batch, budget, atoms=atoms)
-        return
-    plan = plan_tree(batch, budget, atoms=atoms)
-    assert sorted(s for part in plan for s in part) == list(range(len(batch)))
-    assert all(computed(batch, part) <= budget for part in plan)
-    assert all(sum(set(atom) <= set(part) for part in plan) == 1 for atom in atoms)
-
-
-@given(st.integers(1, 30), st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(50, 120))
-def test_a_group_is_cut_into_few_equal_runs(prompt, responses, budget):
-    batch = group_batch([prompt], [responses])
-    loads = [computed(batch, part) for part in plan_tree(batch, budget)]
-    assert all(prompt < load <= budget for load in loads)
-    room = budget - prompt
-    # A run is full when no further response of at most 20 tokens fits.
-    assert len(loads) <= max(1, -(-sum(responses) // max(room - 19, 1)))
-    # Equal to within two members: a run above the mean by more could have passed one on.
-    assert max(loads) <= (sum(responses) / len(loads)) + prompt + 2 * max(responses)
-
-
-def test_trees_by_hand():
-    # Two groups of 10 + 3·2 = 16 tokens and one of 4 + 2 = 6; unshared they would cost 36, 36 and 6.
-    batch = group_batch([10, 10, 4], [[2, 2, 2], [2, 2, 2], [2]])
-    assert in_order(plan_tree(batch, 32)) == [[0, 1, 2, 6], [3, 4, 5]]
-    assert in_order(plan_tree(batch, 38)) == [[0, 1, 2, 3, 4, 5, 6]]
-    # 16 do not fit 15: each group becomes two runs of 14 and 12.
-    assert in_order(plan_tree(batch, 15)) == [[0, 1], [2], [3, 4], [5], [6]]
-    # The unshared plan: sequences of 12 tokens, one of 6.
-    assert in_order(plan_tree(batch, 24, share=False)) == [[0, 5], [1, 4], [2, 6], [3]]
-
-
-def test_a_large_group_is_cut_evenly():
-    # 10 + 9·5 = 55 tokens under 30: filling up would leave 4, 4 and 1 members.
-    assert in_order(plan_tree(group_batch([10], [[5] * 9]), 30)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-
-def test_a_forked_tree_is_cut_along_its_branches():
-    """Root (10) with two forks (10 each) of two leaves (1 each), the leaves stored crosswise."""
-    batch = RaggedBatch(
-        input_ids=torch.zeros(34, dtype=torch.int64),
-        segment_lengths=(10, 10, 10, 1, 1, 1, 1),
-        parents=(-1, 0, 0, 1, 2, 1, 2),
-        leaves=(3, 4, 5, 6),
-        ids=("a", "b", "c", "d"),
-    )
-    assert in_order(plan_tree(batch, 34)) == [[0, 1, 2, 3]]
-    assert in_order(plan_tree(batch, 33)) == [[0, 2], [1, 3]]
-
-
 def test_pairs_count_their_prompt_once():
     batch = group_batch([10, 10], [[3, 4], [5, 5]])
     pairs = [[0, 1], [2, 3]]
@@ -210,12 +133,6 @@ def test_pairs_count_their_prompt_once():
         plan_tree(batch, 29, atoms=pairs, share=False)
 
 
-def test_atoms_across_groups_keep_both_together():
-    batch = group_batch([10, 10], [[1, 1], [1, 1]])
-    assert in_order(plan_tree(batch, 24, atoms=[[0], [1, 2], [3]])) == [[0, 1, 2, 3]]
-    assert in_order(plan_tree(batch, 23, atoms=[[0], [1, 2], [3]])) == [[0, 1, 2], [3]]
-
-
 def test_a_sequence_above_the_budget_names_the_key_to_raise():
     batch = group_batch([10, 10], [[3, 9], [12]])
     for share in (True, False):
@@ -224,16 +141,6 @@ def test_a_sequence_above_the_budget_names_the_key_to_raise():
         assert caught.value.problem == "a sequence is longer than critic.train.token_budget"
         assert caught.value.found == "sequence '0.1' of 19 tokens, critic.train.token_budget=18"
         assert caught.value.remedy == "raise critic.train.token_budget to at least 22 or shorten the sequences"
-
-
-@pytest.mark.parametrize("atoms", [[[0]], [[0], [1], [1]], [[0], [1], []]])
-def test_atoms_that_are_no_partition(atoms):
-    with pytest.raises(ValueError, match="each of the 2 sequences once"):
-        plan_tree(group_batch([1], [[1, 1]]), 10, atoms=atoms)
-
-
-def test_no_sequence_no_part():
-    assert plan_tree(RaggedBatch.from_sequences([]), 10) == []
 
 
 # Ranks -----------------------------------------------------------------------------------------------------------
@@ -271,13 +178,6 @@ def test_ranks_without_atoms_have_empty_micro_batches():
     assert plan_ranks(RaggedBatch.from_sequences([]), 20, 3) == [[], [], []]
 
 
-def test_micro_batches_side_by_side_are_alike():
-    batch = group_batch([1] * 16, [[n] for n in (99, 89, 79, 69, 59, 49, 39, 29, 95, 85, 75, 65, 55, 45, 35, 25)])
-    plan = tokens_by_rank(batch, plan_ranks(batch, 200, 2))
-    assert all(abs(a - b) <= 2 for a, b in zip(*plan, strict=True))
-    assert abs(sum(plan[0]) - sum(plan[1])) <= 2
-
-
 def test_the_rank_that_has_least_gets_the_dearest_part_of_the_next_batch():
     one = RaggedBatch.from_sequences([[1] * 9])
     uneven = RaggedBatch.from_sequences([[1] * 5, [1] * 3, [1] * 3])
@@ -296,18 +196,3 @@ def test_long_sequences_weigh_more_than_their_tokens():
         plan = plan_ranks(batch, 2000, 2, token_cost=token_cost)
         (long,) = [part for (part,) in plan if 0 in part]
         assert abs(len(long) - 1 - others) <= 5, token_cost
-
-
-def test_a_planned_cost_counts_what_each_token_attends_to():
-    # A prompt of 3 and responses of 2 and 1: 1 + 2 + 3, then 4 + 5, then 4; unshared the prompt's once more.
-    batch = group_batch([3], [[2, 1]])
-    shared, apart = (AtomTree(batch, [[0, 1]], share=share, token_cost=100).alone[0] for share in (True, False))
-    assert (shared.tokens, shared.cost) == (6, 600 + 6 + 9 + 4)
-    assert (apart.tokens, apart.cost) == (9, 900 + 6 + 9 + 6 + 4)
-
-
-def test_large_batches_are_planned_at_once():
-    batch = group_batch([100] * 100, [[10 + (g * i) % 7 for i in range(32)] for g in range(100)])
-    plan = plan_tree(batch, 1000)
-    assert max(computed(batch, part) for part in plan) <= 1000
-    assert len(plan) <= 110

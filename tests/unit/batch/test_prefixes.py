@@ -21,12 +21,6 @@ def read_back(segments: Segments, end: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def test_equal_prompts_are_one_segment() -> None:
-    segments = Segments()
-    assert segments.add_prompts([(5, 6), (5, 6)]) == {(5, 6): 0}
-    assert (segments.input_ids, segments.lengths, segments.parents) == ([5, 6], [2], [-1])
-
-
 def test_a_long_common_beginning_is_stored_once_and_a_short_one_is_not() -> None:
     segments = Segments()
     ends = segments.add_prompts([(*LONG, 1), (*LONG, 2, 3), LONG])

@@ -110,14 +110,6 @@ def test_views_match_the_lists(forest):
         assert batch.input_ids[start:stop].tolist() == forest.tokens[leaf]
 
 
-def test_the_docstrings_example():
-    batch = RaggedBatch.from_groups([[5, 6]], [[[7, 8, 9], [7, 4]]], ["a", "b"])
-    assert batch.segment_lengths == (2, 3, 2) and batch.parents == (-1, 0, 0) and batch.leaves == (1, 2)
-    assert batch.segment_offsets == (0, 2, 5, 7)
-    assert batch.sequence_index().tolist() == [-1, -1, 0, 0, 0, 1, 1]
-    assert batch.token_ids(1) == [5, 6, 7, 4]
-
-
 def test_an_empty_batch_works_throughout():
     empty = RaggedBatch.from_sequences([])
     assert len(empty) == empty.num_tokens == 0
@@ -191,26 +183,7 @@ def test_moving_pickling_and_copying_keep_everything(forest):
         assert (other.parents, other.leaves) == (batch.parents, batch.leaves)
 
 
-def test_to_moves_every_tensor():
-    moved = build(Forest([[1], [2, 3], [4]], [-1, 0, 0], [1, 2])).to("meta")
-    tensors = [moved.input_ids, *moved.token.values(), *moved.sequence.values()]
-    assert {t.device.type for t in tensors} == {"meta"}
-    assert moved.device.type == "meta"
-
-
 # Immutability --------------------------------------------------------------------------------------------
-
-
-@given(forests(min_sequences=1))
-def test_operations_leave_the_batch_alone(forest):
-    batch = build(forest)
-    before = copy.deepcopy(batch)
-    derived = [batch.select([0]), RaggedBatch.concat([batch]), batch.without_objects()]
-    for other in derived:
-        # Whoever owns a derived batch may even write into its mask without reaching ours.
-        if other.token["loss_mask"] is not batch.token["loss_mask"]:
-            other.token["loss_mask"].zero_()
-    assert rows(batch) == rows(before)
 
 
 def test_nothing_can_be_written_into_a_batch():
@@ -244,22 +217,14 @@ GOOD = {
     ("change", "message"),
     [
         ({"input_ids": torch.tensor([1, 2])}, "segments hold 3 tokens"),
-        ({"input_ids": torch.tensor([[1, 2, 3]])}, "segments hold 3 tokens"),
         ({"input_ids": torch.tensor([1.0, 2.0, 3.0])}, "must be int64"),
-        ({"parents": (-1, 0)}, "2 parents for 3 segments"),
         ({"segment_lengths": (2, 0, 1)}, "at least one token"),
         ({"parents": (-1, 2, 0)}, "before its child"),
-        ({"parents": (-1, 1, 0)}, "before its child"),
-        ({"parents": (-2, 0, 0)}, "before its child"),
         ({"leaves": (1, 1)}, "at most one sequence"),
         ({"leaves": (1, 3)}, "out of range"),
-        ({"leaves": (-1, 2)}, "out of range"),
         ({"leaves": (0, 2)}, r"leaves \[0\] are parents"),
-        ({"ids": ("a",)}, "as many distinct ids"),
         ({"ids": ("a", "a")}, "as many distinct ids"),
         ({"token": {"x": torch.zeros(2)}}, "token field 'x'"),
-        ({"token": {"x": torch.tensor(1.0)}}, "token field 'x'"),
-        ({"sequence": {"x": torch.zeros(3)}}, "sequence field 'x'"),
         ({"objects": {"x": ("one",)}}, "object field 'x'"),
     ],
 )
@@ -277,8 +242,3 @@ def test_concat_refuses_nothing_and_different_fields():
         RaggedBatch.concat([left, right.with_sequence(score=torch.zeros(1))])
     with pytest.raises(ValueError, match="distinct ids"):
         RaggedBatch.concat([left, left])
-
-
-def test_from_groups_needs_responses_for_each_prompt():
-    with pytest.raises(ValueError):
-        RaggedBatch.from_groups([[1], [2]], [[[3]]], ["a"])

@@ -29,12 +29,6 @@ TORCHRUN = {
 }
 
 
-def test_a_seat_is_what_torchrun_says() -> None:
-    assert LauncherRank.found(TORCHRUN) == LauncherRank(
-        rank=5, world_size=6, local_rank=1, local_world_size=2, node=2, num_nodes=3
-    )
-
-
 def test_the_command_sees_nothing_of_torchrun() -> None:
     assert without_torchrun({**TORCHRUN, "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1"}) == {
         "PATH": "/bin",
@@ -42,11 +36,9 @@ def test_the_command_sees_nothing_of_torchrun() -> None:
     }
 
 
-def test_nodes_on_one_machine_meet_at_the_loopback() -> None:
-    assert own_address(1, [("a", "10.0.0.1"), ("a", "10.0.0.1")]) == "127.0.0.1"
-
-
 def test_a_node_has_the_address_by_which_it_reaches_the_meeting_point() -> None:
+    """On one machine the loopback."""
+    assert own_address(1, [("a", "10.0.0.1"), ("a", "10.0.0.1")]) == "127.0.0.1"
     assert own_address(1, [("a", "127.0.1.1"), ("b", "10.0.0.2")]) == "10.0.0.2"
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from quartet.cluster import ResourcePool
+from quartet.cluster import WorkerGroup
 from quartet.cluster.errors import Death, Failure, WorkerDied, WorkerError, last_error
-from quartet.cluster.processes import GroupSpec, ProcessManager
-from quartet.cluster.worker_process import ClassWithArgs
-from quartet.config.errors import UserError
 
 
 def failure(error: Exception) -> Failure:
@@ -20,24 +15,6 @@ def failure(error: Exception) -> Failure:
         raise error
     except type(error) as raised:
         return Failure.of(raised, group="actor", rank=2, pid=77, host="10.0.0.2", where="actor.update")
-
-
-def test_a_failure_keeps_the_traceback_once() -> None:
-    with pytest.raises(WorkerError) as caught:
-        raise failure(ValueError("odd")).error(["rank 0 of group 'actor': RuntimeError: peer left"])
-    text = str(caught.value)
-    assert text.count("Traceback (most recent call last)") == 1
-    first, second, *_ = text.splitlines()
-    assert first == "actor.update raised in rank 2 of group 'actor' (pid 77 on 10.0.0.2): ValueError: odd"
-    assert second == "  also failed: rank 0 of group 'actor': RuntimeError: peer left"
-    assert str(pickle.loads(pickle.dumps(caught.value))) == text
-
-
-def test_a_user_error_stays_one_and_names_the_worker() -> None:
-    with pytest.raises(UserError) as caught:
-        raise failure(UserError("no room", found="3 GB", remedy="ask for less")).error()
-    assert caught.value.found == "3 GB (rank 2 of group 'actor')"
-    assert (caught.value.problem, caught.value.remedy) == ("no room", "ask for less")
 
 
 @pytest.mark.parametrize(
@@ -65,10 +42,11 @@ def test_a_death_says_who_what_and_its_last_words() -> None:
     assert text.index("also failed") < text.index("its last output") and text.endswith("    a\n    b")
 
 
-def manager() -> ProcessManager:
-    """Of four processes that are not started."""
-    no_backend: Any = None
-    return ProcessManager(no_backend, GroupSpec("critic", ResourcePool([4]), ClassWithArgs(object), 3, 120.0))
+def group() -> WorkerGroup:
+    """Its processes are not started."""
+    made = WorkerGroup.__new__(WorkerGroup)
+    made.name, made._last_failures = "critic", {}
+    return made
 
 
 class RankLeft(Exception):
@@ -81,14 +59,13 @@ def test_of_several_ranks_that_fail_the_cause_is_told_before_its_echoes(cause: i
     raised[cause] = ValueError("no such token")
     failures = {rank: replace(failure(error), group="critic", rank=rank) for rank, error in enumerate(raised)}
     with pytest.raises(WorkerError, match=rf"rank {cause} of group .*no such token") as caught:
-        manager().raise_for(failures, "critic.update")
+        group().raise_for(failures, "critic.update")
     assert any("RankLeft" in line for line in caught.value.also)
 
 
 def test_a_sender_that_is_not_known_is_filled_in() -> None:
     unknown = Failure("", -1, 5, "host", "call", "TypeError: no", "…")
-    group = manager()
     with pytest.raises(WorkerError, match="raised in rank 3 of group 'critic'"):
-        group.raise_for({3: unknown}, "critic.update")
+        group().raise_for({3: unknown}, "critic.update")
     with pytest.raises(WorkerError, match="raised in rank 2 of group 'actor'"):
-        group.raise_for({3: failure(ValueError("x"))}, "critic.update")
+        group().raise_for({3: failure(ValueError("x"))}, "critic.update")

@@ -26,36 +26,28 @@ def test_what_fits_is_granted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool", "nodes", "remedy"),
+    ("pool", "nodes"),
     [
-        (ResourcePool([8], gpus=1), cluster(4, 4), "use ResourcePool([4, 4])"),
-        (ResourcePool([4, 4], gpus=1), cluster(2, 4), "use ResourcePool([4, 2]), the most that fits, or add nodes"),
-        (ResourcePool([4, 4], gpus=1, strategy="spread"), cluster(8), "use ResourcePool([8])"),
-        (ResourcePool([2, 2], gpus=1), cluster(3, 1), "use ResourcePool([3, 1])"),
-        (ResourcePool([1], gpus=2), cluster(1, 1), "start nodes that have CPU and GPU, or ask for less per process"),
-        (ResourcePool([1], resources={"fast_disk": 1}), cluster(1), "start nodes that have CPU and fast_disk"),
+        (ResourcePool([8], gpus=1), cluster(4, 4)),
+        (ResourcePool([4, 4], gpus=1, strategy="spread"), cluster(8)),
+        (ResourcePool([2, 2], gpus=1), cluster(3, 1)),
+        (ResourcePool([1], resources={"fast_disk": 1}), cluster(1)),
     ],
 )
-def test_what_can_never_fit_is_refused_with_the_nearest(pool: ResourcePool, nodes: list[Node], remedy: str) -> None:
+def test_what_can_never_fit_is_refused(pool: ResourcePool, nodes: list[Node]) -> None:
     with pytest.raises(UserError) as caught:
         check_pool(pool, nodes)
     assert str(list(pool.processes)) in caught.value.problem
     assert all(f"{node.name} has " in caught.value.found for node in nodes)
-    assert caught.value.remedy.startswith(remedy)
+    assert caught.value.remedy.startswith("start nodes that have CPU and ")
 
 
 def test_the_numbers_of_what_is_missing_are_named() -> None:
     with pytest.raises(UserError) as caught:
         check_pool(ResourcePool([8], gpus=1), cluster(4))
     assert caught.value.found == "each process needs 1 CPU and 1 GPU; node 0 has 64 CPU and 4 GPU"
-
-
-def test_what_others_hold_is_named() -> None:
-    node = Node("node 0", {"CPU": 8.0}, {"CPU": 3.0})
-    error = refused(ResourcePool([8]), [node], 5)
-    assert "within 5 s" in error.problem
-    assert "3 CPU free of 8 CPU" in error.found
-    assert "use ResourcePool([3])" in error.remedy
+    error = refused(ResourcePool([8]), [Node("node 0", {"CPU": 8.0}, {"CPU": 3.0})], 5)
+    assert "within 5 s" in error.problem and "3 CPU free of 8 CPU" in error.found
 
 
 @pytest.mark.parametrize("bad", [{"processes": []}, {"processes": [2, 0]}, {"gpus": -1.0}])

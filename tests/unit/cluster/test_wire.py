@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from quartet.batch import ColumnSet, RaggedBatch
-from quartet.cluster.manifests import LARGE, is_large, num_bytes
+from quartet.cluster.futures import num_bytes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 wire = pytest.importorskip("quartet.cluster.ray_backend")
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 
 def there_and_back(tensor: Tensor) -> tuple[Tensor, int]:
@@ -29,7 +29,7 @@ def there_and_back(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 0), (2, 3, 4)], ids=str)
 def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 3).to(dtype)
     found, _ = there_and_back(tensor)
@@ -57,12 +57,6 @@ def test_what_arrives_begins_where_memory_of_torch_does() -> None:
     assert all(there_and_back(torch.zeros(n))[0].data_ptr() % 64 == 0 for n in range(1, 4000, 37))
 
 
-def test_the_reader_may_write() -> None:
-    found, _ = there_and_back(torch.zeros(4))
-    found += 1
-    assert found.tolist() == [1.0] * 4
-
-
 def test_gradients_and_conjugates() -> None:
     weight = torch.ones(3, requires_grad=True)
     assert there_and_back(weight)[0].requires_grad
@@ -79,21 +73,12 @@ def test_what_is_not_dense_travels_too() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (torch.zeros(LARGE // 4), True),
-        (torch.zeros(8), False),
-        ({"weights": [np.zeros(LARGE)]}, True),
-        (b"x" * LARGE, True),
-        (["word"] * LARGE, True),
-        (7, False),
-        (None, False),
-        (RaggedBatch.from_sequences([[1] * LARGE]), True),
-        (ColumnSet(("a",), {"x": torch.zeros(LARGE)}), True),
+        ({"weights": [np.zeros(8)]}, 64),
+        (["word"] * 5000, 20000),
+        (7, 8),
+        (ColumnSet(("a",), {"x": torch.zeros(8)}), 32),
+        (RaggedBatch.from_sequences([[1, 2], [3]]).with_token(x=torch.zeros(3)), 3 * 8 + 3 * 4),
     ],
 )
-def test_what_is_large(value: Any, expected: bool) -> None:
-    assert is_large(value) is expected
-
-
-def test_bytes_of_a_batch() -> None:
-    batch = RaggedBatch.from_sequences([[1, 2], [3]]).with_token(x=torch.zeros(3)).with_sequence(y=torch.zeros(2))
-    assert num_bytes(batch) == 3 * 8 + 3 * 4 + 2 * 4
+def test_bytes_of_a_value(value: Any, expected: int) -> None:
+    assert num_bytes(value) == expected

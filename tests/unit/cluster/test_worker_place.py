@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
 from quartet.cluster import Worker
-from quartet.cluster.worker import RankInfo, free_port, reserved_port
+from quartet.cluster.worker import RankInfo, reserved_port
 from quartet.config.errors import UserError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -37,14 +34,6 @@ def test_without_variables_a_worker_is_alone() -> None:
     assert (worker.rank, worker.world_size) == (0, 1)
 
 
-def test_the_place_is_known_before_init() -> None:
-    class Early(Worker):
-        def __init__(self) -> None:
-            self.seen = self.rank
-
-    assert Early().seen == 0
-
-
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(UserError) as caught:
         RankInfo.from_environment({"RANK": "0", "WORLD_SIZE": "2"})
@@ -54,13 +43,6 @@ def test_what_is_missing_is_named() -> None:
 def test_a_place_survives_the_environment() -> None:
     place = RankInfo(1, 4, 1, 2, "10.0.0.1", 29500, "2,3")
     assert RankInfo.from_environment(place.environment()) == place
-
-
-def test_a_free_port_is_free_and_not_the_systems() -> None:
-    port = free_port()
-    assert 20000 <= port < 32768
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", port))
 
 
 def test_a_worker_alone_forms_a_group_and_leaves_the_interface_alone() -> None:
@@ -74,26 +56,6 @@ def test_a_worker_alone_forms_a_group_and_leaves_the_interface_alone() -> None:
         assert "GLOO_SOCKET_IFNAME" not in os.environ
     finally:
         distributed.destroy_process_group()
-
-
-def test_workers_that_torchrun_starts_form_a_group(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(
-        "import torch\nfrom torch import distributed\nfrom quartet.cluster import Worker\n"
-        "worker = Worker()\nworker.init_process_group('gloo', timeout_s=60)\n"
-        "value = torch.tensor([worker.rank + 1.0])\ndistributed.all_reduce(value)\n"
-        "assert value.item() == 3.0\ndistributed.destroy_process_group()\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    done = subprocess.run(
-        [*command, f"--master-port={free_port()}", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_only_the_store_of_torch_gets_a_reserved_port() -> None:

@@ -13,9 +13,8 @@ from quartet.config.engines import (
     VLLMEngineConfig,
     is_served,
 )
-from quartet.config.evaluation import EvalRecipe
 from quartet.config.load import dump_recipe, load_recipe
-from quartet.config.recipe import RLRecipe, RolloutConfig
+from quartet.config.recipe import RLRecipe
 
 
 def engine(*overrides: str, job: str = "rl") -> Any:
@@ -30,18 +29,6 @@ def test_native_is_the_engine_of_whom_says_nothing() -> None:
         process=True, stall_timeout_s=9
     )
     assert engine("engine.max_running=3", job="eval") == NativeEngineConfig(max_running=3)
-
-
-def test_from_python_too_who_says_no_type_means_the_native_engine() -> None:
-    assert RolloutConfig(engine={"max_running": 3}).engine == NativeEngineConfig(max_running=3)
-    assert EvalRecipe(engine={}).engine == NativeEngineConfig()
-    assert RolloutConfig(engine={"type": "vllm"}).engine == VLLMEngineConfig()
-    assert RolloutConfig(engine=VLLMEngineConfig()).engine == VLLMEngineConfig()
-    for wrong in ({"type": "vlm"}, {"type": ["native"]}, {"engines": 2}, "native", None):
-        with pytest.raises(UserError, match="engine"):
-            RolloutConfig(engine=wrong)
-    with pytest.raises(UserError, match=r"engine\.type: vlm(?s:.*)did you mean 'vllm'"):
-        RolloutConfig(engine={"type": "vlm"})
 
 
 def test_each_kind_has_its_own_keys_and_survives_a_file(tmp_path: Path) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
 from quartet.config import UserError
-from quartet.config.file_errors import read_error, read_file, write_error
+from quartet.config.errors import read_error, read_file, write_error
 from quartet.observe.jsonl import RowAppender
-from quartet.train import checkpoint
-from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint
+from quartet.train.checkpoint import begin_checkpoint
 from quartet.trainers.run import write_json
 from quartet.trainers.run_files import writing
 
@@ -58,37 +56,6 @@ def test_what_libraries_make_of_it(error: Exception, remedy: str, tmp_path: Path
     with pytest.raises(UserError) as caught:
         raise write_error(tmp_path, error)
     assert remedy in caught.value.remedy
-
-
-def test_a_cause_behind_another_error_is_found(tmp_path: Path) -> None:
-    try:
-        raise RuntimeError("writer failed") from failure(errno.EROFS)
-    except RuntimeError as error:
-        found = write_error(tmp_path, error)
-    assert "read-only" in found.remedy and os.strerror(errno.EROFS) in found.found
-
-
-def by_checkpoint(path: Path) -> None:
-    complete_checkpoint(begin_checkpoint(path, 1), {}, {}, keep=1)
-
-
-def by_json(path: Path) -> None:
-    path.mkdir(exist_ok=True)
-    write_json(path / "run.json", {})
-
-
-@pytest.mark.parametrize("number", REMEDIES)
-@pytest.mark.parametrize("write", [by_checkpoint, by_json])
-def test_a_run_tells_them_apart(
-    write: Callable[[Path], None], number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: int) -> None:
-        raise failure(number)
-
-    monkeypatch.setattr(checkpoint.os, "fsync", fail)
-    with pytest.raises(UserError, match="could not be written") as caught:
-        write(tmp_path / "run")
-    assert REMEDIES[number] in caught.value.remedy
 
 
 def test_causes_that_every_machine_has(tmp_path: Path) -> None:

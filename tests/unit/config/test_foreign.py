@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.config.foreign import as_score
+from quartet.config.errors import as_score
 
 LARGEST = float(np.finfo(np.float32).max)
 

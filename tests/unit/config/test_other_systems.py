@@ -7,75 +7,51 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import synonyms
+from quartet.config import nearest
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
 from quartet.config.load import load_recipe
-from quartet.config.schema import dotted_fields
-from quartet.config.validation import _fields
+from quartet.config.plugins import recipes
+from quartet.config.strict import _fields, dotted_fields
 
 NOT_NEEDED, NOT_THERE = "leave it out: ", "not there: "
 GRPO = {
     "learning_rate": "actor.train.optim.lr",
     "per_device_train_batch_size": "prompts_per_step",
-    "per_device_eval_batch_size": NOT_NEEDED,
     "gradient_accumulation_steps": "actor.train.token_budget",
     "num_train_epochs": "steps",
     "max_steps": "steps",
     "warmup_steps": "actor.train.optim.warmup_steps",
-    "warmup_ratio": "actor.train.optim.warmup_steps",
     "weight_decay": "actor.train.optim.weight_decay",
     "lr_scheduler_type": "actor.train.optim.schedule",
-    "lr_scheduler_kwargs": "actor.train.optim.min_lr_ratio",
     "optim": "actor.train.optim",
-    "adam_beta1": "actor.train.optim.betas",
-    "max_grad_norm": "actor.train.optim.max_grad_norm",
     "bf16": "actor.train.precision",
-    "fp16": "actor.train.precision",
     "gradient_checkpointing": "actor.train.activation_checkpointing",
-    "logging_steps": NOT_NEEDED,
     "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep",
     "eval_strategy": "evaluation.every_steps",
     "report_to": "log.trackers",
     "run_name": NOT_NEEDED + "a run is called as its output_dir",
     "push_to_hub": "use the command quartet push",
     "deepspeed": NOT_NEEDED + "actor.sharding.shard",
-    "fsdp_config": NOT_NEEDED + "actor.sharding.shard",
     "resume_from_checkpoint": "add --resume",
     "model_name_or_path": "actor.model.path",
-    "attn_implementation": NOT_NEEDED,
     "trust_remote_code": "actor.model.trust_remote_code",
     "use_peft": "actor.train.lora",
-    "lora_r": "actor.train.lora.rank",
-    "lora_dropout": NOT_NEEDED,
     "load_in_4bit": NOT_THERE,
     "dataset_name": "data.path",
-    "dataset_test_split": "evaluation.data.split",
     "reward_funcs": "rewards.0.target",
-    "reward_weights": "rewards.0.weight",
     "num_generations": "responses_per_prompt",
     "max_prompt_length": "data.max_tokens",
     "max_completion_length": "rollout.sampling.max_new_tokens",
-    "temperature": "rollout.sampling.temperature",
     "repetition_penalty": NOT_THERE,
-    "steps_per_generation": "minibatches",
     "use_vllm": "write rollout.engine.type: vllm",
-    "vllm_mode": "write rollout.engine.type: vllm",
     "vllm_gpu_memory_utilization": "rollout.engine.gpu_memory_utilization",
-    "vllm_max_model_length": "rollout.engine.max_model_len",
     "beta": "algorithm.kl.coef",
-    "num_iterations": "epochs",
-    "epsilon_high": "algorithm.policy_loss.clip_eps_high",
     "delta": "algorithm.policy_loss.dual_clip",
     "scale_rewards": "algorithm.normalise_std",
     "loss_type": "algorithm.name",
     "importance_sampling_level": "algorithm.name: gspo",
-    "mask_truncated_completions": NOT_THERE,
     "sync_ref_model": NOT_THERE,
-    "use_liger_kernel": NOT_NEEDED,
     "log_completions": "log.samples",
-    "vllm_importance_sampling_cap": "algorithm.off_policy.cap",
     "tools": "environment.target",
 }
 DPO = {
@@ -84,19 +60,15 @@ DPO = {
     "learning_rate": "train.optim.lr",
     "max_length": "data.max_tokens",
     "max_completion_length": "set data.max_tokens",
-    "truncation_mode": "data.overlong",
     "precompute_ref_log_probs": "reference.cache",
     "reference_free": "loss.name: simpo or orpo",
     "rpo_alpha": "loss.sft_coef",
-    "f_divergence_type": NOT_THERE,
     "deepspeed": NOT_NEEDED + "sharding.shard",
 }
 SFT = {
     "max_length": "data.max_tokens",
     "packing": NOT_NEEDED,
-    "assistant_only_loss": NOT_NEEDED,
     "dataset_text_field": "data.columns",
-    "neftune_noise_alpha": NOT_THERE,
     "per_device_train_batch_size": "examples_per_step",
     "num_train_epochs": "epochs",
     "loss_type": NOT_NEEDED,
@@ -105,32 +77,21 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 VERL = {
     "data.train_files": "data.path",
     "data.val_files": "evaluation.data.path",
-    "data.prompt_key": "data.columns",
     "data.max_prompt_length": "data.max_tokens",
-    "data.max_response_length": "rollout.sampling.max_new_tokens",
     "data.train_batch_size": "prompts_per_step",
     "data.return_raw_chat": NOT_NEEDED,
-    "data.shuffle": NOT_NEEDED,
-    "data.filter_overlong_prompts": "data.overlong",
     "data.custom_cls.path": NOT_NEEDED,
     "actor_rollout_ref.model.path": "actor.model.path",
-    "actor_rollout_ref.model.use_remove_padding": NOT_NEEDED,
     "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.train.activation_checkpointing",
-    "actor_rollout_ref.model.lora_rank": "actor.train.lora.rank",
     f"{ACTOR}strategy": NOT_NEEDED + "actor.sharding.shard",
     f"{ACTOR}optim.lr": "actor.train.optim.lr",
     f"{ACTOR}optim.lr_warmup_steps_ratio": "actor.train.optim.warmup_steps",
-    f"{ACTOR}optim.weight_decay": "actor.train.optim.weight_decay",
     f"{ACTOR}ppo_mini_batch_size": "minibatches",
     f"{ACTOR}ppo_micro_batch_size_per_gpu": "actor.train.token_budget",
-    f"{ACTOR}use_dynamic_bsz": NOT_NEEDED,
     f"{ACTOR}ppo_epochs": "epochs",
     f"{ACTOR}clip_ratio_high": "algorithm.policy_loss.clip_eps_high",
-    f"{ACTOR}clip_ratio_c": "algorithm.policy_loss.dual_clip",
     f"{ACTOR}use_kl_loss": "algorithm.kl.place",
-    f"{ACTOR}kl_loss_type": "algorithm.kl.estimator",
     f"{ACTOR}loss_agg_mode": "algorithm.aggregation",
-    f"{ACTOR}policy_loss.loss_mode": "algorithm.policy_loss.name",
     f"{ACTOR}fsdp_config.param_offload": "actor.sharding.cpu_offload",
     f"{ACTOR}ulysses_sequence_parallel_size": "actor.sharding.context",
     "actor_rollout_ref.ref.fsdp_config.param_offload": "reference.sharding.cpu_offload",
@@ -139,36 +100,24 @@ VERL = {
     f"{ROLLOUT}mode": "placement.type: asynchronous",
     f"{ROLLOUT}n": "responses_per_prompt",
     f"{ROLLOUT}tensor_model_parallel_size": "rollout.engine.tensor_parallel_size",
-    f"{ROLLOUT}max_num_seqs": "rollout.engine.max_num_seqs",
     f"{ROLLOUT}free_cache_engine": "rollout.engine.sleep_level",
     f"{ROLLOUT}engine_kwargs.vllm.swap_space": "rollout.engine.engine_args",
     f"{ROLLOUT}val_kwargs.temperature": "evaluation.sampling.temperature",
-    f"{ROLLOUT}val_kwargs.n": "evaluation.samples_per_prompt",
     f"{ROLLOUT}val_kwargs.do_sample": "evaluation.sampling.temperature",
-    f"{ROLLOUT}pipeline_model_parallel_size": NOT_THERE,
     f"{ROLLOUT}multi_turn.max_assistant_turns": "environment.max_turns",
     "critic.optim.lr": "critic.train.optim.lr",
-    "critic.cliprange_value": "algorithm.value_clip",
-    "critic.model.fsdp_config.param_offload": "critic.sharding.cpu_offload",
     "reward_model.model.path": "rewards.0.path",
     "reward_model.reward_manager": "rewards.0.type",
-    "reward_model.overlong_buffer.len": "algorithm.overlong.buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "algorithm.overlong",
     "reward_model.sandbox_fusion.url": "rewards.0.type: code",
     "ray_kwargs.ray_init.num_cpus": "cluster.type: ray",
     "custom_reward_function.path": "write rewards.0.type: function and rewards.0.target",
-    "custom_reward_function.name": "rewards.0.target: path/to/file.py:name",
     "algorithm.adv_estimator": "algorithm.name",
-    "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalise_std",
     "algorithm.kl_ctrl.type": "algorithm.kl.target",
-    "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
     "trainer.total_epochs": "steps",
     "trainer.logger": "log.trackers",
     "trainer.n_gpus_per_node": "placement.actor.processes",
     "trainer.test_freq": "evaluation.every_steps",
-    "trainer.val_before_train": NOT_NEEDED,
-    "trainer.default_local_dir": "output_dir",
-    "trainer.resume_mode": "add --resume",
 }
 TABLES = [("rl", GRPO), ("preference", DPO), ("sft", SFT), ("rl", VERL)]
 
@@ -229,7 +178,7 @@ def test_a_block_is_taken_apart_but_a_misspelt_section_is_one_mistake(tmp_path: 
 
 def test_every_key_that_is_offered_is_in_a_recipe() -> None:
     known = {name for recipe in recipes().values() for name, _ in dotted_fields(recipe)}
-    offered = {*synonyms._THEIRS, *(key for text in synonyms._ANSWERS for key in re.findall(r"\{([\w.]+)\}", text))}
+    offered = {*nearest._THEIRS, *(key for text in nearest._ANSWERS for key in re.findall(r"\{([\w.]+)\}", text))}
     assert len(offered) > 100
     assert [key for key in offered if not any(f".{name}".endswith(f".{key}") for name in known)] == []
 

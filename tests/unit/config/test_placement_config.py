@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from quartet.config.errors import UserError
-from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, check_devices, packs, resolve, shrunk
+from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, check_devices, resolve
 
 PPO: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout")}
 GRPO: dict[str, Role] = {role: role for role in ("actor", "reward", "rollout")}
@@ -116,7 +114,6 @@ def test_sizes() -> None:
         ({"type": "pipelined", "pools": pools(a=ALL), "in_flight": "pick_up"}, "in_flight"),
         ({"type": "pipelined", "pools": pools(a=ALL, b=["actor"])}, r"role actor is on 2 pools \(a, b\)"),
         ({"type": "pipelined", "pools": pools(a=[])}, "at least 1 item"),
-        ({"type": "pipelined", "pools": {}}, "at least 1 item"),
         (
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"reward": ("train_actor",)}},
             "reward cannot come after train_actor",
@@ -126,10 +123,6 @@ def test_sizes() -> None:
             "reward, values wait for each other",
         ),
         (
-            {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_actor": ("train_actor",)}},
-            "train_actor wait for each other",
-        ),
-        (
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_actor": ("train_heads",)}},
             "train_actor, train_heads wait for each other",
         ),
@@ -137,8 +130,6 @@ def test_sizes() -> None:
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"generate": ("reward",)}},
             "generate cannot come after reward",
         ),
-        ({"type": "asynchronous", "pools": pools(a=ALL), "max_staleness": -1}, "greater than or equal to 0"),
-        ({"type": "full_offload", "pool": {"processes": 0}}, "greater than or equal to 1"),
         ({"type": "colocated"}, "separated"),
     ],
 )
@@ -175,12 +166,6 @@ def test_what_cannot_be_written(fragment: dict[str, Any], says: str) -> None:
             "leave these edges out",
         ),
         (
-            GRPO,
-            {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_heads": ("train_actor",)}},
-            "train_heads (of the heads)",
-            "leave these edges out",
-        ),
-        (
             {**GRPO, "heads": "heads"},
             {"type": "pipelined", "pools": pools(a=["rollout", "actor"], b=["reward", "heads"])},
             "heads on pool 'b', actor on 'a'",
@@ -203,25 +188,14 @@ def test_pools_that_fit_and_pools_that_do_not() -> None:
     message = str(caught.value)
     assert "12 processes (nodes × processes: rollout 1 × 4, actor_reference 1 × 4, critic_reward 1 × 4)" in message
     assert "8 devices on 1 nodes of 8" in message
-    assert "this would fit: rollout 1 × 2, actor_reference 1 × 3, critic_reward 1 × 3" in message
-    with pytest.raises(UserError, match=r"at most 2 pools \(full_offload needs one\)"):
-        check_devices(placement, [2])
+    assert "give the pools fewer processes, or put the roles on fewer pools" in message
 
 
 def test_devices_must_lie_on_the_nodes_that_are_asked_for() -> None:
     spread = resolved(type="full_offload", pool={"processes": 4, "nodes": 2})
     check_devices(spread, [4, 4])
-    with pytest.raises(UserError, match="pool 1 × 4"):
+    with pytest.raises(UserError, match=r"pool 2 × 4\); 8 devices on 1 nodes"):
         check_devices(spread, [8])
-
-
-def test_what_would_fit_uses_the_nodes_there_are() -> None:
-    """Nodes without devices (a head node) and small ones do not shrink a pool to nothing."""
-    assert shrunk([(8, 2)], [0, 8]) == [(8, 1)]
-    assert shrunk([(8, 3)], [8, 8, 1]) == [(8, 2)]
-    assert shrunk([(4, 1), (4, 2)], [4, 4, 2]) == [(4, 1), (4, 1)]
-    assert shrunk([(10**9, 10**6), (3, 1)], [8, 8]) == [(5, 2), (3, 1)], "at once"
-    assert shrunk([(1, 1)], [0, 0]) is None and shrunk([(1, 1)], []) is None
 
 
 @pytest.mark.parametrize("nodes", [[], [0], [0, 0]])
@@ -229,29 +203,3 @@ def test_a_cluster_without_devices_is_said_to_have_none(nodes: list[int]) -> Non
     with pytest.raises(UserError) as caught:
         check_devices(resolved(type="full_offload", pool={}), nodes)
     assert caught.value.remedy.startswith("add nodes with devices")
-
-
-def placeable(wanted: list[tuple[int, int]], free: list[int]) -> bool:
-    """Every choice of nodes for the first pool, then for the others: slow and obvious."""
-    if not wanted:
-        return True
-    (processes, nodes), rest = wanted[0], wanted[1:]
-    for chosen in itertools.combinations(range(len(free)), nodes):
-        left = [num - processes * (i in chosen) for i, num in enumerate(free)]
-        if min(left) >= 0 and placeable(rest, left):
-            return True
-    return False
-
-
-def test_packing_agrees_with_every_choice_tried() -> None:
-    draw = random.Random(0)
-    answers = []
-    for _ in range(400):
-        free = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
-        wanted = [(draw.randint(1, 4), draw.randint(1, 3)) for _ in range(draw.randint(1, 4))]
-        answers.append(packs(wanted, free))
-        assert answers[-1] == placeable(wanted, free), (wanted, free)
-        smaller = shrunk(wanted, free)
-        assert smaller is None or placeable(smaller, free)
-        assert (smaller == wanted) == answers[-1]
-    assert 50 < sum(answers) < 350, "both answers occur"

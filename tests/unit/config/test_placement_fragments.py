@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import UserError
 from quartet.config.load import load_recipe
 from quartet.config.placement import resolve
 from quartet.config.recipe import RLRecipe
@@ -14,11 +13,6 @@ from quartet.config.recipe import RLRecipe
 ROOT = Path(__file__).parents[3] / "recipes"
 FRAGMENTS = sorted((ROOT / "placements").glob("*.yaml"))
 ROLES = {"actor": "actor", "rollout": "rollout", "critic": "critic", "reference": "reference", "helpful": "reward"}
-
-
-def test_there_is_one_for_each_placement() -> None:
-    names = ["asynchronous", "forward_offload", "full_offload", "homogeneous", "pipelined", "separated"]
-    assert [path.stem for path in FRAGMENTS] == names
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
@@ -58,8 +52,3 @@ def test_a_section_that_names_no_kind_keeps_the_one_that_is_there(tmp_path: Path
     assert isinstance(recipe, RLRecipe)
     assert recipe.cluster.type == "ray" and recipe.cluster.cpus_per_process == 0.1
     assert recipe.algorithm.name == "grpo", "another method brings nothing of the former one along"
-
-
-def test_a_fragment_that_is_not_there_is_named() -> None:
-    with pytest.raises(UserError, match=r"nowhere\.yaml"):
-        load_recipe("rl", ROOT / "rl-ppo.yaml", ["@nowhere.yaml"])

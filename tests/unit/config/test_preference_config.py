@@ -44,9 +44,6 @@ def test_a_field_of_another_loss_is_unknown() -> None:
         (("loss.name=simpo", "reference.path=x"), "loss simpo has no reference: leave out reference.path"),
         (("loss.name=orpo", "reference.path=x", "reference.cache=y"), "reference.path and reference.cache"),
         (("loss.name=kto", "pairs_per_step=1"), "set pairs_per_step to 2 or more"),
-        (("loss.label_smoothing=0.5",), "loss.label_smoothing"),
-        (("loss.beta=0",), "loss.beta"),
-        (("doubtful_pairs=drop",), "doubtful_pairs"),
     ],
 )
 def test_what_does_not_fit(overrides: tuple[str, ...], found: str) -> None:

@@ -1,7 +1,5 @@
 """Tokenised data sets: which rows a step gets, what a batch holds, what happens to rows that are too long."""
 
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import PromptData, SFTData, TokenLimit, draw, draws, steps_for
-from quartet.data.fields import Reading
-from quartet.data.formats import Parsed, demonstrations, preferences, prompts
-from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.readers import iter_rows
+from quartet.data.datasets import JudgedData, PreferenceData, PromptData, SFTData, TokenLimit, draw, draws
+from quartet.data.formats import Parsed
 from quartet.text.examples import Conversation, Demonstration, Judgement, Preference, Prompt
 from quartet.text.tokenizer import TextCodec
 
@@ -41,21 +35,6 @@ def test_an_epoch_is_a_permutation(seed: int, epoch: int, n: int) -> None:
 
 def test_epochs_and_seeds_differ() -> None:
     assert len({tuple(row for row, _ in draws(seed, epoch, 50, 50)) for seed in range(3) for epoch in range(3)}) == 9
-
-
-@given(st.integers(0, 9), st.integers(1, 12), st.integers(1, 12))
-def test_steps_use_every_row_once_per_epoch(seed: int, n: int, size: int) -> None:
-    steps = steps_for(3, n, size)
-    seen = [row for step in range(steps) for row, _ in draws(seed, step, n, size)]
-    for epoch in range(3):
-        assert sorted(seen[epoch * n : (epoch + 1) * n]) == list(range(n))
-    assert all(len(set(draws(seed, step, n, size))) == size for step in range(steps))
-
-
-def test_a_step_needs_no_history() -> None:
-    assert draws(1, 7, 10, 4) == draws(1, 7, 10, 4)
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draws(0, 0, 0, 1)
 
 
 # Batches -----------------------------------------------------------------------------------------------
@@ -139,46 +118,6 @@ def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> No
 
 
 # Real data ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.realdata
-@pytest.mark.parametrize(("name", "num_rows"), [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
-def test_gsm8k(realdata: Path, name: str, num_rows: int) -> None:
-    rows = list(iter_rows(DataConfig(path=str(realdata / f"{name}.jsonl"))))
-    found = demonstrations(rows, Reading({"prompt": "question", "completion": "answer"}))
-    assert len(found.items) == num_rows and not found.report()
-    assert "####" in prompts(rows, Reading({"prompt": "question"})).items[0].columns["answer"]
-
-
-@pytest.mark.realdata
-def test_pandalm_pairs(realdata: Path) -> None:
-    found = preferences(list(iter_rows(DataConfig(path=str(realdata / "pandalm_human_pairs.jsonl")))))
-    assert len(found.items) == 894 and not found.skipped
-    assert dict(found.notes) == {"one answer is empty": 52, "chosen was not text and was written out as text": 6}
-
-
-@pytest.mark.realdata
-def test_conversational_pairs(realdata: Path) -> None:
-    found = preferences(list(iter_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl")))))
-    assert len(found.items) == 300 and not found.report()
-    assert Counter(pair.prompt[0]["role"] for pair in found.items if not isinstance(pair.prompt, str)) == {
-        "user": 220,
-        "system": 80,
-    }
-
-
-@pytest.mark.realdata
-def test_real_rows_as_the_story_model_reads_them(realdata: Path) -> None:
-    codec = TextCodec.from_pretrained(realdata / "stories260K")
-    pairs = preferences(list(iter_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"), limit=20))))
-    data = PreferenceData.build(pairs, codec, TokenLimit(512, "skip"))
-    assert 0 < len(data) < 20 and "pair longer than 512 tokens" in data.warnings[0]
-    item = data.items[0]
-    chosen, rejected = item.answers
-    assert item.prompt_ids[0] == 1 and chosen[-1] == 2 and chosen != rejected
-    rows = list(iter_rows(DataConfig(path=str(realdata / "gsm8k_test.jsonl"), limit=100)))
-    prompt_data = PromptData.build(prompts(rows, Reading({"prompt": "question"})), codec, TokenLimit(511))
-    assert len(prompt_data) == 100 and set(prompt_data.items[0].columns) == {"answer"}
 
 
 @pytest.mark.parametrize(

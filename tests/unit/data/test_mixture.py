@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,9 +59,3 @@ def test_order_is_a_function_of_seed_and_step() -> None:
     assert "ab" in sides[:40] and "ba" in sides[:40], "sources are mixed within an epoch"
     passes = [[row for row, number in every if row >= 50 and number == n] for n in (0, 1)]
     assert sorted(passes[0]) == sorted(passes[1]) == list(range(50, 80)) and passes[0] != passes[1]
-
-
-def test_a_rare_source_is_drawn_all_the_same() -> None:
-    assert Mixture((5, 5, 1), (1e-9, 1.0, 1e-9)).counts == (1, 9, 1)
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draws(0, 0, Mixture((), ()), 4)

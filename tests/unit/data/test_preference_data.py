@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import TokenLimit
+from quartet.data.datasets import JudgedData, PreferenceData, TokenLimit
 from quartet.data.fields import Reading
 from quartet.data.formats import Parsed, has_judgements, judgements, preferences
-from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.readers import Row, iter_rows, shown_places
+from quartet.data.readers import Row, iter_rows
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec
 
@@ -95,20 +92,6 @@ def test_doubtful_pairs_stop_the_run_where_that_is_asked_for(codec: TextCodec) -
         "1: the chosen answer is the beginning of the rejected one (f.jsonl:5)"
     )
     assert "doubtful_pairs" in caught.value.remedy
-
-
-def test_nothing_but_equal_tokens_is_nothing(codec: TextCodec) -> None:
-    with pytest.raises(UserError, match="no row is left") as caught:
-        PreferenceData.build(preferences([MIXED[3]]), codec, TokenLimit(99))
-    assert "f.jsonl:4" in caught.value.found
-
-
-def test_many_places_are_cut_short() -> None:
-    places = [f"data/f.jsonl:{n}" for n in range(1, 9)]
-    assert shown_places(places) == "data/f.jsonl:1, 2, 3, 4, 5, …"
-    assert shown_places(["a:1", "b:2", "b:3", ""]) == "a:1, b:2, 3, "
-    found = preferences(rows(pair("b", "c"), *(pair("b", "b") for _ in range(40))))
-    assert found.report() == ["40 rows left out: chosen and rejected are the same (f.jsonl:2, 3, 4, 5, 6, …)"]
 
 
 @pytest.mark.parametrize("margin", ["wide", float("inf"), True, [1], "nan"])
@@ -210,22 +193,3 @@ def test_answers_to_other_prompts(codec: TextCodec) -> None:
     long = Parsed((Preference("a", "b c d e f", "c"), Preference("b b b b", "a", "c")))
     cut = PreferenceData.build(long, codec, TokenLimit(7)).mismatched([1])
     assert cut.token_ids(0) == [2, 2, 2, 2, 2, 3, 4]
-
-
-def test_the_last_rows_find_a_partner_at_the_beginning(codec: TextCodec) -> None:
-    prompts = ("b", "b", "a", "b", "b")
-    data = JudgedData.build(Parsed(tuple(Judgement(p, "c", True) for p in prompts)), codec, TokenLimit(9))
-    assert [data._partner(row) for row in range(5)] == [2, 2, 3, 2, 2]
-    alone = JudgedData.build(Parsed((Judgement("a", "b", True), Judgement("a", "c", False))), codec, TokenLimit(9))
-    with pytest.raises(UserError, match="all rows have the same prompt"):
-        alone.check_mismatched()
-
-
-def test_a_batch_is_the_same_however_it_is_reached(codec: TextCodec, tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(pair("b", "c d", margin=n)) + "\n" for n in range(5)), encoding="utf-8")
-    data = PreferenceData.build(preferences(list(iter_rows(DataConfig(path=str(path))))), codec, TokenLimit(9))
-    first, again = data.batch(1, 4, seed=3), data.batch(1, 4, seed=3)
-    assert first.ids == again.ids and torch.equal(first.input_ids, again.input_ids)
-    chosen = [data.items[row].margin for row in first.sequence["row"].tolist()]
-    assert first.sequence["margin"].tolist() == chosen

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from quartet.data.prefetch import Prefetcher
+from quartet.data.lazy import Prefetcher
 
 
 class Maker:
@@ -35,12 +35,6 @@ def maker() -> Iterator[Maker]:
     yield Maker()
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_results_are_those_of_the_function(maker: Maker, ahead: int) -> None:
-    with closing(Prefetcher(maker, ahead=ahead)) as batches:
-        assert [batches.get(number) for number in (0, 1, 2, 5, 6, 3)] == [f"batch {n}" for n in (0, 1, 2, 5, 6, 3)]
-
-
 def test_the_work_is_done_in_one_other_thread(maker: Maker) -> None:
     with closing(Prefetcher(maker, ahead=2)) as batches:
         assert batches.get(4) == "batch 4"
@@ -63,24 +57,6 @@ def test_no_more_than_the_bound_is_prepared(maker: Maker, ahead: int) -> None:
         time.sleep(0.02)
         assert maker.made == wanted
     batches.close()
-
-
-def test_the_next_ones_are_prepared_while_one_is_used() -> None:
-    held = Maker(held=True)
-    assert held.gate is not None
-    batches = Prefetcher(held, ahead=2)
-    held.gate.release()
-    assert batches.get(0) == "batch 0"
-    assert held.begun.acquire(timeout=10) and held.begun.acquire(timeout=10), "the second begins without being asked"
-    held.gate.release(2)
-    batches.close()
-
-
-def test_what_was_skipped_is_given_up(maker: Maker) -> None:
-    with closing(Prefetcher(maker, ahead=2)) as batches:
-        batches.get(0)
-        assert batches.get(9) == "batch 9"
-        assert batches.get(10) == "batch 10"
 
 
 def test_an_error_reaches_who_asks_and_leaves_the_rest_usable() -> None:

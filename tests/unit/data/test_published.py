@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.data.datasets import SFTData, TokenLimit
-from quartet.data.fields import Reading, as_dialogue, split_texts
-from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
+from quartet.data.fields import Reading, as_dialogue
+from quartet.data.formats import demonstrations, judgements, preferences, prompts
 from quartet.data.readers import Row
 from quartet.extras.process_rewards.data import step_labelled
 from quartet.extras.quickstart.tokenizer import build_tokenizer
@@ -83,12 +80,6 @@ def test_dialogues_are_cut_behind_the_last_turn_they_share() -> None:
     assert prompts(rows(row), Reading(turns="messages")).items[0].prompt == TURNS
 
 
-def test_dialogues_beside_other_columns_and_without_the_leading_lines() -> None:
-    asked = "Human: Hi\n\nAssistant:"
-    row = {"source": "hub", "chosen": f"{asked} a", "rejected": f"{asked} b", "prompt": None}
-    assert preferences(rows(row)).items[0].prompt == asked
-
-
 def test_an_empty_answer_of_a_dialogue_is_the_data_s_own() -> None:
     found = preferences(rows({"chosen": f"{ASKED} No.", "rejected": f"{ASKED} "}))
     assert found.items[0].rejected == " " and dict(found.notes) == {"one answer is empty": 1}
@@ -122,7 +113,6 @@ def test_answers_that_repeat_their_prompt() -> None:
         ("plain", [turn("user", "plain")]),
         ("Be kind.\n\nHuman: a\n\nHuman: b\n\nAssistant:", [turn("system", "Be kind."), turn("user", "a\n\nb")]),
         ("\n\nHuman: a\n\nAssistant: b", [turn("user", "a"), turn("assistant", "b")]),
-        ("\n\nHuman: say Assistant: x\n\nAssistant:", [turn("user", "say Assistant: x")]),
     ],
 )
 def test_turns_become_messages(text: str, messages: list[dict[str, str]]) -> None:
@@ -141,18 +131,6 @@ def test_turns_of_every_kind_of_row() -> None:
     assert found.items[0].prompt == TURNS and found.notes, "the answer was taken off"
 
 
-def test_long_dialogues_take_no_time() -> None:
-    """Millions of turns or characters: what grows with their square would take minutes."""
-    start = time.monotonic()
-    assert len(as_dialogue("\n\nHuman: a" * 300_000)) == 1
-    head = "\n\nHuman: a\n\nAssistant:" * 200_000
-    (found,) = preferences(rows({"chosen": f"{head} b", "rejected": f"{head} c"})).items
-    assert found.prompt == head
-    words = "a " * 2_000_000
-    assert split_texts(f"{words}b", f"{words}c") == len(words) - 1
-    assert time.monotonic() - start < 20, "a loaded machine's two seconds"
-
-
 # Texts that begin alike ----------------------------------------------------------------------------------
 
 
@@ -160,11 +138,8 @@ def test_long_dialogues_take_no_time() -> None:
     ("chosen", "rejected", "prompt"),
     [
         ("The sky is blue.", "The sky is green.", "The sky is"),
-        ("The sky is blue.", "The sky is black.", "The sky is"),
         ("The sky is", "The sky is blue", "The sky"),
-        ("The sky is ", "The sky is blue", "The sky"),
         ("Q: a\nA: b c", "Q: a\nA: b\td", "Q: a\nA: b"),
-        ("Say\n\nyes", "Say\n\nno", "Say"),
     ],
 )
 def test_texts_are_cut_before_the_word_that_differs(chosen: str, rejected: str, prompt: str) -> None:
@@ -176,8 +151,6 @@ def test_texts_are_cut_before_the_word_that_differs(chosen: str, rejected: str, 
     "row",
     [
         {"chosen": "Yes", "rejected": "No"},
-        {"chosen": "Yesterday", "rejected": "Yes"},
-        {"chosen": " yes", "rejected": " no"},
         {"chosen": "The one", "rejected": "The other", "question": "Which?"},
         {"chosen": "The one", "rejected": "The other", "prompt": None},
     ],
@@ -187,25 +160,9 @@ def test_a_prompt_is_not_made_up(row: dict[str, Any]) -> None:
         preferences(rows(row))
 
 
-@given(st.text(" ab\n"), st.text(" ab\n"), st.text(" ab\n"))
-def test_no_answer_is_empty(head: str, one: str, other: str) -> None:
-    chosen, rejected = head + one, head + other
-    cut = split_texts(chosen, rejected)
-    if cut is not None:
-        assert chosen[:cut] == rejected[:cut] and chosen[:cut].strip()
-        assert chosen[cut:].strip() and rejected[cut:].strip()
-        assert all(text[cut].isspace() for text in (chosen, rejected)), "no word is torn"
-
-
 # TRL's forms ---------------------------------------------------------------------------------------------
 
 USER, YES, NO = turn("user", "u"), turn("assistant", "yes"), turn("assistant", "no")
-
-
-def test_answers_of_several_turns_continue_an_explicit_prompt() -> None:
-    system = turn("system", "s")
-    row = {"prompt": [system, USER], "chosen": [YES, USER, YES], "rejected": [YES, USER, NO]}
-    assert preferences(rows(row)).items[0] == Preference([system, USER, YES, USER], "yes", "no", None, PLACE)
 
 
 def test_unpaired_stepwise_and_tools() -> None:
@@ -220,35 +177,10 @@ def test_unpaired_stepwise_and_tools() -> None:
     assert messages[1] == {**call, "content": ""}
 
 
-def test_judgements_beside_null_columns() -> None:
-    """Tables that hold both kinds have null in the columns of the other."""
-    judged = {"prompt": "p", "completion": "c", "label": True, "chosen": None, "rejected": None}
-    assert has_judgements(rows(judged)) and not has_judgements(rows({**judged, "chosen": "a", "rejected": "b"}))
-
-
 def test_null_and_nan_are_missing_and_not_text() -> None:
     for value in (None, float("nan")):
         with pytest.raises(UserError, match="null: 'prompt'"):
             prompts(rows({"prompt": value, "answer": 1}))
-
-
-@pytest.mark.parametrize("power", [400, 5000])
-def test_numbers_beyond_measure_from_python(power: int) -> None:
-    for value in (10**power, [10**power]):
-        with pytest.raises(UserError, match="not a finite number"):
-            preferences(rows({"prompt": "p", "chosen": "c", "rejected": "r", "margin": value}))
-        with pytest.raises(UserError, match="step labels"):
-            step_labelled(rows({"prompt": "p", "steps": ["a"], "labels": [value]}), "\n")
-    with pytest.raises(UserError, match="not text"):
-        prompts(rows({"prompt": 10**5000}))
-
-
-def test_a_value_nested_without_end_is_shown_in_short() -> None:
-    value: list[Any] = []
-    for _ in range(100_000):
-        value = [value]
-    with pytest.raises(UserError, match="needs `role`"):
-        demonstrations(rows({"messages": value}))
 
 
 # Language modelling and token ids ------------------------------------------------------------------------
@@ -272,11 +204,9 @@ def test_every_token_of_a_text_is_learned(codec: TextCodec) -> None:
     [
         ({"input_ids": [3, 4, 5]}, [3, 4, 5], [0, 1, 1]),
         ({"input_ids": [3, 4, 5], "labels": [-100, -100, 5]}, [3, 4, 5], [0, 0, 1]),
-        ({"input_ids": [3, 4, 5], "labels": [3, 4, 5], "messages": None}, [3, 4, 5], [0, 1, 1]),
         ({"input_ids": [0, 3, 4, 0], "attention_mask": [0, 1, 1, 0], "labels": [-100, 3, 4, -100]}, [3, 4], [0, 1]),
         ({"input_ids": [3, 4, 5], "completion_mask": [0, 0, 1]}, [3, 4, 5], [0, 0, 1]),
         ({"input_ids": [3, 4, 5], "assistant_masks": [0, 1, 0], "labels": [3, 4, 5]}, [3, 4, 5], [0, 1, 0]),
-        ({"input_ids": "[3, 4]", "labels": "[-100, 4]"}, [3, 4], [0, 1]),
     ],
 )
 def test_token_ids_stay_as_they_are(row: dict[str, Any], ids: list[int], mask: list[int], codec: TextCodec) -> None:
@@ -286,30 +216,17 @@ def test_token_ids_stay_as_they_are(row: dict[str, Any], ids: list[int], mask: l
     assert (list(item.input_ids), list(item.loss_mask)) == (ids, mask)
 
 
-def test_token_ids_win_over_text_and_it_is_told() -> None:
-    found = demonstrations(rows({"input_ids": [3, 4], "messages": [USER, YES]}))
-    assert isinstance(found.items[0], Tokenised)
-    assert dict(found.notes) == {"input_ids were learned from, not the text beside them": 1}
-
-
 @pytest.mark.parametrize(
     ("row", "found"),
     [
         ({"input_ids": [3, 4, 1000]}, "id 1000 at place 2"),
-        ({"input_ids": [3, -1]}, "id -1 at place 1"),
         ({"input_ids": [3, 4], "labels": [-100, 5]}, "label 5 at place 1 is neither -100 nor the id 4"),
-        ({"input_ids": [3, 4], "labels": [4, -100]}, "label 4 at place 0"),
         ({"input_ids": [3, 4], "labels": [4]}, "`labels` has 1 entries for 2 ids"),
         ({"input_ids": [3, 4], "labels": [-100, -100]}, "no token carries loss"),
-        ({"input_ids": [3]}, "no token carries loss"),
-        ({"input_ids": []}, "no token carries loss"),
         ({"input_ids": [3, 4, 5], "attention_mask": [1, 0, 1]}, "has gaps"),
         ({"input_ids": [3, 4, 3, 4], "position_ids": [0, 1, 0, 1]}, "several sequences in one row"),
-        ({"input_ids": [3, 4, 3, 4], "seq_lengths": [2, 2]}, "several sequences in one row"),
         ({"input_ids": [3, 4], "attention_mask": [0, 0]}, "no token carries loss"),
         ({"input_ids": [3.5, 4]}, "[3.5, 4]"),
-        ({"input_ids": [[3, 4]]}, "[[3, 4]]"),
-        ({"input_ids": "3 4"}, "'3 4'"),
     ],
 )
 def test_token_ids_that_cannot_be_used_are_refused_with_their_row(
@@ -339,12 +256,6 @@ def test_messages_written_as_text_are_messages() -> None:
     assert prompts(rows({"prompt": json.dumps([ASK])})).items[0].prompt == [ASK]
     with pytest.raises(UserError, match="not text"):
         preferences(rows({**pair, "rejected": "You."}))
-
-
-@pytest.mark.parametrize("text", ["[1] and [2]", '[{"a": 1}]', '[{"role": 1', "[]", "[Who?]"])
-def test_other_text_in_brackets_stays_text(text: str) -> None:
-    found = preferences(rows({"prompt": text, "chosen": "a", "rejected": "b"}))
-    assert found.items[0].prompt == text and not found.notes
 
 
 @pytest.mark.parametrize("turns", ["text", "messages"])

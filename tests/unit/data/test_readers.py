@@ -27,13 +27,6 @@ def test_json_lines(tmp_path: Path, ending: str, mark: bytes) -> None:
     assert read(path) == [(2, ROWS[0]), (4, ROWS[1])]
 
 
-@pytest.mark.parametrize("ending", ["json", "jsonl"])
-def test_json_array(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / f"rows.{ending}"
-    path.write_text(json.dumps(ROWS, indent=1), encoding="utf-8-sig")
-    assert read(path) == [(1, ROWS[0]), (2, ROWS[1])]
-
-
 def test_csv_and_tsv(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('\ufeffprompt, n\r\n"two\r\nlines, ""quoted""",1\r\n\r\nx,\r\n', encoding="utf-8", newline="")
@@ -41,12 +34,6 @@ def test_csv_and_tsv(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text("prompt\tn\na,b\t1\n")
     assert read(path) == [(2, {"prompt": "a,b", "n": "1"})]
-
-
-def test_a_long_cell(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("prompt\n" + "x" * 200_000 + "\n")
-    assert len(read(path)[0][1]["prompt"]) == 200_000
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -74,61 +61,7 @@ def test_a_parquet_file_is_never_in_memory_as_a_whole(rows_per_group: int, tmp_p
     assert (tmp_path / "rows.parquet").stat().st_size > 10e6 and most < 5e6
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "says"),
-    [
-        ("a.csv", "prompt;answer\n1;2\n", "separated by semicolons"),
-        ("a.csv", "prompt\tanswer\n1\t2\n", "separated by tabs"),
-        ("a.csv", "prompt|answer\n1|2\n", "separated by bars"),
-        ("a.tsv", "prompt,answer\n1,2\n", "separated by commas"),
-    ],
-)
-def test_another_separator_is_named(tmp_path: Path, name: str, text: str, says: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=says) as caught:
-        read(tmp_path / name)
-    assert "sep='" in caught.value.remedy and "prompt" in caught.value.found
-
-
 ROW = {"prompt": "p", "answer": "a"}
-
-
-@pytest.mark.parametrize("ending", ["json", "jsonl"])
-@pytest.mark.parametrize(
-    ("orientation", "value"),
-    [
-        ("columns", {"prompt": {"0": "p", "1": "q"}, "answer": {"0": "a", "1": "b"}}),
-        ("index", {"0": ROW, "1": ROW}),
-        ("split", {"columns": ["prompt", "answer"], "index": [0], "data": [["p", "a"]]}),
-        ("list", {"prompt": ["p", "q"], "answer": [1, 2]}),
-    ],
-)
-def test_a_table_that_is_not_written_by_rows_is_named(
-    tmp_path: Path, ending: str, orientation: str, value: dict[str, Any]
-) -> None:
-    path = tmp_path / f"rows.{ending}"
-    for indent in (None, 1) if ending == "json" else (None,):
-        path.write_text(json.dumps(value, indent=indent))
-        with pytest.raises(UserError, match=f"orient='{orientation}'") as caught:
-            read(path)
-        assert "orient='records', lines=True" in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"input_ids": [1, 2], "labels": [1, 2]},
-        {"chosen": [{"role": "user"}], "rejected": [{"role": "user"}]},
-        {"chosen": {"role": "user"}, "rejected": {"role": "user"}},
-        {"messages": [{"role": "user"}], "tools": ["{}"]},
-        {"prompt": "p", "steps": ["a", "b"], "labels": [True, False]},
-    ],
-)
-def test_a_single_row_is_no_table(tmp_path: Path, row: dict[str, Any]) -> None:
-    (tmp_path / "rows.json").write_text(json.dumps(row))
-    assert read(tmp_path / "rows.json") == [(1, row)]
-    (tmp_path / "rows.json").write_text(json.dumps({"columns": ["prompt"], "data": [row]}))
-    assert read(tmp_path / "rows.json") == [(1, row)]
 
 
 def test_what_save_to_disk_has_written(tmp_path: Path) -> None:
@@ -183,14 +116,6 @@ def test_splits_slices_and_configurations(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             prompts(**options)  # type: ignore[arg-type]
         assert found in caught.value.found, caught.value.found
-
-
-def test_a_data_set_with_a_broken_file(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.jsonl").write_text('{"prompt": "a"}\n{broken\n')
-    with pytest.raises(UserError, match="neither a file here nor a data set"):
-        read(tmp_path / "set")
 
 
 def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

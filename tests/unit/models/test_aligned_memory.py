@@ -6,14 +6,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from quartet.models.loading import load_causal_lm, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.train.host_memory import MappedFiles
-from quartet.train.offload import Offload
+from quartet.train.offload import MappedFiles, Offload
 
 ROWS = (1, 2, 3, 5, 7, 13, 17, 40)
 """Few enough for products with a vector in any layer, or not divisible by the rows that a kernel takes at once."""
@@ -86,16 +84,3 @@ def test_what_shares_memory_still_does_and_objects_stay(build_architecture: Any,
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     layer.gate_proj.weight.data.fill_(3.0)
     assert bool((layer.up_proj.weight == 3.0).all())
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_training_goes_on_in_the_new_memory(requires_grad: bool, build_architecture: Any, as_from_a_file: Any) -> None:
-    """An optimizer that was made before keeps its hold of the parameters."""
-    model = as_from_a_file(build_architecture("llama")).requires_grad_(requires_grad)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    PackedCausalLM(model)
-    weight = model.model.norm.weight
-    before = weight.detach().clone()
-    weight.grad = torch.ones_like(weight) if requires_grad else None
-    optimizer.step()
-    assert torch.equal(weight.detach(), before - 1.0 if requires_grad else before)

@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quartet.config import UserError
 from quartet.models.attention import NAME, PackedAttention
-from quartet.models.compiled import CompiledLayers
-from quartet.models.packed_model import PackedCausalLM
+from quartet.models.packed_model import CompiledLayers, PackedCausalLM
 
 PACKS = (((5, 3, 4), (-1, 0, 0)), ((9,), (-1,)), ((3, 6, 2, 7), (-1, -1, -1, 2)))
 

@@ -17,15 +17,13 @@ from quartet.models.attention import (
     BLOCK,
     LayerRule,
     PackedAttention,
-    TreeIndex,
-    block_mask,
+    SegmentTree,
     block_masks,
     cuda_tree_attention,
     dense_mask,
     masked_attention,
     tree_index,
 )
-from quartet.models.tree_attention import SegmentTree
 
 TREE = ((5, 3, 2, 7, 4, 1, 6), (-1, 0, 1, 1, 0, -1, 5))
 ROOTS = ((4, 9, 9, 1), (-1, -1, -1, -1))
@@ -64,12 +62,6 @@ def walked_mask(lengths: Sequence[int], parents: Sequence[int], window: int | No
     return mask
 
 
-@given(st.integers(0, 10**6), st.sampled_from([None, 1, 4, 30]))
-def test_dense_mask_is_the_walk_over_ancestors(seed: int, window: int | None) -> None:
-    lengths, parents = random_tree(seed, longest=12)
-    assert torch.equal(dense_mask(SegmentTree(lengths, parents), window), walked_mask(lengths, parents, window))
-
-
 def assert_blocks_are_right(lengths: Sequence[int], parents: Sequence[int], window: int | None) -> Tensor:
     """Returns which blocks are full."""
     num_tokens = sum(lengths)
@@ -101,15 +93,6 @@ def test_blocks_at_their_borders(first: int, parent: int, window: int | None) ->
     assert bool(full[1, 0]) == (reaches and (window is None or window > 255))
 
 
-def test_block_mask_lists_the_blocks_of_each_row() -> None:
-    lengths, parents = random_tree(11)
-    index = tree_index(SegmentTree(lengths, parents))
-    mask = block_mask(index, None, torch.device("cpu"))
-    assert mask.shape == (1, 1, sum(lengths), sum(lengths))
-    partial, full = block_masks(index, None)
-    assert torch.equal(mask.to_dense()[0, 0].bool(), partial | full)
-
-
 RULES = [
     LayerRule(0.3),
     LayerRule(0.3, window=6),
@@ -127,8 +110,8 @@ def heads(num_tokens: int, size: int, dtype: torch.dtype = torch.float32) -> tup
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("size", [8, 32])
-@pytest.mark.parametrize("tree", [TREE, ROOTS, random_tree(3)], ids=["tree", "roots", "large"])
+@pytest.mark.parametrize("size", [8])
+@pytest.mark.parametrize("tree", [TREE, random_tree(3)], ids=["tree", "large"])
 @torch.no_grad()
 def test_flex_form_equals_the_dense_formula(
     tree: tuple[Sequence[int], Sequence[int]],
@@ -160,21 +143,6 @@ def test_fp64_form_has_the_gradients_of_the_cpu(
     atol, rtol = tolerances[torch.float64]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
-
-
-def test_layers_share_what_the_pack_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int | None] = []
-
-    def counted(index: TreeIndex, window: int | None, device: torch.device) -> object:
-        made.append(window)
-        return block_mask(index, window, device)
-
-    monkeypatch.setattr(attention, "block_mask", counted)
-    cache: dict[object, object] = {}
-    q, k, v = (x.detach() for x in heads(sum(TREE[0]), 16))
-    for window in (None, 6, None, 6, 1000):
-        cuda_tree_attention(q, k, v, LayerRule(0.3, window), SegmentTree(*TREE), cache)
-    assert made == [None, 6]
 
 
 # Flash attention ------------------------------------------------------------------------------------------

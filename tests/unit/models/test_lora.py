@@ -335,8 +335,8 @@ def test_without_peft_the_extra_is_named(make_model: Make, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("exact_processor")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_neox"])
-@pytest.mark.parametrize("rank", [1, 8, 11])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("rank", [8, 11])
 def test_exact_numerics_are_checked_with_adapters_that_do_something(
     family: str, rank: int, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,46 +30,6 @@ def forked() -> RaggedBatch:
     )
 
 
-def test_shared_layout_by_hand(forked):
-    """Leaves before segments with children, shorter ones first; descendants behind their ancestor."""
-    packed = pack(forked)
-    # Packed: the lone sequence, the root, its leaf, its fork, the fork's leaves.
-    assert packed.lengths == (5, 3, 2, 2, 1, 4)
-    assert packed.parents == (-1, -1, 1, 1, 3, 3)
-    assert packed.leaves == (5, 2, 4, 0)
-    source = [12, 13, 14, 15, 16, 0, 1, 2, 5, 6, 3, 4, 7, 8, 9, 10, 11]
-    assert packed.source.tolist() == source
-    assert packed.input_ids.tolist() == [10 + t for t in source]
-    assert packed.position_ids.tolist() == [*range(5), *range(3), 3, 4, 3, 4, 5, *range(5, 9)]
-    assert packed.owned.int().tolist() == [*[1] * 5, *[0] * 3, 1, 1, 0, 0, *[1] * 5]
-    assert packed.previous.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, 7, 8, 7, 10, 11, 11, 13, 14, 15]
-    assert packed.num_stored == 17
-
-
-def test_copied_layout_by_hand(forked):
-    """Full lengths are 9, 5, 6, 5: shorter first, equal ones in the batch's order."""
-    packed = pack(forked, share=False)
-    assert packed.lengths == (5, 5, 6, 9)
-    assert packed.parents == (-1,) * 4
-    assert packed.leaves == (3, 0, 2, 1)
-    root, fork = [0, 1, 2], [3, 4]
-    source = [*root, 5, 6, 12, 13, 14, 15, 16, *root, *fork, 7, *root, *fork, 8, 9, 10, 11]
-    assert packed.source.tolist() == source
-    assert packed.input_ids.tolist() == [10 + t for t in source]
-    assert packed.position_ids.tolist() == [*range(5), *range(5), *range(6), *range(9)]
-    own = [0, 0, 0, 1, 1, *[1] * 5, *[0] * 5, 1, *[0] * 5, *[1] * 4]
-    assert packed.owned.int().tolist() == own
-    starts = {0, 5, 10, 16}
-    assert packed.previous.tolist() == [-1 if r in starts else r - 1 for r in range(25)]
-
-
-def test_equal_siblings_stand_side_by_side():
-    batch = RaggedBatch.from_groups([[1], [2]], [[[3] * n for n in (4, 2, 4, 2)], [[5] * 2]], list("abcde"))
-    packed = pack(batch)
-    assert packed.lengths == (1, 2, 2, 4, 4, 1, 2)
-    assert packed.leaves == (3, 1, 4, 2, 6)
-
-
 def test_predicted_rows_by_hand(forked):
     """A segment's first token is predicted from the last token of its parent."""
     expected = {
@@ -97,22 +57,6 @@ def test_first_token_cannot_be_predicted(share):
     batch = RaggedBatch.from_sequences([[1, 2], [3, 4]])
     with pytest.raises(ValueError, match="nothing stands before it"):
         pack(batch, share=share).predicted(torch.tensor([False, True, True, False]))
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_ancestors_are_never_selected(share, forked):
-    """A mask that covers ancestors selects leaf tokens only, each once."""
-    everything = torch.ones(17, dtype=torch.bool)
-    everything[12] = False  # the first token of the sequence without a prefix
-    _, _, targets = pack(forked, share=share).predicted(everything)
-    assert sorted(targets.tolist()) == [5, 6, 7, 8, 9, 10, 11, 13, 14, 15, 16]
-
-
-def test_no_token_selected(forked):
-    packed = pack(forked)
-    rows, labels, targets = packed.predicted(torch.zeros(17, dtype=torch.bool))
-    assert rows.shape == labels.shape == targets.shape == (0,)
-    assert packed.scatter(torch.zeros(0), targets).tolist() == [0.0] * 17
 
 
 @st.composite

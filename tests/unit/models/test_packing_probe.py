@@ -19,8 +19,6 @@ from transformers import (
     GPTJConfig,
     GptOssConfig,
     GraniteMoeConfig,
-    Llama4Config,
-    Llama4ForConditionalGeneration,
     Llama4TextConfig,
     MinistralConfig,
     MixtralConfig,
@@ -38,7 +36,6 @@ from transformers import (
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
-from quartet.models import attention
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM
@@ -131,24 +128,9 @@ def test_refused_by_name(name):
     assert _usable(model)
 
 
-def test_refused_with_its_images():
-    text = dict(DENSE, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, moe_layers=[])
-    vision = dict(
-        hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8,
-        vision_output_dim=16, projector_input_dim=16, projector_output_dim=16,
-    )  # fmt: skip
-    model = Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision)).eval()
-    with pytest.raises(UserError, match="Llama4ForConditionalGeneration") as refused:
-        packed_causal_lm(model)
-    assert "gives no last_hidden_state" in refused.value.found
-
-
 FAILURES = {
-    "a tuple": lambda model: setattr(model.config, "return_dict", False),
     "no module": lambda model: delattr(model.model, "norm"),
-    "an index": lambda model: setattr(model.model.embed_tokens, "forward", lambda ids: {}[0]),
     "a message of lines": lambda model: setattr(model.model.norm, "forward", _raises(ValueError("\nfirst\nsecond"))),
-    "no message": lambda model: setattr(model.model.norm, "forward", _raises(AssertionError())),
 }
 
 
@@ -170,7 +152,7 @@ def test_whatever_a_forward_pass_runs_into_refuses_by_name(failure, build, make_
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt()])
 def test_what_says_nothing_about_the_model_passes(error, make_model):
     model = make_model()
     model.model.norm.forward = _raises(error)
@@ -242,7 +224,7 @@ def test_other_rotary_embeddings_are_bounded_by_the_context_alone(make_model):
 # Sequences that bleed ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("initializer_range", [0.2, 0.02, 0.002])
+@pytest.mark.parametrize("initializer_range", [0.2, 0.002])
 @pytest.mark.parametrize("kind", ["causal", "scalar"])
 def test_bleeding_sequences_are_refused(kind, initializer_range, make_model, monkeypatch):
     """Whatever the scale of the outputs: a fresh head is near 0."""
@@ -297,15 +279,6 @@ def test_rotary_positions_in_the_order_of_the_input_unshare(make_model):
     assert "position_ids" in refused.value.found
 
 
-def test_attention_that_loses_the_parent_unshares(make_model, monkeypatch):
-    build = PackedAttention.__init__
-    monkeypatch.setattr(PackedAttention, "__init__", lambda self, lengths, parents=None: build(self, lengths))
-    for packed in (packed_causal_lm(make_model()), packed_scalar_model(scalar_model_from(make_model(), seed=0))):
-        assert not packed.shares_prefixes
-        assert len(packed.warnings) == 1
-        assert check_decoding(packed) < 1e-5, "sampling does not need the tree"
-
-
 @pytest.mark.parametrize("share", [True, False], ids=["asked to share", "not asked to"])
 def test_an_unshared_model_trains_right(share, make_model, close):
     """Where the probe says so, the engine copies the prompt to every response."""
@@ -321,10 +294,6 @@ def test_an_unshared_model_trains_right(share, make_model, close):
             for packed in (broken, sound)
         )
     close(found.token["logprobs"], expected.token["logprobs"])
-
-
-def test_decoding_of_proven_architectures(architecture, make_model):
-    assert check_decoding(packed_causal_lm(make_model(architecture))) < 1e-5
 
 
 # What is refused, and what comes back ---------------------------------------------------------------------
@@ -348,12 +317,6 @@ def test_a_forgotten_logit_cap_is_refused(make_model):
     packed._softcap = None
     with pytest.raises(UserError, match="logits differ"):
         probe(packed)
-
-
-def test_probe_leaves_the_model_held_at_its_precision(make_model):
-    packed = packed_causal_lm(make_model("llama"), "bf16")
-    assert packed.precision == "bf16"
-    assert attention.is_installed(packed.model)
 
 
 def test_a_factor_of_the_logits_is_taken_from_the_config(make_model):

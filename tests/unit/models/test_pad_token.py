@@ -36,7 +36,6 @@ from quartet.models.loading import (
     with_pad_token,
 )
 from quartet.models.packed_model import PackedScalarModel
-from quartet.models.packing import pack
 from quartet.text.loading import PAD_TOKEN, load_tokenizer, reads_the_same
 from quartet.train.forward import Needs, forward_only
 
@@ -116,7 +115,7 @@ def test_scores_outside_equal_ours(case, tmp_path, make_model, make_tokenizer, c
     close(torch.tensor([found["score"] for found in classify(TEXTS, batch_size=len(TEXTS))]), scores)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3_multimodal", "gpt_neox", "phi3_longrope", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_multimodal", "gpt_neox"])
 def test_families_with_an_added_row(family, tmp_path, make_model, make_tokenizer, close):
     """Scaled embeddings, windows, configs in parts."""
     tokenizer, packed = make_tokenizer(pad_token="t0", eos_token="t1", unk_token="t0"), _packed(make_model(family))
@@ -129,22 +128,6 @@ def test_families_with_an_added_row(family, tmp_path, make_model, make_tokenizer
     assert reads_the_same(its_own, tokenizer), "its rewards are computed on the policy's own tokens"
     assert save_scalar_model(again, its_own, tmp_path / "again", seen=_seen(1)) is None
     assert torch.equal(_ours(again, its_own, TEXTS), _ours(packed, tokenizer, TEXTS))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_every_token_of_a_padded_batch(side, tmp_path, make_model, make_tokenizer, close):
-    """What a process reward model says of each step, and a critic of each state."""
-    tokenizer, packed = make_tokenizer(pad_token="t0", eos_token="t1", unk_token="t0"), _packed(make_model())
-    save_scalar_model(packed, tokenizer, tmp_path, seen=_seen(1))
-    batch = RaggedBatch.from_sequences([tokenizer(text)["input_ids"] for text in TEXTS])
-    laid_out = pack(batch)
-    with torch.no_grad():
-        ours = packed.scalars(packed.hidden(laid_out.input_ids, laid_out.position_ids, laid_out.attention()))
-        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-        saved = AutoTokenizer.from_pretrained(tmp_path)
-        padded = saved(TEXTS, padding=True, padding_side=side, return_tensors="pt")
-        theirs = plain.score(plain.model(**padded).last_hidden_state).squeeze(-1)[padded["attention_mask"].bool()]
-    close(laid_out.scatter(ours, laid_out.source), theirs)
 
 
 def test_learnt_positions_are_padded_on_the_right_and_say_so(tmp_path, make_tokenizer, close):

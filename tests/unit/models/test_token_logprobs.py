@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from quartet.models import logprobs as logprobs_module
 from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
-from quartet.models.packed_model import PackedCausalLM
 
 ROWS = 23
 
@@ -35,39 +34,6 @@ def test_equals_log_softmax(family, temperature, rows, make_twins, close):
     every = (logits / temperature).log_softmax(-1)
     close(logprobs, every[torch.arange(ROWS), labels])
     close(entropies, -(every.exp() * every).sum(-1))
-
-
-def test_entropy_by_hand(make_twins):
-    """Equal logits over 61 tokens: log 61 nats, each log-probability its negative, at every temperature."""
-    packed = make_twins("llama").packed
-    torch.nn.init.zeros_(packed.head.weight)
-    logprobs, entropies = packed.token_logprobs(torch.ones(2, 32), torch.tensor([0, 60]), temperature=0.3, entropy=True)
-    expected = torch.full((2,), 61.0).log()
-    torch.testing.assert_close(entropies, expected)
-    torch.testing.assert_close(logprobs, -expected)
-
-
-def test_entropy_only_when_asked(rows, make_twins):
-    hidden, labels = rows
-    assert make_twins("llama", torch.float64).packed.token_logprobs(hidden, labels)[1] is None
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 23])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_chunks_change_nothing(chunk, entropy, rows, make_twins, close):
-    hidden, labels = rows
-    packed = make_twins("gemma2", torch.float64).packed
-    found = []
-    for size in (1000, chunk):
-        packed.model.zero_grad()
-        h = hidden.clone().requires_grad_()
-        logprobs, entropies = packed.token_logprobs(h, labels, temperature=0.8, chunk=size, entropy=entropy)
-        weights = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
-        total = (logprobs * weights).sum() + (0 if entropies is None else (entropies * weights.cos()).sum())
-        total.backward()
-        found.append((logprobs.detach(), h.grad, packed.head.weight.grad.clone()))
-    for whole, chunked in zip(*found, strict=True):
-        close(chunked, whole)
 
 
 class Largest(TorchDispatchMode):
@@ -100,33 +66,6 @@ def test_no_tensor_of_all_rows_and_the_vocabulary(precision, entropy, make_twins
         total.backward()
     assert forward.numel <= packed.head.weight.numel() < 64 * 4096
     assert backward.numel <= packed.head.weight.numel()
-
-
-def test_a_large_vocabulary_lowers_the_chunk(make_twins, monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_CHUNK_BYTES", {"cpu": 6 * 61 * 8})
-    packed = make_twins("llama", torch.float64).packed
-    hidden = torch.randn(ROWS, 32, dtype=torch.float64)
-    with Products() as products, torch.no_grad():
-        packed.token_logprobs(hidden, torch.zeros(ROWS, dtype=torch.int64))
-    assert products.rows == [6, 6, 6, 5]
-
-
-def test_only_small_columns_are_kept(rows, make_twins):
-    """Hidden rows, weights and numbers per row; no logits."""
-    hidden, labels = rows
-    packed = make_twins("llama", torch.float64).packed
-    sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
-        packed.token_logprobs(hidden.clone().requires_grad_(), labels, entropy=True)
-    assert sorted(sizes) == [ROWS, ROWS, ROWS, ROWS * 32, 61 * 32]
-
-
-def test_nothing_is_kept_without_gradients(rows, make_twins):
-    hidden, labels = rows
-    packed = make_twins("llama", torch.float64).packed
-    with torch.no_grad():
-        logprobs, _ = packed.token_logprobs(hidden, labels)
-    assert logprobs.grad_fn is None
 
 
 # Gradients -----------------------------------------------------------------------------------------------
@@ -212,30 +151,6 @@ def test_entropy_without_gradient(rows, make_twins, close):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_a_frozen_head_gets_no_gradient(rows, make_twins):
-    hidden, labels = rows
-    packed = make_twins("llama", torch.float64).packed
-    packed.head.weight.requires_grad_(False)
-    h = hidden.clone().requires_grad_()
-    with Products() as products:
-        logprobs, _ = packed.token_logprobs(h, labels)
-        logprobs.sum().backward()
-    assert h.grad is not None and packed.head.weight.grad is None
-    assert len(products.rows) == 3, "logits, logits again, gradient of the rows"
-
-
-def test_tied_embeddings_get_both_gradients(make_twins, sequences, packed_hidden, close):
-    packed = make_twins("qwen2", torch.float64).packed
-    assert packed.head.weight is packed.model.get_input_embeddings().weight
-    found = []
-    for run in (packed.token_logprobs, lambda h, y: _plain(packed, h, y, 1.0)):
-        packed.model.zero_grad()
-        hidden = packed_hidden(packed, sequences)
-        run(hidden, torch.arange(len(hidden)))[0].sum().backward()
-        found.append(packed.head.weight.grad.clone())
-    close(*found)
-
-
 class Scaled(torch.nn.Module):
     """A head that is not a plain linear layer, as an adapter makes one."""
 
@@ -268,19 +183,6 @@ def test_another_head_runs_through_autograd(family, rows, make_twins, close):
 
 
 # One head for sampler and trainer ------------------------------------------------------------------------
-
-
-class Products(TorchDispatchMode):
-    """Rows of the left factor of every matrix product."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
-            self.rows.append(args[0].shape[0])
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -316,34 +218,10 @@ def test_blocks_change_no_bit(softcap, rows, monkeypatch):
     assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 23])
-def test_exact_numerics_do_not_depend_on_the_number_of_rows(num_rows, make_model):
-    """A product of few rows rounds differently from one of many; exact numerics never run one of few."""
-    packed = PackedCausalLM(make_model("llama", hidden_size=96), numerics="exact")
-    hidden, labels = torch.randn(23, 96, generator=torch.Generator().manual_seed(0)), torch.arange(23)
-    logprobs, entropies = packed.token_logprobs(hidden, labels, entropy=True)
-    few, few_entropies = packed.token_logprobs(hidden[:num_rows], labels[:num_rows], entropy=True)
-    assert torch.equal(few, logprobs[:num_rows]) and torch.equal(few_entropies, entropies[:num_rows])
-    assert torch.equal(packed.logits(hidden[:num_rows]), packed.logits(hidden)[:num_rows])
-
-
 def test_no_rows_give_none(make_twins):
     packed = make_twins("llama").packed
     logprobs, entropies = packed.token_logprobs(torch.zeros(0, 32), torch.zeros(0, dtype=torch.int64), entropy=True)
     assert logprobs.shape == entropies.shape == (0,)
-
-
-def test_bf16_reduces_in_fp32(rows, make_twins, close):
-    """Only the product runs in bf16: the probabilities of its fp32 logits add up to 1."""
-    hidden, labels = rows
-    twins = make_twins("llama", initializer_range=0.02)
-    twins.packed.precision = "bf16"
-    logprobs, _ = twins.packed.token_logprobs(hidden.float(), labels)
-    assert logprobs.dtype == torch.float32
-    exact = twins.plain.get_output_embeddings()(hidden.float()).log_softmax(-1)
-    close(logprobs, exact[torch.arange(ROWS), labels], torch.bfloat16)
-    rounded = (hidden.bfloat16() @ twins.plain.get_output_embeddings().weight.bfloat16().T).float().log_softmax(-1)
-    close(logprobs, rounded[torch.arange(ROWS), labels])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

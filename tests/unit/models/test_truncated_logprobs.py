@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
-from quartet.models.truncation import Limits
+from quartet.models.logprobs import Limits, LogprobRule, checkpointed_token_logprobs, token_logprobs
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.sampler import SamplingRows, sample
 

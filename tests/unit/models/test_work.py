@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
-from quartet.models import work
 from quartet.models.packed_model import PackedCausalLM
-from quartet.models.work import Work, attended_pairs, peak_flops
+from quartet.models.work import Work, attended_pairs
 from quartet.schedule.model_worker import ScoreWorker
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.token_budget import TokenBudget
-from quartet.trainers.throughput import throughput
+from quartet.trainers.devices import throughput
 from rank_forks import run_ranks
 
 # A layer: queries and output 16 · 16, keys and values 16 · 8, three of 16 · 24; of these three layers.
@@ -72,24 +70,12 @@ def test_a_pass_and_an_update_by_hand() -> None:
     assert (found := taken(packed)).flops == 3 * FORWARD and found.computed_tokens == 6
 
 
-def test_a_prompt_that_is_computed_twice_counts_once_as_useful() -> None:
-    for share, tokens, budget in ((True, 9, 5), (False, 9, 64)):
-        packed = model()
-        engine(packed, token_budget=budget, share_prefixes=share).train_step(batch(), SFTObjective())
-        found = taken(packed)
-        assert (found.computed_tokens, found.useful_tokens, found.flops) == (tokens, 6, 3 * FORWARD)
-
-
 def test_frozen_weights_have_no_gradients_to_compute() -> None:
     packed = model(rank=2)
     adapters = sum(p.numel() for p in packed.adapters.trained.values()) if packed.adapters is not None else 0
     engine(packed, lora=LoRAConfig(rank=2)).train_step(batch(), SFTObjective())
     forward = FORWARD + 6 * 2 * adapters
     assert taken(packed).flops == 2 * forward + PAIRS * PAIR + 6 * 2 * adapters
-
-
-def test_token_cost_is_what_it_was() -> None:
-    assert model().token_cost == TOKEN // PAIR == 60
 
 
 def of_rank(shard: int) -> Work:
@@ -128,17 +114,3 @@ def test_metrics_of_a_step_by_hand() -> None:
         "memory/host_peak_bytes": 7.0,
         "memory/device_peak_bytes": 3.0,
     }
-
-
-def test_peaks_of_devices_are_those_of_data_sheets(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {
-        "NVIDIA H100 80GB HBM3": (989e12, 67e12),
-        "NVIDIA H100 PCIe": (756e12, 51e12),
-        "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
-        "NVIDIA H200": (989e12, 67e12),
-        "another": (None, None),
-    }
-    for name, peaks in named.items():
-        monkeypatch.setattr(work.torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert tuple(peak_flops(torch.device("cuda"), precision) for precision in ("bf16", "fp32")) == peaks
-    assert peak_flops(torch.device("cpu"), "fp32") is None

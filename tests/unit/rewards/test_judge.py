@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from quartet.config import UserError
-from quartet.config.remote import RetryConfig
-from quartet.config.rewards import JudgeReward, PairwiseJudge, PointwiseJudge
+from quartet.config.rewards import JudgeReward, PairwiseJudge, PointwiseJudge, RetryConfig
 from quartet.rewards.build import build_reward
 from quartet.rewards.judge import Comparer, transcript
 

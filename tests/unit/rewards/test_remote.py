@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from quartet.config import UserError
-from quartet.config.remote import BreakerConfig, RetryConfig
-from quartet.config.rewards import HTTPReward
+from quartet.config.rewards import BreakerConfig, HTTPReward, RetryConfig
 from quartet.remote.json_client import CircuitBreaker, JSONClient, RemoteError, waits_s
 from quartet.rewards.build import build_reward
 from quartet.rewards.judge import reward_client

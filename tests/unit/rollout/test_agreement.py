@@ -18,12 +18,11 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.attention import LayerRule
-from quartet.models.exact import decode_attention, exact_masked_attention, row_step
+from quartet.models.exact import exact_masked_attention, row_step
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import step_attention
-from quartet.rollout.engine import NativeEngine
+from quartet.rollout.engine import NativeEngine, choose_contexts
 from quartet.rollout.protocol import Completion, Request
-from quartet.rollout.runner import choose_contexts
 from quartet.rollout.step_attention import Contexts
 from quartet.train.forward import Needs, compute, forward_only
 
@@ -238,31 +237,7 @@ def test_the_model_chooses_the_contexts(build_exact: Callable[..., PackedCausalL
     assert type(choose_contexts(packed)) is Contexts
 
 
-def test_decode_attention_is_the_one_of_the_models_folder() -> None:
-    assert step_attention.decode_attention is decode_attention
-
-
 # Fast numerics ---------------------------------------------------------------------------------------------
-
-
-def test_staggered_requests_yield_what_each_yields_alone(
-    family: Any, make_request: Make, run_all: RunAll, tolerances: Tolerances
-) -> None:
-    requests = mixed_requests(make_request)
-    requests = [r for r in requests if len(r.prompt_ids) < 100]
-    engine = family.engine(max_running=5, max_prefill_tokens=40)
-    together: dict[str, Completion] = {}
-    for wave in range(0, len(requests), 3):
-        engine.submit(requests[wave : wave + 3])
-        together |= {c.request_id: c for c in engine.step()}
-    together |= run_all(engine)
-    atol, rtol = tolerances[torch.float32]
-    alone_engine = family.engine()
-    for request in requests:
-        alone = run_all(alone_engine, [request])[request.request_id]
-        mine = together[request.request_id]
-        assert mine.token_ids == alone.token_ids
-        torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(alone.logprobs), atol=atol, rtol=rtol)
 
 
 def test_engine_equals_the_packed_training_forward(
@@ -282,19 +257,3 @@ def test_engine_equals_the_packed_training_forward(
     found = forward_only(family.packed, batch, needs, 4000).token["logprobs"]
     atol, rtol = tolerances[torch.float32]
     torch.testing.assert_close(rollout_column(batch, done), found, atol=atol, rtol=rtol)
-
-
-def test_decode_equals_prefill(family: Any, make_request: Make, run_all: RunAll, tolerances: Tolerances) -> None:
-    """Every decoded token again as the first token after a longer prompt."""
-    start = make_request("whole", length=6, temperature=0.0, max_new_tokens=24)
-    engine = family.engine()
-    whole = run_all(engine, [start])["whole"]
-    again = [
-        make_request(f"r{t}", prompt=start.prompt_ids + whole.token_ids[:t], temperature=0.0, max_new_tokens=1)
-        for t in range(24)
-    ]
-    done = run_all(engine, again)
-    assert tuple(done[f"r{t}"].token_ids[0] for t in range(24)) == whole.token_ids
-    atol, rtol = tolerances[torch.float32]
-    prefilled = torch.tensor([done[f"r{t}"].logprobs[0] for t in range(24)])
-    torch.testing.assert_close(torch.tensor(whole.logprobs), prefilled, atol=atol, rtol=rtol)

@@ -21,7 +21,7 @@ RunAll = Callable[..., dict[str, Completion]]
 def stored(engine: NativeEngine) -> int:
     """Places of all tensors that exist, counted from the tensors."""
     slots = max((x.shape[0] * x.shape[2] for x in engine._cache.keys.values()), default=0)
-    prefixes = engine._admission.prefixes
+    prefixes = engine._scheduler.prefixes
     blocks = list(prefixes._blocks)
     return slots + sum(max((x.shape[1] for x in b.keys.values()), default=0) for b in blocks)
 
@@ -47,7 +47,7 @@ def test_the_budget_is_never_exceeded(
     expected = run_all(tiny.engine(), requests)
     limit = rng.choice((260, 400, 700))
     engine = tiny.engine(max_running=rng.choice((3, 8)), max_prefill_tokens=rng.choice((16, 64)), cache_tokens=limit)
-    waiting, done, cancelled = list(requests), {}, set()
+    waiting, done, cancelled, largest = list(requests), {}, set(), 0
     while waiting or engine.has_work:
         if waiting and rng.random() < 0.3:
             group = [r for r in waiting if r.group == waiting[0].group]
@@ -61,25 +61,11 @@ def test_the_budget_is_never_exceeded(
             engine.update_weights(None, 0)
         for completion in engine.step():
             done[completion.request_id] = completion
-        stats = engine.stats()
-        assert stored(engine) <= stats.cached_tokens <= limit
-        assert stats.peak_cached_tokens <= limit
-    assert engine.stats().peak_cached_tokens > limit / 2
+        largest = max(largest, engine.stats().cached_tokens)
+        assert stored(engine) <= engine.stats().cached_tokens <= limit
+    assert largest > limit / 2
     for name in expected.keys() - cancelled:
         assert done[name].token_ids == expected[name].token_ids
-
-
-def test_requests_wait_for_room_and_all_finish(tiny: Any, make_request: Make, run_all: RunAll) -> None:
-    requests = [make_request(f"r{i}", length=20, seed=i, max_new_tokens=12) for i in range(9)]
-    expected = run_all(tiny.engine(), requests)
-    # Two slots of 64 and two prompts of 20.
-    engine = tiny.engine(cache_tokens=2 * 64 + 2 * 20)
-    engine.submit(requests)
-    done, running = {}, set()
-    while engine.has_work:
-        done |= {c.request_id: c for c in engine.step()}
-        running.add(engine.stats().num_running)
-    assert done == expected and max(running) == 2
 
 
 def test_reused_prompts_give_way_to_running_requests(tiny: Any, make_request: Make, run_all: RunAll) -> None:
@@ -94,15 +80,6 @@ def test_reused_prompts_give_way_to_running_requests(tiny: Any, make_request: Ma
     assert engine.stats().prompt_tokens_prefilled == before + 20
 
 
-def test_a_request_that_can_never_fit_is_refused_whole(tiny: Any, make_request: Make) -> None:
-    engine = tiny.engine(cache_tokens=100)
-    with pytest.raises(UserError, match="never fit") as error:
-        engine.submit([make_request("fine", length=10, max_new_tokens=10), make_request("big", length=60)])
-    assert "rollout.cache_tokens" in error.value.remedy
-    assert "'big'" in error.value.found
-    assert not engine.has_work
-
-
 def test_a_broken_request_leaves_the_budget_as_it_was(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     with torch.no_grad():
         tiny.packed.model.get_input_embeddings().weight[50] = float("nan")
@@ -110,6 +87,6 @@ def test_a_broken_request_leaves_the_budget_as_it_was(tiny: Any, make_request: M
     engine.submit([make_request("broken", prompt=(50,) * 20, max_new_tokens=5)])
     with pytest.raises(UserError, match="not finite"):
         engine.step()
-    assert engine._admission.prefixes.num_tokens == 0
+    assert engine._scheduler.prefixes.num_tokens == 0
     good = make_request("good", prompt=(5, 6, 7), temperature=0.0, max_new_tokens=5)
     assert len(run_all(engine, [good])["good"].token_ids) == 5

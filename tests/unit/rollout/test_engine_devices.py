@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import scheduler
-from quartet.rollout.engine import NativeEngine
+from quartet.rollout.engine import NativeEngine, choose_contexts
 from quartet.rollout.protocol import Completion, Request
-from quartet.rollout.runner import choose_contexts
 from quartet.rollout.step_attention import PlainContexts
 
 MIXTURE: tuple[dict[str, Any], ...] = (
@@ -114,43 +112,10 @@ def test_everything_is_made_on_the_models_device_and_nothing_is_read_but_tokens(
     done: list[Completion] = []
     while engine.has_work:
         before = sampled.num_reads, len(engine._scheduler.waiting)
-        done += engine.step({f"{g}-1": (5, 5, 9) for g in range(4)} if engine.stats().num_steps % 3 == 2 else None)
+        for response in engine.running if engine.stats().num_steps % 3 == 2 else ():
+            if response.request.request_id.endswith("-1"):
+                response.propose((5, 5, 9)[: response.max_tokens - len(response.token_ids) - 1])
+        done += engine.step()
         # One for those that run, one for those that just got their first token.
         assert sampled.num_reads - before[0] <= 1 + (len(engine._scheduler.waiting) < before[1])
     assert sorted(len(c.token_ids) for c in done) == sorted(r.sampling.max_new_tokens for r in mixed(make_request))
-
-
-class CountedOperations(TorchDispatchMode):
-    num = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_has_as_many_operations_for_many_prompts_as_for_one(
-    family: Any, make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is a kernel to launch, which is what a GPU waits for where few rows run."""
-    monkeypatch.setattr(scheduler, "MIN_SHARED_TOKENS", 20)
-    to_meta(family.packed)
-    counts = []
-    for num_prompts in (1, 6):
-        engine = NativeEngine(family.packed)
-        monkeypatch.setattr(engine, "_read", RequestStore())
-        ids = [(g, m) for g in range(num_prompts) for m in range(12 // num_prompts)]
-        engine.submit([make_request(f"{g}-{m}", group=f"g{g}", length=40, max_new_tokens=9) for g, m in ids])
-        for _ in range(3):
-            engine.step()
-        with CountedOperations() as counted:
-            engine.step()
-        counts.append(counted.num)
-    assert counts[0] == counts[1] > 0
-
-
-def test_the_way_of_this_test_finds_a_value_that_is_read(family: Any, make_request: Callable[..., Request]) -> None:
-    to_meta(family.packed)
-    engine = NativeEngine(family.packed)
-    engine.submit([make_request("r")])
-    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
-        engine.step()

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from quartet.config import UserError
-from quartet.rollout import process as process_module
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.vllm import start
@@ -71,14 +70,12 @@ def is_gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        ("twice", "not asked for, or answered already"),
-        ("unknown", "'never heard of', which is not held"),
+        ("twice", "'r' as length, which nobody asked for or which was answered already"),
+        ("unknown", "'never heard of' as"),
         ("few logprobs", "5 tokens, 4 log-probabilities, 5 versions"),
         ("many versions", "5 tokens, 5 log-probabilities, 6 versions"),
-        ("foreign version", "version 99, which it was not given"),
         ("too many", "6 tokens where 5 were the most"),
-        ("other group", "group 'another' instead of 'r'"),
-        ("cancels", "as cancelled, which nobody asked for"),
+        ("cancels", "'r' as cancelled"),
         ("raises", "the planted error of a step"),
     ],
 )
@@ -165,14 +162,6 @@ def test_it_lives_while_it_computes_or_rests_for_longer_than_the_limit() -> None
         assert len(wait_for(engine)[0].token_ids) == 10
 
 
-def test_answers_wait_for_one_who_does_other_things() -> None:
-    """More of them than the connection holds."""
-    with process(stall_timeout_s=1.0, kwargs={"step_s": 0.0}) as engine:
-        engine.submit([ask(f"r{i}", 200 + i % 7) for i in range(400)])
-        time.sleep(1.5)
-        assert len({made.request_id for made in wait_for(engine, 400)}) == 400
-
-
 # Starts ----------------------------------------------------------------------------------------------------
 
 
@@ -191,13 +180,6 @@ def test_a_failed_start_says_why(how: str, found: str) -> None:
         engine.wait_ready()
 
 
-def test_an_error_for_the_user_is_raised_as_it_is() -> None:
-    with process(target="fails_at_start", kwargs={"how": "user error"}) as engine:
-        with pytest.raises(UserError, match="this engine cannot be had") as caught:
-            engine.submit([ask()])
-        assert not isinstance(caught.value, EngineFailed)
-
-
 def test_what_cannot_be_found_is_named() -> None:
     with pytest.raises(EngineFailed, match="no/such/python"):
         EngineProcess(replace(targets.spec(), python="/no/such/python"))
@@ -213,17 +195,6 @@ def test_of_what_it_prints_the_end_is_shown() -> None:
         assert "the planted error of a step" in str(caught.value)
         assert "line 1990 " in str(caught.value)
         assert len(str(caught.value)) < 5000
-
-
-def test_of_what_it_prints_little_is_kept_and_the_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "_MAX_LOG_BYTES", 10_000)
-    with process(target="talks", kwargs={}) as engine:
-        engine.wait_ready()
-        assert engine._child is not None
-        assert os.fstat(engine._child._log.fileno()).st_size < 10_000
-        engine.submit([ask()])
-        with pytest.raises(EngineFailed, match=r"line 1990 (.|\n)*the planted error of a step"):
-            wait_for(engine)
 
 
 # Nothing is left -------------------------------------------------------------------------------------------

@@ -39,36 +39,6 @@ def test_growth_moves_and_shrinking_keep_contents() -> None:
     assert cache.num_tokens == 5
 
 
-def test_bytes_are_counted_and_released() -> None:
-    cache = KVCache()
-    cache.resize(3, 32)
-    assert cache.num_bytes == 0
-    cache.write([0], *random_run(4))
-    assert cache.num_bytes == 2 * 2 * 3 * 2 * 32 * 8 * 4
-    cache.release()
-    assert (cache.num_bytes, cache.num_tokens) == (0, 0)
-    cache.resize(1, 32)
-    cache.write((), *random_run(4))
-    assert cache.num_bytes == 2 * 2 * 1 * 2 * 32 * 8 * 4
-
-
-def test_a_cleared_slot_is_finite_again() -> None:
-    cache = KVCache()
-    cache.resize(2, 32)
-    run = random_run(4)
-    run[0][1][:] = float("nan")
-    cache.write([1], *run)
-    cache.clear(1)
-    assert all(bool(tensor.isfinite().all()) for tensor in stored(cache))
-
-
-def test_slots_grow_by_halves_up_to_what_they_may_need() -> None:
-    grown = slot_shape((8, 64), num_rows=9, longest=96, most=1000, max_rows=64, limit=None)
-    assert grown == (12, 96)
-    assert slot_shape((8, 64), num_rows=8, longest=96, most=96, max_rows=64, limit=None) == (8, 96)
-    assert slot_shape((64, 320), num_rows=3, longest=32, most=64, max_rows=64, limit=None) == (64, 320)
-
-
 @given(
     now=st.tuples(st.integers(0, 20), st.integers(0, 10)),
     num_rows=st.integers(1, 20),

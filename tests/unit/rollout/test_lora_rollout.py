@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm
@@ -110,27 +108,6 @@ def test_exact_numerics_agree_to_the_bit(name: str, adapted: Build, make_request
 # Copies --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt_neox"])
-def test_copies_are_of_the_merged_weights(name: str, precision: Any, adapted: Build, tolerances: Any) -> None:
-    """In bf16 to the bit: both round the merged weight."""
-    packed = adapted(name, precision)
-    with packed.with_merged_adapters():
-        expected = logits(packed)
-    own = logits(packed)
-    weights = ComputeWeights(packed)
-    with weights.active():
-        found = logits(packed)
-        assert torch.equal(found, expected) or precision == "fp32"
-        atol, rtol = tolerances[torch.float32]
-        torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
-        assert packed.adapters is not None
-        assert not any(type(m).__module__.startswith("peft") for m in packed.model.modules())
-    assert torch.equal(logits(packed), own), "outside, the trainer's products"
-    adapted_bytes = sum(layer.base.weight.numel() for layer in packed.adapters.layers)
-    assert weights.num_bytes >= adapted_bytes * (2 if precision == "bf16" else 4)
-
-
 @pytest.mark.parametrize("how", ["in place", "behind autograd's back", "released"])
 def test_copies_follow_the_adapters(adapted: Build, tolerances: Any, how: str) -> None:
     packed = adapted()
@@ -153,43 +130,6 @@ def test_copies_follow_the_adapters(adapted: Build, tolerances: Any, how: str) -
     atol, rtol = tolerances[torch.float32]
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
     assert not torch.allclose(old, expected, atol=1e-3)
-
-
-def test_the_model_is_itself_again_after_an_error(adapted: Build) -> None:
-    packed = adapted()
-    expected, before = logits(packed), dict(packed.model.named_parameters())
-    with pytest.raises(ZeroDivisionError), ComputeWeights(packed).active():
-        _ = 1 / 0
-    assert all(p is before[n] for n, p in packed.model.named_parameters())
-    assert torch.equal(logits(packed), expected)
-
-
-def merged_logits(packed: PackedCausalLM, rounded: Callable[[Any], Any] = lambda model: model) -> Tensor:
-    """By plain layers of merged weights."""
-    own = copy.deepcopy(packed)
-    rounded(own.model)
-    with own.with_merged_adapters():
-        return logits(own)
-
-
-@pytest.mark.parametrize("width", [784, 1024])
-def test_large_layers_are_merged_too(width: int, build_architecture: Callable[..., Any], leeway: Any) -> None:
-    """Layers that fp32 keeps as they are, or in the blocks of the kernel: whose sums have another order."""
-    model = build_architecture("llama", hidden_size=width, intermediate_size=32, num_hidden_layers=1)
-    packed = packed_causal_lm(model, lora=LORA)
-    learn(packed, 0.05)
-    with packed.without_adapters():
-        base = logits(packed)
-    weights = ComputeWeights(packed)
-    for seed in (12, 13):
-        allowed = leeway(lambda rounded: {"logits": merged_logits(packed, rounded)}, torch.float32, terms=width)[
-            "logits"
-        ]
-        with weights.active():
-            found = logits(packed)
-        torch.testing.assert_close(found, merged_logits(packed), atol=allowed, rtol=0)
-        assert float((found - base).abs().max()) > 1000 * allowed
-        learn(packed, 0.05, seed=seed)
 
 
 # An engine of its own ------------------------------------------------------------------------------------
@@ -216,24 +156,6 @@ def test_adapters_alone_update_an_engines_own_copy(
     assert run_all(apart, sent) != run_all(shared, sent), "the last change was not sent"
     sizes = [sum(t.nbytes for _, t in pairs) for pairs in (source, trainer.model.named_parameters())]
     assert sizes[0] < sizes[1] / 2
-
-
-def test_an_update_that_does_not_fit_changes_nothing(adapted: Build, make_request: Make, run_all: RunAll) -> None:
-    own = adapted()
-    engine, sent = NativeEngine(own, owns_weights=True, version=0), requests(make_request)
-    expected = run_all(engine, sent)
-    assert own.adapters is not None
-    source = {n: torch.ones_like(p) for n, p in own.adapters.trained.items()}
-    first = next(iter(source))
-    wrong: list[dict[str, Tensor]] = [
-        {n: t for n, t in source.items() if n != first},
-        {**source, first: torch.ones(2, 2)},
-        {**source, **{n: p.detach() for n, p in own.model.named_parameters()}},
-    ]
-    for given in wrong:
-        with pytest.raises(UserError, match="do not fit the engine"):
-            engine.update_weights(given.items(), 1)
-    assert run_all(engine, sent) == expected
 
 
 # Exclusive -----------------------------------------------------------------------------------------------

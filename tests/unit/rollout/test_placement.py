@@ -25,41 +25,6 @@ def lengths(rows: list[Item | None]) -> list[int]:
     return [item.length for item in rows if item is not None]
 
 
-def test_arrivals_take_gaps_and_no_row_moves() -> None:
-    kept = [Item(9), Item(7)]
-    rows: list[Item | None] = [kept[0], None, kept[1], None]
-    arrivals = [Item(1), Item(2)]
-    changes = close_gaps(rows, arrivals, length)
-    assert {row for _, row in changes} == {1, 3}
-    assert rows[0] is kept[0]
-    assert rows[2] is kept[1]
-
-
-def test_the_last_rows_close_gaps_that_stay() -> None:
-    items = [Item(n) for n in (5, 4, 3, 2)]
-    rows: list[Item | None] = [None, items[1], None, items[3]]
-    changes = close_gaps(rows, [], length)
-    assert changes == [(items[3], 0)]
-    assert rows == [items[3], items[1]]
-
-
-def test_a_gap_in_a_long_band_draws_the_longest_of_the_next() -> None:
-    rows: list[Item | None] = [Item(1000 - i) for i in range(3 * BAND)]
-    rows[2] = None
-    newcomer = Item(1)
-    longest = {band: rows[band * BAND] for band in (1, 2)}
-    changes = close_gaps(rows, [newcomer], length)
-    assert [(item, row) for item, row in changes] == [(longest[1], 2), (longest[2], BAND), (newcomer, 2 * BAND)]
-
-
-def test_a_long_arrival_goes_to_the_front_and_a_short_row_makes_room() -> None:
-    rows: list[Item | None] = [Item(100 - i) for i in range(BAND)]
-    short = rows[-1]
-    close_gaps(rows, [Item(500)], length)
-    assert rows[BAND] is short
-    assert 500 in lengths(rows[:BAND])
-
-
 @given(
     present=st.lists(st.one_of(st.none(), st.integers(0, 400)), max_size=80),
     coming=st.lists(st.integers(0, 400), max_size=40),
@@ -114,8 +79,3 @@ def test_stretches_are_the_cheapest_of_all(sizes: list[int]) -> None:
     places = range(BAND, len(sizes), BAND)
     every_cut = [[p for i, p in enumerate(places) if bits >> i & 1] for bits in range(1 << len(places))]
     assert cost([s.start for s in found[1:]], sizes) == min(cost(cuts, sizes) for cuts in every_cut)
-
-
-def test_equal_lengths_are_one_stretch() -> None:
-    assert [(s.start, s.end, s.longest) for s in row_ranges([64] * 60, round_up)] == [(0, 60, 64)]
-    assert len(row_ranges([2000] * BAND + [10] * BAND, round_up)) == 2

@@ -21,38 +21,6 @@ def nobody() -> set[Block]:
     return set()
 
 
-def test_positions_and_chains() -> None:
-    prompt = Block((1, 2, 3))
-    own = Block((4, 5), parent=prompt)
-    assert (prompt.start, own.start, Block((6,), parent=own).start) == (0, 3, 5)
-    assert own.chain == (prompt, own)
-
-
-def test_a_block_is_stored_piece_by_piece_and_its_bytes_are_counted() -> None:
-    block = Block((1, 2, 3, 4, 5))
-    k = torch.randn(2, 5, 4)
-    block.store(1, 0, k[:, :2], k[:, :2])
-    block.store(1, 2, k[:, 2:], k[:, 2:])
-    assert torch.equal(block.keys[1], k)
-    assert block.num_bytes == 2 * k.numel() * 4
-    block.finish(torch.zeros(8))
-    assert block.num_bytes == 2 * k.numel() * 4 + 32
-    block.empty()
-    assert (block.num_bytes, block.done, block.keys) == (0, 0, {})
-
-
-def test_idle_prompts_stay_and_are_found_again() -> None:
-    cache = PrefixCache()
-    prompt = filled(1, 2, 3)
-    cache.hold(prompt)
-    cache.drop(prompt)
-    assert cache.find((1, 2, 3)) is prompt
-    assert (cache.num_tokens, cache.idle_tokens) == (3, 3)
-    cache.hold(prompt)
-    assert (cache.num_tokens, cache.idle_tokens) == (3, 0)
-    assert cache.num_bytes == prompt.num_bytes
-
-
 def test_incomplete_prompts_and_own_tokens_go_with_their_last_user() -> None:
     cache = PrefixCache()
     begun = Block((1, 2, 3))
@@ -84,32 +52,6 @@ def test_the_least_recently_used_goes_first_and_the_wanted_last() -> None:
     assert [cache.find((i, i)) is not None for i in range(4)] == [True, True, False, True]
     assert cache.evict(5, lambda: {blocks[1]})
     assert len(cache) == 0
-
-
-def test_what_is_used_is_never_evicted() -> None:
-    cache = PrefixCache()
-    used, idle = filled(1, 1), filled(2, 2, 2)
-    for block in (used, idle):
-        cache.hold(block)
-    cache.drop(idle)
-    assert not cache.evict(4, nobody)
-    assert cache.find((2, 2, 2)) is idle
-    assert cache.evict(0, nobody)
-    assert cache.evict(1, nobody)
-    assert cache.find((1, 1)) is used
-    cache.trim(0, nobody)
-    assert cache.find((1, 1)) is used
-
-
-def test_idle_prompts_are_trimmed_to_a_limit() -> None:
-    cache = PrefixCache()
-    blocks = [filled(i, i) for i in range(5)]
-    for block in blocks:
-        cache.hold(block)
-        cache.drop(block)
-    cache.trim(4, lambda: {blocks[0]})
-    assert cache.idle_tokens == 4
-    assert [cache.find((i, i)) is not None for i in range(5)] == [True, False, False, False, True]
 
 
 def test_a_discarded_block_serves_only_those_that_use_it() -> None:

@@ -11,13 +11,12 @@ from torch import Tensor
 from quartet.models.attention import LayerRule, masked_attention, visible
 from quartet.rollout.prefix_cache import Block, KVCache
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.rollout.rows import DecodeRows, RowRange
+from quartet.rollout.rows import DecodeRows
 from quartet.rollout.scheduler import PrefillChunk, RequestGroup, Response
 from quartet.rollout.step_attention import (
     Contexts,
     DecodeAttention,
     PrefillAttention,
-    StepAttention,
     join,
     partial_attention,
 )
@@ -81,30 +80,13 @@ def loaded(sequences: Sequences, prefixes: Sequence[Block | None]) -> tuple[KVCa
         _, k, v = (x[:, start : length - 1] for x in sequences.qkv[slot])
         cache.write([slot], {0: k}, {0: v})
         prompt = tuple(range(length - 1))
-        response = Response(Request(f"r{slot}", "g", prompt, SamplingParams()), RequestGroup(prompt), slot, 8, row=slot)
+        response = Response(Request(f"r{slot}", "g", prompt, SamplingParams()), 8, RequestGroup(prompt), slot, row=slot)
         response.prefix = prefix
         response.append(5, -0.1, 0)
         responses.append(response)
     rows = DecodeRows(len(responses), 1, 10, torch.device("cpu"))
     rows.load(responses, range(len(responses)), (cache.num_slots, cache.capacity))
     return cache, rows
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("size_v", [SIZE, 5])
-def test_decoding_equals_attention_over_the_whole_sequence(
-    rule: LayerRule, size_v: int, tolerances: Tolerances
-) -> None:
-    """Rows of different lengths, grouped heads; each against its own sequence, one query at the end."""
-    sequences = Sequences([2, 3, 5, 9, 40, 33], size_v)
-    cache, rows = loaded(sequences, [None] * 6)
-    out = DecodeAttention(cache, rows).attend(0, *sequences.newest(), rule)
-    assert out.shape == (1, HEADS, 6, size_v)
-    atol, rtol = tolerances[torch.float32]
-    for row, (_, k, v) in enumerate(sequences.qkv):
-        torch.testing.assert_close(out[0, :, row], sequences.expected(row, rule)[:, -1], atol=atol, rtol=rtol)
-        assert torch.equal(cache.keys[0][row, :, : k.shape[1]], k)
-        assert torch.equal(cache.values[0][row, :, : v.shape[1]], v)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -132,15 +114,6 @@ def test_the_bits_behind_a_shared_block_do_not_depend_on_how_many_read_it() -> N
         out = DecodeAttention(cache, rows).attend(0, *sequences.newest(), rule)
         seen.add(tuple(out[0, :, 0].flatten().tolist()))
     assert len(seen) == 1
-
-
-def test_stretches_change_nothing_but_what_is_read(tolerances: Tolerances) -> None:
-    sequences = Sequences([60, 40, 9, 5])
-    cache, rows = loaded(sequences, [None] * 4)
-    newest = sequences.newest()
-    whole = DecodeAttention(cache, rows).attend(0, *newest, RULES[0])
-    rows.row_ranges = [RowRange(0, 2, 60), RowRange(2, 4, 9)]
-    assert torch.equal(DecodeAttention(cache, rows).attend(0, *newest, RULES[0]), whole)
 
 
 def test_kept_views_follow_the_rows() -> None:
@@ -187,24 +160,6 @@ def test_filling_in_pieces_equals_filling_whole(rule: LayerRule, tolerances: Tol
         assert torch.equal(block.keys[0], sequences.qkv[i][1][:, start:end])
         assert torch.equal(block.values[0], sequences.qkv[i][2][:, start:end])
     assert torch.equal(second.keys[0], prompt.keys[0])
-
-
-def test_contexts_side_by_side_and_rows_that_only_fill_up() -> None:
-    class Marked:
-        def __init__(self, mark: float) -> None:
-            self.mark = mark
-            self.sizes: list[int] = []
-
-        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-            self.sizes.append(q.shape[2])
-            return torch.full((1, HEADS, q.shape[2], v.shape[3]), self.mark)
-
-    parts = [(Marked(1.0), 3), (Marked(2.0), 4)]
-    q, k, v = torch.randn(1, HEADS, 16, SIZE), torch.randn(1, HEADS_KV, 16, SIZE), torch.randn(1, HEADS_KV, 16, 5)
-    out = StepAttention(parts).attend(0, q, k, v, RULES[0])
-    assert out.shape == (1, HEADS, 16, 5)
-    assert out[0, 0, :, 0].tolist() == [1.0] * 3 + [2.0] * 4 + [0.0] * 9
-    assert [part.sizes for part, _ in parts] == [[3], [4]]
 
 
 def test_parts_that_see_nothing_contribute_nothing(tolerances: Tolerances) -> None:

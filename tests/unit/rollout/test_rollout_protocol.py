@@ -44,20 +44,6 @@ def test_an_empty_prompt_is_refused() -> None:
     assert "r7" in error.value.found
 
 
-@pytest.mark.parametrize(
-    ("params", "truncates"),
-    [
-        (SamplingParams(), False),
-        (SamplingParams(top_p=0.9), True),
-        (SamplingParams(top_k=3), True),
-        (SamplingParams(min_p=0.1), True),
-        (SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1), False),
-    ],
-)
-def test_greedy_never_truncates(params: SamplingParams, truncates: bool) -> None:
-    assert params.truncates is truncates
-
-
 def test_the_protocol_imports_without_torch() -> None:
     code = "import sys, quartet.rollout.protocol; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The queue, rows and slots, without a model."""
+"""Whose turn it is, rows and slots, in which chunks prompts are filled, and when there is room; without a model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.config import UserError
-from quartet.rollout.prefix_cache import Block
+from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, round_up
 from quartet.rollout.protocol import FinishReason, Request, SamplingParams
-from quartet.rollout.scheduler import Scheduler
+from quartet.rollout.scheduler import Scheduler, StepPlan
 
 
 def request(name: str, group: str | None = None, length: int = 4, **sampling: object) -> Request:
@@ -30,6 +30,10 @@ def admit(scheduler: Scheduler, count: int = 99) -> None:
         response.append(1, -0.5, 0)
 
 
+def tokens_of(request: Request) -> int:
+    return request.sampling.max_new_tokens
+
+
 def rows(scheduler: Scheduler) -> list[str]:
     assert [r.row for r in scheduler.rows] == list(range(len(scheduler.rows)))
     return [r.request.request_id for r in scheduler.rows]
@@ -37,49 +41,6 @@ def rows(scheduler: Scheduler) -> list[str]:
 
 def retire(scheduler: Scheduler, *names: str) -> None:
     scheduler.retire([scheduler.held[name] for name in names])
-
-
-def test_arrivals_run_but_have_a_row_only_once_settled() -> None:
-    scheduler = Scheduler(2)
-    add(scheduler, "a", "b", "c")
-    admit(scheduler)
-    assert (scheduler.num_running, len(scheduler.waiting), rows(scheduler)) == (2, 1, [])
-    placement = scheduler.place_rows()
-    assert sorted(rows(scheduler)) == ["a", "b"]
-    assert {r.request.request_id for r in placement.placed} == {"a", "b"}
-    assert (sorted(placement.changed), placement.moves) == ([0, 1], ())
-    assert scheduler.place_rows().changed == ()
-
-
-def test_requests_are_admitted_in_the_order_in_which_they_wait() -> None:
-    scheduler = Scheduler(4)
-    add(scheduler, "a", "b")
-    with pytest.raises(RuntimeError, match="order"):
-        scheduler.admit([scheduler.held["b"]])
-
-
-def test_gaps_are_closed_and_what_moves_brings_its_tokens() -> None:
-    scheduler = Scheduler(8)
-    add(scheduler, "a", "b", "c", "d", "e")
-    admit(scheduler)
-    scheduler.place_rows()
-    names = rows(scheduler)
-    retire(scheduler, names[0], names[2])
-    placement = scheduler.place_rows()
-    assert set(rows(scheduler)) == {names[1], names[3], names[4]}
-    assert placement.placed == ()
-    # Of a prompt of 4 and one token, the slot holds the prompt.
-    assert sorted((target, length) for _, target, length in placement.moves) == [(0, 4), (2, 4)]
-    assert sorted(source for source, _, _ in placement.moves) == [3, 4]
-
-
-def test_an_arrival_that_ends_at_once_never_takes_a_row() -> None:
-    scheduler = Scheduler(8)
-    add(scheduler, "a", "b")
-    admit(scheduler)
-    retire(scheduler, "a")
-    assert [r.request.request_id for r in scheduler.place_rows().placed] == ["b"]
-    assert rows(scheduler) == ["b"]
 
 
 def test_preempted_requests_wait_again_before_all_others_in_their_old_order() -> None:
@@ -97,55 +58,24 @@ def test_preempted_requests_wait_again_before_all_others_in_their_old_order() ->
     assert scheduler.place_rows().changed == ()
 
 
-def test_a_group_is_forgotten_with_its_last_member() -> None:
-    scheduler = Scheduler(1)
-    add(scheduler, "a0", "a1", group="a")
-    admit(scheduler)
-    scheduler.place_rows()
-    retire(scheduler, "a0")
-    assert scheduler.groups["a"].num_waiting == 1
-    retire(scheduler, "a1")
-    assert not scheduler.groups
-    assert not scheduler.waiting
-    assert scheduler.num_running == 0
-    scheduler.check([Request("a2", "a", (9, 9), SamplingParams())])
-
-
-def test_blocks_of_groups_with_members_waiting_are_wanted() -> None:
-    scheduler = Scheduler(2)
-    add(scheduler, "a0", "a1", "a2", group="a")
-    add(scheduler, "b")
-    for name, group in scheduler.groups.items():
-        group.block = Block(tuple(range(4)), shared=name == "a")
-    admit(scheduler)
-    assert scheduler.wanted_blocks() == {scheduler.groups["a"].block, scheduler.groups["b"].block}
-    retire(scheduler, "a2")
-    assert scheduler.wanted_blocks() == {scheduler.groups["b"].block}
-
-
 def test_one_group_one_prompt() -> None:
     scheduler = Scheduler(4)
     add(scheduler, "a0", group="a")
     with pytest.raises(UserError, match="same prompt") as error:
-        scheduler.check([request("a1", "a", length=5)])
+        scheduler.check([request("a1", "a", length=5)], tokens_of)
     assert "'a1'" in error.value.found
     with pytest.raises(UserError, match="same prompt"):
-        scheduler.check([request("x", "n"), request("y", "n", length=5)])
+        scheduler.check([request("x", "n"), request("y", "n", length=5)], tokens_of)
 
 
 def test_ids_are_unique_among_what_is_held() -> None:
     scheduler = Scheduler(4)
     add(scheduler, "a")
     for batch in ([request("a")], [request("b"), request("b")]):
-        with pytest.raises(UserError, match="already in use"):
-            scheduler.check(batch)
+        with pytest.raises(UserError, match="in use"):
+            scheduler.check(batch, tokens_of)
     retire(scheduler, "a")
-    scheduler.check([request("a")])
-
-
-def test_something_must_be_able_to_run() -> None:
-    with pytest.raises(UserError, match="able to run"):
-        Scheduler(0)
+    scheduler.check([request("a")], tokens_of)
 
 
 def test_why_a_response_ends() -> None:
@@ -202,3 +132,147 @@ def test_rows_stay_dense_and_slots_follow_their_requests(max_running: int, event
         members = [r for r in scheduler.held.values() if r.group is group]
         assert group.num_members == len(members)
         assert group.num_waiting == sum(r in scheduler.waiting for r in members)
+
+
+# What a step fills -------------------------------------------------------------------------------------------
+
+
+class Queue:
+    """A scheduler whose plans are carried out as the engine would, but for the numbers."""
+
+    def __init__(
+        self, max_running: int = 64, max_prefill: int = 100, cache_tokens: int | None = None, shares: bool = True
+    ) -> None:
+        self.scheduler = Scheduler(
+            max_running,
+            max_prefill_tokens=max_prefill,
+            cache_tokens=cache_tokens,
+            shares_prefixes=shares,
+            round_up=round_up,
+        )
+
+    def add(self, *names: str, length: int = 4, group: str | None = None, new: int = 8) -> None:
+        for name in names:
+            prompt = tuple(range(length))
+            self.scheduler.add(Request(name, group or name, prompt, SamplingParams()), max_tokens=new)
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.plan()
+        for prefill in plan.prefills:
+            prefill.block.done = prefill.end
+        self.scheduler.admit(plan.admitted)
+        for response in plan.admitted:
+            first = response.block.chain[0] if response.block else None
+            response.prefix = first if first and first.shared else None
+            response.token_ids.append(0)
+        for response in self.scheduler.place_rows().placed:
+            if response.block is not response.prefix:
+                if response.prefix:
+                    self.scheduler.prefixes.hold(response.prefix)
+                self.scheduler.prefixes.drop(response.block)
+            response.block = None
+        return plan
+
+    def retire(self, *names: str) -> None:
+        retire(self.scheduler, *names)
+
+
+def names(plan: StepPlan) -> list[str]:
+    return [r.request.request_id for r in plan.admitted]
+
+
+def pieces(plan: StepPlan) -> list[tuple[int, int, int]]:
+    return [(len(prefill.block), prefill.start, prefill.end) for prefill in plan.prefills]
+
+
+def test_a_prompt_is_filled_once_for_all_who_have_it() -> None:
+    queue = Queue()
+    queue.add("a0", "a1", group="a", length=9)
+    queue.add("b", length=9)
+    plan = queue.step()
+    assert (names(plan), pieces(plan)) == (["a0", "a1", "b"], [(9, 0, 9)])
+    queue.add("c", length=9)
+    plan = queue.step()
+    assert (names(plan), pieces(plan)) == (["c"], [])
+
+
+def test_a_long_prompt_is_filled_in_pieces_of_its_own() -> None:
+    """Pieces begin at multiples of the bound, whatever else is filled; what is left of a step goes to others."""
+    queue = Queue(max_prefill=10)
+    queue.add("a", length=3)
+    queue.add("long", length=24)
+    queue.add("b", length=5)
+    found = [queue.step() for _ in range(4)]
+    assert [pieces(plan) for plan in found] == [[(3, 0, 3)], [(24, 0, 10)], [(24, 10, 20)], [(24, 20, 24), (5, 0, 5)]]
+    assert [names(plan) for plan in found] == [["a"], [], [], ["long", "b"]]
+
+
+def test_preempted_requests_fill_prompt_and_tokens() -> None:
+    queue = Queue(max_prefill=5000)
+    queue.add("a", length=7)
+    queue.add(*[f"g{i}" for i in range(9)], group="g", length=200)
+    queue.step()
+    queue.scheduler.preempt_all()
+    plan = queue.step()
+    # The copied prompt again with the token it has; the shared one once, and each member's token behind it.
+    assert pieces(plan) == [(8, 0, 8), (200, 0, 200), *[(1, 0, 1)] * 9]
+    assert all(prefill.block.again for prefill in plan.prefills)
+    assert {f.block.parent for f in plan.prefills[2:]} == {plan.prefills[1].block}
+
+
+@pytest.mark.parametrize(("members", "length"), [(1, 10 * MIN_SHARED_TOKENS), (2, MIN_SHARED_TOKENS - 1), (9, 100)])
+def test_short_prompts_and_small_groups_are_copied(members: int, length: int) -> None:
+    queue = Queue(max_prefill=length)
+    queue.add(*[f"r{i}" for i in range(members)], group="g", length=length)
+    queue.step()
+    assert [r.prefix for r in queue.scheduler.rows] == [None] * members
+
+
+def test_long_prompts_of_groups_are_shared_unless_the_contexts_cannot() -> None:
+    for shares in (True, False):
+        queue = Queue(max_prefill=MIN_SHARED_TOKENS, shares=shares)
+        queue.add("a", "b", group="g", length=MIN_SHARED_TOKENS)
+        queue.step()
+        assert [r.prefix is not None for r in queue.scheduler.rows] == [shares] * 2
+        stored = [queue.scheduler.slot_tokens(r) for r in queue.scheduler.rows]
+        assert stored == [round_up(8 if shares else MIN_SHARED_TOKENS + 8)] * 2
+
+
+# ---- a bounded cache ----
+
+
+def test_admission_waits_for_room() -> None:
+    """Slots of 64 places (4 prompt tokens and 8 new ones, rounded up) and prompts of 4."""
+    queue = Queue(cache_tokens=3 * 64 + 4)
+    queue.add("a", "b", "c", "d", group="g")
+    assert names(queue.step()) == ["a", "b", "c"]
+    assert names(queue.step()) == []
+    queue.retire("b")
+    assert names(queue.step()) == ["d"]
+
+
+def test_idle_prompts_make_room_and_wanted_ones_last() -> None:
+    queue = Queue(max_running=1, cache_tokens=100)
+    queue.add("a0", "a1", group="a", length=10)
+    queue.add("b", length=11)
+    queue.step()
+    queue.retire("a0")
+    assert queue.scheduler.prefixes.idle_tokens == 10
+    queue.add("c", length=30, new=20)
+    assert names(queue.step()) == ["a1"]
+    queue.retire("a1")
+    queue.step()
+    queue.retire("b")
+    # A slot of 64 and a prompt of 30 leave 6: both idle prompts go.
+    assert names(queue.step()) == ["c"]
+    assert queue.scheduler.prefixes.num_tokens == 30
+
+
+def test_a_request_that_can_never_fit_is_refused_by_the_keys_name() -> None:
+    scheduler = Queue(cache_tokens=104).scheduler
+    fits = Request("r", "r", tuple(range(30)), SamplingParams())
+    scheduler.check([fits], lambda _: 10)
+    with pytest.raises(UserError, match="never fit") as error:
+        scheduler.check([fits], lambda _: 40)
+    assert "rollout.cache_tokens is 104" in error.value.found
+    assert "rollout.cache_tokens" in error.value.remedy

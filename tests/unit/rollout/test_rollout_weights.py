@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.rollout.protocol import Completion, Request
-from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
+from quartet.weights.errors import WeightsUnusable
 from quartet.weights.in_process import NamedSource, sync_in_process
 
 Build = Callable[..., Any]
@@ -102,7 +101,6 @@ def test_requests_under_way_go_on_with_the_new_weights(tiny: Any, make_request: 
     expected = run_all(shared)
     assert run_all(apart) == expected
     assert all(set(c.versions) == {0, 1} for c in expected.values())
-    assert apart.stats().recomputed_tokens > 0, "keys and values of the old weights were used on"
 
 
 # What must not be served ----------------------------------------------------------------------------------
@@ -133,39 +131,6 @@ def test_nothing_is_computed_after_a_sync_that_failed_halfway(tiny: Any, make_re
     engine.update_weights(source_of(trainer), 1)
     assert len(run_all(engine)) == 5
     assert engine.stats().policy_version == 1
-
-
-def test_a_byte_that_changes_on_the_way_is_found(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = actor(tiny)
-    engine = NativeEngine(own_copy(trainer), owns_weights=True, version=0)
-    sink = engine.weight_sink()
-    arrived = sink.arrived
-
-    def flip(name: str, stop: int) -> None:
-        if name.endswith("1.mlp.up_proj.weight"):
-            with torch.no_grad():
-                dict(engine.packed.model.named_parameters())[name][3, 2] += 1e-3
-        arrived(name, stop)
-
-    monkeypatch.setattr(sink, "arrived", flip)
-    with pytest.raises(WeightMismatch, match=r"1\.mlp\.up_proj\.weight"):
-        engine.update_weights(source_of(trainer), 1)
-    with pytest.raises(WeightsUnusable):
-        engine.step()
-
-
-def test_an_engine_goes_back_to_no_earlier_version(tiny: Any) -> None:
-    trainer = actor(tiny)
-    engine = NativeEngine(own_copy(trainer), owns_weights=True, version=0)
-    engine.update_weights(source_of(trainer), 1)
-    with pytest.raises(WeightsRefused, match="version 0 after 1"):
-        engine.update_weights(source_of(trainer), 0)
-    assert engine.stats().policy_version == 1
-
-
-def test_a_shared_engine_has_no_sink(tiny: Any) -> None:
-    with pytest.raises(UserError, match="no weights of its own"):
-        tiny.engine().weight_sink()
 
 
 # Copies and memory ----------------------------------------------------------------------------------------

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quartet.models import truncation as truncation_module
-from quartet.models.truncation import Limits, Truncation, truncate
+from quartet.models import logprobs as truncation_module
+from quartet.models.logprobs import Limits, Truncation, truncate
 from quartet.rollout import sampler
 from quartet.rollout.protocol import Draw, SamplingParams
 from quartet.rollout.sampler import (
     SamplingRows,
-    argmax,
     race_keys,
     race_numbers,
     sample,
@@ -101,15 +100,6 @@ def test_frequencies_match_the_distribution(
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_the_frequency_check_can_fail(draw: Draw) -> None:
-    """The same statistic against a slightly wrong temperature is far beyond the bound."""
-    n = 20_000
-    tokens, _ = run([SamplingParams(seed=i, temperature=1.1, draw=draw) for i in range(n)])
-    expected = LOGITS.double().softmax(-1) * n
-    assert float(((torch.bincount(tokens, minlength=V) - expected) ** 2 / expected).sum()) > 34
-
-
-@pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.4}, {"top_p": 0.6}, {"min_p": 0.02}], ids=str)
 def test_frequencies_over_several_blocks(options: dict[str, float], draw: Draw) -> None:
     """Chi-square over 1500 tokens, of which those expected less than 10 times count as one."""
@@ -132,23 +122,6 @@ def test_frequencies_over_several_blocks(options: dict[str, float], draw: Draw) 
     assert freedom > 30
     # Mean and standard deviation of the statistic are freedom and sqrt(2 freedom).
     assert float(((counts - cells) ** 2 / cells).sum()) < freedom + 5 * math.sqrt(2 * freedom)
-
-
-def test_greedy_takes_the_largest_with_log_probability_at_one() -> None:
-    tokens, logprobs = run([SamplingParams(temperature=0.0)])
-    assert tokens.tolist() == [0]
-    torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[:1])
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_greedy_takes_the_first_of_equals(width: int) -> None:
-    """Also in a row with a NaN, whose place it is."""
-    logits = torch.randint(0, 40, (64, width), generator=torch.Generator().manual_seed(0)).float()
-    logits[5, width // 2] = torch.nan
-    assert torch.equal(argmax(logits).squeeze(1), logits.argmax(-1))
-    for i, row in enumerate(logits):
-        if i != 5:
-            assert int(argmax(row.unsqueeze(0))) == int((row == row.max()).nonzero()[0])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -220,27 +193,6 @@ def test_extreme_draws_pick_tokens_that_have_weight(width: int, force_draws: Cal
     assert torch.equal(sample(logits, rows, positions)[0], last)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_tokens_too_unlikely_for_a_number_are_never_drawn(
-    width: int, force_draws: Callable[[Sequence[float]], None]
-) -> None:
-    """exp(-200) is 0 in fp32: those tokens have no weight, even at the ends of blocks."""
-    logits = torch.full((100, width), -200.0)
-    logits[:, 20] = logits[:, 30] = 0.0
-    force_draws([0.0, BELOW_ONE, 0.5, 0.4999999, 0.25] * 20)
-    tokens, _ = sample(logits, SamplingRows.build([SamplingParams()] * 100, width, CPU), np.zeros(100, dtype=np.uint64))
-    assert tokens[:5].tolist() == [20, 30, 30, 20, 20]
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-def test_masked_logits_are_never_sampled(draw: Draw) -> None:
-    logits = LOGITS.clone()
-    logits[[0, 3, 7]] = float("-inf")
-    tokens, logprobs = run([SamplingParams(seed=i, draw=draw) for i in range(3000)], logits)
-    assert set(tokens.tolist()) == {1, 2, 4, 5, 6}
-    assert bool(logprobs.isfinite().all())
-
-
 @settings(deadline=None, max_examples=150)
 @given(
     weights=st.lists(st.sampled_from([0.0, 0.1, 0.1, 0.25, 1.0, 3.0]), min_size=2, max_size=12).filter(any),
@@ -267,26 +219,6 @@ def test_truncation_equals_the_slow_rule(
         expected = {j for j in keep_by_hand(row.tolist(), p.top_k, p.top_p, p.min_p) if weights[j] > 0}
         assert set(kept[place].nonzero().squeeze(1).tolist()) == expected
         assert torch.equal(kept[place][kept[place] > 0], row[kept[place] > 0])
-
-
-@pytest.mark.parametrize("temperature", [0.3, 3.0])
-@pytest.mark.parametrize("options", [{"top_k": 300}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.5}], ids=str)
-def test_truncation_of_a_wide_row(options: dict[str, float], temperature: float) -> None:
-    """Peaked rows need few candidates, flat ones more than are looked at first."""
-    logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(4)) / temperature
-    weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    limits = Limits(options.get("top_p", 1.0), int(options.get("top_k", 0)), 0.0)
-    truncation = Truncation.build(dict.fromkeys(range(6), limits), 1500, CPU)
-    assert truncation is not None
-    kept = truncate(weights.clone(), truncation)
-    for row, original in zip(kept, weights, strict=True):
-        expected = keep_by_hand(original.tolist(), int(options.get("top_k", 0)), options.get("top_p", 1.0))
-        assert set(row.nonzero().squeeze(1).tolist()) == expected
-
-
-def test_equal_weights_rank_by_token() -> None:
-    tokens, _ = run([SamplingParams(seed=i, top_k=3) for i in range(200)], torch.zeros(2000))
-    assert set(tokens.tolist()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("width", [V, 1500])
@@ -332,52 +264,6 @@ def test_the_token_has_the_largest_sum_of_logit_and_noise(options: dict[str, flo
             1, best.indices, best.values.masked_fill(left_out, -torch.inf)
         )
     assert torch.equal(tokens, (scaled + noise).argmax(-1))
-
-
-def test_no_two_tokens_have_one_noise() -> None:
-    assert len(token_hashes(300_000, CPU).unique()) == 300_000
-
-
-def test_noise_depends_on_seed_position_and_token_alone() -> None:
-    """Recorded once: a change of these numbers changes every run that draws so."""
-    keys = race_keys(seed_keys(np.array([0, 1, 2**64 - 1], dtype=np.uint64)), np.array([0, 5, 7], dtype=np.uint64))
-    found = race_numbers(token_hashes(5, CPU), torch.from_numpy(keys))
-    assert torch.equal(race_numbers(token_hashes(3000, CPU), torch.from_numpy(keys))[:, :5], found)
-    assert torch.equal(race_numbers(token_hashes(5, CPU), torch.from_numpy(keys[1:2])), found[1:2])
-    assert (found * 2**31).round().long().tolist() == [
-        [364972032, 654148288, 1856335488, 659522560, 865104704],
-        [1645160192, 242564336, 215593920, 168405936, 81750944],
-        [1894720768, 189413424, 689469888, 1943145984, 2119387648],
-    ]
-
-
-@pytest.mark.parametrize("neighbours", ["tokens", "tokens far apart", "positions", "seeds"])
-def test_neighbouring_numbers_fill_the_square_evenly(neighbours: str) -> None:
-    """Chi-square over a 16 × 16 grid, of the numbers and of their lowest bits; its 1e-6 quantile is about 373."""
-    seeds, positions = np.arange(40, dtype=np.uint64), np.arange(40, dtype=np.uint64)
-    fixed = np.zeros(40, dtype=np.uint64)
-    keys = seed_keys(seeds), fixed
-    if neighbours == "positions":
-        keys = seed_keys(fixed), positions
-    numbers = race_numbers(token_hashes(20_000, CPU), torch.from_numpy(race_keys(*keys))).double().numpy()
-    pairs = numbers[:, :-1], numbers[:, 1:]
-    if neighbours == "tokens far apart":
-        pairs = numbers[:, :-4096], numbers[:, 4096:]
-    elif neighbours in ("positions", "seeds"):
-        pairs = numbers[:-1], numbers[1:]
-    for stretch in (1, 2**8):
-        x, y = (((part * stretch) % 1 * 16).astype(int).clip(0, 15).ravel() for part in pairs)
-        cells = np.bincount(x * 16 + y, minlength=256)
-        assert ((cells - len(x) / 256) ** 2 / (len(x) / 256)).sum() < 373
-
-
-def test_small_numbers_are_as_frequent_as_they_should_be() -> None:
-    """Winners have small numbers: below 2^-8 to 2^-20, Poisson within five standard deviations."""
-    keys = race_keys(seed_keys(np.arange(200, dtype=np.uint64)), np.zeros(200, dtype=np.uint64))
-    numbers = race_numbers(token_hashes(100_000, CPU), torch.from_numpy(keys))
-    for power in (8, 12, 16, 20):
-        expected = numbers.numel() * 2.0**-power
-        assert abs(int((numbers < 2.0**-power).sum()) - expected) < 5 * math.sqrt(expected)
 
 
 @pytest.mark.parametrize("draw", DRAWS)

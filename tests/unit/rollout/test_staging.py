@@ -76,17 +76,6 @@ def test_another_reader_sees_what_was_committed_each_tensor_once(tmp_path: Path)
     staging.close()
 
 
-def test_a_reader_that_writes_changes_nothing_for_others() -> None:
-    model = targets.build_model()
-    staging = StagedWeights(named(model))
-    send(named(model), [staging.weight_sink()], 0)
-    for _, tensor in staging.handle:
-        tensor.fill_(9.0)
-    assert all(
-        torch.equal(tensor, parameter) for (_, tensor), (_, parameter) in zip(staging.handle, named(model), strict=True)
-    )
-
-
 def test_it_holds_the_engines_dtype_and_refuses_another_model() -> None:
     model = targets.build_model()
     staging = StagedWeights(named(model), torch.bfloat16)
@@ -97,11 +86,6 @@ def test_it_holds_the_engines_dtype_and_refuses_another_model() -> None:
     with pytest.raises(WeightsRefused, match=r"lm_head\.weight"):
         send(wrong, [staging.weight_sink()], 2)
     assert staging.version == 1
-
-
-def test_temporary_tensors_are_not_taken_for_tied_ones() -> None:
-    staging = StagedWeights((f"t{i}", torch.empty(4)) for i in range(50))
-    assert (len(staging.handle.specs), staging.handle.ties) == (50, ())
 
 
 # Engines ---------------------------------------------------------------------------------------------------
@@ -136,7 +120,7 @@ def pairs() -> Iterator[dict[str, Pair]]:
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied", "adapters"])
-def test_twenty_updates_give_the_bits_of_the_engine_in_this_process(kind: str, pairs: dict[str, Pair]) -> None:
+def test_updates_give_the_bits_of_the_engine_in_this_process(kind: str, pairs: dict[str, Pair]) -> None:
     """Tokens, log-probabilities and versions."""
     pair = pairs[kind]
     early = requests(99)
@@ -145,7 +129,7 @@ def test_twenty_updates_give_the_bits_of_the_engine_in_this_process(kind: str, p
         pair.apart.completed(0.1)
     pair.apart.cancel([request.request_id for request in early])
     seen = set()
-    for version in range(20):
+    for version in range(6):
         train([tensor for _, tensor in pair.sent], version)
         send(pair.sent, [pair.here.weight_sink(), pair.apart.weight_sink()], version)
         if version == 0:
@@ -154,7 +138,7 @@ def test_twenty_updates_give_the_bits_of_the_engine_in_this_process(kind: str, p
         assert found == expected
         assert all(set(made.versions) == {version} for made in found.values())
         seen.add(found[f"{version}-0"].logprobs)
-    assert len(seen) == 20, "the weights did change"
+    assert len(seen) == 6, "the weights did change"
     assert pair.staging.handle.num_bytes < (20_000 if kind == "adapters" else 200_000)
 
 
@@ -167,20 +151,6 @@ def break_off(sink: TensorSink, source: NamedSource, version: int) -> None:
     with pytest.raises(WeightMismatch):
         sink.verify(WeightManifest(version, specs, ("0" * 16,) * len(specs)))
     sink.abort("digests differ")
-
-
-def test_after_a_broken_sync_the_engine_computes_with_the_old_weights(pairs: dict[str, Pair]) -> None:
-    """It has its own copy, so the mixture that stands in the shared memory reaches nobody."""
-    staging, engine = pairs["untied"].staging, pairs["untied"].apart
-    send(named(targets.build_model(1)), [staging.weight_sink()], 30)
-    expected = answers(engine, requests(0))
-    break_off(staging.weight_sink(), NamedSource(lambda: named(targets.build_model(2))), 31)
-    assert staging.version is None
-    assert answers(engine, requests(0)) == expected
-    send(named(targets.build_model(2)), [staging.weight_sink()], 32)
-    found = answers(engine, requests(0))
-    assert all(set(made.versions) == {32} for made in found.values())
-    assert found["0-0"].logprobs != expected["0-0"].logprobs
 
 
 def test_an_engine_without_whole_weights_never_answers() -> None:

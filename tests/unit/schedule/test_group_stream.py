@@ -1,4 +1,7 @@
-"""The group stream: composition, refilling, capacity, resume, failures."""
+"""The group stream: composition, refilling, capacity, resume, failures.
+
+Replacing rejected groups in rounds: who is in flight together is decided by the groups, not by the clock.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import BufferedGroups, GroupStream, TooFewGroups
-from quartet.schedule.staleness import AdmissionRule
+from quartet.schedule.groups import AdmissionRule, BufferedGroups, GroupStream, TooFewGroups
 
 QUICK = settings(deadline=None, max_examples=300)
 
@@ -194,23 +196,6 @@ def test_what_was_ready_ahead_of_its_step_is_neither_lost_nor_made_again(setup: 
     run_virtual(main())
 
 
-def test_a_restored_group_is_not_made_again_after_its_step() -> None:
-    """Nor is room taken for it, which the next step's groups need."""
-
-    async def main() -> list[int]:
-        produced: list[int] = []
-        stream = aged_stream(Setup(AdmissionRule(2, 0), 2, 2, [1], 0, frozenset()), produced, lambda: 0)
-        async with stream:
-            state = {"next_index": 0, "steps": 0, "accepted": 0, "rejected": 0, "versions_published": 0}
-            stream.restore(state, BufferedGroups({1: Aged(1, 0)}))
-            for step in range(2):
-                assert [g.index async for chunk in stream.chunks(step) for g in chunk] == [2 * step, 2 * step + 1]
-                stream.published(step + 1)
-        return produced
-
-    assert run_virtual(main()) == [0, 2, 3], "the next ones would have begun"
-
-
 def test_groups_from_further_ahead_than_the_rule_admits_are_refused() -> None:
     def restored(rule: AdmissionRule, buffered: BufferedGroups[Aged]) -> None:
         stream = aged_stream(Setup(rule, 1, 3, [1], 0, frozenset()), [], lambda: 0)
@@ -238,25 +223,6 @@ def fixed(
     rejects: frozenset[int] = frozenset(),
 ) -> Setup:
     return Setup(AdmissionRule(size, stale), chunk_size, 3, list(delays), 0, rejects)
-
-
-def test_a_chunk_is_yielded_as_soon_as_it_is_complete() -> None:
-    async def main() -> list[tuple[list[int], float]]:
-        async with make_stream(fixed(delays=(3, 1, 8, 2))) as stream:
-            return [(chunk, now()) async for chunk in stream.chunks(0)]
-
-    assert run_virtual(main()) == [([0, 1], 3.0), ([2, 3], 8.0)]
-
-
-def test_rejected_groups_are_replaced_when_nothing_is_in_flight() -> None:
-    async def main() -> tuple[list[list[int]], float, dict[str, int]]:
-        async with make_stream(fixed(delays=(1, 1, 5, 1), rejects=frozenset({0, 1}))) as stream:
-            chunks = [chunk async for chunk in stream.chunks(0)]
-            return chunks, now(), stream.state()
-
-    chunks, ended, state = run_virtual(main())
-    assert (chunks, ended) == ([[2, 3], [4, 5]], 6.0)  # 4 and 5 began at 5, when 2 had ended
-    assert state == {"next_index": 6, "steps": 1, "accepted": 4, "rejected": 2, "versions_published": 0}
 
 
 def test_asynchronous_generation_runs_ahead_and_synchronous_does_not() -> None:
@@ -292,18 +258,6 @@ def test_a_filter_that_rejects_everything_ends_in_counts(stale: int | None) -> N
     run_virtual(main())
 
 
-def test_an_idle_consumer_does_not_keep_a_rejecting_producer_busy() -> None:
-    async def main() -> int:
-        produced: list[int] = []
-        setup = fixed(stale=1, rejects=frozenset(range(4, 10_000)))
-        async with make_stream(setup, check=produced.append, max_attempts=8) as stream:
-            [chunk async for chunk in stream.chunks(0)]
-            await asyncio.sleep(1000)
-        return len(produced)
-
-    assert run_virtual(main()) == 4 + 2 * 8
-
-
 @pytest.mark.parametrize("stale", [None, 1])
 def test_a_failure_surfaces_once_and_leaves_nothing_running(stale: int | None) -> None:
     async def main() -> None:
@@ -319,33 +273,6 @@ def test_a_failure_surfaces_once_and_leaves_nothing_running(stale: int | None) -
             with pytest.raises(RuntimeError, match="closed"):
                 await consume(stream, fixed(), 0, 1)
         assert now() == 0.0
-
-    run_virtual(main())
-
-
-def test_a_failure_ahead_of_the_consumer_waits_for_it() -> None:
-    async def main() -> None:
-        def check(index: int) -> None:
-            if index == 6:
-                raise ZeroDivisionError("group 6")
-
-        async with make_stream(fixed(stale=0), check=check) as stream:
-            assert len(await consume(stream, fixed(), 0, 1)) == 1
-            await asyncio.sleep(20)
-            with pytest.raises(ZeroDivisionError, match="group 6"):
-                await consume(stream, fixed(), 1, 2)
-
-    run_virtual(main())
-
-
-def test_a_producer_cancelled_from_outside_is_an_error_and_not_a_hang() -> None:
-    async def main() -> None:
-        async def produce(index: int) -> int:
-            raise asyncio.CancelledError
-
-        async with GroupStream(produce, AdmissionRule(1), chunk_size=1) as stream:
-            with pytest.raises(RuntimeError, match="producing group 0 was cancelled"):
-                [chunk async for chunk in stream.chunks(0)]
 
     run_virtual(main())
 
@@ -399,3 +326,50 @@ def test_a_run_with_other_steps_is_not_restored() -> None:
     saved = {"next_index": 8, "steps": 2, "accepted": 8, "rejected": 0, "versions_published": 2}
     with pytest.raises(UserError, match="prompts per step differs"):
         GroupStream(produce, AdmissionRule(3), chunk_size=1).restore(saved)
+
+
+SIZE, STEPS = 4, 3
+
+
+def played(delays: list[int], rejects: frozenset[int]) -> tuple[list[list[int]], list[frozenset[int]]]:
+    """The groups of each step, and which were in flight when each group began."""
+    in_flight: list[frozenset[int]] = []
+    running: set[int] = set()
+
+    async def produce(index: int) -> int:
+        running.add(index)
+        in_flight.append(frozenset(running))
+        await asyncio.sleep(delays[index % len(delays)])
+        running.discard(index)
+        return index
+
+    async def main() -> list[list[int]]:
+        steps = []
+        stream = GroupStream(
+            produce,
+            AdmissionRule(SIZE),
+            chunk_size=2,
+            accept=lambda index: index not in rejects,
+        )
+        async with stream:
+            for step in range(STEPS):
+                steps.append([index async for chunk in stream.chunks(step) for index in chunk])
+                stream.published(step + 1)
+        return steps
+
+    return run_virtual(main()), in_flight
+
+
+delays = st.lists(st.integers(0, 9), min_size=1, max_size=8)
+
+
+@QUICK
+@given(delays, delays, st.frozensets(st.integers(0, 20), max_size=12))
+def test_neither_the_step_nor_what_is_in_flight_depends_on_time(
+    one: list[int], other: list[int], rejects: frozenset[int]
+) -> None:
+    steps, in_flight = played(one, rejects)
+    assert (steps, in_flight) == played(other, rejects)
+    accepted = [index for index in range(100) if index not in rejects]
+    assert steps == [accepted[step * SIZE : (step + 1) * SIZE] for step in range(STEPS)]
+    assert len(in_flight) == steps[-1][-1] + 1, "nothing is made that is not needed"

@@ -1,8 +1,14 @@
-"""One iteration with simulated roles under the real arbiter, on the virtual clock."""
+"""One iteration with simulated roles under the real arbiter, on the virtual clock.
+
+Extra edges: what waits, for what, and that a failed step holds nobody back.
+
+Scoring ahead: what is scored before its step, when, and what that may not change.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +16,9 @@ from typing import Any
 import pytest
 
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import GroupStream
-from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
+from quartet.schedule.groups import AdmissionRule, GroupStream
+from quartet.schedule.iteration import Barriers, Chunk, IterationStages, ScorePrefetcher, Scorer, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseMode, PoolSpec, RoleSpec
-from quartet.schedule.staleness import AdmissionRule
 
 Log = list[tuple[str, int, float, float]]
 """``(what, which, start, end)`` of every piece of work."""
@@ -146,13 +151,6 @@ def test_results_come_in_prompt_order_and_scorer_order_whatever_finishes_first()
     ]
 
 
-def test_scorers_of_one_chunk_ask_in_their_order() -> None:
-    simulation = Simulation(colocated=False, score_s={"a": 0.1, "b": 0.1, "c": 0.1})
-    simulation.run()
-    first = [name for name, which, _, _ in simulation.of("a", "b", "c") if which == 0]
-    assert first == ["a", "b", "c"]
-
-
 def test_learners_start_after_every_score_and_publishing_after_every_update() -> None:
     simulation = Simulation()
     ((_, metrics),) = simulation.run()
@@ -196,24 +194,6 @@ def test_an_error_comes_out_itself_and_nothing_is_left_running(role: str, which:
     assert simulation.arbiter.is_idle
 
 
-def test_after_a_failed_scorer_no_learner_has_run() -> None:
-    simulation, _ = _fails("reward", 1)
-    with pytest.raises(Broken):
-        simulation.run()
-    assert not simulation.of("actor", "critic")
-    assert simulation.arbiter.version("actor") == 0
-
-
-def test_the_first_of_several_errors_comes_out() -> None:
-    errors: Mapping[tuple[str, int], BaseException] = {
-        ("reward", 1): Broken("second"),
-        ("reference", 0): Broken("first"),
-    }
-    simulation = Simulation(fails=errors, score_s={"reference": 0.1, "reward": 0.1})
-    with pytest.raises(Broken, match="first"):
-        simulation.run()
-
-
 def test_a_cancelled_iteration_leaves_nothing_running() -> None:
     simulation = Simulation()
 
@@ -230,15 +210,262 @@ def test_a_cancelled_iteration_leaves_nothing_running() -> None:
     assert simulation.arbiter.is_idle
 
 
-def _twice(make: Callable[[], Simulation]) -> list[Log]:
-    found = []
-    for _ in range(2):
-        simulation = make()
-        simulation.run(steps=2)
-        found.append(simulation.log)
-    return found
+BarriersLog = list[tuple[str, int, float]]
 
 
-def test_the_order_of_work_is_the_same_every_time() -> None:
-    first, second = _twice(lambda: Simulation(chunk_size=2, prompts_per_step=6))
-    assert first == second
+class Timed:
+    """Takes ``seconds`` and notes its end."""
+
+    def __init__(self, name: str, seconds: float, log: BarriersLog) -> None:
+        self.name, self.seconds, self.log = name, seconds, log
+
+    async def score(self, chunk: Chunk) -> str:
+        await asyncio.sleep(self.seconds)
+        self.log.append((self.name, chunk.index, now()))
+        return self.name
+
+    async def train(self, experience: Any, step: int) -> dict[str, float]:
+        await self.score(Chunk(step, -1, 0))
+        return {}
+
+
+def collect(step: int, index: int, groups: Sequence[int]) -> Chunk:
+    return Chunk(step, index, index)
+
+
+async def play(scorers: Sequence[Scorer], barriers: Barriers, *, steps: int = 1, chunk_s: float = 1.0) -> None:
+    """Two chunks per step, one after another."""
+    gather = barriers.collect(collect)
+    for step in range(steps):
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(2):
+                await asyncio.sleep(chunk_s)
+                chunk = gather(step, index, [])
+                for scorer in scorers:
+                    tasks.create_task(scorer.score(chunk))  # type: ignore[arg-type]
+
+
+def played(after: dict[str, Sequence[str]], seconds: dict[str, float], steps: int = 1) -> BarriersLog:
+    log: BarriersLog = []
+    barriers = Barriers(after, num_chunks=2)
+    scorers = [barriers.scorer(name, Timed(name, s, log)) for name, s in seconds.items()]
+    run_virtual(play(scorers, barriers, steps=steps))
+    return log
+
+
+def test_without_edges_nothing_waits() -> None:
+    assert played({}, {"reward": 0.5}) == [("reward", 0, 1.5), ("reward", 1, 2.5)]
+
+
+def test_a_stage_waits_for_all_chunks_of_another() -> None:
+    log = played({"values": ["reward"]}, {"reward": 0.5, "values": 0.25}, steps=2)
+    assert [entry for entry in log if entry[0] == "values"] == [
+        ("values", 0, 2.75),
+        ("values", 1, 2.75),
+        ("values", 0, 5.5),
+        ("values", 1, 5.5),
+    ]
+
+
+def test_scoring_after_generation_waits_for_the_last_chunk() -> None:
+    assert played({"reward": ["generate"]}, {"reward": 0.5}) == [("reward", 0, 2.5), ("reward", 1, 2.5)]
+
+
+def test_several_scorers_make_up_one_stage() -> None:
+    log: BarriersLog = []
+    barriers = Barriers({"values": ["reward"]}, num_chunks=2)
+    rewards = [barriers.scorer("reward", Timed(f"reward{i}", 0.5 + i, log)) for i in range(2)]
+    run_virtual(play([barriers.scorer("values", Timed("values", 0.0, log)), *rewards], barriers))
+    assert min(end for name, _, end in log if name == "values") == 3.5
+
+
+def test_a_stage_without_a_role_holds_no_other_back() -> None:
+    assert played({"values": ["reward"]}, {"values": 0.5}) == [("values", 0, 1.5), ("values", 1, 2.5)]
+
+
+def test_learners_wait_for_each_other_where_an_edge_says_so() -> None:
+    log: BarriersLog = []
+
+    async def main() -> None:
+        barriers = Barriers({"train_critic": ["train_actor"]}, num_chunks=1)
+        critic = barriers.learner("train_critic", Timed("critic", 1.0, log))
+        actor = barriers.learner("train_actor", Timed("actor", 2.0, log))
+        barriers.collect(collect)(0, 0, [])
+        await asyncio.gather(critic.train(None, 0), actor.train(None, 0))
+
+    run_virtual(main())
+    assert log == [("actor", -1, 2.0), ("critic", -1, 3.0)]
+
+
+def test_a_failed_step_is_not_waited_for() -> None:
+    log: BarriersLog = []
+
+    async def main() -> None:
+        barriers = Barriers({"values": ["reward"]}, num_chunks=2)
+        values = barriers.scorer("values", Timed("values", 0.0, log))
+        reward = barriers.scorer("reward", Timed("reward", 0.0, log))
+        gather = barriers.collect(collect)
+        waiting = asyncio.create_task(values.score(gather(0, 0, [])))
+        await asyncio.sleep(1.0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        chunks = [gather(1, index, []) for index in range(2)]
+        await asyncio.gather(*(scorer.score(chunk) for chunk in chunks for scorer in (values, reward)))
+        with pytest.raises(RuntimeError, match="step 1 begins twice"):
+            gather(1, 0, [])
+
+    run_virtual(main())
+    assert len(log) == 4
+
+
+Seconds = Callable[[str], float]
+
+
+@dataclass
+class World:
+    """A run of numbers: group ``i`` is ``i``, and every stage takes ``seconds(stage)``.
+
+    ``log``: stage, step, chunk, when it began and when it ended.
+    """
+
+    seconds: Seconds
+    prompts_per_step: int = 4
+    chunk_size: int = 2
+    max_staleness: int | None = 1
+    num_steps: int = 4
+    rejects: frozenset[int] = frozenset()
+    looks_ahead: bool = True
+    breaks_at: tuple[int, int] | None = None
+    log: list[tuple[str, int, int, float, float]] = field(default_factory=list)
+    learned: list[Any] = field(default_factory=list)
+    version: int = 0
+    trained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.stream = GroupStream(
+            self.produce,
+            AdmissionRule(self.prompts_per_step, self.max_staleness),
+            chunk_size=self.chunk_size,
+            accept=lambda group: group not in self.rejects,
+        )
+        reward, values = Stage(self, "reward"), Stage(self, "values")
+        ahead = ScorePrefetcher(self.stream, self.collect, [reward], self.num_steps) if self.looks_ahead else None
+        self.stages: IterationStages = IterationStages(
+            self.stream, self.collect, [reward, values], self.assemble, [self], self.publish, ahead
+        )
+
+    async def produce(self, index: int) -> int:
+        await asyncio.sleep(self.seconds("generate"))
+        return index
+
+    def collect(self, step: int, index: int, groups: Sequence[int]) -> Chunk:
+        self.log.append(("collect", step, index, now(), now()))
+        return Chunk(step, index, list(groups))
+
+    async def assemble(self, chunks: Any) -> Any:
+        self.learned.append([(chunk.index, chunk.data, columns) for chunk, columns in chunks])
+        return self.learned[-1]
+
+    async def train(self, experience: Any, step: int) -> dict[str, float]:
+        begun = now()
+        await asyncio.sleep(self.seconds("train"))
+        self.log.append(("train", step, -1, begun, now()))
+        self.version = step + 1
+        self.trained.set()
+        return {}
+
+    async def publish(self, version: int) -> dict[str, float]:
+        await self.trained.wait()
+        self.trained.clear()
+        return {}
+
+    async def run(self) -> World:
+        try:
+            async with self.stream:
+                for step in range(self.num_steps):
+                    await run_iteration(step, self.stages)
+        finally:
+            if self.stages.prefetch is not None:
+                await self.stages.prefetch.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return self
+
+    def of(self, stage: str) -> list[tuple[int, int, float, float]]:
+        return [entry[1:] for entry in self.log if entry[0] == stage]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A scorer; ``values`` are of the weights that are there."""
+
+    world: World
+    name: str
+
+    async def score(self, chunk: Chunk) -> Any:
+        begun, world = now(), self.world
+        await asyncio.sleep(world.seconds(self.name))
+        if self.name == "reward" and world.breaks_at == (chunk.step, chunk.index):
+            raise ConnectionError("the judge is gone")
+        world.log.append((self.name, chunk.step, chunk.index, begun, now()))
+        return ("values", world.version) if self.name == "values" else ("reward", sum(chunk.data))
+
+
+def played_of_prefetch(**options: Any) -> World:
+    async def main() -> World:
+        return await World(**options).run()
+
+    return run_virtual(main())
+
+
+COSTS = {"generate": 1.0, "reward": 4.0, "values": 0.0, "train": 4.0}
+
+
+def test_a_slow_reward_is_waited_for_while_the_actor_trains() -> None:
+    """Rewards and updates take 4 seconds each: one after the other 8 a step, side by side 4, and 1 in every second step
+    for groups that the update before it has let in."""
+    steps = 5
+    world, plain = (
+        played_of_prefetch(seconds=COSTS.__getitem__, num_steps=steps, looks_ahead=ahead) for ahead in (True, False)
+    )
+    ends, before = ([end for *_, end in of.of("train")] for of in (world, plain))
+    assert before == [9.0, 17.0, 25.0, 33.0, 41.0]
+    assert ends == [9.0, 13.0, 18.0, 22.0, 27.0]
+    assert world.learned == plain.learned
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_it_changes_nothing_but_when(seed: int) -> None:
+    """Random runs: each chunk is collected and scored once and in order; values are those of the step's own weights."""
+    draw = random.Random(seed)
+    options: dict[str, Any] = {
+        "prompts_per_step": draw.randint(1, 5),
+        "chunk_size": draw.randint(1, 6),
+        "max_staleness": draw.choice((None, 0, 1, 1, 2, 3)),
+        "num_steps": draw.randint(1, 5),
+        "rejects": frozenset(draw.sample(range(15), draw.choice((0, 0, 3)))),
+    }
+    timed = random.Random(seed)
+    world = played_of_prefetch(seconds=lambda stage: timed.choice((0.0, 1.0, 1.0, 5.0)), **options)
+    plain = played_of_prefetch(seconds=lambda stage: 0.0, looks_ahead=False, **options)
+    assert world.learned == plain.learned
+    per_step = -(-world.prompts_per_step // world.chunk_size)
+    places = [(step, index) for step in range(world.num_steps) for index in range(per_step)]
+    assert [(step, index) for step, index, *_ in world.of("collect")] == places
+    for stage in ("reward", "values"):
+        assert sorted((step, index) for step, index, *_ in world.of(stage)) == places
+    begun = {step: begun for step, _, begun, _ in world.of("train")}
+    for step, _, start, end in world.of("values"):
+        assert end <= begun[step] and (step == 0 or start >= begun[step - 1])
+
+
+def test_what_fails_ahead_is_raised_in_its_own_step() -> None:
+    async def main() -> World:
+        world = World(seconds=COSTS.__getitem__, breaks_at=(2, 1))
+        with pytest.raises(ConnectionError, match="judge is gone"):
+            await world.run()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return world
+
+    world = run_virtual(main())
+    assert [step for step, *_ in world.of("train")] == [0, 1], "the step before it went to its end"
+    assert (2, 1) in [(step, index) for step, index, *_ in world.of("collect")]

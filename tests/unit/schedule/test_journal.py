@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quartet.schedule.clock import run_virtual
-from quartet.schedule.journal import Diverged, Event, Journal
+from quartet.schedule.groups import Diverged, Event, Journal
 
 
 def test_without_a_script_everything_happens_at_once_and_is_noted() -> None:

@@ -19,9 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.leases import Arbiter, Lease, LeaseMode, PoolSpec, RoleSpec
-from quartet.schedule.staleness import AdmissionRule
 
 MakeArbiter = Callable[..., Any]
 MODES: list[LeaseMode] = ["generate", "forward", "train"]
@@ -280,7 +278,7 @@ async def execute(program: Program, make: MakeArbiter) -> Outcome:
             assert job.cancel_after is not None
         elif result is not None:
             raise result
-    assert arbiter.is_idle, arbiter.describe()
+    assert arbiter.is_idle
     for state in ("s", "t"):
         ended = [r for r in outcome.records if r.lease and r.job.writes == state and not r.failed]
         assert arbiter.version(state) == len(ended), "a version moved without a clean writer"
@@ -355,123 +353,3 @@ def test_holders_begin_at_the_moments_of_their_grants(program: Program) -> None:
     began_s = {r.lease.grant_index: r.began_s for r in records if r.lease is not None}
     assert sorted(began_s) == list(range(len(light.jobs)))
     assert [began_s[index] for index in sorted(began_s)] == sorted(began_s.values())
-
-
-@dataclass(frozen=True)
-class Training:
-    """A random placement and random durations of a whole RL run."""
-
-    pools: list[PoolSpec]
-    roles: list[RoleSpec]
-    rule: AdmissionRule
-    chunk_size: int
-    num_steps: int
-    seconds: list[int]
-    rejects: frozenset[int]
-    patience: int
-
-
-@st.composite
-def trainings(draw: st.DrawFn) -> Training:
-    pools, roles = draw(placements(["rollout", "actor", "critic", "ref", "reward"]))
-    return Training(
-        pools=pools,
-        roles=roles,
-        rule=AdmissionRule(draw(st.integers(1, 4)), draw(st.sampled_from([None, 0, 1, 2]))),
-        chunk_size=draw(st.integers(1, 4)),
-        num_steps=draw(st.integers(1, 3)),
-        seconds=draw(st.lists(st.integers(0, 5), min_size=1, max_size=7)),
-        rejects=draw(st.frozensets(st.integers(0, 6), max_size=3)),
-        patience=draw(st.integers(0, 4)),
-    )
-
-
-class Run:
-    """generate → reward, ref, old log-probabilities, values of chunks → train actor ∥ critic → publish."""
-
-    def __init__(self, training: Training, make: MakeArbiter) -> None:
-        self.training = training
-        self.num_draws = 0
-        self.auditor = Auditor(training.pools, training.roles, self.next_seconds)
-        self.arbiter = make(
-            training.pools,
-            training.roles,
-            versions={"actor": 0, "critic": 0, "rollout": 0},
-            offloader=self.auditor,
-            patience=training.patience,
-        )
-        self.stream: GroupStream[tuple[int, int]] = GroupStream(
-            self.generate,
-            training.rule,
-            chunk_size=training.chunk_size,
-            accept=lambda group: group[0] not in training.rejects,
-        )
-
-    def next_seconds(self) -> float:
-        self.num_draws += 1
-        return self.training.seconds[self.num_draws % len(self.training.seconds)]
-
-    async def work(self, role: str, mode: LeaseMode, writes: str | None = None, **reads: int | None) -> Lease:
-        async with self.auditor.at_work(self.arbiter, role, mode, reads, writes) as lease:
-            await asyncio.sleep(self.next_seconds())
-            return lease
-
-    async def generate(self, index: int) -> tuple[int, int]:
-        lease = await self.work("rollout", "generate", rollout=None)
-        return index, lease.versions["rollout"]
-
-    async def step(self, step: int) -> list[int]:
-        indices: list[int] = []
-        async with asyncio.TaskGroup() as scoring:
-            async for chunk in self.stream.chunks(step):
-                indices += [index for index, _ in chunk]
-                lag = self.training.rule.max_staleness or 0
-                assert all(step - lag <= version <= step for _, version in chunk), "too stale, or too new"
-                scoring.create_task(self.work("reward", "forward"))
-                scoring.create_task(self.work("ref", "forward"))
-                scoring.create_task(self.work("actor", "forward", actor=step))
-                scoring.create_task(self.work("critic", "forward", critic=step))
-        async with asyncio.TaskGroup() as learning:
-            learning.create_task(self.work("actor", "train", "actor", actor=step))
-            learning.create_task(self.work("critic", "train", "critic", critic=step))
-        await self.work("rollout", "generate", "rollout", actor=step + 1)
-        self.stream.published(step + 1)
-        return indices
-
-    async def __call__(self) -> list[list[int]]:
-        async with self.stream:
-            steps = [await self.step(step) for step in range(self.training.num_steps)]
-        assert self.arbiter.is_idle, self.arbiter.describe()
-        return steps
-
-
-@settings(QUICK, max_examples=150)
-@given(trainings())
-def test_an_rl_run_ends_on_every_placement(training: Training) -> None:
-    """No deadlock, budgets and windows hold, a step's groups depend neither on placement nor on durations."""
-    run = Run(training, Arbiter)
-    steps = run_virtual(run())
-    size = training.rule.prompts_per_step
-    accepted = [index for index in range(100) if index not in training.rejects]
-    assert steps == [accepted[step * size : (step + 1) * size] for step in range(training.num_steps)]
-    for state in ("actor", "critic", "rollout"):
-        assert run.arbiter.version(state) == training.num_steps
-
-
-@settings(QUICK, max_examples=100)
-@given(trainings(), st.integers(0, 60), st.integers(0, 5))
-def test_a_cancelled_rl_run_leaves_nothing(training: Training, seconds: int, turns: int) -> None:
-    async def main() -> None:
-        run = Run(training, Arbiter)
-        task = asyncio.create_task(run())
-        await asyncio.sleep(seconds)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled() or task.exception() is None, task.exception()
-        assert run.arbiter.is_idle, run.arbiter.describe()
-        assert run.stream.num_running == 0
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())

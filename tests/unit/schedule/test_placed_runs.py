@@ -21,12 +21,19 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import HEADS, SCORING, PlacementConfig, ResolvedPlacement, Role, Stage, resolve
-from quartet.extras.simulation.cost_model import Cost, CostModel, GenerationCost, StageCost
-from quartet.extras.simulation.simulation import Simulation, SimulationResult, assemble
+from quartet.extras.simulation.simulation import (
+    Cost,
+    CostModel,
+    GenerationCost,
+    Simulation,
+    SimulationResult,
+    StageCost,
+    assemble,
+)
 from quartet.observe.spans import Span
 from quartet.schedule.clock import run_virtual
+from quartet.schedule.groups import Diverged, Event
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.journal import Diverged, Event
 from quartet.schedule.leases import LeaseMode
 
 KINDS: dict[Role, str] = {"critic": "values", "reference": "ref_logprobs", "reward": "reward"}
@@ -247,7 +254,7 @@ def run(setup: Setup, **options: Any) -> tuple[SimulationResult, Simulation, Aud
 
 
 def check_nothing_left(simulation: Simulation) -> None:
-    assert simulation.arbiter.is_idle, simulation.arbiter.describe()
+    assert simulation.arbiter.is_idle
     assert simulation.stream.num_running == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

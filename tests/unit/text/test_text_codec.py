@@ -55,12 +55,6 @@ def test_eos_of_a_tokenizer_without_one(byte_level: Build) -> None:
             _ = TextCodec(tokenizer, ids).eos_id
 
 
-def test_no_token_is_masked_for_being_the_pad_token(chat: TextCodec) -> None:
-    assert chat.tokenizer.pad_token_id == chat.eos_id
-    ids, mask = chat.encode_example(Demonstration("hello", " w"))
-    assert (ids[-1], mask[-1]) == (chat.eos_id, True)
-
-
 # Plain text --------------------------------------------------------------------------------------------
 
 
@@ -88,15 +82,6 @@ def test_half_a_character_is_named(byte_level: Build) -> None:
         with pytest.raises(UserError, match="half a character") as caught:
             encode("hello \ud83d")
         assert "hello" in caught.value.found and "ud83d" in caught.value.found
-
-
-@pytest.mark.parametrize(
-    ("prompt", "completion"), [("hel", "lo"), ("1", "2"), ("hello ", "world"), ("hello", " world")]
-)
-def test_prompt_tokens_stay_when_a_token_would_span_the_boundary(chat: TextCodec, prompt: str, completion: str) -> None:
-    prompt_ids, completion_ids = chat.encode_completion(prompt, completion)
-    assert prompt_ids == chat.encode_prompt(prompt)
-    assert chat.decode(prompt_ids + completion_ids) == prompt + completion
 
 
 @given(prompt=TEXT, completion=TEXT)
@@ -173,10 +158,6 @@ def test_pieces_of_a_completion_make_its_text(llama: TextCodec, chat: TextCodec,
         assert len(pieces) == len(ids) and "".join(pieces) == codec.decode_completion(prompt, ids)
 
 
-def test_an_empty_answer_is_end_of_text_alone(chat: TextCodec) -> None:
-    assert chat.encode_completion("hello", "")[1] == [chat.eos_id]
-
-
 # Chat --------------------------------------------------------------------------------------------------
 
 
@@ -192,26 +173,12 @@ def test_assistant_turns_carry_loss(name: str, request: pytest.FixtureRequest) -
     assert ids[: len(second)] == second
 
 
-def test_both_ways_of_marking_agree(chat: TextCodec, marked: TextCodec) -> None:
-    assert chat.encode_conversation(TALK) == marked.encode_conversation(TALK)
-
-
-def test_an_answer_in_a_chat_ends_where_generation_would(chat: TextCodec) -> None:
-    prompt, answer = chat.encode_completion(TALK[:2], "yes")
-    assert prompt == chat.encode_prompt(TALK[:2])
-    assert chat.decode(answer, skip_special=False) == "yes<|im_end|>"
-
-
 def test_end_of_text_is_added_where_the_template_writes_none(byte_level: Build) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
     template += "{% if add_generation_prompt %}assistant:{% endif %}"
     codec = TextCodec(byte_level(template, eos_token="<|im_end|>"))
     ids, mask = codec.encode_conversation(TALK)
     assert learned(codec, ids, mask) == " yes\n no\n<|im_end|>"
-
-
-def test_turns_after_the_last_answer_are_left_out(chat: TextCodec) -> None:
-    assert chat.encode_conversation([*TALK, {"role": "user", "content": "?"}]) == chat.encode_conversation(TALK)
 
 
 @pytest.mark.parametrize("roles", [["user"], ["assistant"], ["assistant", "user"], []])
@@ -234,13 +201,6 @@ def test_messages_without_template(llama: TextCodec) -> None:
     assert "chat_template.jinja" in caught.value.remedy
 
 
-def test_a_template_that_refuses_a_role(byte_level: Build) -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
-    codec = TextCodec(byte_level(template, eos_token="<|im_end|>"))
-    with pytest.raises(UserError, match="no system"):
-        codec.encode_prompt(TALK[:2])
-
-
 def test_marks_that_cover_nothing(byte_level: Build) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}"
     with pytest.raises(UserError, match="cover no token"):
@@ -250,34 +210,10 @@ def test_marks_that_cover_nothing(byte_level: Build) -> None:
 # Display -----------------------------------------------------------------------------------------------
 
 
-@given(st.text(max_size=20))
-def test_pieces_add_up(chat: TextCodec, llama: TextCodec, text: str) -> None:
-    for codec in (chat, llama):
-        ids = codec.tokenizer(text)["input_ids"]
-        pieces = codec.token_texts(ids)
-        assert len(pieces) == len(ids)
-        assert "".join(pieces) == codec.decode(ids, skip_special=False)
-
-
-@given(st.lists(st.integers(0, 262), max_size=20))
-def test_any_ids_have_pieces(chat: TextCodec, ids: list[int]) -> None:
-    pieces = chat.token_texts(ids)
-    assert len(pieces) == len(ids)
-    if "\ufffd" not in chat.decode(ids, skip_special=False):
-        assert "".join(pieces) == chat.decode(ids, skip_special=False)
-
-
 def test_a_character_belongs_to_the_token_that_completes_it(chat: TextCodec, llama: TextCodec) -> None:
     assert chat.token_texts(chat.encode_prompt("é12"))[-2:] == ["é", "12"]
     assert chat.token_texts(chat.encode_prompt("🙂h")) == ["", "", "", "🙂", "h"]
     assert llama.token_texts(llama.encode_prompt("a日 a"))[-4:] == ["", "", "日", " a"]
-
-
-def test_bytes_that_never_become_a_character(chat: TextCodec) -> None:
-    first = chat.encode_prompt("日")[0]
-    pieces = chat.token_texts([first, *chat.encode_prompt("hello")])
-    assert "".join(pieces).endswith("hello") and pieces[-1] == "o"
-    assert chat.token_texts([first]) == ["\ufffd"]
 
 
 # Loading -----------------------------------------------------------------------------------------------

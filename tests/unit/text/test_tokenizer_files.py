@@ -143,11 +143,7 @@ def test_a_directory_without_vocabulary(settings, directory):
 DAMAGES = {
     "empty": b"",
     "cut off": b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0',
-    "no json": b"\x00\xff\xfe binary",
-    "a list": b"[]",
-    "no model": b'{"version": "1.0"}',
     "vocabulary of text": b'{"version": "1.0", "model": {"type": "BPE", "vocab": "abc", "merges": []}}',
-    "unknown model": b'{"version": "1.0", "model": {"type": "Nonsense"}}',
 }
 
 
@@ -194,9 +190,7 @@ def test_two_tokens_of_one_id(directory):
     assert "id 309 is of two tokens" in raised.value.found
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "{", "\x00", '{"tokenizer_class": 7}', '{"bos_token": 5}', '{"added_tokens_decoder": 3}']
-)
+@pytest.mark.parametrize("text", ["[]", "{", '{"bos_token": 5}', '{"added_tokens_decoder": 3}'])
 def test_damaged_configs_are_user_errors(text, directory):
     path = directory()
     (path / "tokenizer_config.json").write_text(text)
@@ -218,11 +212,9 @@ def test_sentencepiece_alone_says_what_is_missing(directory):
 
 TEMPLATES = {
     "{{ 1 / 0 }}": "ZeroDivisionError",
-    "{{ messages[7].content.x }}": "no element 7",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{% if %}": "expected an expression",
     "{{ raise_exception('no system role') }}": "no system role",
-    "{{ [1, 2][5] + 1 }}": "element 5",
     "{% for i in range(10 ** 12) %}{% endfor %}": "Range",
 }
 
@@ -234,14 +226,6 @@ def test_templates_that_fail(template, directory):
     with pytest.raises(UserError, match=r"the chat template (refuses|is not valid)") as refused:
         codec.encode_prompt([{"role": "user", "content": "a"}])
     assert TEMPLATES[template].lower() in refused.value.found.lower()
-
-
-@pytest.mark.parametrize("template", [5, ["a"], True])
-def test_a_template_that_is_no_text(template, directory):
-    codec = TextCodec(load_tokenizer(directory()))
-    codec.tokenizer.chat_template = template
-    with pytest.raises(UserError, match="no chat template"):
-        codec.encode_prompt([{"role": "user", "content": "a"}])
 
 
 def test_a_word_that_a_tokenizer_cannot_read():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from quartet.config.algorithms import PPO
-from quartet.train.bit_flips import flip_bits
+from quartet.train.engine import flip_bits
 from quartet.train.objectives import PolicyObjective
 
 
@@ -26,11 +25,6 @@ def test_flipping_twice_is_nothing_and_once_changes_every_number() -> None:
     assert bool((values[1000:1001].abs() > 1e-4).all()), "a zero becomes something that products feel"
     flip_bits(values)
     assert torch.equal(values.view(torch.int32), before)
-
-
-def test_only_fp32_is_flipped() -> None:
-    with pytest.raises(TypeError, match="bfloat16"):
-        flip_bits(torch.zeros(2, dtype=torch.bfloat16))
 
 
 def test_a_rehearsed_update_measures_the_same_and_changes_nothing(batch: Any, make_engine: Any) -> None:

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -123,9 +122,7 @@ def _full_disk(kind: type[Exception], after_parts: int):
     return save
 
 
-@pytest.mark.parametrize("kind", [OSError, RuntimeError])
-@pytest.mark.parametrize("after_parts", [0, 1])
-@pytest.mark.parametrize("step", [4, 5], ids=["a new step", "a step again"])
+@pytest.mark.parametrize(("kind", "after_parts", "step"), [(OSError, 0, 4), (OSError, 1, 5), (RuntimeError, 1, 4)])
 def test_a_full_disk_is_said_and_harms_nothing(kind, after_parts, step, tmp_path, monkeypatch):
     _save(tmp_path, 2)
     _save(tmp_path, 5)
@@ -151,12 +148,6 @@ def test_a_full_disk_at_the_very_end(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="could not be written"):
         _save(tmp_path, 3)
     assert _names(tmp_path) == ["step_00000002"]
-
-
-def test_a_root_that_cannot_be_made(tmp_path):
-    (tmp_path / "taken").write_text("a file")
-    with pytest.raises(UserError, match="could not be written"):
-        _save(tmp_path / "taken", 1)
 
 
 class Killed(BaseException):
@@ -205,8 +196,7 @@ def load(engine, directory):
         share.read_into(live)
 
 
-@pytest.mark.parametrize("kind", ["causal", "scalar"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "precision"), [("causal", "fp32"), ("scalar", "bf16")])
 def test_resumed_equals_uninterrupted_bit_for_bit(kind, precision, tmp_path, batch, make_engine, weights):
     """Weights, optimizer, learning rate and counters, through a copy and the files, into an engine of other weights."""
     settings = {
@@ -252,20 +242,6 @@ def test_an_untrained_engine_can_be_saved(tmp_path, batch, make_engine, weights)
         each.train_step(batch, SFTObjective())
     expected = weights(engine)
     assert all(torch.equal(values, expected[name]) for name, values in weights(other).items())
-
-
-def test_a_snapshot_is_written_as_the_state_itself_would_be(tmp_path, batch, make_engine):
-    """The same tensors in the same order, also where weights are tied: what shares its storage is stored once."""
-    engine = make_engine()
-    engine.train_step(batch, SFTObjective())
-    state = {**engine.state(), "tied": [engine.packed.model.model.embed_tokens.weight.detach()]}
-    state["tied"].append(state["tied"][0][1:3].t())
-    stored = []
-    for value in (state, snapshot(state)):
-        torch.save(value, tmp_path / "state.pt")
-        with zipfile.ZipFile(tmp_path / "state.pt") as file:
-            stored.append({name: file.read(name) for name in file.namelist() if "/data/" in name})
-    assert stored[0] == stored[1] and len(stored[0]) > 10
 
 
 def test_a_snapshot_does_not_follow_its_state():

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.train import host_memory
-from quartet.train.host_memory import MappedFiles, PinnedMemory
+from quartet.train import offload
+from quartet.train.offload import MappedFiles, PinnedMemory
 
 
 class Runtime:
@@ -36,7 +36,7 @@ class Runtime:
 def runtime(monkeypatch):
     found = Runtime()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(host_memory, "_cuda", lambda: found)
+    monkeypatch.setattr(offload, "_cuda", lambda: found)
     return found
 
 
@@ -87,18 +87,6 @@ def test_mapped_files_say_when_there_is_no_room(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="no room"):
         MappedFiles(tmp_path / "file").allocate(SIZES)
-
-
-@pytest.mark.parametrize("sizes", [[], [0]])
-def test_nothing_is_asked_for(sizes, tmp_path, runtime):
-    assert MappedFiles(tmp_path).allocate([]) == PinnedMemory().allocate([]) == []
-    assert not runtime.pinned
-
-
-def test_pinned_memory_needs_a_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="MappedFiles"):
-        PinnedMemory()
 
 
 def test_pinned_memory_is_exact_and_unpinned_with_its_last_tensor(runtime):

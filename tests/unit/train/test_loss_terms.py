@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.train.engine import LossTerm
 from quartet.train.objectives import PolicyObjective, SFTObjective
@@ -29,7 +28,7 @@ def shown():
     return RaggedBatch.from_sequences(rows, [f"d{i}" for i in range(6)], token={"loss_mask": mask})
 
 
-@pytest.mark.parametrize("token_budget", [10_000, 20, 12])
+@pytest.mark.parametrize("token_budget", [10_000, 12])
 def test_the_gradient_is_the_sum_of_both(token_budget, batch, shown, make_engine, gradients, same):
     def of(data, objective, also=()):
         engine = make_engine(token_budget=token_budget)
@@ -51,18 +50,6 @@ def test_the_policys_own_metrics_stay_as_they_are(batch, shown, make_engine):
     assert mixed.pop("loss/ptx") == demonstrations["loss/ptx"], "before its coefficient"
     assert mixed.pop("grad_norm") != alone.pop("grad_norm")
     assert mixed == alone
-
-
-@pytest.mark.parametrize("weight", [1e-9, 1e-12])
-def test_in_the_limit_of_no_weight_nothing_changes(weight, batch, shown, make_engine, gradients, same):
-    alone, mixed = make_engine(), make_engine()
-    alone.train_step(batch, _policy())
-    mixed.train_step(batch, _policy(), [LossTerm(shown, PTX, weight)])
-    difference = [
-        float((ours - theirs).abs().max())
-        for ours, theirs in zip(gradients(mixed).values(), gradients(alone).values(), strict=True)
-    ]
-    assert max(difference) < 10 * weight
 
 
 def test_each_term_is_cut_for_itself_and_never_above_the_budget(batch, shown, make_engine, monkeypatch):
@@ -101,9 +88,3 @@ def test_where_memory_runs_out_all_terms_are_done_again(batch, shown, make_engin
     assert metrics == smaller.train_step(batch, _policy(), also)
     expected = weights(smaller)
     assert all(torch.equal(values, expected[name]) for name, values in weights(engine).items())
-
-
-def test_an_atom_of_a_term_above_the_budget_is_named(batch, shown, make_engine):
-    long = RaggedBatch.from_sequences([[1] * 20], ["long one"], token={"loss_mask": torch.ones(20, dtype=torch.bool)})
-    with pytest.raises(UserError, match="long one"):
-        make_engine(token_budget=12).train_step(batch, _policy(), [LossTerm(long, PTX)])

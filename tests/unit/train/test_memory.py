@@ -12,9 +12,8 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.models.memory import note_derived
-from quartet.train.forward import Needs, forward_only
+from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective, SFTObjective
-from quartet.train.token_budget import TokenBudget, is_out_of_memory
 
 
 def _policy():
@@ -116,15 +115,6 @@ def test_in_the_backward(batch, make_engine, weights):
     assert all(torch.equal(values, expected[name]) for name, values in weights(engine).items())
 
 
-def test_a_budget_above_the_batch_shrinks_at_once(batch, make_engine, monkeypatch):
-    """Halving 10,000 would change nothing for a batch of some 50 tokens."""
-    engine = make_engine(token_budget=10_000)
-    _fail_at(engine.packed, monkeypatch, {0}, _accelerator)
-    engine.train_step(batch, _policy())
-    assert engine.num_oom == 1
-    assert engine.budget.tokens <= sum(batch.sequence_lengths()) // 2
-
-
 def test_forward_passes_shrink_their_own_budget(batch, make_engine, monkeypatch):
     engine = make_engine(dtype=torch.float32, forward_token_budget=30)
     _fail_at(engine.packed, monkeypatch, {1}, _accelerator)
@@ -136,17 +126,6 @@ def test_forward_passes_shrink_their_own_budget(batch, make_engine, monkeypatch)
     expected = smaller.forward(batch, needs)
     assert columns.token.keys() == expected.token.keys()
     assert all(torch.equal(columns.token[name], values) for name, values in expected.token.items())
-
-
-def test_a_budget_is_remembered_between_passes(batch, make_engine, monkeypatch):
-    """As a scorer of a frozen model holds it."""
-    packed = make_engine().packed
-    budget = TokenBudget(30, "reference.forward_token_budget")
-    _fail_at(packed, monkeypatch, {0}, _accelerator)
-    for _ in range(2):
-        forward_only(packed, batch, Needs(logprobs=True), budget)
-    assert budget.num_oom == 1
-    assert f"reference.forward_token_budget is {budget.tokens} from now on" in budget.warnings[0]
 
 
 def test_at_the_smallest_micro_batch_the_user_is_told(batch, make_engine, weights, monkeypatch):
@@ -162,19 +141,6 @@ def test_at_the_smallest_micro_batch_the_user_is_told(batch, make_engine, weight
     assert all(torch.equal(after[name], values) for name, values in before.items())
 
 
-def test_other_errors_go_on(batch, make_engine, monkeypatch):
-    engine = make_engine()
-
-    def fail():
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    _fail_at(engine.packed, monkeypatch, {0}, fail)
-    with pytest.raises(RuntimeError, match="shapes"):
-        engine.train_step(batch, SFTObjective())
-    assert engine.num_oom == 0
-    assert not is_out_of_memory(RuntimeError("out of range"))
-
-
 def test_it_is_said_and_resumed(batch, make_engine, monkeypatch):
     engine = make_engine(token_budget=30, name="critic.train")
     assert engine.warnings == ()
@@ -188,16 +154,6 @@ def test_it_is_said_and_resumed(batch, make_engine, monkeypatch):
     raised = make_engine(token_budget=99)
     raised.load_state(make_engine(token_budget=30).state())
     assert raised.budget.tokens == 99, "what memory did not lower is the recipe's"
-
-
-def test_messages_name_the_recipe_key(batch, make_engine):
-    engine = make_engine(token_budget=8, forward_token_budget=8, name="actor.train")
-    with pytest.raises(UserError) as raised:
-        engine.train_step(batch, SFTObjective())
-    assert "actor.train.token_budget" in raised.value.remedy
-    with pytest.raises(UserError) as raised:
-        engine.forward(batch, Needs(logprobs=True))
-    assert "actor.train.forward_token_budget" in raised.value.remedy
 
 
 # Peak ----------------------------------------------------------------------------------------------------

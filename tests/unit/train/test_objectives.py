@@ -35,8 +35,7 @@ from quartet.config.algorithms import (
     SequenceClippedLoss,
     kl_term,
 )
-from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
-from quartet.train.preference_objectives import PairwiseObjective
+from quartet.train.objectives import PairwiseObjective, PolicyObjective, SFTObjective, ValueObjective
 from unshared import unshared
 
 TEMPERATURE = 0.9
@@ -251,7 +250,7 @@ CASES: dict[str, Case] = {
     "sft": Case("causal", SFTObjective(), _slow_sft),
     "pairwise": Case("scalar", PairwiseObjective(centring=0.05), _slow_pairs),
     "value": Case("scalar", ValueObjective(PPO(value_clip=0.2), NUM_TRAJECTORIES), _slow_values),
-    **{f"ppo-{a}": _policy_case(PPO(aggregation=a)) for a in AGGREGATIONS},
+    "ppo": _policy_case(PPO()),
     **{f"grpo-{a}": _policy_case(GRPO(aggregation=a, kl=KL_LOSS)) for a in AGGREGATIONS},
     "ppo-everything": _policy_case(
         PPO(
@@ -339,17 +338,10 @@ def test_equals_the_slow_reference(case, data, whole, make_model, same):
     assert parts == pytest.approx(float(loss.detach()), abs=1e-10)
 
 
-@pytest.mark.parametrize("token_budget", [16, 24, 40])
+@pytest.mark.parametrize("token_budget", [16, 40])
 def test_micro_batches_change_nothing(case, data, whole, token_budget, make_engine, gradients, weights, same):
     engine = make_engine(case.kind, token_budget=token_budget, logprob_chunk=3)
     metrics = engine.train_step(data, case.objective)
-    _check((metrics, gradients(engine), weights(engine)), whole, same)
-
-
-def test_order_of_sequences_changes_nothing(case, data, whole, make_engine, gradients, weights, same):
-    engine = make_engine(case.kind, token_budget=24)
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(4)).tolist()
-    metrics = engine.train_step(data.select(order), case.objective)
     _check((metrics, gradients(engine), weights(engine)), whole, same)
 
 
@@ -359,14 +351,6 @@ def test_sharing_prompts_changes_nothing(case, data, whole, make_engine, gradien
     assert flat.num_tokens > data.num_tokens
     metrics = engine.train_step(flat, case.objective)
     _check((metrics, gradients(engine), weights(engine)), whole, same)
-
-
-def test_the_batch_is_left_alone(case, data, make_engine):
-    before = {**{k: v.clone() for k, v in data.token.items()}, **{k: v.clone() for k, v in data.sequence.items()}}
-    make_engine(case.kind, token_budget=24).train_step(data, case.objective)
-    after = {**data.token, **data.sequence}
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], values) for name, values in before.items())
 
 
 # Micro-batches really were several, and the awkward cases really occur --------------------------------------
@@ -408,12 +392,6 @@ def test_first_ratio_is_exactly_one(precision, config, batch, make_engine):
         assert "policy/clip_frac_drift" not in metrics
 
 
-def test_a_loss_without_a_ratio_has_no_clipped_fraction(batch, make_engine):
-    metrics = make_engine().train_step(batch, _policy(GPG()))
-    assert not any(name.startswith("policy/clip_frac") for name in metrics)
-    assert metrics["policy/ratio_max"] > 1 and metrics["policy/approx_kl"] > 0, "the drift is measured all the same"
-
-
 def test_the_dual_clip_is_counted_where_it_is_on(batch, make_engine):
     config = PPO(policy_loss=ClippedLoss(dual_clip=1.05))
     engine = make_engine()
@@ -423,13 +401,6 @@ def test_the_dual_clip_is_counted_where_it_is_on(batch, make_engine):
     metrics = engine.train_step(batch, _policy(config))
     assert metrics["policy/dual_clip_frac"] == pytest.approx(float(held.sum() / mask.sum())) != 0
     assert "policy/dual_clip_frac" not in make_engine().train_step(batch, _policy(PPO()))
-
-
-@pytest.mark.parametrize("config", [GSPO(), CISPO()], ids=["gspo", "cispo"])
-def test_later_mini_batches_count_as_drift(config, batch, make_engine):
-    metrics = make_engine().train_step(batch, _policy(config))
-    assert 0 < metrics["policy/clip_frac"] == metrics["policy/clip_frac_drift"]
-    assert "policy/clip_frac_numerical" not in metrics
 
 
 def test_agreement_is_measured_on_the_first(batch, make_engine):
@@ -453,11 +424,6 @@ def test_pair_metrics_by_hand(pairs, make_engine):
     metrics = engine.train_step(pairs, PairwiseObjective())
     assert metrics["reward_model/accuracy"] == float((margins > 0).double().mean())
     assert metrics["reward_model/margin"] == pytest.approx(float(margins.mean()), rel=1e-9)
-
-
-def test_half_a_pair_is_an_error(pairs, make_engine):
-    with pytest.raises(ValueError, match="exactly one chosen and one rejected"):
-        make_engine("scalar").train_step(pairs.select([0, 1, 3]), PairwiseObjective())
 
 
 def test_no_loss_tokens_leave_the_gradient_zero(batch, make_engine):

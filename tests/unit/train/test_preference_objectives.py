@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from quartet.config.preference import (
     RobustDPOLoss,
     SimPOLoss,
 )
-from quartet.train.preference_objectives import (
+from quartet.train.objectives import (
     KTOObjective,
     PairwiseObjective,
     PreferenceObjective,
@@ -171,8 +170,7 @@ def test_equals_the_formula_on_an_unmodified_model(
     same(grads, {name: p.grad for name, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("token_budget", [11, 16, 30])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("token_budget", "share"), [(11, True), (30, True), (16, False)])
 def test_cutting_and_sharing_change_nothing(
     config: Any, answers: RaggedBatch, whole: Any, token_budget: int, share: bool, make_engine: Any, gradients: Any,
     same: Any,
@@ -182,15 +180,6 @@ def test_cutting_and_sharing_change_nothing(
     same(gradients(engine), whole[1])
     for name, value in whole[0].items():
         assert metrics[name] == pytest.approx(value, abs=1e-9), name
-
-
-def test_order_changes_nothing(
-    config: Any, answers: RaggedBatch, whole: Any, make_engine: Any, gradients: Any, same: Any
-) -> None:
-    engine = make_engine("causal", token_budget=10_000)
-    metrics = engine.train_step(answers.select([7, 2, 9, 0, 4, 3, 6, 8, 1, 5]), objective_of(config))
-    same(gradients(engine), whole[1])
-    assert metrics["loss/preference"] == pytest.approx(whole[0]["loss/preference"], abs=1e-10)
 
 
 def test_a_prompt_is_computed_once_for_both_answers(answers: RaggedBatch, make_engine: Any) -> None:
@@ -232,17 +221,6 @@ def test_kto_shows_accuracy_only_where_answers_come_in_pairs(answers: RaggedBatc
     metrics = make_engine("causal").train_step(alone, objective)
     assert "preference/accuracy" not in metrics
     assert {"preference/reward_chosen", "preference/reward_rejected"} <= metrics.keys()
-
-
-def test_policy_equal_to_its_reference_starts_at_log_two(answers: RaggedBatch, make_engine: Any) -> None:
-    engine = make_engine("causal")
-    totals, _ = answer_logprobs(
-        engine.forward(answers, PreferenceObjective(DPOLoss()).needs).token["logprobs"], answers
-    )
-    batch = answers.with_sequence(ref_logprobs=totals)
-    metrics = engine.train_step(batch, PreferenceObjective(DPOLoss()))
-    assert metrics["loss/preference"] == pytest.approx(math.log(2), abs=1e-12)
-    assert metrics["preference/margin"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_half_a_pair_is_an_error(answers: RaggedBatch, make_engine: Any) -> None:

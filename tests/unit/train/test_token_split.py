@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from quartet.models.packed_model import PackedCausalLM
 from quartet.train.parallel.context import ModelParallel, SplitAttention, TokenSplit
 
 
@@ -38,17 +36,6 @@ def test_spans_are_alike_in_cost() -> None:
     assert max(found) - min(found) <= 4.0
     assert [split.span.stop - split.span.start for split in of_ranks] == [532, 156, 156, 156]
     assert [s.span.stop - s.span.start for s in splits(4, 1, 1000, None, row_cost=3.0)] == [250] * 4
-
-
-def test_without_groups_a_rank_has_all() -> None:
-    (split,) = splits(1, 1, 7, torch.tensor([3]))
-    assert split.span == slice(0, 7)
-    inner = object()
-    assert split.attention(inner) is inner
-    read, values = split.read(torch.tensor([5, 2]), torch.device("cpu")), torch.arange(2)
-    assert read.local.tolist() == [5, 2]
-    assert read.labels(values) is values
-    assert read.join(values, by_tensor=True) is values
 
 
 @given(
@@ -86,14 +73,6 @@ def test_too_few_tokens_for_the_ranks() -> None:
         splits(4, 2, 7, None)
 
 
-def _packed(**options) -> PackedCausalLM:
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=8,
-        max_position_embeddings=32, **options,
-    )  # fmt: skip
-    return PackedCausalLM(LlamaForCausalLM(config))
-
-
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (8, 4), (4, 4)])
 def test_own_heads_are_taken_where_a_rank_has_all(heads, kv_heads) -> None:
     given = torch.arange(8.0).view(1, 8, 1, 1)
@@ -108,16 +87,3 @@ def test_own_heads_are_taken_where_a_rank_has_all(heads, kv_heads) -> None:
     q, k, v = (given[:, :n] for n in (heads, kv_heads, 4))
     SplitAttention(Inner(), parallel.split(2, None)).attend(0, q, k, v, None)
     assert seen == [[[4.0, 5, 6, 7] if heads == 8 else [0.0, 1, 2, 3], [2.0, 3] if kv_heads == 4 else [0.0, 1], [2, 3]]]
-
-
-def test_a_layer_with_another_number_of_heads_is_refused() -> None:
-    split = ModelParallel(Place(2, 1), None, num_heads=8, num_kv_heads=4).split(2, None)
-    q, k = torch.zeros(1, 4, 1, 1), torch.zeros(1, 8, 1, 1)
-    with pytest.raises(RuntimeError, match="a layer has 8 heads on one of 2 ranks, the model 4 in all"):
-        SplitAttention(None, split).attend(0, q, k, k, None)
-
-
-def test_what_a_row_of_the_head_costs() -> None:
-    """In tokens through the layer: 16 × 32 weights against four times 32 × 32 and three times 32 × 8."""
-    parallel = ModelParallel.of(_packed(), tensor=None, context=Place(2, 0))
-    assert parallel.row_cost == pytest.approx(512 / (4 * 1024 + 3 * 256))

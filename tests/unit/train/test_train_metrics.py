@@ -23,28 +23,12 @@ def test_masked_values_may_hold_anything():
     assert sums.results() == {"mean": 1.0, "max": 1.0}
 
 
-def test_maximum_over_all_parts_also_below_zero():
-    sums = MetricSums()
-    for value in (-3.0, -1.0, -2.0):
-        sums.maximum("max", torch.tensor([value]), torch.tensor([True]))
-    assert sums.results() == {"max": -1.0}
-
-
 def test_nothing_counted_is_left_out():
     """A mean over nothing is no number; 0 would look like one."""
     sums = MetricSums()
     sums.mean("mean", torch.tensor([1.0]), torch.tensor([False]))
     sums.maximum("max", torch.tensor([1.0]), torch.tensor([False]))
     assert sums.results() == {}
-
-
-def test_totals_and_weighted_sums():
-    sums = MetricSums()
-    sums.total("loss", torch.tensor(0.5))
-    sums.total("loss", torch.tensor(0.25))
-    sums.add("rate", torch.tensor(3), torch.tensor(4))
-    sums.add("rate", torch.tensor(0), torch.tensor(4))
-    assert sums.results() == {"loss": 0.75, "rate": 0.375}
 
 
 def test_sums_in_fp64_and_holds_no_graph():

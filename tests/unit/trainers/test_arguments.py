@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import quartet as q
-from quartet.trainers.event_loop import run_async
+from quartet.trainers.signals import run_async
 
 
 @pytest.fixture
@@ -43,11 +43,10 @@ def weights(model: Any) -> list[torch.Tensor]:
 ROWS = [{"prompt": "1+1=", "completion": "2"}] * 4
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_a_model_and_its_tokenizer_may_be_named(saved: Path, tmp_path: Path, kind: Callable[[Path], Any]) -> None:
+def test_a_model_and_its_tokenizer_may_be_named(saved: Path, tmp_path: Path) -> None:
     recipe = q.SFTRecipe(steps=1, examples_per_step=4, log={"tensorboard": False})
     named = recipe.model_copy(update={"output_dir": str(tmp_path / "named")})
-    found = q.SFTTrainer(named, model=kind(saved), rows=ROWS).train()
+    found = q.SFTTrainer(named, model=saved, rows=ROWS).train()
     # The name is part of the recipe that the run keeps, so the command line can go on with it.
     kept = q.load_recipe("sft", found.path / "recipe.yaml")
     assert kept.model is not None and kept.model.path == str(saved)
@@ -90,11 +89,7 @@ def test_a_reference_and_a_critic_may_be_named(
     ("arguments", "problem"),
     [
         ({"model": 3}, "model is not a model"),
-        ({"model": q.ModelConfig(path="x")}, "model is not a model"),
-        ({"critic": 3}, "critic is not a model"),
-        ({"rewards": "file.py:f"}, "rewards holds something that is not a reward"),
         ({"rewards": [lambda completions: [], "x"]}, "rewards holds something that is not a reward"),
-        ({"rewards": q.MathReward()}, "rewards holds something that is not a reward"),
         ({"evaluation_rewards": [3]}, "evaluation_rewards holds something that is not a reward"),
         ({"model": "no/such/directory"}, "there is no model directory"),
     ],
@@ -135,7 +130,7 @@ def test_a_model_object_that_cannot_be_trained_or_saved(name: str, causal_lm: An
         q.RLTrainer(recipe, model=model, tokenizer=tokenizer, prompts=["1+1="], rewards=len)
 
 
-@pytest.mark.parametrize("rows", [5, "1+1=", {"prompt": "1+1="}, 2.5, lambda: ROWS])
+@pytest.mark.parametrize("rows", [5, "1+1=", {"prompt": "1+1="}])
 def test_rows_that_are_no_rows(rows: Any, causal_lm: Any, tokenizer: Any, recipe: Any) -> None:
     with pytest.raises(q.UserError, match="passed from Python is not a list of rows"):
         q.SFTTrainer(q.SFTRecipe(steps=1), model=causal_lm(), tokenizer=tokenizer, rows=rows)
@@ -220,7 +215,7 @@ def test_an_interrupt_in_a_running_loop_cancels_the_work_and_waits_for_it() -> N
         *(q.RLTrainer, q.Evaluator, q.IteratedTrainer),
     ],
 )
-@pytest.mark.parametrize("recipe", [{"steps": 1}, q.IteratedRecipe, q.OptimConfig()])
+@pytest.mark.parametrize("recipe", [{"steps": 1}, q.OptimConfig()])
 def test_another_recipe_than_the_trainers_is_refused(trainer: Any, recipe: Any) -> None:
     with pytest.raises(q.UserError, match=r"class .*Recipe\n.*found.*\n.*load_recipe"):
         trainer(recipe)

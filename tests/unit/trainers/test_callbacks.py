@@ -14,14 +14,11 @@ from quartet.config import UserError
 from quartet.config.common import CheckpointConfig
 from quartet.config.logs import CallbackConfig, LogConfig
 from quartet.config.preference import PreferenceRecipe
-from quartet.config.recipe import RewardModelRecipe, SFTRecipe
-from quartet.extras.process_rewards.config import ProcessRewardRecipe
-from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
+from quartet.config.recipe import SFTRecipe
 from quartet.observe.callbacks import Callback
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.reward_model import RewardModelTrainer
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 QUIET = LogConfig(tensorboard=False)
 
@@ -154,22 +151,11 @@ def test_a_recipe_names_callbacks(sft: Any, tmp_path: Path) -> None:
         sft("other", callbacks=(CallbackConfig(target=target, options={"befor": 2}),))
 
 
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "reward-model": (RewardModelTrainer, RewardModelRecipe, {"pairs_per_step": 4}),
-    "process-reward": (ProcessRewardTrainer, ProcessRewardRecipe, {"answers_per_step": 4, "separator": ";"}),
-    "preference": (PreferenceTrainer, PreferenceRecipe, {"pairs_per_step": 4}),
-}
-
-
-@pytest.mark.parametrize("job", KINDS)
-def test_every_job_takes_callbacks(job: str, causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path) -> None:
-    trainer, recipe, own = KINDS[job]
-    steps = [{"prompt": p["prompt"], "steps": ["1", "2"], "labels": [1.0, 0.0]} for p in pairs]
-    rows = {"process-reward": steps}.get(job, pairs)
-    values = {"threads": 1, "steps": 3, "log": QUIET, "output_dir": str(tmp_path / "run"), **own}
+def test_preference_training_takes_callbacks(causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path) -> None:
+    values = {"threads": 1, "steps": 3, "log": QUIET, "output_dir": str(tmp_path / "run"), "pairs_per_step": 4}
+    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rows": pairs}
     notes = Notes("step", 1)
-    made = trainer(recipe(**values), model=causal_lm(), tokenizer=tokenizer, rows=rows, callbacks=[notes])
-    made.train()
+    PreferenceTrainer(PreferenceRecipe(**values), **objects, callbacks=[notes]).train()
     assert notes.calls == [("begin",), ("step", 1), ("log", 1), ("save", 1), ("end",)]
 
 

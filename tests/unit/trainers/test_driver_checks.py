@@ -13,7 +13,7 @@ from quartet.config.recipe import RLRecipe, SFTRecipe
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 NOWHERE = {"type": "ray", "address": "127.0.0.1:1"}
 THREE = {"cluster": NOWHERE, "processes": 3, "log": {"tensorboard": False}}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,35 +88,6 @@ def test_every_group_of_a_step_has_variance_and_the_rest_is_counted(
     assert set(scored) == {RESPONSES}, "a group at a time"
 
 
-def test_the_mean_score_of_what_was_sampled_is_not_that_of_what_was_kept(
-    tmp_path: Path, trainer: Callable[..., RLTrainer]
-) -> None:
-    scores: list[list[float]] = []
-
-    def rare(completions: list[str], **_: Any) -> list[float]:
-        scores.append([float(sum(map(ord, text)) % 4 == 0) for text in completions])
-        return scores[-1]
-
-    trainer(tmp_path / "run", rare, steps=1).train()
-    row = untimed_rows(tmp_path / "run")[-1]
-    flat = [score for group in scores for score in group]
-    assert row["reward/sampled_score_mean"] == pytest.approx(sum(flat) / len(flat))
-    assert row["reward/sampled_score_mean"] != row["reward/score_mean"]
-
-
-def test_how_long_a_reward_takes_changes_nothing(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
-    rng = random.Random(3)
-
-    async def waiting(completions: list[str], **_: Any) -> list[float]:
-        await asyncio.sleep(rng.choice([0.0, 0.001, 0.02]))
-        return parity(completions)
-
-    prompt, slow = trainer(tmp_path / "prompt"), trainer(tmp_path / "slow", waiting)
-    prompt.train()
-    slow.train()
-    same_run(slow, prompt)
-
-
 @pytest.mark.parametrize("broken", [5, 12])
 def test_a_run_that_stops_and_goes_on_ends_with_the_same_bits(
     broken: int, tmp_path: Path, trainer: Callable[..., RLTrainer]
@@ -148,20 +117,6 @@ def test_at_the_bound_the_run_stops_before_the_update(tmp_path: Path, trainer: C
     assert all(torch.equal(v, before[name]) for name, v in used.roles.actor.packed.model.state_dict().items())
 
 
-def test_the_bound_may_be_raised_when_the_run_goes_on(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
-    """It decides whether a step is reached, never what it computes."""
-    whole = trainer(tmp_path / "whole")
-    whole.train()
-    needed = [row["groups/sampled"] / PROMPTS for row in untimed_rows(tmp_path / "whole")[1:]]
-    assert min(needed) < max(needed)
-    low = GRPO(dynamic_sampling=DynamicSamplingConfig(max_prompts_factor=max(needed) - 0.25))
-    with pytest.raises(UserError, match="different scores"):
-        trainer(tmp_path / "run", algorithm=low).train()
-    resumed = trainer(tmp_path / "run", resume=True)
-    resumed.train()
-    same_run(resumed, whole)
-
-
 def test_variance_is_that_of_the_shaped_scores(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
     """Equal scores, but one response was cut off: that is a signal, as it is for the advantages."""
     algorithm = GRPO(
@@ -178,33 +133,3 @@ def test_variance_is_that_of_the_shaped_scores(tmp_path: Path, trainer: Callable
     for record in records(tmp_path / "run", 1):
         ends.setdefault(record.group, set()).add(record.finish_reason)
     assert len(ends) == PROMPTS and all(len(reasons) == 2 for reasons in ends.values()), ends
-
-
-def test_a_group_with_one_score_is_replaced_too(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
-    """A reward that applies to one response of a group leaves nothing to compare it with."""
-
-    def sometimes(completions: list[str], **_: Any) -> list[float | None]:
-        return [None if sum(map(ord, text)) % 3 == 0 else float(sum(map(ord, text)) % 2) for text in completions]
-
-    many = GRPO(dynamic_sampling=DynamicSamplingConfig(max_prompts_factor=99.0))
-    trainer(tmp_path / "run", sometimes, steps=2, algorithm=many).train()
-    for step in (1, 2):
-        assert all(record.score is not None for record in records(tmp_path / "run", step))
-
-
-def test_a_reward_model_and_a_function_count_together(
-    tmp_path: Path, tiny_rl: Callable[..., RLTrainer], scalar_model: Any
-) -> None:
-    """A model's scores are never exactly equal, so no group is rejected, and its columns are those of the step."""
-    tiny_rl(tmp_path / "run", scalar_model(), parity, **{**VALUES, "steps": 1}).train()
-    row = untimed_rows(tmp_path / "run")[-1]
-    assert row["groups/rejected_frac"] == 0.0 and row["groups/sampled"] == PROMPTS
-    assert {"reward/reward_model", "reward/parity"} <= row.keys()
-    assert all(len(record.rewards) == 2 for record in records(tmp_path / "run", 1))
-
-
-def test_without_it_nothing_is_rejected_or_reported(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
-    trainer(tmp_path / "run", algorithm=GRPO(), steps=1).train()
-    row = untimed_rows(tmp_path / "run")[-1]
-    assert not any(name.startswith(("groups/sampled", "groups/rejected", "reward/sampled")) for name in row)
-    assert row["groups/zero_variance"] > 0

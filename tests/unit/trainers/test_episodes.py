@@ -14,16 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import MIN_SHARED, RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import (
     STEP_PREFIX,
-    Trajectories,
     Trajectory,
     TrajectoryEnd,
     TrajectorySequence,
     last_ones,
-    num_emitted,
 )
 from quartet.config import UserError
 from quartet.config.algorithms import DAPO, GRPO, PPO, RLOO, KLConfig, OverlongConfig, ReMax
@@ -47,8 +44,7 @@ from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.schedule.groups import Group, chunk_of, group_batch
-from quartet.schedule.iteration import Chunk, PartScorer
-from quartet.schedule.learners import UpdatePlan
+from quartet.schedule.iteration import Chunk, PartScorer, UpdatePlan
 from quartet.schedule.rollout_worker import FinishedRequest, RequestStore, TurnRequest
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import roles
@@ -126,28 +122,6 @@ def test_a_chunk_holds_every_sequence_behind_its_own_state() -> None:
     assert (chunk.step, chunk.index) == (4, 1)
 
 
-def test_states_that_begin_alike_share_their_tokens() -> None:
-    head = list(range(20, 20 + MIN_SHARED))
-    found = episode(sequence([*head, 1], "a"), sequence([*head, 2, 3], "a"))
-    batch = chunk_of(0, 0, [group(0, found)]).data
-    assert batch.segment_lengths == (MIN_SHARED, 1, 2, 1, 1)
-    assert batch.token_ids(0) == [*head, 1, 10] and batch.token_ids(1) == [*head, 2, 3, 10]
-
-
-def test_trajectories_are_counted_not_sequences() -> None:
-    batch = two_groups().data
-    trajectories = Trajectories.of(batch)
-    assert trajectories.owner_S.tolist() == [0, 0, 1, 2, 3]
-    assert trajectories.final_N.tolist() == [1, 2, 3, 4]
-    assert num_emitted(batch, trajectories).tolist() == [4, 3, 3, 1]
-    assert episode_metrics(batch) == {
-        "episode/turns_mean": (3 + 2 + 2 + 1) / 4,
-        "episode/sequences_mean": 5 / 4,
-        "episode/observation_tokens": (1 + 2 + 2) / 4,
-        "episode/done_frac": 0.75,
-    }
-
-
 def test_mini_batches_keep_trajectories_whole() -> None:
     batch = two_groups().data
     cut = [batch.select(picked) for picked in UpdatePlan(2, 2, seed=0).selections(batch, 1)]
@@ -213,19 +187,6 @@ def test_rewards_of_turns_stand_where_they_were_earned() -> None:
     assert experience.metrics["reward/environment"] == pytest.approx(4.25 / 4)
 
 
-def test_a_source_beside_the_environment_lands_on_the_last_action() -> None:
-    chunk = two_groups()
-    nan = math.nan
-    other = ColumnSet(chunk.data.ids, sequence={"reward/other": torch.tensor([nan, 4.0, 2.0, nan, 1.0])})
-    values = ColumnSet(chunk.data.ids, token={"values": torch.zeros(chunk.data.num_tokens)})
-    config = PPO(kl=NO_KL, whiten_advantages=False)
-    weights = {"environment": 2.0, "other": 0.5}
-    experience = Assembler(config, weights, lambda: 0.0)([(chunk, [other, values])])
-    expected = [0.0, 1.0, -0.5, 4.0 + 2.0, 0.0, 0.0, 2.0 + 1.0, 0.0, 0.0, 2.0, 0.5]
-    assert on_actions(experience, "token_rewards") == pytest.approx(expected)
-    assert experience.metrics["reward/other"] == pytest.approx(7.0 / 3)
-
-
 @pytest.mark.parametrize("config", [GRPO(kl=NO_KL, normalise_std=False), RLOO(kl=NO_KL)])
 def test_groups_compare_trajectories(config: Any) -> None:
     """2.25 against 1, and 1 against 0: every action token of a trajectory has its one advantage."""
@@ -234,19 +195,6 @@ def test_groups_compare_trajectories(config: Any) -> None:
     expected = [gaps[0]] * 4 + [-gaps[0]] * 3 + [gaps[1]] * 3 + [-gaps[1]]
     found = on_actions(assemble(config, two_groups()), "advantages")
     assert found == pytest.approx([scale * value for value in expected])
-
-
-def test_equal_trajectories_give_exactly_zero() -> None:
-    same = [group(0, REWRITTEN, episode(sequence([5, 6], "aa", [2.25])))]
-    experience = assemble(GRPO(kl=NO_KL), chunk_of(0, 0, same))
-    assert on_actions(experience, "advantages") == [0.0] * 6
-    assert experience.metrics["groups/zero_variance"] == 1.0
-
-
-def test_an_episode_that_was_cut_off_pays_for_its_missing_end() -> None:
-    config = PPO(kl=NO_KL, whiten_advantages=False, missing_eos_penalty=0.75)
-    experience = assemble(config, two_groups(), values=[0.0] * 11)
-    assert on_actions(experience, "token_rewards")[-2:] == [1.0, -0.75]
 
 
 # Scoring -------------------------------------------------------------------------------------------------
@@ -364,42 +312,6 @@ def test_what_is_sampled_depends_on_place_and_turn_alone(codec: TextCodec) -> No
     assert len(set(seeds.values())) == 6
 
 
-def test_a_turn_gets_the_room_that_its_transcript_leaves(codec: TextCodec) -> None:
-    """An action has 2 tokens, an observation 1; the first turn earns nothing."""
-    held = len(codec.encode_prompt(ITEM.prompt))
-
-    def played(max_tokens: int) -> tuple[Group, list[int]]:
-        policy = Recording(codec)
-        found = asyncio.run(player(policy, max_tokens).group(2, ITEM, SamplingParams(max_new_tokens=4), 1))
-        return found, [r.sampling.max_new_tokens for r in policy.requests]
-
-    whole, room = played(held + 4)
-    assert room == [4, 1] and whole.batch.objects["finish_reason"] == ("length",)
-    assert whole.batch.sequence["num_turns"].tolist() == [2]
-    cut_off, room = played(held + 3)
-    assert room == [3] and cut_off.batch.objects["finish_reason"] == ("context",)
-    assert math.isnan(cut_off.batch.sequence["reward/environment"].item())
-    assert len(cut_off.batch.token_ids(0)) == held + 2, "without the observation that nothing answers"
-    with pytest.raises(UserError, match="no room") as raised:
-        played(held)
-    assert f"{held} tokens of at most {held}" in raised.value.found and "p1" in raised.value.found
-
-
-def test_a_group_that_was_made_leaves_no_transcript(codec: TextCodec) -> None:
-    """The same names again begin anew, as held-out episodes do at every evaluation."""
-    policy = Recording(codec)
-    first, again = (asyncio.run(player(policy).group(-1, ITEM, SamplingParams(), 2, draw=-1)) for _ in range(2))
-    assert contents(first) == contents(again)
-    assert len(policy.requests) == 8
-
-
-@pytest.mark.parametrize("most", [1, 2])
-def test_no_more_environments_than_allowed(codec: TextCodec, most: int) -> None:
-    Echo.live = Echo.most = 0
-    asyncio.run(player(Recording(codec), max_environments=most).group(0, ITEM, SamplingParams(), 4))
-    assert (Echo.most, Echo.live) == (most, 0)
-
-
 def test_a_failing_episode_ends_the_others_before_its_error_goes_on(codec: TextCodec) -> None:
     Echo.live = 0
 
@@ -482,25 +394,6 @@ def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCod
     )
 
 
-def test_an_environment_that_never_works_stops_the_run(codec: TextCodec) -> None:
-    """One row that always fails, however many episodes it has, is no such environment."""
-    Flaky.failing = dict.fromkeys(range(9), 99)
-    make = EnvironmentFactory(partial(Flaky, True))
-    runner = EpisodeRunner(
-        make, EnvironmentConfig(on_error="leave_out"), Recording(codec), EpisodeLimits(3, 60), run_seed=3
-    )
-
-    async def play(num_groups: int) -> None:
-        for number in range(num_groups):
-            await runner.group(number, ITEM, SamplingParams(max_new_tokens=4), 9)
-
-    asyncio.run(play(7))
-    assert make.failures.rows == {"p1": 63}
-    with pytest.raises(UserError, match="not played a single episode") as raised:
-        asyncio.run(play(1))
-    assert "the simulator is gone" in raised.value.found
-
-
 # Training ------------------------------------------------------------------------------------------------
 
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2))
@@ -575,21 +468,6 @@ def test_training_learns_from_one_gae_over_the_whole_trajectory(
             assert {part.score for part in parts} == {parts[-1].score}
 
 
-def test_the_reward_of_the_last_turn_reaches_the_first(trainer: Callable[..., RLTrainer], tmp_path: Path) -> None:
-    """With gamma and lambda 1 the advantage of the very first token is all that came of it, less its value."""
-    config = PPO(kl=NO_KL, gae_lambda=1.0, whiten_advantages=False)
-    result = trainer(recipe(tmp_path / "run", True, algorithm=config, steps=1)).train()
-    found = trajectories_of(read_step(result.path / "rollouts", 1))
-    scores = set()
-    for first, last in found.values():
-        assert sum(first.columns["token_rewards"]) == 0.0, "nothing is earned in the first turn"
-        earned = last.columns["token_rewards"][-1]
-        expected = earned - first.columns["values"][0]
-        assert first.columns["advantages"][0] == pytest.approx(expected, abs=1e-4)
-        scores.add(earned)
-    assert len(scores) > 1, "the episodes differ"
-
-
 @pytest.mark.parametrize("algorithm", [GRPO(kl=KLConfig(coef=0.1, place="loss", estimator="k3")), RLOO(), DAPO()])
 def test_group_methods_train_on_episodes(algorithm: Any, trainer: Callable[..., RLTrainer], tmp_path: Path) -> None:
     """RLOO's ratio is that of the whole trajectory, so its sequences stay in one micro-batch."""
@@ -637,33 +515,6 @@ def test_a_resumed_run_plays_the_same_episodes(
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_episodes_without_room_for_another_turn_end_in_a_run(
-    trainer: Callable[..., RLTrainer], tmp_path: Path, tokenizer: Any
-) -> None:
-    """A first action of four tokens and the observation after it leave none for a second one."""
-    held = len(TextCodec.of(tokenizer).encode_prompt("1+2="))
-    environment = EnvironmentConfig(max_turns=3, max_tokens=held + 5)
-    used = recipe(tmp_path / "run", False, environment=environment, steps=1)
-    result = trainer(used, prompts=["1+2="] * 4).train()
-    records = read_step(result.path / "rollouts", 1)
-    assert {record.finish_reason for record in records} <= {"context", "stop", "length"}
-    assert any(record.finish_reason == "context" for record in records)
-
-
-def test_a_state_that_cannot_be_tokenised_ends_the_run_with_its_episode(
-    trainer: Callable[..., RLTrainer], tmp_path: Path
-) -> None:
-    """The rollout worker finds it, the error says where it was."""
-
-    class Empty(Echo):
-        async def step(self, action: str) -> StepResult:
-            return StepResult(Observation("", rewrites=True))
-
-    with pytest.raises(EpisodeError, match="no tokens") as raised:
-        trainer(recipe(tmp_path / "run", False), environment=Empty).train()
-    assert "episode of prompt" in raised.value.found and "turn 2, action" in raised.value.found
-
-
 def test_held_out_episodes_are_scored_by_their_own_rewards(
     trainer: Callable[..., RLTrainer], tmp_path: Path, prompts: list[str], digits: Any
 ) -> None:
@@ -675,30 +526,6 @@ def test_held_out_episodes_are_scored_by_their_own_rewards(
     for row in rows:
         assert row["eval/score_mean"] == pytest.approx(row["eval/environment"] + row["eval/share_of_digits"])
         assert 2 <= row["eval/length_mean"] <= 8, "tokens of both turns"
-
-
-def test_a_run_goes_on_without_the_episodes_that_failed(
-    trainer: Callable[..., RLTrainer], tmp_path: Path, prompts: list[str], digits: Any
-) -> None:
-    class Bad(Echo):
-        async def reset(self, item: Item) -> str:
-            if item.prompt_id in ("p1", "p9") or item.episode == 1:
-                raise OSError("no such level")
-            return await super().reset(item)
-
-    environment = EnvironmentConfig(options={"rewrites": True}, max_turns=3, max_tokens=40, on_error="leave_out")
-    evaluation = EvaluationConfig(sampling=SamplingConfig(temperature=0.0, max_new_tokens=4))
-    used = recipe(tmp_path / "run", True, steps=1, environment=environment, evaluation=evaluation)
-    result = trainer(used, rewards=[digits], evaluation_prompts=prompts[:3], environment=Bad).train()
-    records = read_step(result.path / "rollouts", 1)
-    failed = [record for record in records if record.finish_reason == "failed"]
-    assert len(failed) == 5 and all(record.score is None for record in failed)
-    row = next(row for row in read_metrics(result.path / "metrics.jsonl") if "episode/left_out" in row)
-    assert row["episode/left_out"] == 5 and row["reward/not_applicable"] == 5
-    held_out = [row for row in read_metrics(result.path / "metrics.jsonl") if "eval/score_mean" in row]
-    assert all(row["eval/score_mean"] >= 0.25 for row in held_out), "of the prompts that were played"
-    notes = json.loads((result.path / "summary.json").read_text())["notes"]
-    assert any("no such level" in note and "p1" in note for note in notes)
 
 
 # What does not fit -----------------------------------------------------------------------------------------
@@ -714,23 +541,3 @@ def test_a_run_goes_on_without_the_episodes_that_failed(
 def test_methods_about_single_responses_are_refused(tmp_path: Path, algorithm: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         recipe(tmp_path, True, algorithm=algorithm)
-
-
-def test_sequences_must_fit_the_budget(trainer: Callable[..., RLTrainer], tmp_path: Path) -> None:
-    small = TrainConfig(optim=OptimConfig(lr=1e-2), token_budget=39)
-    with pytest.raises(UserError, match="token_budget is too small") as raised:
-        trainer(recipe(tmp_path / "run", True, actor=ActorConfig(train=small)))
-    assert "40 tokens" in raised.value.found
-
-
-def test_an_environment_needs_its_section_and_its_name_for_itself(
-    trainer: Callable[..., RLTrainer], tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match="an environment is passed"):
-        trainer(recipe(tmp_path / "run", True, environment=None))
-
-    def environment(completions: list[str], **_: Any) -> list[float]:
-        return [0.0] * len(completions)
-
-    with pytest.raises(UserError, match="a reward needs a name of its own"):
-        trainer(recipe(tmp_path / "run", True), rewards=[environment])

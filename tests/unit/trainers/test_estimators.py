@@ -36,9 +36,8 @@ from quartet.config.algorithms import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
-    kl_term,
 )
-from quartet.trainers.experience import SHARP, Estimate, Scored, estimate, shaped_scores
+from quartet.trainers.experience import SHARP, Scored, estimate, shaped_scores
 
 METHODS: dict[str, PolicyGradientConfig] = {
     config.name: config
@@ -237,15 +236,6 @@ def test_matches_the_slow_reference(name: str, kl_coef: float, seed: int, close)
     torch.testing.assert_close(found.rewards_N[acting].float(), totals[acting])
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_order_of_trajectories_does_not_matter(name: str, close) -> None:
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(5)).tolist()
-    before, after = scored(), scored(permutation=order)
-    first, second = (estimate(METHODS[name], data).advantages_T for data in (before, after))
-    for i, n in enumerate(order):
-        close(second[tokens_of(after)[i]], first[tokens_of(before)[n]])
-
-
 @pytest.mark.parametrize("name", [name for name, config in METHODS.items() if isinstance(config, GroupAlgorithm)])
 def test_equal_scores_give_exactly_zero_whatever_the_kl(name: str) -> None:
     data = scored(kl_coef=0.3)
@@ -275,19 +265,6 @@ def test_a_step_without_trained_tokens_is_all_zero(name: str) -> None:
     assert torch.all(found.advantages_T == 0) and torch.all(found.token_rewards_T == 0)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_what_is_seen_is_left_alone(name: str) -> None:
-    data = scored()
-    tensors = {
-        **data.batch.token, **{k: v for k, v in vars(data).items() if isinstance(v, Tensor)},
-    }  # fmt: skip
-    before = {k: v.clone() for k, v in tensors.items()}
-    found: Estimate = estimate(METHODS[name], data)
-    assert all(torch.equal(v, before[k]) for k, v in tensors.items())
-    assert found.advantages_T.shape == found.token_rewards_T.shape == data.owner_T.shape
-    assert (found.returns_T is not None) == isinstance(METHODS[name], PPO)
-
-
 def test_every_method_of_the_recipe_is_covered() -> None:
     assert set(NAMES) == {member.model_fields["name"].default for member in PolicyGradientConfig.__args__}
 
@@ -313,11 +290,3 @@ def test_scores_are_held_within_their_range_before_penalties() -> None:
     ended = torch.tensor([True, False, True, False])
     found = shaped_scores(config, torch.tensor([9.0, 9.0, 0.5, -9.0]), ended, torch.ones(4), 4)
     assert found.tolist() == [2.0, 1.5, 0.5, -1.5]
-
-
-def test_distillation_takes_scores_as_they_are() -> None:
-    assert kl_term(Distillation()).coef == 0
-    assert shaped_scores(Distillation(), torch.ones(2), torch.tensor([True, False]), torch.ones(2), 4).tolist() == [
-        1,
-        1,
-    ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import ColumnSet
 from quartet.config.common import SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvalRecipe
@@ -23,12 +23,12 @@ from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import chunk_of, without_texts
-from quartet.schedule.rollout_writer import record_columns, rollout_records
+from quartet.schedule.model_worker import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, generate, sampling_params
-from quartet.trainers.evaluation_files import Answer
+from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, generate
+from quartet.trainers.evaluation_metrics import Answer
 from quartet.trainers.experience import Assembler
 
 
@@ -105,20 +105,6 @@ def test_a_stored_text_becomes_what_was_sampled(codec: TextCodec, data: PromptDa
     assert (found.token_ids[-1] in codec.eos_ids) == (reason == "stop")
     assert found.finish_reason.value == reason
     assert len(as_completion(codec, stored("", "length")).token_ids) == 1, "a sequence has a token"
-
-
-def test_sampling_follows_the_recipe_and_stops_at_the_models_ends(codec: TextCodec) -> None:
-    config = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, max_new_tokens=3, stop_strings=(";",))
-    found = sampling_params(config, codec)
-    assert found == SamplingParams(
-        temperature=0.7,
-        top_p=0.9,
-        top_k=5,
-        min_p=0.1,
-        max_new_tokens=3,
-        stop_token_ids=tuple(sorted(codec.eos_ids)),
-        stop_strings=(";",),
-    )
 
 
 def test_generation_depends_on_the_seed_alone_and_reports_its_progress(causal_lm: Any, codec: TextCodec) -> None:

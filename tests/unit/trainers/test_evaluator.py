@@ -20,9 +20,8 @@ from quartet.config.evaluation import ComparisonConfig, EvalRecipe, GradingConfi
 from quartet.config.load import load_recipe
 from quartet.config.rewards import JudgeReward, PairwiseJudge
 from quartet.rewards.source import GuardedReward
-from quartet.trainers.evaluation import EvaluationModel
-from quartet.trainers.evaluation_files import Answer, drop_after, evaluation_path, matched, read_answers, write_rows
-from quartet.trainers.evaluation_job import EvaluationResult, Evaluator
+from quartet.trainers.evaluation import EvaluationModel, EvaluationResult, Evaluator
+from quartet.trainers.evaluation_metrics import drop_after, evaluation_path, read_answers, write_rows
 
 HOT = SamplingConfig(temperature=1.0, max_new_tokens=6)
 QUIET = LogConfig(tensorboard=False)
@@ -117,15 +116,6 @@ def test_two_models_by_a_rule(evaluated: Any, saved: Any) -> None:
     assert [row["completion"] for row in rows_of(found.path / "against.jsonl")] == [row["against"] for row in rows]
 
 
-def test_stored_answers_give_the_verdicts_of_the_model_that_wrote_them(evaluated: Any, saved: Any) -> None:
-    """A stored text is scored anew by this evaluation's rewards; a function sees the same text, so the same score."""
-    stored = evaluated("stored", seed=3)
-    live = evaluated("live", compare=ComparisonConfig(model=saved(3)))
-    read = evaluated("read", compare=ComparisonConfig(model=str(stored.path / "answers.jsonl")))
-    assert rows_of(read.path / "comparison.jsonl") == rows_of(live.path / "comparison.jsonl")
-    assert read.comparison == live.comparison
-
-
 def test_a_reward_model_scores_stored_text_as_it_scores_tokens(evaluated: Any, scalar_model: Any) -> None:
     """Where the text has the ids that were sampled: one per character here, unless special ones stand between them."""
     first = evaluated("first", seed=3, rewards=(scalar_model(),))
@@ -138,15 +128,6 @@ def test_a_reward_model_scores_stored_text_as_it_scores_tokens(evaluated: Any, s
     for is_same, row in zip(same, rows_of(again.path / "comparison.jsonl"), strict=True):
         ours, theirs = row["rewards"]["reward_model"], row["against_rewards"]["reward_model"]
         assert not is_same or ours == pytest.approx(theirs, abs=1e-5)
-
-
-def test_a_judge_from_python_is_asked_in_both_orders(evaluated: Any, saved: Any) -> None:
-    class First:
-        async def compare(self, prompts: Any, a: Any, b: Any) -> list[float | None]:
-            return [1.0] * len(prompts)
-
-    found = evaluated("judged", judge=First(), compare=ComparisonConfig(model=saved(3)))
-    assert found.comparison is not None and found.comparison.win_rate == 0.5
 
 
 def test_a_judge_behind_an_endpoint(evaluated: Any, saved: Any, serve: Any) -> None:
@@ -213,9 +194,7 @@ def test_a_users_model_is_given_back(
     ("changes", "part"),
     [
         ({"compare": ComparisonConfig(model="./nowhere")}, "nowhere"),
-        ({"compare": ComparisonConfig(model="nowhere.jsonl")}, "nowhere.jsonl"),
         ({"compare": ComparisonConfig(model=".", source="digits")}, "many_digits"),
-        ({"compare": ComparisonConfig(model="."), "rewards": ()}, "nothing to compare by"),
         ({"grading": GradingConfig(sources=("digits",))}, "many_digits"),
         ({"judge": object()}, "compare is missing"),
     ],
@@ -251,11 +230,6 @@ def test_some_common_prompts_suffice_and_are_counted(evaluated: Any, tmp_path: P
     half = evaluated("half", compare=ComparisonConfig(model=str(tmp_path / "half.jsonl")))
     assert half.comparison is not None and half.comparison.same == 5
     assert any("5 pairs" in note for note in half.notes)
-
-
-def test_no_common_prompt_is_an_error() -> None:
-    with pytest.raises(UserError, match="other prompts"):
-        matched([Answer("q", 0, "q", "", "stop", 0, {})], [])
 
 
 def test_rows_survive_any_text(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from quartet.config.common import LogConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.trainers.evaluation_files import EvaluationCache
-from quartet.trainers.evaluation_job import EvaluationResult, Evaluator
+from quartet.trainers.evaluation import EvaluationResult, Evaluator
+from quartet.trainers.evaluation_metrics import EvaluationCache
 
 HOT = SamplingConfig(temperature=1.0, max_new_tokens=6)
 SAMPLES = 8  # of 12 prompts: two chunks of scoring, of 64 and 32

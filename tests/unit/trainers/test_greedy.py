@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ import pytest
 import torch
 
 from breaking import fails_at, same_weights
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import Trajectory
-from quartet.config import UserError
-from quartet.config.algorithms import GRPO, KLConfig, ReMax
+from quartet.config.algorithms import KLConfig, ReMax
 from quartet.config.common import CheckpointConfig
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord, read_step
@@ -25,7 +22,6 @@ from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
 from quartet.schedule import model_worker
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, PartScorer
-from quartet.trainers.attempt import greedy_metrics
 from quartet.trainers.evaluation import generate
 from quartet.trainers.experience import Assembler, Experience, sampled_and_greedy, sampled_only
 from quartet.trainers.rl import RLTrainer
@@ -112,23 +108,6 @@ def test_only_rewards_see_the_greedy_response(
     assert sum(scored) == sampled + 2 * PROMPTS
 
 
-def test_the_prompt_is_computed_once_for_both(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
-    trainer(tmp_path / "remax", steps=1).train()
-    trainer(tmp_path / "grpo", steps=1, algorithm=GRPO()).train()
-    rows = [read_metrics(tmp_path / name / "metrics.jsonl")[1] for name in ("remax", "grpo")]
-    assert rows[0]["rollout/prefill_tokens"] == rows[1]["rollout/prefill_tokens"]
-    assert rows[0]["rollout/tokens"] > rows[1]["rollout/tokens"]
-
-
-def test_sampled_responses_are_those_of_a_method_without_a_baseline(
-    tmp_path: Path, trainer: Callable[..., RLTrainer]
-) -> None:
-    trainer(tmp_path / "remax", steps=1).train()
-    trainer(tmp_path / "grpo", steps=1, algorithm=GRPO()).train()
-    ours, theirs = split(tmp_path / "remax", 1)[0], split(tmp_path / "grpo", 1)[0]
-    assert [record.response_ids for record in ours] == [record.response_ids for record in theirs]
-
-
 def test_a_run_that_stops_and_goes_on_ends_with_the_same_bits(
     tmp_path: Path, trainer: Callable[..., RLTrainer]
 ) -> None:
@@ -187,14 +166,6 @@ def test_the_column_is_the_weighted_shaped_score_of_the_sequences_own_prompt() -
     assert found.batch.token["advantages"][acted].tolist() == [6.0, 8.0, 2.5, 4.5]
 
 
-def test_where_no_reward_applies_there_is_no_baseline() -> None:
-    chunk = _chunk([_completion(20), _completion(21)])
-    batch = _assembled(chunk, {"10": 4.0, "11": 5.0, "20": math.nan, "21": 3.0}).batch
-    assert batch.sequence["baseline"].isnan().tolist() == [True, True, False, False]
-    assert greedy_metrics(batch) == {"reward/greedy_mean": 6.0}
-    assert greedy_metrics(chunk.data) == {}
-
-
 def test_sampled_and_greedy_sequences_are_scored_apart_as_if_they_were_alone() -> None:
     """The batches that scorers see are those of a method without a baseline, and of the greedy responses alone."""
     seen: list[RaggedBatch] = []
@@ -213,13 +184,3 @@ def test_sampled_and_greedy_sequences_are_scored_apart_as_if_they_were_alone() -
     assert sampled.input_ids.tolist() == [1, 2, 10, 11, 1, 2, 10, 11] and sampled.parents == (-1, 0, 0, -1, 3, 3)
     assert greedy.input_ids.tolist() == [1, 2, 20, 1, 2, 21]
     assert both.tolist() == [0, 0, 2, 3, 2, 0, 0, 6, 7, 5] and one.tolist() == [0, 0, 2, 3, 0, 0, 0, 6, 7, 0]
-
-
-def test_the_error_of_a_part_comes_out_as_it_is() -> None:
-    class Fails:
-        async def score(self, chunk: Chunk) -> ColumnSet:
-            raise UserError("the reward is gone", found="no answer", remedy="start it")
-
-    chunk = _chunk([_completion(20), _completion(21)])
-    with pytest.raises(UserError, match="the reward is gone"):
-        asyncio.run(PartScorer(Fails(), sampled_and_greedy).score(chunk))

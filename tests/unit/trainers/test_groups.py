@@ -1,4 +1,7 @@
-"""One type of group for one turn and for several: its layout, its versions, and its way through a checkpoint."""
+"""One type of group for one turn and for several: its layout, its versions, and its way through a checkpoint.
+
+Per-token numbers that an engine adds to its completions become token fields of the batch; checkpoints keep them.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,29 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet, join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join
 from quartet.batch.trajectory import Trajectories, Trajectory, TrajectoryEnd, TrajectorySequence, num_emitted
 from quartet.config import UserError
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.group_stream import BufferedGroups
-from quartet.schedule.groups import Group, answered, chunk_of, group_batch, staleness_metrics, without_texts
+from quartet.schedule.groups import (
+    BufferedGroups,
+    Group,
+    answered,
+    chunk_of,
+    group_batch,
+    staleness_metrics,
+    without_texts,
+)
+from quartet.schedule.model_worker import Writer, record_columns, rollout_records
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.rollout_writer import Writer, record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import Checkpoint, begin_checkpoint, complete_checkpoint, newest_checkpoint
 from quartet.trainers.checkpoints import hold_buffered, restored_buffered, told
@@ -193,15 +203,6 @@ def test_a_chunk_holds_each_sequence_once_with_what_is_known_of_its_tokens(make:
     assert ("greedy" in batch.sequence) == (make is with_baseline)
 
 
-def test_one_turn_is_laid_out_as_a_prompt_and_its_responses() -> None:
-    batch = chunk_of(4, 0, [one_turn(7).group(), one_turn(9).group()]).data
-    assert batch.ids == ("7.0", "7.1", "9.0", "9.1") and batch.parents == (-1, 0, 0, -1, 3, 3)
-    assert batch.input_ids.tolist() == [7, 4, 0, 1, 2, 0, 9, 4, 0, 1, 2, 0]
-    assert sorted(batch.token) == ["action_mask", "loss_mask", "policy_version", "rollout_logprobs"]
-    assert sorted(batch.sequence) == ["ended", "group", "response", "reward/x", "text_end", "version"]
-    assert batch.objects["completion"] == ("3 tokens", "1 tokens") * 2
-
-
 def test_every_token_knows_the_weights_that_sampled_it() -> None:
     chunk = chunk_of(4, 0, [one_turn(7).group()]).data
     assert chunk.token["policy_version"].tolist() == [-1, -1, 2, 2, 3, 3]
@@ -209,14 +210,6 @@ def test_every_token_knows_the_weights_that_sampled_it() -> None:
     assert one_turn(7).group().first_version == 2 and one_turn(7).group().consumed() == (7, ((2, 2), (3, 2)))
     assert with_baseline(7).group().consumed() == (7, ((2, 2), (3, 2))), "the baseline is not trained on"
     assert staleness_metrics(chunk, 4) == {"staleness/mean": 1.5, "staleness/max": 2.0}
-
-
-def test_so_do_the_tokens_of_episodes() -> None:
-    batch = chunk_of(6, 0, [several_turns(7).group()]).data
-    assert batch.token["policy_version"].tolist() == [-1, -1, 4, -1, -1, 5, 5, -1, -1, 6]
-    assert batch.sequence["version"].tolist() == [4, 5] and several_turns(7).group().first_version == 4
-    assert several_turns(7).group().consumed() == (7, ((4, 1), (5, 2), (6, 1))), "what was read has no version"
-    assert staleness_metrics(batch, 6) == {"staleness/mean": 1.0, "staleness/max": 2.0}
 
 
 def test_records_show_versions_token_by_token_only_where_they_differ(tokenizer: Any) -> None:
@@ -231,3 +224,44 @@ def test_records_show_versions_token_by_token_only_where_they_differ(tokenizer: 
     assert (second.policy_version, second.columns["policy_version"]) == (3, [3.0])
     whole = records((2, 2, 2), (3,))
     assert [(r.policy_version, "policy_version" in r.columns) for r in whole] == [(2, False), (3, False)]
+
+
+PROMPT = SimpleNamespace(token_ids=(1, 2), prompt_id="p", prompt="?")
+
+
+def completion_of_columns(name: str, num: int, **columns: Any) -> Completion:
+    return Completion(
+        name, "g", tuple(range(3, 3 + num)), (-0.5,) * num, (0,) * num, FinishReason.LENGTH, columns=columns
+    )
+
+
+def group_of(*completions: Completion) -> Group:
+    return Group.of(0, PROMPT, group_batch(0, [answered((1, 2), c, "text") for c in completions]))
+
+
+def numbered() -> Group:
+    return group_of(
+        completion_of_columns("a", 2, entropy=(0.25, 1.0), expert=(7, 2**40)),
+        completion_of_columns("b", 1, entropy=(2,), expert=(5,)),
+    )
+
+
+def test_columns_are_token_fields_of_the_chunk() -> None:
+    batch = chunk_of(0, 0, [numbered()]).data
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 3]
+    assert batch.token["entropy"].tolist() == [0.0, 0.0, 0.25, 1.0, 2.0]
+    assert batch.token["expert"].tolist() == [0, 0, 7, 2**40, 5]
+    assert (batch.token["entropy"].dtype, batch.token["expert"].dtype) == (torch.float32, torch.int64)
+
+
+def test_lengths_and_names_are_checked() -> None:
+    with pytest.raises(UserError, match="one number per token"):
+        completion_of_columns("a", 2, entropy=(1.0,))
+    with pytest.raises(UserError, match="same columns"):
+        group_of(completion_of_columns("a", 1, entropy=(1.0,)), completion_of_columns("b", 1))
+    with pytest.raises(UserError, match="names of their own"):
+        group_of(completion_of_columns("a", 1, action_mask=(1.0,)))
+
+
+def test_columns_do_not_enter_where_there_are_none() -> None:
+    assert not {"entropy", "expert"} & chunk_of(0, 0, [group_of(completion_of_columns("a", 2))]).data.token.keys()

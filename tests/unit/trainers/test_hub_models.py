@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -20,25 +18,21 @@ from hub_server import Hub
 from quartet.cli.main import app
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig
-from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import NativeEngineConfig
+from quartet.config.common import LogConfig, LoRAConfig, ModelConfig, OptimConfig, TrainConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.config.preference import CachedReferenceConfig, PreferenceRecipe
 from quartet.config.recipe import (
     ActorConfig,
     CheckpointConfig,
     ReferenceConfig,
-    RolloutConfig,
     SFTRecipe,
 )
 from quartet.config.rewards import LengthReward, ModelReward
 from quartet.models.loading import load_causal_lm
 from quartet.text.loading import local_or_hub
-from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.run import RunDirectory
-from quartet.trainers.run_files import output_path
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 COMMON: dict[str, Any] = {
     "threads": 1,
@@ -129,23 +123,6 @@ def test_a_resume_keeps_the_commit_of_a_branch_that_moved_and_tells_it(
     told = [note for note in resumed.summary["notes"] if "main is now at" in note]
     assert len(told) == 1 and now[:12] in told[0] and began[:12] in told[0]
     assert not equal(sft(tmp_path / "new", demonstrations).train().model, whole), "a new run takes what is there now"
-
-
-def test_a_run_at_a_url_keeps_the_commit_on_another_machine(
-    publish: Publish, demonstrations: Any, causal_lm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    first = publish("me/base", causal_lm(0))
-    fsspec.filesystem("memory").store.clear()
-    told: list[str] = []
-    for machine in ("one", "other"):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
-        recipe = SFTRecipe(**COMMON, model=ModelConfig(path="me/base"), output_dir="memory://bucket/pinned")
-        path = output_path(recipe.output_dir, "sft", machine == "other")
-        run = RunDirectory(path, recipe, resume=machine == "other", tell=told.append)
-        assert run.pin(recipe).model.path == f"me/base@{first}"
-        with run:
-            publish("me/base", causal_lm(1))
-    assert sum("main is now at" in text for text in told) == 1
 
 
 def test_references_and_compared_models_have_revisions(
@@ -257,42 +234,6 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(
     assert type(tuned.model).__name__ == "OwnForCausalLM"
 
 
-def test_an_engine_in_a_process_of_its_own_runs_trusted_code(
-    own_code: Path, tiny_rl: Any, digits: Any, tmp_path: Path
-) -> None:
-    folder = local_or_hub("me/own", "model")
-
-    def run(name: str, *, process: bool, trusted: bool = True) -> PreTrainedModel:
-        model: PreTrainedModel = (
-            tiny_rl(
-                tmp_path / name,
-                digits,
-                model=folder,
-                actor=ActorConfig(model=ModelConfig(path=folder, trust_remote_code=trusted)),
-                rollout=RolloutConfig(
-                    engine=NativeEngineConfig(process=process), sampling=SamplingConfig(max_new_tokens=5)
-                ),
-                algorithm=GRPO(),
-                steps=2,
-                prompts_per_step=4,
-            )
-            .train()
-            .model
-        )
-        return model
-
-    with pytest.raises(UserError, match="Python code of its own"):
-        run("untrusted", process=True, trusted=False)
-    assert not own_code.exists()
-    here = run("here", process=False)
-    assert set(own_code.read_text().split()) == {str(os.getpid())}
-    there = run("there", process=True)
-    assert len(set(own_code.read_text().split())) == 2
-    assert type(there).__name__ == "OwnForCausalLM"
-    for one, other in zip(weights(there), weights(here), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
-
-
 def test_generate_takes_a_revision_and_code(own_code: Path, publish: Publish, causal_lm: Any) -> None:
     publish("me/own", causal_lm(3), "plain")
     words = ["generate", "--model", "me/own", "--prompt", "1+", "--max-new-tokens", "2", "--device", "cpu"]
@@ -361,11 +302,6 @@ def test_a_run_from_an_exported_model_hands_base_and_licence_on(
     third = sft(tmp_path / "third", demonstrations, train=lora).train()
     adapter = json.loads((third.path / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "me/base", "no directory of this machine"
-
-
-def test_an_unfinished_run_has_nothing_to_give(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["push", str(tmp_path), "me/mine"])
-    assert isinstance(done.exception, UserError) and "no exported model or adapter" in done.exception.problem
 
 
 def test_a_card_shows_no_user_of_an_address(

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
@@ -18,7 +17,7 @@ from quartet.data.datasets import Mixture
 from quartet.extras.process_rewards.data import step_reader
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.input_sources import (
     demonstration_reader,
     pair_or_judgement_reader,
@@ -26,7 +25,7 @@ from quartet.trainers.input_sources import (
     prompt_data,
     read_data,
 )
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import SFTTrainer
 
 
 def sft_data(*given: Any) -> Any:
@@ -124,15 +123,6 @@ def test_sources_that_do_not_go_together(tmp_path: Path) -> None:
         pairs_or_judgements(both, None, codec, 99, "data")
 
 
-def test_a_config_is_read_again_as_it_was_written() -> None:
-    for config in (
-        DataConfig(path="a"),
-        DataConfig(overlong="skip"),
-        DataConfig(sources=[SourceConfig(path="a", weight=0.7), SourceConfig(path="b", split="test", weight=1)]),
-    ):
-        assert DataConfig.model_validate(config.model_dump(mode="json")) == config
-
-
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
@@ -164,20 +154,6 @@ def test_overlong_rows_from_python_and_remedies_that_name_their_section(key: str
     assert f"map them: {key}.columns.prompt=question" in caught.value.remedy
     with pytest.raises(UserError, match=f"{key}.path is missing"):
         prompt_data(DataConfig(overlong="skip"), None, codec, 8, key)
-
-
-def test_every_job_names_the_section() -> None:
-    codec, long = TextCodec(build_tokenizer()), "1+2=3+4=5+6="
-    pair, key = {"prompt": long, "chosen": "1", "rejected": "2"}, "evaluation_data"
-    for build in (
-        lambda: sft_data(None, [{"prompt": long, "completion": "1"}], codec, 8, key),
-        lambda: preference_data(None, [pair], codec, 8, key),
-        lambda: pairs_or_judgements(None, [{"prompt": long, "completion": "1", "label": 1}], codec, 8, key),
-        lambda: process_data(None, [{"prompt": long, "steps": ["1"], "labels": [1]}], codec, 8, ";", key),
-    ):
-        with pytest.raises(UserError) as caught:
-            build()
-        assert "set evaluation_data.overlong=skip" in caught.value.remedy
 
 
 def test_turns_reach_every_job() -> None:
@@ -240,16 +216,6 @@ def test_very_long_texts_are_left_out_before_they_are_tokenised(kind: str, monke
     with pytest.raises(UserError, match="longer than allowed"):
         build(None)
     assert longest < 70_000
-
-
-def test_a_long_text_of_few_tokens_is_tokenised_whole() -> None:
-    """What the beginning does not decide, the whole text does; the number of a short one is exact."""
-    words = Tokenizer(models.WordLevel({"<e>": 0, "a": 1}, unk_token="<e>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", unk_token="<e>")).limited(2)
-    assert codec.encode_prompt("a" * 70_000 + " a a a") == [0, 1, 1, 1]
-    assert len(codec.encode_prompt("a " * 999)) == 999
-    assert 66 < len(codec.encode_prompt("a " * 99_999)) < 50_000
 
 
 def test_jobs_that_use_every_row_refuse_weights(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
@@ -29,25 +25,13 @@ from quartet.config.recipe import (
     RolloutConfig,
     SFTRecipe,
 )
-from quartet.models.loading import packed_causal_lm
-from quartet.models.packed_model import PackedCausalLM
-from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
-from quartet.rollout.engine import NativeEngine
-from quartet.schedule.groups import chunk_of
-from quartet.schedule.leases import LeaseContext, LeaseMode, local_arbiter
-from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.schedule.weight_sync import CanaryProbe
+from quartet.schedule.leases import LeaseMode
 from quartet.train.checkpoint import Share
-from quartet.train.forward import Needs, forward_only
 from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sft import SFTTrainer
-from quartet.trainers.workers import LocalRunWorkers, placement_of
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LORA)
@@ -89,13 +73,6 @@ def roles_of(objects: Any) -> Callable[..., RLRoles]:
     return make
 
 
-def learn(packed: Any, size: float = 0.3) -> None:
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in packed.adapters.trained.values():
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
-
-
 # Roles ---------------------------------------------------------------------------------------------------
 
 
@@ -112,17 +89,6 @@ def test_the_reference_is_the_actor_without_its_adapters(roles_of: Any, causal_l
 def sizes_of(roles: RLRoles) -> dict[str, dict[LeaseMode, int]]:
     """Role → mode → bytes, with an engine that shares the actor's weights."""
     return {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in roles.workers.items()}}
-
-
-def test_roles_keep_no_states_of_what_is_frozen(roles_of: Any) -> None:
-    roles = roles_of(rl(PPO(kl=KL)))
-    sizes = sizes_of(roles)
-    for name, engine in roles.engines().items():
-        whole = sum(p.nbytes for p in engine.packed.model.parameters())
-        learning = sum(p.nbytes for p in engine.packed.adapters.trained.values())
-        assert sizes[name] == {"forward": whole, "train": whole + 3 * learning}
-        assert learning < whole / 2
-    assert sizes["reference"] == {"forward": 0}
 
 
 def test_a_critic_on_the_actors_own_body_is_refused(roles_of: Any, causal_lm: Any, scalar_model: Any) -> None:
@@ -142,87 +108,6 @@ def test_a_critic_starts_from_the_actors_base(roles_of: Any) -> None:
 
 
 # Exclusive -----------------------------------------------------------------------------------------------
-
-
-def rollout_of(roles: RLRoles, worker: LeaseContext) -> Rollout:
-    """An engine on the actor's own tensors."""
-    workers = LocalRunWorkers(roles.recipe, placement_of(roles.recipe, UserObjects()), roles)
-    return Rollout(
-        worker,
-        workers.engines,
-        roles.requests,
-        steps_per_lease=roles.recipe.rollout.engine.steps_per_lease,
-        version=0,
-        canary=roles.canary(),
-        trainer=roles.train_group("actor"),
-        update_engine_weights=workers.update_engine_weights,
-        shares_actor=workers.shares_actor,
-    )
-
-
-async def rolled_out(
-    roles: RLRoles, scored: bool, recorder: SpanRecorder
-) -> tuple[RaggedBatch, RaggedBatch, list[Tensor]]:
-    """Two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
-    worker = LeaseContext(local_arbiter(sizes_of(roles), version=0), recorder)
-    rollout = rollout_of(roles, worker)
-    reference: Any = next(s for s in roles.column_scorers(worker) if getattr(s, "role", "") == "reference")
-    chunk = chunk_of(0, 0, [await rollout.generate(0)])
-    running = asyncio.gather(*(rollout.generate(index) for index in (1, 2)))
-    columns = []
-    while scored and not running.done():
-        columns.append((await reference.score(chunk)).token["ref_logprobs"])
-        await asyncio.sleep(0)
-    return chunk_of(0, 1, await running).data, chunk.data, columns
-
-
-def test_generation_and_reference_passes_do_not_disturb_each_other(
-    roles_of: Any, causal_lm: Any, tmp_path: Path
-) -> None:
-    """A pass after every decode step, on the very module that generates: tokens as without, columns of the base."""
-    found = {}
-    for scored in (False, True):
-        roles = roles_of(rl())
-        learn(roles.actor.packed)
-        recorder = SpanRecorder(tmp_path / f"{scored}.jsonl")
-        found[scored] = asyncio.run(rolled_out(roles, scored, recorder))
-    made, batch, columns = found[True]
-    alone = found[False][0]
-    assert made.ids == alone.ids and torch.equal(made.input_ids, alone.input_ids)
-    assert all(torch.equal(made.token[name], alone.token[name]) for name in alone.token)
-    assert made.objects["finish_reason"] == alone.objects["finish_reason"]
-    names = [span.name for span in recorder.of_step(0)]
-    assert sum(a != b for a, b in itertools.pairwise(names)) >= 5, "they took turns"
-    needs = Needs(logprobs=True, mask="action_mask")
-    base, learned = (
-        forward_only(packed, batch, needs, 10_000).token["logprobs"]
-        for packed in (PackedCausalLM(causal_lm()), roles.actor.packed)
-    )
-    assert len(columns) >= 3 and all(torch.equal(column, base) for column in columns)
-    assert float((base - learned).abs().max()) > 0.1
-
-
-def test_the_reference_reads_the_actor_which_is_not_trained_meanwhile(roles_of: Any, tmp_path: Path) -> None:
-    roles = roles_of(rl())
-    order: list[str] = []
-
-    async def run() -> None:
-        arbiter = local_arbiter(sizes_of(roles), version=0)
-        worker = LeaseContext(arbiter, SpanRecorder(tmp_path / "spans.jsonl"))
-        reference: Any = next(s for s in roles.column_scorers(worker) if getattr(s, "role", "") == "reference")
-        assert dict(reference.reads) == {"actor": None}
-        async with arbiter.lease("reference", "forward", reads=reference.reads):
-            training = asyncio.create_task(train(arbiter))
-            await asyncio.sleep(0)
-            order.append("reference")
-        await training
-
-    async def train(arbiter: Any) -> None:
-        async with arbiter.lease("actor", "train", writes="actor"):
-            order.append("train")
-
-    asyncio.run(run())
-    assert order == ["reference", "train"]
 
 
 # Runs ----------------------------------------------------------------------------------------------------
@@ -288,45 +173,7 @@ def test_a_resumed_run_has_the_same_bits(objects: Any, causal_lm: Any, tmp_path:
         RLTrainer(recipe, **objects(model=causal_lm(9)), resume=True).train()
 
 
-def test_a_canary_hears_adapters_that_were_not_sent(roles_of: Any, causal_lm: Any, tmp_path: Path) -> None:
-    """An engine with a base copy of its own, and updates of adapters alone."""
-    roles = roles_of(rl())
-    learn(roles.actor.packed)
-    own = packed_causal_lm(causal_lm(), lora=LORA)
-    sent: dict[str, Any] = {"source": lambda: list(roles.actor.weights())}
-
-    async def publish(version: int) -> dict[str, float]:
-        worker = LeaseContext(
-            local_arbiter(sizes_of(roles), version=version), SpanRecorder(tmp_path / f"{version}.jsonl")
-        )
-        engine = NativeEngine(own, owns_weights=True, version=version - 1)
-
-        async def update_engine_weights(version: int) -> int:
-            engine.update_weights(sent["source"](), version)
-            return 0
-
-        rollout = Rollout(
-            worker,
-            [LocalGroup(RolloutWorker(engine, roles.codec))],
-            roles.requests,
-            steps_per_lease=4,
-            version=version,
-            canary=CanaryProbe(roles.prompts.items[0].prompt, 4, 1e-4),
-            trainer=roles.train_group("actor"),
-            update_engine_weights=update_engine_weights,
-            shares_actor=False,
-        )
-        return await rollout.publish(version)
-
-    assert asyncio.run(publish(1))["agreement/canary_diff"] < 1e-4
-    old = [(name, value.clone()) for name, value in roles.actor.weights()]
-    learn(roles.actor.packed, 0.5)
-    sent["source"] = lambda: old
-    with pytest.raises(UserError, match="computes with other weights"):
-        asyncio.run(publish(2))
-
-
-@pytest.mark.parametrize("export", ["merged", "adapter", "both"])
+@pytest.mark.parametrize("export", ["both"])
 def test_sft_with_adapters(export: Any, causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path) -> None:
     lora = LORA.model_copy(update={"export": export})
     train = TrainConfig(optim=OptimConfig(lr=1e-2), lora=lora)

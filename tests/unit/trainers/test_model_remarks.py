@@ -6,21 +6,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from quartet.cli.main import app
-from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig
 from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.recipe import ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
 from quartet.observe.progress import Progress
-from quartet.trainers.evaluation_job import Evaluator
-from quartet.trainers.input_sources import cut_short
+from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.roles import RLRoles
 
@@ -42,15 +37,6 @@ class _Heard(Progress):
 
     def print(self, text: str) -> None:
         self.lines.append(text)
-
-
-def test_what_the_context_leaves() -> None:
-    assert cut_short([3, 5, 4], 5, 10, "k") == []
-    (warning,) = cut_short([3, 5, 4], 6, 10, "rollout.sampling.max_new_tokens")
-    assert warning.startswith(
-        "rollout.sampling.max_new_tokens is 6, but the model's context of 10 tokens leaves 1 of 3"
-    )
-    assert "(the longest for 5)" in warning
 
 
 def test_a_run_says_that_answers_are_cut_off(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> None:
@@ -109,24 +95,3 @@ def test_an_evaluation_says_both(causal_lm: Any, tokenizer: Any, prompts: Any, d
     assert any("sampling.max_new_tokens is 5000" in line for line in heard.lines), "before the first answer"
     assert any("sampling.max_new_tokens is 5000" in note for note in result.notes)
     assert any("odd.weight" in note for note in result.notes)
-
-
-def test_the_generate_command_says_it_beside_the_answer(causal_lm: Any, tokenizer: Any, tmp_path: Path) -> None:
-    path = _saved(causal_lm(), tokenizer, tmp_path / "model", **{"odd.weight": torch.ones(2)})
-    call = ["generate", "--model", path, "--prompt", "1+1=", "--temperature", "0", "--max-new-tokens"]
-    found = CliRunner().invoke(app, [*call, "4000"])
-    assert found.exit_code == 0, found.output
-    assert "max_new_tokens is 4000" in found.stderr and "odd.weight" in found.stderr
-    assert "max_new_tokens" not in found.stdout
-
-
-def test_the_generate_command_refuses_a_tokenizer_that_does_not_fit(
-    causal_lm: Any, tokenizer: Any, tmp_path: Path
-) -> None:
-    import copy
-
-    larger = copy.deepcopy(tokenizer)
-    larger.add_tokens([f"<new{k}>" for k in range(400)])
-    path = _saved(causal_lm(), larger, tmp_path / "model")
-    with pytest.raises(UserError, match="does not fit the model"):
-        CliRunner().invoke(app, ["generate", "--model", path, "--prompt", "<new399>"], catch_exceptions=False)

@@ -20,11 +20,9 @@ from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import FunctionReward
 from quartet.extras.quickstart import task
 from quartet.extras.report.build import build_report
-from quartet.observe.hacking_alarm import HackingAlarm
 from quartet.observe.trackers import read_metrics
-from quartet.trainers.evaluation_files import Answer, evaluation_path, read_answers
-from quartet.trainers.periodic_evaluation import PeriodicEvaluation, hacking_examples
-from quartet.trainers.rl import RLTrainer
+from quartet.trainers.evaluation_metrics import Answer
+from quartet.trainers.rl import PeriodicEvaluation, RLTrainer, hacking_examples
 
 LENGTH = 6
 
@@ -134,27 +132,6 @@ def test_a_hacked_reward_raises_the_alarm_everywhere(hacked: Hacked) -> None:
     assert "reward hacking? The held-out score" in page
 
 
-def test_an_alarm_outlives_its_file(tmp_path: Path) -> None:
-    held_out = PeriodicEvaluation.__new__(PeriodicEvaluation)
-    held_out.path, held_out.alarm = tmp_path, HackingAlarm(0.01, 3)
-    held_out.alarm.restore(
-        {"num_seen": 3, "best_step": 4, "best": {}, "last": None, "training": [], "raised_at": [8, 12]}
-    )
-    told = held_out.summary()["reward_hacking"]
-    assert told["raised"] and told["raised_at_steps"] == "8, 12" and "step 8, 12" in told["text"]
-
-
-def test_answers_of_every_evaluation_are_kept(hacked: Hacked) -> None:
-    assert sorted(p.name for p in (hacked.path / "evaluations").iterdir()) == [
-        f"step_{step:08d}.jsonl" for step in (0, 4, 8, 12)
-    ]
-    found = read_answers(evaluation_path(hacked.path / "evaluations", 12))
-    assert len(found) == 20 * 4 and {answer.sample for answer in found} == {0, 1, 2, 3}
-    mean = sum(answer.rewards["short"] for answer in found) / len(found)
-    row = read_metrics(hacked.path / "metrics.jsonl")[-1]
-    assert row["eval/short"] == pytest.approx(mean, abs=1e-6)
-
-
 @pytest.mark.parametrize("killed", [False, True], ids=["stopped cleanly", "killed"])
 def test_a_resumed_run_knows_what_the_whole_one_knew(train: Any, hacked: Hacked, tmp_path: Path, killed: bool) -> None:
     """Stopped in the seventh step, between two evaluations; killed, it goes on from the checkpoint of the fourth."""
@@ -210,36 +187,12 @@ def test_an_honest_reward_raises_nothing(train: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "alarms.jsonl").exists()
 
 
-def test_without_the_alarm_nothing_is_said_about_it(train: Any, tmp_path: Path) -> None:
-    result = train(recipe(tmp_path / "run", steps=4, alarm=None))
-    logged = {name for row in figures(tmp_path / "run") for name in row}
-    assert "eval/score_mean" in logged and not any(name.startswith("alarm/") for name in logged)
-    assert "reward_hacking" not in result.summary
-
-
 def test_the_alarm_may_watch_one_source(train: Any, tmp_path: Path) -> None:
     """``long`` rises on held-out prompts too, so watching it stays silent where the sum would not."""
     watched = AlarmConfig(false_alarm_rate=0.05, source="long")
     train(recipe(tmp_path / "run", alarm=watched))
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(row.get("alarm/reward_hacking", 0) == 0 for row in rows)
-
-
-def test_few_held_out_prompts_are_remarked(causal_lm: Any, tokenizer: Any, tmp_path: Path, capsys: Any) -> None:
-    greedy = SamplingConfig(temperature=0.0, max_new_tokens=3)
-    few = recipe(tmp_path / "run", steps=1, sampling=greedy, samples_per_prompt=1)
-    trainer = RLTrainer(
-        few,
-        model=causal_lm(),
-        tokenizer=tokenizer,
-        rewards=[long],
-        prompts=task.toy_prompts(0, 8),
-        evaluation_prompts=task.toy_prompts(0, 3, "held_out"),
-    )
-    summary = trainer.train().summary
-    assert any("the reward-hacking alarm can never be raised" in note for note in summary["notes"]), summary["notes"]
-    said = capsys.readouterr().out
-    assert said.index("can never be raised") < said.index("rl: 1/1"), "before the first step"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
 from quartet.train.checkpoint import Share, checkpoint_path
 from quartet.train.state import REST
-from quartet.trainers.results import TrainResult
+from quartet.trainers.checkpoints import TrainResult
 from quartet.trainers.rl import RLTrainer
 
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
@@ -237,15 +237,6 @@ def test_a_run_is_resumed_under_another_placement(run: Any, tight: Any) -> None:
     assert same(weights(uninterrupted), weights(resumed))
 
 
-def test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache(run: Any) -> None:
-    """The canary asks for the first prompt alone; the next step reads it, and a resumed one computes it with others."""
-    prompts = ["3=", "4=", "12+34=", "5="]
-    uninterrupted, path = run("killed", prompts=prompts, checkpoint=SAVED)
-    shutil.rmtree(path / "checkpoints" / "step_00000003")
-    resumed, _ = run("killed", resume=True, prompts=prompts, checkpoint=SAVED)
-    assert same(weights(uninterrupted), weights(resumed))
-
-
 def test_an_asynchronous_run_is_not_resumed_as_another(run: Any) -> None:
     changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.0)), "steps": 1}
     pools = {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reward"]}}
@@ -355,23 +346,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "greedy baseline": {"algorithm": ReMax(kl=KLConfig(coef=0.05)), "responses_per_prompt": 1},
     "iterative dpo": {"algorithm": OnlineDPO(refresh_steps=1), "epochs": 1},
 }
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("name", ["separated", "full_offload"])
-def test_what_else_a_run_may_have(
-    name: str, feature: str, run: Any, shared_run: Any, tight: Any, demonstrations: Any
-) -> None:
-    """An engine with weights of its own, and parts that move, change nothing about it."""
-    changes = FEATURES[feature]
-    rows = demonstrations if feature == "demonstrations" else None
-    placement = budgeted(PLACEMENTS[name], tight())
-    if "algorithm" in changes:
-        placement.pop("critic", None)
-    serial, serial_path = shared_run(feature, ptx_rows=rows, **changes)
-    placed, path = run(name, placement, ptx_rows=rows, **changes)
-    assert same(serial, weights(placed))
-    assert numbers(serial_path) == numbers(path)
 
 
 # What cannot work ----------------------------------------------------------------------------------------

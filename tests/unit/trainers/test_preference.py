@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,20 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tokenizers import normalizers
+from safetensors.torch import load_file
 
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, DataConfig, LogConfig, OptimConfig, TrainConfig
 from quartet.config.preference import (
     CachedReferenceConfig,
     DPOLoss,
-    HingeLoss,
-    IPOLoss,
     KTOLoss,
-    ORPOLoss,
     PreferenceRecipe,
-    RobustDPOLoss,
     SimPOLoss,
 )
 from quartet.extras.quickstart import task
@@ -42,7 +35,7 @@ COMMON: dict[str, Any] = {
     "evaluate_every_steps": 2,
 }
 SAVED = CheckpointConfig(every_steps=2)
-LOSSES = (DPOLoss(), RobustDPOLoss(), IPOLoss(), HingeLoss(), SimPOLoss(), ORPOLoss(), KTOLoss())
+LOSSES = (DPOLoss(), SimPOLoss(), KTOLoss())
 
 
 @pytest.fixture
@@ -105,7 +98,7 @@ def test_every_loss_learns_to_prefer(loss: Any, train: Any, untimed: Any) -> Non
     assert metrics["preference/margin"] > first["preference/margin"]
     assert metrics["eval/accuracy"] > 0.9 and metrics["eval/loss"] < first["loss/preference"]
     assert ("preference/kl" in metrics) == isinstance(loss, KTOLoss)
-    assert (trainer.path / "reference.json").exists() != isinstance(loss, (SimPOLoss, ORPOLoss))
+    assert (trainer.path / "reference.json").exists() != isinstance(loss, SimPOLoss)
 
 
 def test_figures_are_those_of_unmodified_models(train: Any, untimed: Any, causal_lm: Any) -> None:
@@ -204,7 +197,7 @@ def test_they_are_computed_once_and_shared_between_runs(train: Any, causal_lm: A
     assert not (tmp_path / "first" / "reference").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut off", "a pipe", "another run's", "no such format"])
+@pytest.mark.parametrize("damage", ["cut off", "another run's"])
 def test_a_file_that_is_not_what_its_name_says_is_computed_again(
     damage: str, train: Any, causal_lm: Any, pairs: Any, tmp_path: Path
 ) -> None:
@@ -213,20 +206,14 @@ def test_a_file_that_is_not_what_its_name_says_is_computed_again(
     good = train("again", held_out=pairs[:1], reference=cache, steps=1).train().model.state_dict()
     for path in (tmp_path / "cache").glob("*.safetensors"):
         tables = load_file(path)
-        match damage:
-            case "cut off":
-                path.write_bytes(path.read_bytes()[:-20])
-            case "a pipe":
-                path.unlink()
-                os.mkfifo(path)
-            case "another run's":
-                elsewhere = CachedReferenceConfig(cache=str(tmp_path / "elsewhere"))
-                if not (tmp_path / "other").exists():
-                    train("other", held_out=pairs[:1], model=causal_lm(seed=5), reference=elsewhere, steps=1).train()
-                foreign = {len(load_file(p)["answers"]): p for p in (tmp_path / "elsewhere").glob("*.safetensors")}
-                path.write_bytes(foreign[len(tables["answers"])].read_bytes())
-            case _:
-                save_file(tables, path)
+        if damage == "cut off":
+            path.write_bytes(path.read_bytes()[:-20])
+            continue
+        elsewhere = CachedReferenceConfig(cache=str(tmp_path / "elsewhere"))
+        if not (tmp_path / "other").exists():
+            train("other", held_out=pairs[:1], model=causal_lm(seed=5), reference=elsewhere, steps=1).train()
+        foreign = {len(load_file(p)["answers"]): p for p in (tmp_path / "elsewhere").glob("*.safetensors")}
+        path.write_bytes(foreign[len(tables["answers"])].read_bytes())
     trainer = train("last", held_out=pairs[:1], reference=cache, steps=1)
     seen = counted(trainer)
     result = trainer.train()
@@ -234,18 +221,12 @@ def test_a_file_that_is_not_what_its_name_says_is_computed_again(
     assert all(torch.equal(value, good[name]) for name, value in result.model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "[" * 100_000, '{"weights": 5, "data": {}}', '{"weights": "a"}', "missing", None]
-)
-def test_a_damaged_note_of_the_reference_is_refused(content: str | None, train: Any) -> None:
+def test_a_damaged_note_of_the_reference_is_refused(train: Any) -> None:
     path = train("first", steps=1).train().path / "reference.json"
-    path.unlink()
-    if content is None:
-        path.mkdir()
-    elif content != "missing":
-        path.write_text(content)
-    with pytest.raises(UserError, match=r"reference\.json"):
-        train("first", steps=1, resume=True).train()
+    for damage in (lambda: path.write_text("[" * 100_000), path.unlink):
+        damage()
+        with pytest.raises(UserError, match=r"reference\.json"):
+            train("first", steps=1, resume=True).train()
 
 
 def test_a_run_that_breaks_off_goes_on_with_the_reference_it_began_with(
@@ -330,16 +311,6 @@ def test_the_users_model_is_given_back(train: Any, causal_lm: Any) -> None:
         assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
-def test_margins_from_the_data_reach_the_loss(train: Any, untimed: Any, pairs: Any) -> None:
-    """At the start the log-ratios are 0, so the loss is that of the margin alone."""
-    rows = [{**pair, "margin": 0.5} for pair in pairs]
-    losses = [
-        untimed(train(f"run{k}", rows=rows, steps=1, loss=DPOLoss(margin_coef=coef)).train().path)[0]["loss/preference"]
-        for k, coef in enumerate((0.0, 2.0))
-    ]
-    assert losses == pytest.approx([math.log(2), math.log1p(math.exp(1.0))], abs=1e-5)
-
-
 def test_of_many_rows_the_reference_scores_those_that_are_drawn(
     train: Callable[..., PreferenceTrainer], pairs: Any, tmp_path: Path
 ) -> None:
@@ -357,126 +328,16 @@ def test_of_many_rows_the_reference_scores_those_that_are_drawn(
         train("few", steps=2, data=DataConfig(check_rows=5), rows=pairs[::-1], resume=True).train()
 
 
-def test_a_template_is_part_of_rows_that_are_checked_later(
-    train: Callable[..., PreferenceTrainer], pairs: Any, tokenizer: Any, tmp_path: Path
-) -> None:
-    """It may write those as other tokens, though the first ones, which have no messages, stay as they are."""
-    rows = [*pairs[:-1], {**pairs[-1], "prompt": [{"role": "user", "content": pairs[-1]["prompt"]}]}]
-    section: dict[str, Any] = {
-        "data": DataConfig(check_rows=5),
-        "reference": CachedReferenceConfig(cache=str(tmp_path)),
-    }
-    files = []
-    for name, before in (("first", ""), ("same", ""), ("other", "0")):
-        tokenizer.chat_template = "{% for m in messages %}" + before + "{{ m.content }}{% endfor %}"
-        train(name, rows=rows, steps=1, **section).train()
-        files.append(len(list(tmp_path.glob("*.safetensors"))))
-    assert files == [2, 2, 3], "of training and of held-out rows"
-
-
-def test_so_is_the_tokenizer(
+def test_the_tokens_of_rows_that_are_checked_later_count(
     train: Callable[..., PreferenceTrainer], pairs: Any, causal_lm: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     """A token that the first rows do not have may be another one in those behind, also with the same vocabulary."""
     rows = [*pairs[:-1], {**pairs[-1], "prompt": "zebra ZEBRA"}]
-    section: dict[str, Any] = {
-        "data": DataConfig(check_rows=5),
-        "reference": CachedReferenceConfig(cache=str(tmp_path)),
-    }
+    reference = CachedReferenceConfig(cache=str(tmp_path))
     files = []
     for name, added in (("first", []), ("same", []), ("other", ["zebra"])):
         tokenizer.add_tokens(added)
-        train(name, model=causal_lm(vocab_size=40), rows=rows, steps=1, **section).train()
-        files.append(len(list(tmp_path.glob("*.safetensors"))))
-    own = tokenizer.backend_tokenizer.normalizer
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*filter(None, [own]), normalizers.Lowercase()])
-    train("normalized", model=causal_lm(vocab_size=40), rows=rows, steps=1, **section).train()
-    files.append(len(list(tmp_path.glob("*.safetensors"))))
-    assert files == [2, 2, 3, 4], "of training and of held-out rows"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"columns": {"prompt": "prompt"}},
-        {"turns": "messages"},
-        {"system_prompt": "1"},
-        {"max_tokens": 40},
-        {"overlong": "skip"},
-    ],
-    ids=str,
-)
-def test_so_are_keys_of_the_data(
-    train: Callable[..., PreferenceTrainer], tokenizer: Any, changes: dict[str, Any]
-) -> None:
-    """What calls leave in a tokenizer is not: they set it each time."""
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    before = train().worker._reading()
-    tokenizer("1", padding="max_length", truncation=True, max_length=4)
-    assert train().worker._reading() == before != train(data=DataConfig(**changes)).worker._reading()
-
-
-def test_so_is_what_ends_an_answer(
-    train: Callable[..., PreferenceTrainer], pairs: Any, causal_lm: Any, tokenizer: Any, tmp_path: Path
-) -> None:
-    """The template may write it behind the first rows, and the tokenizer's own token may end those behind, as text."""
-    chats = [{**pair, "prompt": [{"role": "user", "content": pair["prompt"]}]} for pair in pairs[:-1]]
-    section: dict[str, Any] = {
-        "data": DataConfig(check_rows=5),
-        "reference": CachedReferenceConfig(cache=str(tmp_path)),
-    }
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
-    )
-    files = []
-    for name, own in (("first", "<eos>"), ("same", "<eos>"), ("other", "<unk>")):
-        tokenizer.eos_token = own
-        objects = {"model": causal_lm(eos_token_id=[1, 2]), "rows": [*chats, pairs[-1]], "held_out": chats[:5]}
-        train(name, **objects, steps=1, **section).train()
-        files.append(len(list(tmp_path.glob("*.safetensors"))))
-    assert files == [2, 2, 3], "of training and of held-out rows"
-
-
-def test_rows_that_are_read_from_a_copy_are_the_same(
-    train: Callable[..., PreferenceTrainer], pairs: Any, break_off: Any
-) -> None:
-    """Equal values in a row may be one object where it was made, and are not where it was read."""
-    rows = [{**pair, "question": pair["prompt"]} for pair in pairs]
-    options: dict[str, Any] = {"data": DataConfig(check_rows=5), "steps": 3, "checkpoint": SAVED}
-    break_off(train(rows=rows, **options), 2)
-    train(rows=json.loads(json.dumps(rows)), resume=True, **options).train()
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "json"])
-def test_where_the_rows_stand_does_not_matter(
-    train: Callable[..., PreferenceTrainer], pairs: Any, break_off: Any, tmp_path: Path, ending: str
-) -> None:
-    """A run and its data may move together, and runs elsewhere use the same file of log-probabilities."""
-    (tmp_path / "runs").mkdir()
-    text = "\n".join(map(json.dumps, pairs)) if ending == "jsonl" else json.dumps(pairs)
-    (tmp_path / "runs" / f"rows.{ending}").write_text(text)
-
-    def run(place: str, **options: Any) -> PreferenceTrainer:
-        data = DataConfig(path=str(tmp_path / place / f"rows.{ending}"), check_rows=5)
-        return train(f"{place}/run", rows=None, data=data, steps=3, checkpoint=SAVED, **options)
-
-    break_off(run("runs"), 2)
-    (tmp_path / "runs").rename(tmp_path / "moved")
-    moved = run("moved", resume=True).train()
-    assert len(list((moved.path / "reference").iterdir())) == 2, "of training and of held-out rows"
-
-
-def test_so_is_what_happens_to_doubtful_pairs(
-    train: Callable[..., PreferenceTrainer], pairs: Any, tmp_path: Path
-) -> None:
-    """Where a pair is left out when it is drawn, another stands in its place, with other log-probabilities."""
-    rows = [*pairs[:5], *({**pair, "rejected": ""} for pair in pairs[5:-1]), pairs[-1]]
-    section: dict[str, Any] = {
-        "data": DataConfig(check_rows=5),
-        "reference": CachedReferenceConfig(cache=str(tmp_path)),
-    }
-    files = []
-    for name, doubtful in (("first", "keep"), ("same", "keep"), ("other", "skip")):
-        train(name, rows=rows, steps=1, doubtful_pairs=doubtful, **section).train()
+        model = causal_lm(vocab_size=40)
+        train(name, model=model, rows=rows, steps=3, data=DataConfig(check_rows=5), reference=reference).train()
         files.append(len(list(tmp_path.glob("*.safetensors"))))
     assert files == [2, 2, 3], "of training and of held-out rows"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 from breaking import fails_at
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
-from quartet.config.common import CheckpointConfig, DataConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import (
     ActorConfig,
@@ -24,7 +22,6 @@ from quartet.config.recipe import (
     RolloutConfig,
 )
 from quartet.observe.trackers import read_metrics
-from quartet.schedule.model_worker import TrainWorker
 from quartet.train.engine import TrainEngine
 from quartet.trainers.rl import RLTrainer
 
@@ -96,38 +93,6 @@ def test_every_update_of_the_actor_sees_its_demonstrations(
     assert "loss/sft" not in metrics[-1]
 
 
-def test_the_actors_worker_reads_them_and_the_driver_never(
-    tmp_path: Path, trainer: Callable[..., RLTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker has a copy, as it would in another process, and it is told numbers of updates only."""
-    whole = trainer(tmp_path / "whole")
-    whole.train()
-    used = trainer(tmp_path / "run")
-    drivers, worker = used.roles.ptx, used.roles.workers["actor"]
-    assert drivers is not None and isinstance(worker, TrainWorker)
-    own = pickle.loads(pickle.dumps(drivers))
-    monkeypatch.setattr(worker, "_also", own)
-
-    def forbidden(*_: Any) -> Any:
-        raise AssertionError("the driver reads demonstrations")
-
-    monkeypatch.setattr(drivers._batches, "_make", forbidden)
-    told: list[tuple[int, bytes]] = []
-    update = worker.update
-    monkeypatch.setattr(
-        worker,
-        "update",
-        lambda experience, updates: (
-            told.extend((u.number, pickle.dumps(u)) for u in updates) or update(experience, updates)
-        ),
-    )
-    used.train()
-    own.close()
-    assert [number for number, _ in told] == list(range(3 * MINIBATCHES * EPOCHS))
-    assert not any(b"RaggedBatch" in sent for _, sent in told)
-    assert same_weights(used, whole)
-
-
 def test_what_is_prepared_ahead_changes_no_bit(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
     runs = []
     for ahead in (0, 1, 4):
@@ -173,18 +138,6 @@ def test_a_resting_actor_sees_none_and_the_critic_never(
     assert rows[-1]["data/ptx_epoch"] == per_step * SIZE / 24
 
 
-def test_rows_come_from_a_file(tmp_path: Path, trainer: Callable[..., RLTrainer], demonstrations: Any) -> None:
-    path = tmp_path / "shown.jsonl"
-    path.write_text("".join(json.dumps({"q": d["prompt"], "a": d["completion"]}) + "\n" for d in demonstrations))
-    data = DataConfig(path=str(path), columns={"prompt": "q", "completion": "a"})
-    ptx = PTXConfig(coef=0.5, examples_per_minibatch=SIZE, data=data)
-    from_file, from_rows = trainer(tmp_path / "file", ptx=ptx, rows=None), trainer(tmp_path / "rows")
-    result = from_file.train()
-    from_rows.train()
-    assert same_weights(from_file, from_rows)
-    assert any(note.startswith("ptx: 24 demonstrations, at most") for note in result.summary["notes"])
-
-
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
@@ -203,12 +156,3 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
         trainer(tmp_path / "run", **{"rows": rows, **changes})
     assert found in str(raised.value)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("key", ["coef", "examples_per_minibatch"])
-def test_weight_and_size_have_no_default_and_no_zero(key: str) -> None:
-    values: dict[str, Any] = {"coef": 0.1, "examples_per_minibatch": 4}
-    PTXConfig(**values)
-    for wrong in ({**values, key: 0}, {k: v for k, v in values.items() if k != key}):
-        with pytest.raises(UserError, match=key):
-            PTXConfig(**wrong)

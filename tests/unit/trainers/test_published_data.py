@@ -21,8 +21,7 @@ from quartet.config.preference import DPOLoss, PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.reward_model import RewardModelTrainer, accuracy_interval
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer, accuracy_interval
 
 COMMON: dict[str, Any] = {
     "threads": 1,

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO, PPO, RLOO, KLConfig
+from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import DataConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
-from quartet.config.remote import RetryConfig
 from quartet.config.rewards import (
     ExactMatchReward,
     FormatReward,
@@ -30,12 +28,13 @@ from quartet.config.rewards import (
     LengthReward,
     NumericReward,
     RegexReward,
+    RetryConfig,
 )
 from quartet.data.datasets import PromptItem
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
-from quartet.rewards.source import GuardedReward, RewardWeights
+from quartet.rewards.source import RewardWeights
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import chunk_of
 from quartet.schedule.iteration import Chunk
@@ -45,8 +44,13 @@ from quartet.train.token_budget import TokenBudget
 from quartet.trainers.evaluation import answers_of
 from quartet.trainers.experience import Assembler
 from quartet.trainers.input_sources import prompt_data
-from quartet.trainers.reward_roles import FunctionScorer, RewardModelRole
-from quartet.trainers.reward_sources import fit_to_data, reward_functions, reward_weights
+from quartet.trainers.model_loader import (
+    FunctionScorer,
+    RewardModelRole,
+    fit_to_data,
+    reward_functions,
+    reward_weights,
+)
 from quartet.trainers.rl import RLTrainer
 from split_workers import SplitWorkers, without_ids
 
@@ -186,14 +190,6 @@ def test_nested_truths_are_compared_with(verl: str, tokenizer: Any, columns: Any
     assert scores[:4] == [1.0, 0.0, 0.0, 1.0] and all(map(math.isnan, scores[4:])), "null: no answer"
 
 
-def test_a_truth_deep_inside_is_found_where_the_first_row_has_none(tokenizer: Any) -> None:
-    codec, column = TextCodec(tokenizer), "extra_info.interaction.ground_truth"
-    rows = [{"prompt": "1+1=", "extra_info": info} for info in (None, {"interaction": {"ground_truth": "2"}})]
-    data = prompt_data(DataConfig(), rows, codec, 64, "data")
-    fit_to_data(reward_functions([NumericReward(column=column)], []), data, codec)
-    assert column in data.columns
-
-
 @pytest.mark.parametrize(
     ("columns", "reward", "found", "remedy"),
     [
@@ -278,30 +274,6 @@ def test_workers_render_what_a_model_with_another_tokenizer_reads(
 # Huge rewards ----------------------------------------------------------------------------------------------
 
 
-def alternately(size: float) -> Any:
-    return lambda completions, **_: [size if len(text) % 2 else -size for text in completions]
-
-
-def test_a_run_that_huge_rewards_keep_from_learning_stops(tiny_rl: Any, tmp_path: Path) -> None:
-    algorithm = RLOO(kl=KLConfig(coef=0.0))
-    values = {"algorithm": algorithm, "steps": 6, "prompts_per_step": 4, "responses_per_prompt": 4}
-    with pytest.raises(UserError, match="no update of the actor has been made for 3 steps"):
-        tiny_rl(tmp_path / "run", alternately(3e38), **values).train()
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 3
-    assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir(), "nothing is lost"
-
-
-def test_a_method_that_divides_by_the_deviation_learns_from_huge_rewards_what_it_learns_from_others(
-    train: Train,
-) -> None:
-    weights = []
-    for n, size in enumerate((1.0, 3e19)):
-        trainer, rows = train(functions=[alternately(size)], name=f"{n}", prompts_per_step=2, responses_per_prompt=4)
-        assert rows[-1]["optim/skipped_steps"] == 0 and rows[1]["advantages/std"] > 0.5
-        weights.append(torch.cat([p.flatten() for p in trainer.roles.engines()["actor"].packed.model.parameters()]))
-    assert torch.allclose(*weights, atol=1e-4)
-
-
 # Failures --------------------------------------------------------------------------------------------------
 
 
@@ -348,19 +320,6 @@ def test_a_server_that_was_never_there_stops_the_run(train: Train) -> None:
     assert train.trainers[0].roles.actor.num_updates == 0  # type: ignore[attr-defined]
 
 
-def test_a_server_that_goes_away_does_not(train: Train, serve: Any) -> None:
-    def answer(body: Any) -> Any:
-        if len(asked.bodies) > 4:
-            return 503, {}
-        return 200, {"scores": [len(text) for text in body["completions"]]}
-
-    asked = serve(answer)
-    retry = RetryConfig(attempts=2, first_wait_s=0.0)
-    _, rows = train([HTTPReward(url=asked.url, retry=retry, concurrency=1)])
-    assert [row["reward/http/left_out"] for row in rows[-2:]] == [0.0, 8.0]
-    assert "reward/http" in rows[-2] and "reward/http" not in rows[-1]
-
-
 # Beside generation -----------------------------------------------------------------------------------------
 
 
@@ -377,17 +336,6 @@ def test_a_reward_that_waits_waits_beside_generation(train: Train) -> None:
     _, rows = train(functions=[slow])
     assert grown[0] > 0, "tokens were sampled while the first chunk waited for its scores"
     assert rows[-1]["overlap/score_generate_s"] > 0
-
-
-def test_a_function_that_a_recipe_names_does_too(train: Train, target: Any) -> None:
-    slow = """
-import time
-def reward(completions):
-    time.sleep(0.05)
-    return [float(len(text)) for text in completions]
-"""
-    _, rows = train([FunctionReward(target=target(slow), name="slow")])
-    assert all(row["overlap/score_generate_s"] > 0.02 for row in rows[-2:])
 
 
 def test_a_function_that_a_recipe_names_changes_nothing_in_training(train: Train, target: Any) -> None:
@@ -429,28 +377,3 @@ def test_what_a_passed_function_draws_and_seeds_changes_nothing_in_training(trai
         weights.append(trainer.roles.actor.packed.model.state_dict())
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
     assert any("torch's global generator" in warning for warning in trainer.roles.warnings())
-
-
-def test_nothing_depends_on_when_scores_arrive(train: Train) -> None:
-    def jittery(seed: int) -> Callable[..., Any]:
-        waits = random.Random(seed)
-
-        async def reward(completions: list[str], **_: Any) -> list[float]:
-            await asyncio.sleep(waits.random() * 0.03)
-            return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
-
-        return reward
-
-    runs = [train(functions=[jittery(seed)], name=f"run{seed}") for seed in (1, 2)]
-    weights = [run[0].roles.actor.packed.model.state_dict() for run in runs]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-    timed = ("throughput/", "time/", "time_s", "overlap/", "memory/", "rollout/tokens_per_s")
-    logged = [[{k: v for k, v in row.items() if not k.startswith(timed)} for row in run[1]] for run in runs]
-    assert logged[0] == logged[1]
-
-
-def test_rewards_are_closed_when_the_run_is_over(train: Train, digits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[str] = []
-    monkeypatch.setattr(GuardedReward, "close", lambda self: closed.append(self.name))
-    train(functions=[digits])
-    assert closed == ["share_of_digits"]

@@ -1,9 +1,15 @@
-"""Which roles a recipe loads, what warm-up leaves alone, and how a step begins clean."""
+"""Which roles a recipe loads, what warm-up leaves alone, and how a step begins clean.
+
+Methods in whole runs: what a resumed run remembers, what is refused or said before one starts.
+
+Numbers and messages of RL that are easy to get wrong without anything failing.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,15 +17,27 @@ from typing import Any
 import pytest
 import torch
 
+from breaking import break_at, same_weights, untimed_rows
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig
-from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig, OnlineDPO
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
-from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
+from quartet.config.recipe import (
+    ActorConfig,
+    CriticConfig,
+    LogConfig,
+    ReferenceConfig,
+    RLRecipe,
+    RolloutConfig,
+)
 from quartet.config.rewards import ModelReward
 from quartet.models.loading import packed_scalar_model, save_scalar_model
+from quartet.observe.global_state import guarded_code
 from quartet.observe.trackers import read_metrics
-from quartet.trainers import model_loader
+from quartet.schedule.iteration import Chunk
+from quartet.trainers.experience import Assembler, Experience, KLCoefficient
+from quartet.trainers.input_sources import check_budget
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles, needs_old_logprobs
@@ -137,18 +155,12 @@ def test_warm_up_trains_the_critic_and_leaves_the_actor_alone(
     assert rows[-1]["policy_version"] == 2.0, "versions advance all the same"
 
 
-def test_the_learning_rate_of_a_rested_actor_still_ends_where_the_schedule_does(roles_of: Any) -> None:
-    rested = CriticConfig(train=TRAIN, warmup_steps=3)
-    assert roles_of(recipe(PPO(), steps=10, critic=rested)).actor.total_steps == 7
-    assert roles_of(recipe(GRPO(), steps=10, critic=rested)).actor.total_steps == 10, "no critic, no warm-up"
-
-
 def test_prompts_come_in_a_new_order_every_pass_and_randomness_follows_the_place(roles_of: Any, prompts: Any) -> None:
     run_roles = roles_of(recipe(GRPO()))
     num = len(prompts)
     passes = [[run_roles.item(i).prompt_id for i in range(k * num, (k + 1) * num)] for k in range(2)]
     assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1]
-    seeds = [request.sampling.seed for index in range(2 * num) for request in run_roles.requests(index)[1].samples]
+    seeds = [one.seed for index in range(2 * num) for one in run_roles.requests(index)[1].samples.values()]
     assert len(set(seeds)) == len(seeds)
     assert run_roles.requests(5) == run_roles.requests(5)
 
@@ -174,16 +186,6 @@ def test_an_update_that_breaks_off_half_way_is_not_saved(
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.run.saved_steps() == []
-
-
-def test_nothing_is_loaded_when_the_output_directory_is_taken(
-    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(model_loader, "packed_causal_lm", None)
-    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
-    with pytest.raises(UserError, match="not empty"):
-        RLTrainer(recipe(GRPO(), output_dir=str(tmp_path)), **objects)
 
 
 def test_evaluation_prompts_passed_from_python_are_used(
@@ -225,3 +227,165 @@ def test_a_saved_reward_model_reads_the_policys_own_tokens(
         (role,) = run_roles.reward_models
         assert role.codec is None, "no text is tokenised again"
         assert role.model.model.config.pad_token_id == packed.model.config.vocab_size
+
+
+@pytest.fixture
+def trainer(tiny_rl: Callable[..., RLTrainer], digits: Any, tmp_path: Path) -> Callable[..., RLTrainer]:
+    def make(path: str, algorithm: Any, **changes: Any) -> RLTrainer:
+        values = {"steps": 4, "prompts_per_step": 4, "responses_per_prompt": 2, **changes}
+        saved = CheckpointConfig(every_steps=1)
+        return tiny_rl(tmp_path / path, digits, algorithm=algorithm, checkpoint=saved, **values)
+
+    return make
+
+
+# The adaptive coefficient --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        RLOO(kl=KLConfig(coef=0.1, target=0.02, horizon=16)),
+        GRPO(kl=KLConfig(coef=0.1, target=0.02, horizon=16, place="loss", estimator="k3")),
+    ],
+    ids=["reward", "loss"],
+)
+def test_the_adaptive_coefficient_goes_on_where_a_run_stopped(algorithm: Any, trainer: Any) -> None:
+    whole = trainer("whole", algorithm)
+    whole.train()
+    coefficients = [row["kl/coef"] for row in untimed_rows(whole.path)[1:]]
+    assert coefficients[0] == 0.1 and len(set(coefficients)) >= 3, "it moves"
+    broken = trainer("broken", algorithm)
+    break_at(3, broken.roles.actor)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        broken.train()
+    resumed = trainer("broken", algorithm, resume=True)
+    resumed.train()
+    assert untimed_rows(resumed.path)[1:] == untimed_rows(whole.path)[1:]
+    assert same_weights(resumed.roles.actor.packed.model, whole.roles.actor.packed.model)
+
+
+# Iterative DPO -------------------------------------------------------------------------------------------
+
+
+def test_with_adapters_the_reference_takes_over_the_merged_weights(
+    trainer: Any, causal_lm: Any, tmp_path: Path
+) -> None:
+    causal_lm().save_pretrained(tmp_path / "start")
+    adapted = ActorConfig(train=TrainConfig(optim=OptimConfig(lr=3e-2), lora=LoRAConfig(rank=4)))
+    run = trainer(
+        "run", OnlineDPO(refresh_steps=2), actor=adapted, reference=ReferenceConfig(path=str(tmp_path / "start"))
+    )
+    run.train()
+    rows = untimed_rows(run.path)[1:]
+    assert [row["reference/age"] for row in rows] == [1, 0, 1, 0]
+    assert abs(rows[0]["kl/ref"]) < 1e-5 and abs(rows[2]["kl/ref"]) < 1e-5, "it is what the actor is"
+    assert abs(rows[1]["kl/ref"]) > 1e-4 and abs(rows[3]["kl/ref"]) > 1e-4, "and stays when the actor goes on"
+
+
+# Before a run starts -------------------------------------------------------------------------------------
+
+
+# Figures -------------------------------------------------------------------------------------------------
+
+
+NAN = float("nan")
+
+
+def assembled(config: AlgorithmConfig, scores: Sequence[float], ended: Sequence[bool], **columns: float) -> Experience:
+    """One group of two-token responses; ``columns`` holds one value for every response token."""
+    names = [f"0.{r}" for r in range(len(scores))]
+    batch = RaggedBatch.from_groups([[5, 6]], [[[7, 8]] * len(scores)], names)
+    mask = batch.sequence_index() >= 0
+    batch = batch.with_token(action_mask=mask, loss_mask=mask, rollout_logprobs=torch.zeros(batch.num_tokens))
+    batch = batch.with_token(**{name: mask.float() * value for name, value in columns.items()}).with_sequence(
+        group=torch.zeros(len(names), dtype=torch.int64),
+        response=torch.arange(len(names)),
+        ended=torch.tensor(list(ended)),
+    )
+    found = ColumnSet(batch.ids, sequence={"reward/score": torch.tensor(list(scores))})
+    return Assembler(config, {"score": 1.0}, lambda: config.kl.coef)([(Chunk(0, 0, batch), [found])])
+
+
+@pytest.mark.parametrize("config", [GRPO, RLOO])
+def test_a_missing_end_counts_where_all_scores_are_equal(config: type[GRPO] | type[RLOO]) -> None:
+    used = config(kl=KLConfig(coef=0.0), missing_eos_penalty=0.5)
+    experience = assembled(used, [0.0, 0.0], [True, False])
+    advantages = experience.batch.token["advantages"][experience.batch.sequence_index() >= 0]
+    assert advantages[0] > 0 > advantages[2], "the response that was cut off is the worse one"
+    assert experience.metrics["groups/zero_variance"] == 0.0
+
+
+def trainer_of_rl(
+    tmp_path: Path,
+    causal_lm: Any,
+    tokenizer: Any,
+    functions: Sequence[Any] = (lambda completions: [float(len(text)) for text in completions],),
+    prompts: Sequence[Any] = ({"prompt": "1+2="}, {"prompt": "3+4="}),
+    **changes: Any,
+) -> RLTrainer:
+    values: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"),
+        "algorithm": PPO(kl=KLConfig(coef=0.1, target=1.0, horizon=100)),
+        "critic": {"warmup_steps": 1},
+        "rollout": {"sampling": {"max_new_tokens": 2}},
+        "steps": 1,
+        "prompts_per_step": 2,
+        "log": LogConfig(tensorboard=False),
+        "threads": 1,
+        **changes,
+    }
+    given: dict[str, Any] = {"rewards": list(functions), "prompts": list(prompts)}
+    return RLTrainer(RLRecipe(**values), model=causal_lm(), tokenizer=tokenizer, **given)
+
+
+def test_the_adaptive_coefficient_sees_the_responses_that_take_part() -> None:
+    config = PPO(kl=KLConfig(coef=0.1, target=1.0, horizon=100))
+    kl = KLCoefficient(config, warmup_steps=1)
+    # 2 nats in each of the two responses that have a score; the others have none.
+    scores, ended = [1.0, NAN, 1.0, NAN], [True] * 4
+    experience = assembled(config, scores, ended, old_logprobs=-1.0, ref_logprobs=-2.0, values=0.0)
+    kl.adapt(experience.batch, step=0)
+    assert kl.value == 0.1, "the actor rests"
+    kl.adapt(experience.batch, step=1)
+    assert kl.value == pytest.approx(0.1 * (1 + 0.2 * 2 / 100))
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_run_within_a_reward_is_refused_and_does_not_wait_for_ever(
+    kind: str, tmp_path: Path, causal_lm: Any, tokenizer: Any
+) -> None:
+    def inner() -> None:
+        trainer_of_rl(tmp_path / "inner", causal_lm, tokenizer).train()
+
+    def plain(completions: list[str]) -> list[float]:
+        inner()
+        return [0.0] * len(completions)
+
+    async def waiting(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return plain(completions)
+
+    reward = plain if kind == "plain" else waiting
+    with pytest.raises(UserError, match=f"the reward '{reward.__name__}' starts a run inside of another one"):
+        trainer_of_rl(tmp_path, causal_lm, tokenizer, functions=[reward]).train()
+    assert guarded_code() is None
+
+
+def test_a_budget_below_the_longest_response_is_refused_before_anything_starts(
+    tmp_path: Path, causal_lm: Any, tokenizer: Any
+) -> None:
+    check_budget(6, 6, "key")
+    with pytest.raises(UserError, match=r"actor\.train\.token_budget"):
+        trainer_of_rl(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 5}})
+    trainer_of_rl(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 6}})
+
+
+def test_a_reward_model_in_half_precision_gives_a_critic_in_full(
+    tmp_path: Path, causal_lm: Any, tokenizer: Any, scalar_model: Any
+) -> None:
+    recipe = RLRecipe(output_dir=str(tmp_path / "run"), threads=1)
+    reward = scalar_model().to(torch.bfloat16)
+    run = RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, rewards=[reward], prompts=["1+2="])
+    assert run.roles.critic is not None
+    assert {p.dtype for p in run.roles.critic.packed.model.parameters()} == {torch.float32}

@@ -1,9 +1,12 @@
-"""Engines apart from the trainer's process: the training of a run with them is that of one without, to the bit."""
+"""Engines apart from the trainer's process: the training of a run with them is that of one without, to the bit.
+
+Episodes of several turns by an engine in a process: tokens, versions, log-probabilities and rewards are those of the
+engine in the trainer's process.
+"""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,22 +18,19 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
+from quartet.config.choices import EngineConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig
-from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
-from quartet.extras.doctor.examine import examine
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
-from quartet.rollout import process_native
+from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess
-from quartet.rollout.protocol import Request
-from quartet.rollout.stepped import SteppedEngine
+from quartet.rollout.protocol import Request, SteppedEngine
 from quartet.trainers import engines
 from quartet.trainers.engines import Policy
-from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.rl import RLTrainer
+from served_episodes import check_episodes, run  # noqa: F401 - a fixture
 
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "overlap/", "handover/", "time_s", "engine/")
 NOT_OF_ENGINES = (*NOT_NUMBERS, "rollout/tokens", "rollout/prefill")  # what an engine does twice counts twice
@@ -41,7 +41,6 @@ PLACEMENTS: dict[str, Any] = {
     "separated": {"type": "separated", **{role: {} for role in ROLES}},
     "full_offload": {"type": "full_offload", "pool": {}},
     "pipelined": {"type": "pipelined", "pools": APART},
-    "one pool pipelined": {"type": "pipelined", "pools": {"all": {"roles": ROLES, "slots": 2}}},
     "nothing stale": {"type": "asynchronous", "max_staleness": 0, "pools": APART},
 }
 
@@ -51,7 +50,7 @@ class Beside(SteppedEngine):
 
     def __init__(self, policy: Policy, **options: Any) -> None:
         lora = None if policy.lora is None else policy.lora.model_dump()
-        native = process_native.make(policy.path, numerics=policy.numerics, lora=lora, seed=policy.seed, **options)
+        native = load_engine(policy.path, numerics=policy.numerics, lora=lora, seed=policy.seed, **options)
         super().__init__(native)
         assert policy.staging is not None
         self._staging = policy.staging
@@ -175,58 +174,8 @@ def deaf(request: Request) -> Request:
     return replace(request, sampling=replace(request.sampling, stop_token_ids=(), stop_strings=()))
 
 
-def padless(request: Request) -> Request:
-    """With another token in the place of the pad token, whose id is 0."""
-    return replace(request, prompt_ids=tuple(token or 5 for token in request.prompt_ids))
-
-
 def well(request: Request) -> Request:
     return request
-
-
-@pytest.mark.parametrize(
-    ("heard", "is_stale", "expected"),
-    [
-        (well, False, {}),
-        (deaf, False, {name: "1 of 2 engines (engine 1) do not end" for name in ("stop_tokens", "stop_strings")}),
-        (padless, False, {"pad_by_mask": "1 of 2 engines (engine 1) differ from the trainer"}),
-        (well, True, {"tied_head": "", "weight_update": ""}),
-    ],
-    ids=["well", "deaf", "padless", "stale"],
-)
-def test_the_doctor_finds_what_is_wrong_with_the_second_of_two_engines(
-    heard: Callable[[Request], Request],
-    is_stale: bool,
-    expected: dict[str, str],
-    beside: None,
-    causal_lm: Any,
-    tokenizer: Any,
-    prompts: Any,
-    digits: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Second(Beside):
-        def submit(self, requests: Sequence[Request]) -> None:
-            super().submit([heard(request) for request in requests])
-
-        def take_weights(self, version: int) -> None:
-            if not is_stale or version == 0:
-                super().take_weights(version)
-
-    def two(config: EngineConfig, policy: Policy) -> list[Beside]:
-        return [Beside(policy, max_running=6), Second(policy, max_running=6)]
-
-    monkeypatch.setattr(engines, "_engines", two)
-    assert tokenizer.pad_token_id == 0
-    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
-    made = recipe(tmp_path / "run", process=True, numerics="fast", evaluation=None)
-    findings = {finding.name: finding for finding in examine(made, **objects)}
-    wrong = {name for name, finding in findings.items() if finding.status == "failure"}
-    assert wrong >= expected.keys() if expected else not wrong, [findings[name].line() for name in wrong]
-    assert all(text in findings[name].found for name, text in expected.items())
-    if not expected:
-        assert "0 of 2 engines" in findings["stop_tokens"].found and "0 of 2 engines" in findings["pad_by_mask"].found
 
 
 # In processes --------------------------------------------------------------------------------------------
@@ -257,28 +206,6 @@ def test_a_killed_engine_costs_nothing_but_time(
     assert last["engine/rerouted"] >= 4
 
 
-def test_an_evaluation_by_an_engine_elsewhere(
-    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Its log records come to this process's stderr, at the recipe's level."""
-    answers = []
-    for process in (False, True):
-        made = EvalRecipe(
-            output_dir=str(tmp_path / str(process)),
-            sampling=SamplingConfig(max_new_tokens=6),
-            samples_per_prompt=2,
-            engine=NativeEngineConfig(process=process),
-            log=LogConfig(tensorboard=False, level="info"),
-        )
-        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
-        answers.append((Evaluator(made, **objects).run().path / "answers.jsonl").read_text())
-    assert answers[0] == answers[1]
-    started = re.findall(
-        r"INFO \[native engine 0\] quartet\.rollout\.process: started as process (\d+)", capfd.readouterr().err
-    )
-    assert len(started) == 1 and int(started[0]) != os.getpid()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_processor")
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(trainer: Callable[..., RLTrainer]) -> None:
@@ -295,3 +222,13 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(trainer: Callable[...,
     with pytest.raises(UserError, match="enough"):
         first.train()
     assert_equal(trained(trainer("there", resume=True, placement=PLACEMENTS["pipelined"])), here)
+
+
+@pytest.mark.usefixtures("exact_processor")
+def test_a_native_engine_in_a_process_to_the_bit(run: Any) -> None:  # noqa: F811
+    here, here_model, _ = run("here", NativeEngineConfig(max_running=5), "exact")
+    there, there_model, rows = run("there", NativeEngineConfig(max_running=5, process=True), "exact")
+    check_episodes(here)
+    assert there == here
+    assert all(torch.equal(a, b) for a, b in zip(here_model.parameters(), there_model.parameters(), strict=True))
+    assert rows[-1]["agreement/logprob_diff_max"] == 0.0

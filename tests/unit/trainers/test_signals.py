@@ -6,10 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,12 +15,10 @@ import pytest
 from quartet.cluster import ClusterError
 from quartet.config import Interrupted
 from quartet.config.recipe import RLRecipe
-from quartet.schedule.compute_thread import ComputeThread
-from quartet.trainers import event_loop, signals
-from quartet.trainers.event_loop import run_async
+from quartet.trainers import signals
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.signals import STOP_SIGNALS, Stopped, StopSignals, stop_signals, take_back_signals
+from quartet.trainers.signals import STOP_SIGNALS, Stopped, run_async, stop_signals, take_back_signals
 
 INT, TERM, USR1 = STOP_SIGNALS
 
@@ -35,9 +30,9 @@ def arrive(*numbers: int) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers_are_given_back() -> Iterator[None]:
-    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}, sys.unraisablehook
+    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
-    assert ({number: signal.getsignal(number) for number in STOP_SIGNALS}, sys.unraisablehook) == former
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == former
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS)
@@ -59,27 +54,6 @@ def test_where_nothing_can_be_saved_the_first_stops_at_once(first: signal.Signal
     with stop_signals(), pytest.raises(Stopped) as stop:
         arrive(first)
     assert stop.value.number == first and isinstance(stop.value, KeyboardInterrupt)
-
-
-class _Interrupted:
-    """Is collected just when the signal comes."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        arrive(self.number)
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_stop_that_the_interpreter_drops_comes_again(number: signal.Signals) -> None:
-    """An exception out of ``__del__`` is printed and dropped: a Ctrl-C while models load had no effect."""
-    began = time.monotonic()
-    with stop_signals(), pytest.raises(Stopped) as stop:
-        lost = _Interrupted(number)
-        del lost
-        time.sleep(10)
-    assert stop.value.number == number and time.monotonic() - began < 5
 
 
 def test_a_stop_that_was_swallowed_is_raised_by_the_next_check() -> None:
@@ -116,14 +90,6 @@ def test_a_stop_between_two_stages_is_not_forgotten() -> None:
             outer.check()
 
 
-def test_every_scope_begins_anew() -> None:
-    for _ in range(2):
-        with stop_signals() as found, found.graceful():
-            assert not found.requested
-            arrive(INT)
-            assert found.requested and not found.at_once
-
-
 def test_what_ray_takes_is_taken_back() -> None:
     def rays(*_: object) -> None:
         raise SystemExit(15)
@@ -138,32 +104,6 @@ def test_what_ray_takes_is_taken_back() -> None:
         with found.graceful():
             arrive(TERM)
             assert found.first == TERM
-
-
-def test_signals_within_a_running_event_loop() -> None:
-    async def notebook() -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, lambda: None)
-        with stop_signals() as found, found.graceful():
-            arrive(INT)
-            with pytest.raises(Stopped):
-                arrive(INT)
-
-    asyncio.run(notebook())
-
-
-def test_another_thread_has_no_signals_of_its_own() -> None:
-    found: list[StopSignals] = []
-
-    def work() -> None:
-        with stop_signals() as own, own.graceful():
-            found.append(own)
-
-    for scope in (contextlib.nullcontext(), stop_signals()):
-        with scope as outer:
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-            assert not found[-1].requested and (outer is None or found[-1] is outer)
 
 
 def test_a_forked_child_ends_by_the_signals() -> None:
@@ -192,7 +132,7 @@ def test_workers_that_a_signal_ended_are_not_replaced(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "CLEAN_UP_S", 0.2)
+    monkeypatch.setattr(signals, "CLEAN_UP_S", 0.2)
 
 
 @pytest.mark.usefixtures("short")
@@ -242,42 +182,6 @@ def test_an_interrupt_lets_tasks_clean_up() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_async(work())
     assert ended == ["work", "other"]
-
-
-def test_a_computation_is_ended_also_where_the_interpreter_drops_what_ends_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """An exception out of the callback of a weak reference is printed and dropped, and the call went on."""
-    compute, inside = ComputeThread(), threading.Event()
-
-    def callback(_: object) -> None:
-        inside.set()
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            pass
-
-    def endless() -> None:
-        gone = threading.Event()
-        reference = weakref.ref(gone, callback)
-        del gone
-        while reference() is None:
-            time.sleep(0.001)
-
-    async def work() -> None:
-        call = asyncio.ensure_future(compute.run(endless))
-        while not inside.is_set():
-            await asyncio.sleep(0.01)
-        with stop_signals():
-            arrive(INT)
-        await call
-
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        run_async(work())
-    assert time.monotonic() - began < event_loop.CLEAN_UP_S
-    assert asyncio.run(compute.run(lambda: 5)) == 5
-    compute.close()
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("outcome", "expected"), [(lambda: 7, 7), (lambda: 1 / 0, ZeroDivisionError)])

@@ -17,9 +17,7 @@ from quartet.config.recipe import CheckpointConfig, LogConfig, RewardModelRecipe
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 from quartet.train.engine import TrainEngine
-from quartet.trainers.reward_model import RewardModelTrainer
-from quartet.trainers.sft import SFTTrainer, SFTWorker
-from quartet.trainers.supervised_worker import Given
+from quartet.trainers.supervised import Given, RewardModelTrainer, SFTTrainer, SFTWorker
 
 COMMON: dict[str, Any] = {
     "threads": 1,
@@ -65,8 +63,7 @@ def process_reward(
     )
 
 
-@pytest.mark.parametrize("check_rows", [50_000, 3])
-@pytest.mark.parametrize("make", [sft, reward_model, process_reward])
+@pytest.mark.parametrize(("make", "check_rows"), [(sft, 50_000), (sft, 3), (reward_model, 3), (process_reward, 50_000)])
 def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
     make: Any,
     check_rows: int,
@@ -88,15 +85,6 @@ def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "broken")
-
-
-def test_a_run_stopped_between_last_checkpoint_and_summary_still_gets_its_figures(
-    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
-) -> None:
-    whole = sft(tmp_path / "run", causal_lm(), tokenizer, demonstrations).train()
-    (tmp_path / "run" / "summary.json").unlink()
-    again = sft(tmp_path / "run", causal_lm(), tokenizer, demonstrations, resume=True).train()
-    assert again.summary["stages"][0]["metrics"] == whole.summary["stages"][0]["metrics"]
 
 
 def test_sft_figures_are_those_of_transformers_own_loss(
@@ -126,12 +114,6 @@ def test_evaluation_runs_on_its_cadence_and_at_the_end(
     rows = untimed(tmp_path / "run")
     assert [row["step"] for row in rows if "eval/loss" in row] == [2, 4, 5]
     assert [row["data/epoch"] for row in rows] == pytest.approx([6 * n / 24 for n in range(1, 6)])
-
-
-def test_steps_follow_from_epochs(causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path) -> None:
-    trainer = sft(tmp_path / "run", causal_lm(), tokenizer, demonstrations, steps=None, epochs=3, examples_per_step=10)
-    trainer.worker.packed.release()
-    assert trainer.worker.steps == 8, "24 rows, three times, ten at a time, rounded up"
 
 
 def test_a_reward_model_learns_to_prefer_and_reports_it(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.schedule.learners import UpdatePlan
+from quartet.schedule.iteration import UpdatePlan
 
 
 def experience(sizes: list[int], trained: list[bool] | None = None) -> RaggedBatch:

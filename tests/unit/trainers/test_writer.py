@@ -21,7 +21,7 @@ from quartet.observe.rollouts import list_steps, read_step, rollouts_path
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch, without_texts
 from quartet.schedule.leases import LOCAL_POOL, local_placement
-from quartet.schedule.rollout_writer import Writer
+from quartet.schedule.model_worker import Writer
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs
 from quartet.trainers.model_loader import UserObjects

@@ -9,12 +9,20 @@ in its memory. Attention stays the context's.
 
 What is recognised is decided by names (those of Llama, which most families follow) and then by computing: a copy of the
 layer with random weights must agree with its own forward. Other layers stay as they are.
+
+Products of few rows with weights in the order that a kernel of the CPU reads.
+
+Shapes: D inputs, O outputs.
+
+Which form each weight of an engine has: in fp32 on the CPU large ones in the order that kernels read, small ones
+transposed (``benchmarks/products.py`` compares), and layers of the common kind as fewer operations.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +30,67 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quartet.extras.cpu_kernels.fused import SignedSin
-from quartet.extras.cpu_kernels.products import is_packed_best, packed_for, plain_form, product
 from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, RecordedAttention
 from quartet.models.lora import AdaptedLayer
-from quartet.rollout.compute_dtype_weights import CopySource, WeightCopy
+from quartet.models.packed_model import PackedCausalLM, decoder_layers
+from quartet.rollout.compute_dtype_weights import Adapted, CopySource, Form, WeightCopy, as_it_is, converted
+
+MIN_PACKED = 2**17
+"""Numbers of a weight from which on a packed product is quicker than a transposed one."""
+MAX_TRANSPOSED_INPUTS = 768
+"""On one thread, sums over more numbers than this take another order in a transposed product, and one that depends on
+the number of rows; a request would then get other bits alone than in a batch."""
+
+
+def transposed(weight: Tensor) -> Tensor:
+    return weight.t().contiguous().t()
+
+
+def packed_for(num_rows: int) -> Form:
+    """In the blocks that oneDNN's kernel reads for products of about ``num_rows`` rows.
+
+    A row's bits do not depend on the number of rows, from two rows on, whatever the number of threads.
+    """
+    return partial(torch.ops.mkldnn._reorder_linear_weight, batch_size=num_rows)
+
+
+def is_packed_best(num_numbers: int) -> bool:
+    """Whether a packed product of an fp32 weight on the CPU can be had and is quicker."""
+    mkldnn = torch.backends.mkldnn
+    return num_numbers >= MIN_PACKED and bool(mkldnn.is_available() and mkldnn.enabled)
+
+
+def plain_form(num_inputs: int) -> Form:
+    """Transposed where that gives a row the same bits in any batch."""
+    return transposed if num_inputs <= MAX_TRANSPOSED_INPUTS or torch.get_num_threads() > 1 else as_it_is
+
+
+def product(weight: Tensor | None, x: Tensor, bias: Tensor | None) -> Tensor:
+    """``x Wᵀ + bias``: ``[..., D] → [..., O]``."""
+    assert weight is not None
+    if weight.is_mkldnn:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+    return F.linear(x, weight, bias)
+
+
+class PackedProduct(WeightCopy):
+    """The weight of a linear layer in the blocks that oneDNN's kernel reads; the module gets another forward."""
+
+    def __init__(self, module: nn.Linear, num_rows: int, layer: AdaptedLayer | None = None) -> None:
+        self._module: Any = module
+        super().__init__([module], [CopySource(module.weight, layer)], [packed_for(num_rows)])
+
+    def put_in(self) -> None:
+        self._module.forward = self._forward
+
+    def take_out(self) -> None:
+        # The instance's attribute goes, and the class's method shows again.
+        del self._module.forward
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return product(self.tensors[0], x, self._module.bias)
+
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -146,7 +211,7 @@ class MergedLayer(WeightCopy):
         return self._product(3, F.silu(gate).mul_(up)).add_(hidden).unsqueeze(0)
 
     def _product(self, i: int, x: Tensor) -> Tensor:
-        return product(self._weights[i].tensor, x, self._biases[i])
+        return product(self.tensors[i], x, self._biases[i])
 
     def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
         """``[R, D] → [R, H Dh]``"""
@@ -215,3 +280,48 @@ def _own(layer: nn.Module, hidden: Tensor, angles: tuple[Tensor, Tensor], contex
         hidden_states=hidden, attention_mask=None, position_embeddings=angles, quartet_attention=context
     )
     return out
+
+
+def copies(packed: PackedCausalLM, adapted: Adapted, num_rows: int, in_place: bool) -> Iterator[WeightCopy]:
+    """The copies of what computes in fp32 on the CPU.
+
+    Args:
+        adapted: adapters by the layer that they add to.
+        num_rows: rows that most products have.
+        in_place: nothing else uses the model.
+    """
+    if packed.precision != "fp32":
+        return
+    done: set[nn.Module] = set()
+    if packed.device.type == "cpu":
+        kinds = MergedLayers()
+        with packed.without_adapters():
+            for module in decoder_layers(packed.body):
+                layer = kinds.merge(module, num_rows, adapted)
+                if layer is not None:
+                    done.update(layer.modules)
+                    yield layer
+    factors = {id(factor) for layer in adapted.values() for factor in layer.factors}
+    for module in packed.model.modules():
+        is_single = module not in done and (type(module) is nn.Linear or module in adapted)
+        if is_single and isinstance(module, nn.Linear) and id(module.weight) not in factors and _packs(module):
+            done.add(module)
+            yield PackedProduct(module, num_rows, adapted.get(module))
+
+    def form_of(module: nn.Module, parameter: nn.Parameter) -> Form:
+        is_linear = type(module) is nn.Linear or (isinstance(module, nn.Linear) and module in adapted)
+        is_plain = parameter.dtype == torch.float32 and parameter.dim() == 2 and parameter.device.type == "cpu"
+        return plain_form(parameter.shape[1]) if is_linear and is_plain else as_it_is
+
+    yield from converted(packed, adapted, done, form_of, in_place=in_place)
+
+
+def _packs(module: nn.Linear) -> bool:
+    """Whether a packed product can be had and is quicker."""
+    weight = module.weight
+    return (
+        "forward" not in vars(module)
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and is_packed_best(weight.numel())
+    )

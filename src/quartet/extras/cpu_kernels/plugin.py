@@ -3,5 +3,7 @@
 from quartet.config.plugins import Plugin, WeightForm
 
 PLUGIN = Plugin(
-    weight_form=WeightForm("quartet.extras.cpu_kernels.forms:copies", "quartet.extras.cpu_kernels.fused:install_on_cpu")
+    weight_form=WeightForm(
+        "quartet.extras.cpu_kernels.merged_layers:copies", "quartet.extras.cpu_kernels.fused:install_on_cpu"
+    )
 )

@@ -18,12 +18,12 @@ from quartet.extras.doctor.checks import Finding, Findings, judged, quick_findin
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.extras.doctor.weights import check_weights
 from quartet.schedule.groups import Chunk, chunk_of
-from quartet.schedule.rollout_worker import PromptRequest, SampleRequest
-from quartet.trainers.attempt import RunAttempt, RunContext
-from quartet.trainers.event_loop import run_async
+from quartet.schedule.rollout_worker import PromptRequest
+from quartet.trainers.attempt import RunAttempt
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory, Stopwatch
 from quartet.trainers.run_files import output_path
+from quartet.trainers.signals import run_async
 
 MAX_NEW_TOKENS = 128
 _ANSWERS, _PROMPTS = 16, 8
@@ -85,8 +85,8 @@ class _Examination:
     async def run(self) -> None:
         trainer = self._trainer
         trainer.run.start(0)
-        context = RunContext(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None)
-        attempt = await RunAttempt.begin(context, 0)
+        attempt = RunAttempt(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None, 0)
+        await attempt.begin()
         started = ", ".join(trainer.workers.models)
         self._findings.add(judged("start", f"{started} and {len(trainer.workers.engines)} engines"))
         async with contextlib.aclosing(attempt):
@@ -135,13 +135,11 @@ class _Examination:
         roles, rollout = run.roles, run.attempt.rollout
         asked = rollout.requests
 
-        def shorter(sample: SampleRequest) -> SampleRequest:
-            num = min(sample.sampling.max_new_tokens, self._max_new_tokens)
-            return replace(sample, sampling=replace(sample.sampling, max_new_tokens=num))
-
         def limited(index: int) -> tuple[PromptItem, PromptRequest]:
             item, request = asked(index)
-            return item, replace(request, samples=tuple(map(shorter, request.samples)))
+            lengths = {name: min(length, self._max_new_tokens) for name, length in request.lengths.items()}
+            samples = {name: replace(one, max_new_tokens=lengths[name]) for name, one in request.samples.items()}
+            return item, replace(request, samples=samples)
 
         rollout.requests = limited
         source = roles.source(rollout, lambda finished: None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.model_worker import ModelWorker
-from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest
+from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.text.examples import PromptText
 from quartet.train.forward import Needs
 from quartet.trainers.attempt import RunAttempt
@@ -43,7 +43,7 @@ class ExaminedRun:
     async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
         """What each engine answers, with token ids, by each of ``params``; by the engines' names."""
         rollout, found = self.attempt.rollout, dict[str, RaggedBatch]()
-        asked = PromptRequest(name, prompt, tuple(SampleRequest(f"{name}.{n}", one) for n, one in enumerate(params)))
+        asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
             for n, worker in enumerate(self.workers.engines):
                 of_worker = await worker.call(RolloutWorker.answers_by_engine, asked)

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.extras.doctor.checks import Finding, judged
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.schedule.groups import GREEDY, Chunk
-from quartet.schedule.iteration import ModelScorer, PartScorer, Scorer, score_all
-from quartet.schedule.learners import UpdatePlan
+from quartet.schedule.iteration import ModelScorer, PartScorer, Scorer, UpdatePlan, score_all
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.trainers.experience import Experience, sampled_only
 from quartet.trainers.run import Stopwatch

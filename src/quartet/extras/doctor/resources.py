@@ -11,7 +11,7 @@ from quartet.config.recipe import RLRecipe
 from quartet.extras.doctor.checks import Finding, judged
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.observe.memory import available_bytes
-from quartet.trainers.engine_memory import numbers_per_token
+from quartet.trainers.devices import numbers_per_token
 from quartet.trainers.workers import Sizes
 
 _GIB = 2**30

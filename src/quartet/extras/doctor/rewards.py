@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import ColumnSet
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectories
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import MathReward, NumericReward
@@ -34,7 +34,7 @@ from quartet.rewards.source import combine
 from quartet.schedule.groups import GREEDY, Chunk, Group, chunk_of
 from quartet.schedule.iteration import PartScorer, Scorer, score_all
 from quartet.trainers.evaluation import answers_of, as_completion
-from quartet.trainers.evaluation_files import Answer
+from quartet.trainers.evaluation_metrics import Answer
 from quartet.trainers.experience import sampled_and_greedy
 from quartet.trainers.run import Stopwatch
 

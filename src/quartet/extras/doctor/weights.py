@@ -14,7 +14,7 @@ from quartet.config.placement import HEADS
 from quartet.extras.doctor.checks import Finding, Findings, judged
 from quartet.extras.doctor.examined_run import ExaminedRun
 from quartet.schedule.model_worker import Offloadable, TrainWorker
-from quartet.train.bit_flips import ModelPart
+from quartet.train.engine import ModelPart
 from quartet.train.forward import Needs
 from quartet.trainers.run import Stopwatch
 

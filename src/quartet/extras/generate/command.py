@@ -40,11 +40,11 @@ def generate(
     from quartet.rollout.protocol import SamplingParams
     from quartet.text.loading import check_vocabulary, local_or_hub
     from quartet.text.tokenizer import TextCodec
+    from quartet.trainers.checkpoints import model_directory
     from quartet.trainers.devices import FrozenModels, find_device, precision_on
     from quartet.trainers.engines import step_engine
     from quartet.trainers.evaluation import generate as run
     from quartet.trainers.input_sources import context_length, cut_short
-    from quartet.trainers.results import model_directory
 
     sampling = SamplingParams(
         temperature=temperature,

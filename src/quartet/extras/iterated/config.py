@@ -7,13 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from quartet.config.choices import EngineConfig, RewardConfig
 from quartet.config.common import DataConfig, SamplingConfig, Strict, TrainingRecipe
-from quartet.config.engine_types import EngineConfig
 from quartet.config.engines import NativeEngineConfig, draw_misfits
 from quartet.config.evaluation import untrained
 from quartet.config.plugins import Starter
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
-from quartet.config.reward_types import RewardConfig
 from quartet.config.strict import Prompts, Samples
 
 

@@ -41,17 +41,16 @@ from quartet.observe.digests import seal, unseal
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.text.examples import AnswerText, Preference, answer_turn
+from quartet.trainers.checkpoints import TrainResult
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
-from quartet.trainers.evaluation_files import Answer, write_answers, write_rows
-from quartet.trainers.evaluation_metrics import by_prompt
+from quartet.trainers.evaluation_metrics import Answer, by_prompt, write_answers, write_rows
 from quartet.trainers.input_sources import check_recipe, check_unweighted
-from quartet.trainers.results import TrainResult
-from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, completed, writing
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
+from quartet.trainers.supervised import RewardModelTrainer
 
 PREVIOUS = "previous_round"
 """Name under which the reward model of the round before scores fresh answers."""

@@ -6,11 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from quartet.config.common import ShardingConfig, Strict
+from quartet.config.common import ShardingConfig, Strict, SupervisedRecipe
 from quartet.config.plugins import Starter
 from quartet.config.rewards import ModelSource
 from quartet.config.strict import Rows, Tokens
-from quartet.config.supervised import SupervisedRecipe
 
 
 class ProcessRewardRecipe(SupervisedRecipe):

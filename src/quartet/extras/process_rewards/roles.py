@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.segments import gather_owner, segment_count
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
 from quartet.config import UserError
 from quartet.extras.process_rewards.config import DiscountedSteps, ProcessModelReward
@@ -48,8 +47,7 @@ from quartet.text.loading import load_generation_config, reads_the_same
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.reward_roles import EpisodeScorer, RewardModelRole, encode_answer
-from quartet.trainers.reward_sources import load_source
+from quartet.trainers.model_loader import EpisodeScorer, RewardModelRole, encode_answer, load_source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,7 @@ from quartet.train.forward import Needs, Outputs
 from quartet.train.metrics import MetricSums
 from quartet.train.objectives import Objective, required
 from quartet.trainers.run_files import writing
-from quartet.trainers.supervised import SupervisedTrainer
-from quartet.trainers.supervised_worker import ScalarWorker
+from quartet.trainers.supervised import SupervisedTrainer, SupervisedWorker
 
 CombinationRule = Literal["sum", "min", "discounted"]
 ScoreKind = Literal["probability", "signed", "logit"]
@@ -242,7 +241,7 @@ class StepObjective(Objective):
         return out.loss
 
 
-class ProcessRewardWorker(ScalarWorker[ProcessRewardRecipe, ProcessData]):
+class ProcessRewardWorker(SupervisedWorker[ProcessRewardRecipe, ProcessData]):
     """Trains a scalar head to tell right steps from wrong ones."""
 
     objective = StepObjective()

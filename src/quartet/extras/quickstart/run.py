@@ -7,7 +7,6 @@ models, ``summary.json`` and ``report.html``.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -19,6 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from quartet.config import Interrupted, UserError
+from quartet.config.nearest import DIRECTORY_OPTION, run_info
 from quartet.config.plugins import report_writer
 from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.checker import JUDGE_ERROR_RATE, is_correct, judge_pairs
@@ -29,13 +29,12 @@ from quartet.observe.run_status import ENDED, LOCK
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import generate
-from quartet.trainers.evaluation_files import write_rows
-from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.evaluation_metrics import write_rows
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json
-from quartet.trainers.run_files import Resume, completed, found_summary, read_json, take_lock, writing
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.run_files import Resume, completed, found_summary, take_lock, writing
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 TEMPERATURES = (0.0, 0.5, 1.0)
 NUM_EXAMPLES = 12
@@ -150,18 +149,7 @@ class Quickstart:
 
     def _found(self) -> dict[str, Any] | None:
         """``run.json`` of the run that is there; None where there is none yet."""
-        marker = self.path / "run.json"
-        if os.path.lexists(marker):
-            try:
-                found: Any = read_json(marker)
-            except ValueError as error:
-                found = str(error)
-            if not isinstance(found, dict) or not isinstance(found.get("created"), str):
-                raise UserError(
-                    f"output directory {self.path} holds no run, or one whose run.json is damaged",
-                    found=found if isinstance(found, str) else f"{marker} does not say when it was created",
-                    remedy="restore run.json from a copy, or choose another --out",
-                )
+        if found := run_info(self.path):
             same = all(found.get(key) == value for key, value in self._identity().items())
             if not self.resume or not same:
                 raise UserError(
@@ -187,7 +175,7 @@ class Quickstart:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path / LOCK)
         if found is not None:
-            self._created = found["created"]
+            self._created = found.get("created", self._created)
             if found.get("status") == "running":
                 self.progress.print(f"the process that ran it before {ENDED}: its status was still running")
         self._mark("running")
@@ -213,7 +201,7 @@ class Quickstart:
         return {"job": "quickstart", "seed": self.seed, "shuffled_scores": self.shuffle_scores, "size": size}
 
     def _mark(self, status: str) -> None:
-        state = {"created": self._created, "status": status, "versions": software_versions()}
+        state = {"created": self._created, "status": status, "versions": software_versions(), DIRECTORY_OPTION: "--out"}
         write_json(self.path / "run.json", {"name": self.path.name, **self._identity(), **state})
 
     def _rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quartet.config.errors import UserError
-from quartet.config.file_errors import read_error, read_file
+from quartet.config.errors import UserError, read_error, read_file
 from quartet.config.nearest import made_by
 from quartet.extras.report.samples import ReportLimits, collect_rollouts, compact, evenly
 from quartet.extras.report.timing import show_timing

@@ -31,7 +31,7 @@ def report(
     port: Annotated[int, typer.Option(help="Of --live; 0 takes a free one.", min=0, max=65535)] = 0,
 ) -> None:
     """One HTML file: curves, timing, every token."""
-    from quartet.config.addresses import is_url
+    from quartet.config.strict import is_url
     from quartet.extras.report.build import build_report
 
     if not live:
@@ -101,8 +101,8 @@ def sweep(
     seeds: Annotated[int, typer.Option(help="Runs of each recipe, with seeds from its own on.", min=1)] = 1,
 ) -> None:
     """Runs of a recipe with several values and seeds."""
-    from quartet.config.addresses import is_url
     from quartet.config.load import job_named, load_recipe
+    from quartet.config.strict import is_url
     from quartet.config.yamls import one_line
     from quartet.extras.report.compare import build_comparison
 

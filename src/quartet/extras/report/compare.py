@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from quartet.config.errors import UserError
-from quartet.config.jobs import recipes
-from quartet.config.schema import chosen_member, flatten, item_annotation
+from quartet.config.plugins import recipes
+from quartet.config.strict import chosen_member, flatten, item_annotation
 from quartet.config.yamls import parse_yaml
 from quartet.extras.report.build import write_page
 from quartet.extras.report.collect import TELLING, collect_run

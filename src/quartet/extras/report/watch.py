@@ -16,8 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from quartet.config.errors import UserError, printable
-from quartet.config.file_errors import read_file
+from quartet.config.errors import UserError, printable, read_file
 from quartet.config.yamls import parse_yaml
 from quartet.extras.report.collect import check_run, explain_metric, read_run, stage_dirs, telling
 from quartet.extras.report.samples import evenly

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from quartet.config.remote import DAY_S
-from quartet.config.rewards import Fallible
+from quartet.config.rewards import DAY_S, Fallible
 from quartet.config.strict import Processes, Responses
 
 

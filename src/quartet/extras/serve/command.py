@@ -59,10 +59,10 @@ def serve(
     from quartet.models.packing_probe import model_context_length
     from quartet.text.loading import check_vocabulary, local_or_hub
     from quartet.text.tokenizer import TextCodec
+    from quartet.trainers.checkpoints import model_directory
     from quartet.trainers.devices import find_device, precision_on
     from quartet.trainers.engines import Policy, open_engine
     from quartet.trainers.input_sources import vocabulary_size
-    from quartet.trainers.results import model_directory
 
     path = local_or_hub(model_directory(model, revision, trust_remote_code=trust_remote_code), "model")
     # Before the engine starts, which takes long.

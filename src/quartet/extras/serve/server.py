@@ -39,9 +39,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from quartet.config import UserError
-from quartet.config.foreign import described
+from quartet.config.errors import described
 from quartet.extras.serve.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, check_size, requests_of
-from quartet.rollout.ledger import RequestsRefused
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
@@ -49,6 +48,7 @@ from quartet.rollout.protocol import (
     Generated,
     GenerationError,
     Request,
+    RequestsRefused,
     RolloutEngine,
 )
 from quartet.text.tokenizer import TextCodec

@@ -8,6 +8,10 @@
 
 Connections, retries and time limits are ``JSONClient``'s, whose thread puts finished answers into a queue. Everything
 else happens in the caller's thread. What a server's requests and answers look like is a subclass's.
+
+What the answer of a server must be. Every fault is a ValueError, after which the server is asked again.
+
+Engine ``server``: OpenAI's completions, as vLLM and ``quartet serve`` extend them by token ids.
 """
 
 from __future__ import annotations
@@ -18,19 +22,18 @@ import queue
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait as wait_readable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from quartet.config import UserError
-from quartet.config.remote import RemoteServer
-from quartet.extras.servers.checks import Ended, Part, agreed, check_columns, ending
+from quartet.config.rewards import RemoteServer
+from quartet.extras.servers.config import ServerEngineConfig
 from quartet.remote.json_client import JSONClient, RemoteError
-from quartet.rollout.ledger import RequestLedger, RequestsRefused
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
@@ -38,11 +41,91 @@ from quartet.rollout.protocol import (
     FinishReason,
     Generated,
     Request,
+    RequestsRefused,
     Unfinished,
+    check_ids,
 )
-from quartet.rollout.scheduler import check_request
-from quartet.rollout.stop_strings import Decode
+from quartet.rollout.scheduler import Decode, check_request
+from quartet.trainers.engines import Policy
 from quartet.weights.sink import TensorSink
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a server generated for a request. ``ended``: why; None where it broke off and can go on from here."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ended: Literal["stop", "length"] | None
+
+
+Ended = tuple[Part, FinishReason | None, int | None]
+"""What was generated, why it ended (None: it goes on), and where in the text a stop string stands."""
+
+
+def ending(
+    said: Literal["stop", "length"] | None,
+    token_ids: Sequence[int],
+    request: Request,
+    decode: Decode | None,
+    room: int,
+    *,
+    is_exact: bool,
+) -> tuple[FinishReason | None, int | None]:
+    """Why all of a request's tokens end where they do, and the ``text_end`` of a stop string.
+
+    Args:
+        said: by the server; None: they do not.
+        room: the most tokens that it may get.
+        is_exact: an answer that ends by length has as many.
+
+    Raises:
+        ValueError: they cannot end there.
+    """
+    if said is None:
+        return None, None
+    sampling = request.sampling
+    stop = next((n for n, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)
+    if stop is not None:
+        if stop < len(token_ids) - 1:
+            raise ValueError(f"it goes on after the stop token at place {stop} of {len(token_ids)}")
+        return FinishReason.STOP, None
+    if sampling.stop_strings and decode is not None:
+        text = decode(request.prompt_ids, token_ids)
+        places = [place for string in sampling.stop_strings if (place := text.find(string)) >= 0]
+        if places:
+            return FinishReason.STOP_STRING, min(places)
+    if said == "stop":
+        raise ValueError(f"it stopped after {len(token_ids)} tokens, where nothing stops it")
+    if len(token_ids) > room or (is_exact and len(token_ids) < room):
+        raise ValueError(f"{len(token_ids)} tokens, and it ended by length; {room} were asked for")
+    return FinishReason.LENGTH, None
+
+
+def agreed(read: Callable[[Any], T], answer: Any) -> T:
+    """``read`` of what a server said; raises ValueError where that has not the agreed form."""
+    try:
+        return read(answer)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"it lacks what was asked for ({type(error).__name__}: {error})") from None
+
+
+def check_columns(part: Part, vocab_size: int) -> None:
+    """Raises ValueError where these are no tokens of the model with their log-probabilities."""
+    if len(part.token_ids) != len(part.logprobs):
+        raise ValueError(f"{len(part.logprobs)} log-probabilities of {len(part.token_ids)} tokens")
+    if part.ended is not None and not part.token_ids:
+        raise ValueError("no tokens")
+    wrong = [token for token in part.token_ids if type(token) is not int or not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} among the token ids of a model of {vocab_size}")
+    # Rounding may leave a little above 0 of a certain token.
+    odd = [p for p in part.logprobs if not (isinstance(p, float | int) and -math.inf < p <= 1e-3)]
+    if odd:
+        raise ValueError(f"{odd[0]!r} among the log-probabilities")
+
 
 _REFUSED = (400, 413, 422)
 """Of HTTP: what was asked is at fault."""
@@ -90,7 +173,6 @@ class HTTPEngine(abc.ABC):
         self.server, self.version = server, version
         self._vocab_size, self._decode, self._restart_timeout_s = vocab_size, decode, restart_timeout_s
         self._client = JSONClient(server)
-        self._ledger = RequestLedger(server.url)
         self._context: int | None = None
         self._is_paused = False
         self._patient_until_s = self._ask_again_s = -math.inf
@@ -103,6 +185,7 @@ class HTTPEngine(abc.ABC):
 
     def _forget(self) -> None:
         self._stats, self._client.num_retries = EngineStats(), 0
+        self._held: dict[str, _Held] = {}  # what flies, waits, or has come and was not looked at
         self._waiting: deque[_Held] = deque()
         self._flying: dict[str, _Held] = {}
         self._ended: list[Completion] = []
@@ -181,7 +264,6 @@ class HTTPEngine(abc.ABC):
         """Forgets what it held and waits for the server, which whoever runs it starts anew."""
         for held in self._flying.values():
             held.answer.cancel()
-        self._ledger.clear()
         self._forget()
         self._is_paused = False
         self._patient_until_s = time.monotonic() + self._restart_timeout_s
@@ -203,15 +285,9 @@ class HTTPEngine(abc.ABC):
                     found=f"draw {request.sampling.draw!r} of request {request.request_id!r}",
                     remedy="leave it out, or use the native engine",
                 )
-            if request.content_digests:
-                raise UserError(
-                    "a server takes text alone",
-                    found=f"request {request.request_id!r} with images",
-                    remedy="use the native engine for them",
-                )
-        self._ledger.check(requests)
-        self._ledger.add(requests)
-        self._waiting.extend(_Held(request) for request in requests)
+        check_ids(requests, self._held)
+        self._held |= {request.request_id: _Held(request) for request in requests}
+        self._waiting.extend(self._held[request.request_id] for request in requests)
         self._dispatch()
 
     def _raise_failure(self) -> None:
@@ -289,7 +365,7 @@ class HTTPEngine(abc.ABC):
         except RemoteError as error:
             if error.status in _REFUSED:
                 self._refused.append(RequestsRefused(error, [held.request.request_id]))
-                self._ledger.drop([held.request.request_id])
+                del self._held[held.request.request_id]
             else:
                 self._failure = self._failed(error)
             return
@@ -301,16 +377,13 @@ class HTTPEngine(abc.ABC):
             self._end(held, reason)
 
     def _end(self, held: _Held, reason: FinishReason) -> None:
-        completion = held.completion(reason)
-        self._ledger.settle(completion)
-        self._ended.append(completion)
+        del self._held[held.request.request_id]
+        self._ended.append(held.completion(reason))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         self._collect()
-        for request_id in self._ledger.cancel(request_ids):
-            held = self._flying.pop(request_id, None)
-            if held is None:
-                held = next(each for each in self._waiting if each.request.request_id == request_id)
+        for held in [self._held[i] for i in dict.fromkeys(request_ids) if i in self._held]:
+            if self._flying.pop(held.request.request_id, None) is None:
                 self._waiting.remove(held)
             held.answer.cancel()  # closes the connection
             self._end(held, FinishReason.CANCELLED)
@@ -372,3 +445,69 @@ class HTTPEngine(abc.ABC):
         self._client.close()
         self._bell.close()
         self._ring.close()
+
+
+class OpenAIEngine(HTTPEngine):
+    """A frozen model behind an OpenAI base url (``…/v1``). In a pause, requests that the server has are completed.
+
+    Args:
+        model: the name under which it is served.
+        version: what its completions name as the policy version.
+    """
+
+    path = "/completions"
+    models_path = "/models"
+
+    def __init__(
+        self, server: RemoteServer, *, model: str, vocab_size: int, decode: Decode | None = None, version: int = 0
+    ) -> None:
+        self._model = model
+        super().__init__(server, vocab_size=vocab_size, decode=decode, version=version)
+
+    def check_models(self, models: dict[str, int | None]) -> int | None:
+        if self._model not in models:
+            raise ValueError(f"it serves {', '.join(map(repr, models))}, not {self._model!r}")
+        return models[self._model]
+
+    def body(self, request: Request, token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        sampling = request.sampling
+        asked: dict[str, Any] = {
+            "model": self._model,
+            "prompt": [*request.prompt_ids, *token_ids],
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": sampling.seed & LARGEST_SEED,
+            "stop": list(sampling.stop_strings),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            # Only what the request names ends it, not the model's own end-of-text.
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,  # stop strings are looked for in the text that we have
+        }
+        return asked if request.session is None else {**asked, "session_id": request.session}
+
+    def part(self, answer: Any, request: Request) -> Part:
+        choices = answer["choices"]
+        if len(choices) != 1:
+            raise ValueError(f"{len(choices)} answers to one request")
+        choice = choices[0]
+        if choice.get("token_ids") is None:
+            raise ValueError("no token ids: the server does not know return_token_ids (vLLM has it from 0.10.2 on)")
+        read = choice.get("prompt_token_ids")
+        if read is not None and tuple(read) != request.prompt_ids:
+            raise ValueError(f"the answer to another prompt, of {len(read)} tokens")
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ValueError(f"it ended by {choice['finish_reason']!r}")
+        return Part(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+
+
+def server_engines(config: ServerEngineConfig, policy: Policy) -> list[OpenAIEngine]:
+    """Makes an engine for each address."""
+    return [
+        OpenAIEngine(server, model=config.model, vocab_size=policy.vocab_size, decode=policy.decode)
+        for server in config.servers
+    ]

@@ -15,10 +15,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from quartet.config.addresses import HTTPAddress
 from quartet.config.engines import RoutedEngine
-from quartet.config.remote import RemoteServer, RetryConfig
-from quartet.config.strict import Devices
+from quartet.config.rewards import RemoteServer, RetryConfig
+from quartet.config.strict import Devices, HTTPAddress
 
 
 class _Server(RoutedEngine):

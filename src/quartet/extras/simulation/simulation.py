@@ -9,6 +9,16 @@ Models and an engine that only take time, behind the groups by which a run calls
 
 Weights are a number here, that of their updates, and give every token the same log-probability, which says the number:
 an engine with other weights than it should have shows in what it samples, and the canary finds it.
+
+What an iteration costs: seconds of every stage, bytes of every role. The numbers a planner puts in place of models.
+
+Seconds are those on the pool where a role stands; nothing here knows how they change with more devices.
+
+The critical path of a run, read from its spans: the chain of work that made it as long as it is.
+
+A span began when the last of its *causes* had ended: the data it needs, or the work that held its pool. Going back from
+the span that ended last, from cause to cause, gives the path; what lies between a cause's end and the next beginning is
+waiting that no span explains (on a virtual clock there is none).
 """
 
 from __future__ import annotations
@@ -23,34 +33,129 @@ from typing import Any, cast
 
 import torch
 
-from quartet.batch.columns import ColumnSet, join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import ColumnSet, RaggedBatch, join
 from quartet.config.placement import HEADS, ResolvedPlacement
-from quartet.extras.simulation.cost_model import Cost, CostModel, StageCost
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams, StepEngine
 from quartet.schedule.clock import drained, now
-from quartet.schedule.group_stream import GroupStream
-from quartet.schedule.groups import Group, chunk_of
+from quartet.schedule.groups import AdmissionRule, Consumed, Event, Group, GroupStream, Journal
 from quartet.schedule.iteration import (
-    Barriers,
     Chunk,
+    DrafterLearner,
     IterationStages,
+    ModelLearner,
     ModelScorer,
-    ScorePrefetcher,
     StepLearner,
+    UpdatePlan,
     run_iteration,
 )
-from quartet.schedule.journal import Consumed, Event, Journal
-from quartet.schedule.learners import DrafterLearner, ModelLearner, UpdatePlan
 from quartet.schedule.leases import LeaseContext, LeaseMode, Offloader, placed_arbiter
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker, SampleRequest
-from quartet.schedule.staleness import AdmissionRule
+from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.schedule.weight_sync import CanaryProbe
 from quartet.text.tokenizer import TextCodec
 from quartet.train.forward import Needs
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one call: ``fixed_s + each_s · number``, of groups in a pass, of running requests in a decode step."""
+
+    fixed_s: float = 0.0
+    each_s: float = 0.0
+
+    def seconds(self, number: int) -> float:
+        return self.fixed_s + self.each_s * number
+
+    def times(self, factor: float) -> Cost:
+        return Cost(self.fixed_s * factor, self.each_s * factor)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A scoring pass (one call per chunk) or all updates of a role (one call per step, ``train_<role>``).
+
+    Of the role ``heads``, which learns from as many positions in every step, only ``fixed_s`` counts.
+
+    ``reads_own`` marks a scoring pass of a trained role: it needs the weights of its own step.
+    """
+
+    stage: str
+    role: str
+    cost: Cost
+    reads_own: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationCost:
+    """One decode step gives every running request a token.
+
+    Args:
+        step: of a decode step, by the requests that run.
+        tokens: ``(group index, response) → tokens`` of that answer, at least 1.
+        max_running: requests that decode together; further ones wait in the engine.
+    """
+
+    step: Cost
+    tokens: Callable[[int, int], int] = lambda index, response: 1
+    responses: int = 1
+    steps_per_lease: int = 1
+    max_running: int = 1_000_000_000
+
+
+def _as_planned(stage: str, number: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """All of an iteration.
+
+    Args:
+        scoring, learning: in the order in which they ask for their leases.
+        publish_s: handing new weights to the engine; comparing both with the canary takes no more time.
+        resident_bytes: role → mode → bytes on its pool; also says which modes a role has.
+        move_bytes_per_s: role → how fast its parts move in or out; those of other roles take no time.
+        vary: ``(stage, number) → factor`` on the seconds of that stage's call of this number, counted from 0. Beside
+            those of ``scoring`` and ``learning`` the stages are ``generate``, ``publish`` and ``canary``.
+    """
+
+    generation: GenerationCost
+    scoring: tuple[StageCost, ...]
+    learning: tuple[StageCost, ...]
+    publish_s: float
+    resident_bytes: Mapping[str, Mapping[LeaseMode, int]] = field(default_factory=dict)
+    move_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    vary: Callable[[str, int], float] = _as_planned
+
+    def sizes(self) -> dict[str, dict[LeaseMode, int]]:
+        """Bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
+        modes: list[tuple[str, LeaseMode]] = [
+            ("rollout", "generate"),
+            ("actor", "forward"),
+        ]
+        modes += [(stage.role, "forward") for stage in self.scoring]
+        modes += [(stage.role, "train") for stage in self.learning if stage.role != HEADS]  # works with the actor's
+        found: dict[str, dict[LeaseMode, int]] = {}
+        for role, mode in modes:
+            found.setdefault(role, {})[mode] = self.resident_bytes.get(role, {}).get(mode, 0)
+        return found
+
+    def times(self, factor: float) -> CostModel:
+        """The same iteration on another clock: all seconds times ``factor``."""
+
+        def slower(stage: StageCost) -> StageCost:
+            return replace(stage, cost=stage.cost.times(factor))
+
+        return replace(
+            self,
+            generation=replace(self.generation, step=self.generation.step.times(factor)),
+            scoring=tuple(slower(stage) for stage in self.scoring),
+            learning=tuple(slower(stage) for stage in self.learning),
+            publish_s=self.publish_s * factor,
+            move_bytes_per_s={role: speed / factor for role, speed in self.move_bytes_per_s.items()},
+        )
 
 
 def logprob_of(num_updates: int) -> float:
@@ -275,8 +380,7 @@ class Simulation:
             accept=None if accept is None else lambda group: accept(group.index),
         )
         self.steps: list[list[Consumed]] = []
-        num_chunks = -(-self.prompts_per_step // self.chunk_size)
-        self.stages = self._stages(Barriers(placement.after, num_chunks=num_chunks))
+        self.stages = self._stages()
 
     async def run(self, num_steps: int) -> SimulationResult:
         """So many iterations, on whatever clock the loop has."""
@@ -327,11 +431,9 @@ class Simulation:
 
     def _requests(self, index: int) -> tuple[None, PromptRequest]:
         generation = self.costs.generation
-        lengths = [generation.tokens(index, r) for r in range(generation.responses)]
-        samples = [
-            SampleRequest(f"{index}.{r}", SamplingParams(max_new_tokens=length)) for r, length in enumerate(lengths)
-        ]
-        return None, PromptRequest(str(index), "", tuple(samples))
+        lengths = {f"{index}.{r}": generation.tokens(index, r) for r in range(generation.responses)}
+        samples = {name: SamplingParams(max_new_tokens=length) for name, length in lengths.items()}
+        return None, PromptRequest(str(index), "", samples)
 
     async def _update_engine_weights(self, version: int) -> int:
         """The engine gets the weights that the actor has when they have come over."""
@@ -342,27 +444,21 @@ class Simulation:
 
     # The iteration's roles -------------------------------------------------------------------------------
 
-    def _stages(self, barriers: Barriers) -> IterationStages:
-        costs, collect = self.costs, barriers.collect(self._collect)
-        scorers = [barriers.scorer(stage.stage, self._scorer(stage)) for stage in costs.scoring]
-        frozen = [scorer for stage, scorer in zip(costs.scoring, scorers, strict=True) if not stage.reads_own]
-        return IterationStages(
-            stream=self.stream,
-            collect=collect,
-            scorers=scorers,
-            assemble=assemble,
-            learners=[barriers.learner(stage.stage, self._learner(stage)) for stage in costs.learning],
-            publish=self.rollout.publish,
-            prefetch=ScorePrefetcher(self.stream, collect, frozen) if self._runs_ahead else None,
+    def _stages(self) -> IterationStages:
+        costs = self.costs
+        return IterationStages.wired(
+            self.rollout,
+            self.stream,
+            [(stage.stage, self._scorer(stage), not stage.reads_own) for stage in costs.scoring],
+            assemble,
+            [(stage.stage, self._learner(stage)) for stage in costs.learning],
+            placement=self.placement,
+            on_chunk=self._consumed,
         )
 
-    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
-        consumed = [group.consumed() for group in groups]
-        self.journal.consume(step, index, consumed)
-        if index == 0:
-            self.steps.append([])
-        self.steps[-1] += consumed
-        return chunk_of(step, index, groups)
+    def _consumed(self, step: int, groups: Sequence[Group]) -> None:
+        self.steps += [[] for _ in range(step + 1 - len(self.steps))]
+        self.steps[step] += [group.consumed() for group in groups]
 
     def _scorer(self, stage: StageCost) -> ModelScorer:
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
@@ -401,3 +497,106 @@ async def assemble(chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> Ragge
 
 def _since(span: Span, started_s: float) -> Span:
     return replace(span, start_s=span.start_s - started_s, end_s=span.end_s - started_s)
+
+
+IsCause = Callable[[Span, Span], bool]
+
+
+@dataclass(frozen=True)
+class PathSpan:
+    """A span of the path; ``wait_s`` passed between the end of its cause (or the run's beginning) and its own start."""
+
+    span: Span
+    wait_s: float
+
+
+_TOLERANCE_S = 1e-6
+"""By how much a cause may end after its effect began and still count as before it."""
+
+
+def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[PathSpan]:
+    """The path to the span that ends last, in order of time.
+
+    Args:
+        is_cause: ``(earlier, later)`` → whether ``later`` may have waited for ``earlier``; times are not its business.
+    """
+    rest = sorted(spans, key=lambda span: (span.end_s, span.start_s))
+    if not rest:
+        return []
+    first_s = min(span.start_s for span in rest)
+    current, path = rest.pop(), []
+    while True:
+        rest = [span for span in rest if span.end_s <= current.start_s + _TOLERANCE_S]
+        causes = [span for span in rest if is_cause(span, current)]
+        if not causes:
+            path.append(PathSpan(current, current.start_s - first_s))
+            return path[::-1]
+        cause = causes[-1]
+        path.append(PathSpan(current, max(0.0, current.start_s - cause.end_s)))
+        rest.remove(cause)
+        current = cause
+
+
+def seconds_on_path(path: Sequence[PathSpan]) -> dict[str, float]:
+    """Seconds per span name that took any, and ``wait`` for what lies between."""
+    found: dict[str, float] = {}
+    for link in (link for link in path if link.span.seconds > 0):
+        found[link.span.name] = found.get(link.span.name, 0.0) + link.span.seconds
+    waits = sum(link.wait_s for link in path)
+    return {**found, "wait": waits} if waits > 0 else found
+
+
+def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iterable[Span]) -> IsCause:
+    """What may hold up what in the spans of a run: data, extra edges of the placement, and its pools.
+
+    A movement of parts needs what the work needs for which they move.
+    """
+    scoring = {stage.stage for stage in costs.scoring}
+    learning = {stage.stage for stage in costs.learning}
+    publishers = {stage.stage for stage in costs.learning if stage.role in ("actor", HEADS)}
+    ends_step = learning | {"publish", "canary"}
+    movers = _purposes(list(spans), placement)
+
+    def shares_pool(earlier: Span, later: Span) -> bool:
+        return _pool(placement, earlier) == _pool(placement, later)
+
+    def gives_data(earlier: Span, later: Span) -> bool:
+        later = movers.get(id(later), later)
+        if earlier.step is None or later.step is None:
+            return False
+        follows = earlier.step == later.step - 1 and earlier.name in ends_step
+        same_step = earlier.step == later.step
+        if later.name == "generate":
+            return follows
+        if later.name in scoring:
+            held_back = same_step and earlier.name in placement.after.get(later.name, ())
+            return follows or held_back or (earlier.name == "generate" and earlier.step <= later.step)
+        if later.name in learning:
+            return same_step and (earlier.name in scoring or earlier.name in placement.after.get(later.name, ()))
+        if later.name == "canary":
+            return same_step and earlier.name == "publish"
+        return same_step and earlier.name in publishers
+
+    return lambda earlier, later: shares_pool(earlier, later) or gives_data(earlier, later)
+
+
+def _purposes(spans: Sequence[Span], placement: ResolvedPlacement) -> dict[int, Span]:
+    """Each movement (by its id) → the work before which it came.
+
+    What moves in is for its role's next work; what moves out for the next that moves in on its pool.
+    """
+    found: dict[int, Span] = {}
+    in_time = sorted(spans, key=lambda span: span.start_s)
+    for move in (span for span in spans if span.name in ("onload", "offload")):
+        later = [span for span in in_time if span.start_s >= move.end_s and span is not move]
+        mine = [span for span in later if _pool(placement, span) == _pool(placement, move)]
+        arriving = move if move.name == "onload" else next((span for span in mine if span.name == "onload"), None)
+        role = None if arriving is None else arriving.role
+        work = next((span for span in mine if span.role == role and span.mode is not None), None)
+        if work is not None:
+            found[id(move)] = work
+    return found
+
+
+def _pool(placement: ResolvedPlacement, span: Span) -> str:
+    return placement.pool_of[str(span.role)]

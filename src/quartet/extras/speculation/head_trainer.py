@@ -1,30 +1,49 @@
 """Training of Medusa heads from hidden states of their trunk and the tokens that followed.
 
-Shapes: T stored tokens, M positions that are learned from, D hidden, K depth, V vocabulary.
-
 Whoever runs the trunk gives its hidden states: a job that trains the heads alone, or an actor's own training forward.
+
+Companion training: Medusa heads learn beside their trunk, from hidden states that its own updates leave behind.
+
+::
+
+    watched = companion.watch(batch, objective, …)   which positions, by budget and seed
+    engine.train_step(batch, watched)                its passes leave the states of these positions
+    companion.keep(watched)                          for later
+    …                                                further updates of the step
+    companion.learn()                                one update of the heads for each of the trunk's, while others work
+
+The trunk makes no further pass and gets no gradient: its updates are those without heads, to the bit. Ranks that train
+a model together give each other the states and then make the same update, so that their heads stay equal.
+
+Shapes: T stored tokens, M positions that are learned from, D hidden, K depth, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config.common import OptimConfig
-from quartet.extras.speculation.config import HeadTraining
+from quartet.extras.speculation.config import FOLDER, PREFIX, HeadsConfig, HeadTraining, MedusaSpeculation
 from quartet.extras.speculation.heads import MedusaHeads
-from quartet.extras.speculation.recipe import HeadsConfig
-from quartet.train.forward import Needs
+from quartet.models.packed_model import PackedCausalLM
+from quartet.schedule.leases import LeaseMode
+from quartet.schedule.model_worker import AddedLosses, TrainWorker, Update
+from quartet.train.engine import Objective, TrainEngine, build_optimizer, clip_gradients, learning_rate
+from quartet.train.forward import Needs, Outputs, leaf_rows
 from quartet.train.metrics import MetricSums
-from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 from quartet.train.state import (
     REST,
     Shape,
@@ -33,6 +52,7 @@ from quartet.train.state import (
     model_tensors,
     optimizer_tensors,
     shapes_of,
+    tensors_of,
 )
 
 HIDDEN = Needs(hidden=True)
@@ -203,3 +223,229 @@ class HeadTrainer:
         for group, values in zip(self.optimizer.param_groups, rest["groups"], strict=True):
             group.update(values)
         self.num_updates, self.num_skipped = rest["num_updates"], rest["num_skipped"]
+
+
+LOW = 0.5
+"""Acceptance below which the whole budget is used."""
+FALLING = 0.98
+"""Acceptance of late, over its best so far, below which it has fallen."""
+LEAST = 0.25
+"""The budget's smallest share: an update from few positions does more harm than good."""
+MEMORY = 4.0
+"""Steps after which what was counted in one weighs about a third."""
+
+
+class Watched(Objective):
+    """An objective whose passes leave hidden states behind, and which is the same in everything else.
+
+    Args:
+        batch: that is trained on.
+        rows: ``[M]`` its tokens, in their order; the states before them are kept.
+        labels: ``[M, K]`` what followed each.
+
+    Attributes:
+        states: ``[M, D]`` those that were in this process's passes; None before any.
+        is_here: ``[M]`` which they are.
+    """
+
+    def __init__(self, objective: Objective, batch: RaggedBatch, rows: Tensor, labels: Tensor) -> None:
+        self._objective = objective
+        self.batch = batch
+        self.rows = rows
+        self.labels = labels
+        self._place = torch.full((batch.num_tokens,), -1).index_put((rows,), torch.arange(len(rows)))
+        self._number = {name: s for s, name in enumerate(batch.ids)}
+        self.states: Tensor | None = None
+        self.is_here = torch.zeros(len(rows), dtype=torch.bool)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(self._objective.needs, hidden=True)
+
+    def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
+        return self._objective.atoms(batch)
+
+    def denominators(self, batch: RaggedBatch) -> Any:
+        return self._objective.denominators(batch)
+
+    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: Any, sums: MetricSums) -> Tensor:
+        assert outputs.hidden is not None, "asked for"
+        # A pass that ran out of memory is made again, in other parts: each leaves what it has where it belongs.
+        home = leaf_rows(self.batch, [self._number[name] for name in batch.ids])
+        places = self._place[home]
+        wanted = places >= 0
+        hidden, device = outputs.hidden, outputs.hidden.device
+        if self.states is None:
+            self.states = hidden.new_zeros(len(self.rows), hidden.shape[1])
+        here = leaf_rows(batch, range(len(batch)))[sent(wanted, batch.device)]
+        self.states[sent(places[wanted], device)] = hidden[here]
+        self.is_here[places[wanted]] = True
+        return self._objective.loss(outputs, batch, denominators, sums)
+
+
+class Companion:
+    """Trains Medusa heads beside the updates of their trunk.
+
+    Args:
+        engine: the trunk's.
+        seed: of the run; decides with the number of the update which positions are drawn.
+    """
+
+    def __init__(
+        self, engine: TrainEngine[PackedCausalLM], heads: MedusaHeads, config: HeadTraining, *, seed: int
+    ) -> None:
+        self.heads = heads
+        self._engine = engine
+        self._config = config
+        self._trainer = HeadTrainer(heads, config, config.optim, total_steps=engine.total_steps, seed=seed)
+        # Drafted tokens and those that were kept, older steps counting less; and the best share of these so far.
+        self._drafted, self._accepted, self._best, self._share = 0.0, 0.0, 0.0, 1.0
+        self._kept: list[tuple[Tensor | None, Tensor, Tensor]] = []  # states, is_here, labels
+
+    def watch(self, batch: RaggedBatch, objective: Objective, num_updates: int) -> Watched:
+        """``objective`` with the positions of ``batch`` to learn from, in a step of ``num_updates`` updates."""
+        most = max(1, round(self._share * self._config.tokens_per_step / num_updates))
+        labels = future_labels(batch, self.heads.depth)
+        rows = self._trainer.drawn(labels, most, ahead=len(self._kept))
+        return Watched(objective, batch, rows, labels[rows])
+
+    def keep(self, watched: Watched) -> None:
+        """Keeps what the trunk's passes left behind for ``learn``; nothing without a position."""
+        if len(watched.rows):
+            self._kept.append((watched.states, watched.is_here, watched.labels))  # not the batch
+
+    def learn(self) -> dict[str, float]:
+        """An update from each of those kept, in their order; with the LM head that the trunk has now.
+
+        Collective where the trunk is trained by several ranks.
+
+        Returns:
+            ``heads/…`` of these updates; nothing where there were none.
+        """
+        kept, sums = self._kept, MetricSums()
+        self._kept = []
+        if not kept:
+            return {}
+        with self._engine.reporting_failures(), self.heads.with_whole_head():
+            for states, is_here, labels in kept:
+                whole = states if self._engine.num_ranks == 1 else self._joined(states, is_here)
+                assert whole is not None, "every position is in a pass"
+                self._trainer.learn(whole, labels, torch.arange(len(labels)), sums)
+        figures = sums.results()
+        return {
+            **{f"heads/{name}": value for name, value in figures.items() if name.startswith("accuracy")},
+            "heads/loss": figures["loss"] / len(kept),
+            "heads/tokens": float(sum(len(labels) for *_, labels in kept)),
+            "heads/skipped_steps": float(self._trainer.num_skipped),
+        }
+
+    def _joined(self, states: Tensor | None, is_here: Tensor) -> Tensor:
+        """``[M, D]`` from the passes of all ranks."""
+        own = None if states is None else states[is_here].cpu()
+        found = self._engine.of_all_ranks((is_here.cpu(), own))
+        parts = [(is_here, theirs) for is_here, theirs in found if theirs is not None]
+        joined = parts[0][1].new_zeros(len(is_here), self.heads.hidden_size)
+        for places, theirs in parts:
+            joined[places] = theirs
+        return joined
+
+    def note_drafts(self, drafted: int, kept: int) -> None:
+        """Sets the budget of the next step by what became of the drafts in this one; without any it stays. All of it
+        while acceptance is low or has fallen, else half as much as before.
+
+        An engine that was started anew counts from 0, so the difference may be below that: as if there were none.
+        """
+        if drafted <= 0:
+            return
+        fade = 1 - 1 / MEMORY
+        self._drafted, self._accepted = fade * self._drafted + drafted, fade * self._accepted + kept
+        recent = self._accepted / self._drafted
+        self._best = max(self._best, recent)
+        is_low = recent < LOW or recent < FALLING * self._best
+        self._share = 1.0 if is_low else max(self._share / 2, LEAST)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the heads, their gradients and their moments."""
+        return 4 * sum(p.nbytes for p in self.heads.parameters())
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """As ``HeadTrainer.state``, tensors named as beside a trunk's."""
+        state = self._trainer.state()
+        tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
+        own = {"share": self._share, "best": self._best, "counts": (self._drafted, self._accepted)}
+        return {**tensors, REST: {**state[REST], **own}}
+
+    @contextmanager
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        """As ``TrainEngine.loading``, by the names of ``state``."""
+        with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
+            yield {PREFIX + name: tensor for name, tensor in live.items()}
+        self._share, self._best = rest["share"], rest["best"]
+        self._drafted, self._accepted = rest["counts"]
+
+
+class CompanionWorker(TrainWorker):
+    """An actor with heads that learn along. They stay on the device, are sent with its weights, and are written beside
+    it.
+    """
+
+    drafter_model: MedusaHeads
+
+    def __init__(self, engine: TrainEngine[PackedCausalLM], also: AddedLosses | None, companion: Companion) -> None:
+        super().__init__(engine, also)
+        self.companion = companion
+        self.drafter_model = companion.heads
+
+    def _update_once(self, update: Update, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
+        if update.rehearsal:
+            return super()._update_once(update, batch, num_updates)
+        watched = self.companion.watch(batch, update.objective, num_updates)
+        result = super()._update_once(replace(update, objective=watched), batch, num_updates)
+        self.companion.keep(watched)
+        return result
+
+    def train_drafter(self) -> dict[str, float]:
+        return self.companion.learn()
+
+    def note_drafts(self, drafted: int, kept: int) -> None:
+        self.companion.note_drafts(drafted, kept)
+
+    def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return chain(super().sent_weights(), self.drafter_model.weights())
+
+    def sizes(self) -> dict[LeaseMode, int]:
+        return {mode: size + self.companion.num_bytes for mode, size in super().sizes().items()}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        state, own = super().checkpoint_state(), self.companion.state()
+        return {**state, **own, REST: {**state[REST], "companion": own[REST]}}
+
+    @contextmanager
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        of_heads = {name: shape for name, shape in saved.items() if name.startswith(PREFIX)}
+        others = {name: shape for name, shape in saved.items() if name not in of_heads}
+        with (
+            self.companion.loading(of_heads, rest.get("companion", {})) as theirs,
+            super().loading(others, rest) as live,
+        ):
+            yield {**live, **theirs}
+
+    def _write(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Collection[int], eos_ids: Collection[int]
+    ) -> str | None:
+        self.drafter_model.save(path.with_name(FOLDER))
+        return super()._write(path, tokenizer, seen, eos_ids)
+
+
+def companion_worker(
+    engine: TrainEngine[PackedCausalLM],
+    also: AddedLosses | None,
+    config: MedusaSpeculation,
+    heads: MedusaHeads,
+    seed: int,
+) -> CompanionWorker:
+    assert config.train is not None, "they learn along"
+    return CompanionWorker(engine, also, Companion(engine, heads, config.train, seed=seed))

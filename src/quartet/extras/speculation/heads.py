@@ -14,14 +14,18 @@ head are detached here.
 
 A directory of heads is one of vLLM's Medusa, ``config.json`` and ``model.safetensors`` with its names, and says besides
 which trunk they were trained on.
+
+What vLLM drafts with: its n-grams for ``history``, its Medusa for heads of ours.
+
+vLLM's Medusa wants an LM head in the heads' files and keeps it as it was. Heads that share the trunk's are given that
+of the model that serves instead (``WorkerMethods.quartet_replace_sampler``): the file has zeros of a byte each for it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,20 +33,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quartet.config import UserError
-from quartet.config.file_errors import read_file
+from quartet.config.errors import read_file
 from quartet.config.nearest import missing_file
 from quartet.extras.speculation.config import FOLDER, PREFIX
+from quartet.models.directories import WHOLE, save_tensors
 from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedCausalLM
-from quartet.models.saving import WHOLE, save_tensors
+from quartet.rollout.vllm.start import Drafts
 from quartet.text.loading import local_or_hub
 from quartet.weights.gather import gather
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_SIZES = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+_NUMBERS = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size", "original_lm_head")
 
 
 class ResidualBlock(nn.Module):
@@ -176,95 +182,73 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, trunk: PackedCausalLM, depth: int | None = None) -> MedusaHeads:
-        """The first ``depth`` heads of those saved at ``path``, see ``SavedHeads.read``; all where it is None.
+        """The first ``depth`` heads of those saved at ``path``; all where it is None. On the meta device they have no
+        contents.
 
-        On the meta device they have no contents.
-
-        Raises:
-            UserError: there are none, they cannot be read, are fewer, or of another trunk.
-        """
-        saved = SavedHeads.checked(path, trunk, depth)
-        heads = cls(trunk, depth or saved.depth, layers=saved.layers, shared_head=saved.shared_head)
-        if trunk.device.type == "meta":
-            return heads
-        try:
-            with safe_open(str(saved.path / _WEIGHTS), "pt") as file:
-                heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise _unreadable(saved.path / _WEIGHTS, str(error).partition("\n")[0]) from error
-        return heads
-
-
-@dataclass(frozen=True)
-class SavedHeads:
-    """What a directory of heads says of them.
-
-    Attributes:
-        trunk: ``path`` and ``sha256`` of the model that they were trained on.
-    """
-
-    path: Path
-    depth: int
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    shared_head: bool
-    trunk: dict[str, str]
-
-    @classmethod
-    def read(cls, path: str | Path) -> SavedHeads:
-        """
         Args:
             path: a directory, its URL, or a name on the hub, of which the files are brought to this machine.
 
         Raises:
-            UserError: there are none, or none that ``MedusaHeads.save`` has written; they cannot be brought.
+            UserError: there are none, they cannot be read, are fewer, or of another trunk.
         """
         path = Path(local_or_hub(path, "heads", FOLDER))
-        file = path / _CONFIG
-        if not file.is_file():
-            raise missing_file("there are no Medusa heads", file)
-        if not (path / _WEIGHTS).is_file():
-            raise _unreadable(path / _WEIGHTS, "no file")  # opening a pipe would wait for ever
-        try:
-            config: dict[str, Any] = json.loads(read_file(file))
-            depth, layers, width, vocab_size = (int(config[key]) for key in _SIZES)
-            trunk = {key: str(config["trunk"][key]) for key in ("path", "sha256")}
-            return cls(path, depth, layers, width, vocab_size, bool(config["original_lm_head"]), trunk)
-        except (ValueError, KeyError, TypeError) as error:
-            raise _unreadable(file, f"{type(error).__name__}: {error}") from error
-
-    @classmethod
-    def checked(cls, path: str | Path, trunk: PackedCausalLM, depth: int | None = None) -> SavedHeads:
-        """Those at ``path``, of which the trunk can have the first ``depth``, or all.
-
-        Raises:
-            UserError: there are none, or fewer, or they are of another trunk.
-        """
-        saved = cls.read(path)
-        if depth is not None and depth > saved.depth:
+        config = _read_config(path)
+        if depth is not None and depth > (num := config["num_heads"]):
             raise UserError(
                 "more Medusa heads are asked for than there are",
-                found=f"depth {depth}; {saved.depth} heads in {saved.path}",
-                remedy=f"set depth to {saved.depth} or less, or train more by quartet medusa with heads.depth={depth}",
+                found=f"depth {depth}; {num} heads in {path}",
+                remedy=f"set depth to {num} or less, or train more by quartet medusa with heads.depth={depth}",
             )
-        saved._check_trunk(trunk)
-        return saved
+        _check_trunk(path, config, trunk)
+        shape = {"layers": config["num_hidden_layers"], "shared_head": bool(config["original_lm_head"])}
+        heads = cls(trunk, depth or config["num_heads"], **shape)
+        if trunk.device.type == "meta":
+            return heads
+        try:
+            with safe_open(str(path / _WEIGHTS), "pt") as file:
+                heads.load_state_dict({name: file.get_tensor(name) for name in heads.state_dict()})
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise _unreadable(path / _WEIGHTS, str(error).partition("\n")[0]) from error
+        return heads
 
-    def _check_trunk(self, trunk: PackedCausalLM) -> None:
-        """By its weights where they are here as a whole, else by its sizes alone."""
-        own: dict[str, Any] = {"hidden_size": trunk.head.in_features, "vocab_size": trunk.head.out_features}
-        there: dict[str, Any] = {name: getattr(self, name) for name in own}
-        if own == there and trunk.gather is WHOLE and trunk.device.type != "meta":
-            own, there = {"SHA-256": trunk_digest(trunk)}, {"SHA-256": self.trunk["sha256"]}
-        if own == there:
-            return
-        found = "; ".join(f"{name} {there[name]} there, {own[name]} here" for name in own if own[name] != there[name])
-        raise UserError(
-            "the Medusa heads were trained on another model",
-            found=f"heads {self.path} of {self.trunk['path']!r}, model {trunk.model.name_or_path!r}: {found}",
-            remedy="name the heads of this model, or train some by quartet medusa",
-        )
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """What a directory of heads says of them, as ``MedusaHeads.save`` has written it.
+
+    Raises:
+        UserError: there are none, or others.
+    """
+    file = path / _CONFIG
+    if not file.is_file():
+        raise missing_file("there are no Medusa heads", file)
+    if not (path / _WEIGHTS).is_file():
+        raise _unreadable(path / _WEIGHTS, "no file")  # opening a pipe would wait for ever
+    try:
+        config: dict[str, Any] = json.loads(read_file(file))
+        trunk = {key: str(config["trunk"][key]) for key in ("path", "sha256")}
+        return {**config, **{key: int(config[key]) for key in _NUMBERS}, "trunk": trunk}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+
+def _check_trunk(path: Path, config: dict[str, Any], trunk: PackedCausalLM) -> None:
+    """By its weights where they are here as a whole, else by its sizes alone.
+
+    Raises:
+        UserError: the heads are of another trunk.
+    """
+    own: dict[str, Any] = {"hidden_size": trunk.head.in_features, "vocab_size": trunk.head.out_features}
+    there: dict[str, Any] = {name: config[name] for name in own}
+    if own == there and trunk.gather is WHOLE and trunk.device.type != "meta":
+        own, there = {"SHA-256": trunk_digest(trunk)}, {"SHA-256": config["trunk"]["sha256"]}
+    if own == there:
+        return
+    found = "; ".join(f"{name} {there[name]} there, {own[name]} here" for name in own if own[name] != there[name])
+    raise UserError(
+        "the Medusa heads were trained on another model",
+        found=f"heads {path} of {config['trunk']['path']!r}, model {trunk.model.name_or_path!r}: {found}",
+        remedy="name the heads of this model, or train some by quartet medusa",
+    )
 
 
 def _unreadable(path: Path, found: str) -> UserError:
@@ -289,3 +273,30 @@ def trunk_digest(trunk: PackedCausalLM) -> str:
 
     with trunk.without_adapters():
         return digest_of(named())
+
+
+_LONGEST_MATCH = 16
+"""Newest tokens that are looked up at most; of the places that have them the one that has most is taken."""
+
+
+def vllm_ngrams(section: Mapping[str, Any], folder: Path) -> Drafts:
+    shortest = section["min_match"]
+    lookup = {"prompt_lookup_min": shortest, "prompt_lookup_max": max(shortest, _LONGEST_MATCH)}
+    return Drafts({"method": "ngram", "num_speculative_tokens": section["max_draft"], **lookup})
+
+
+def vllm_medusa(section: Mapping[str, Any], folder: Path) -> Drafts:
+    """Writes the first heads that ``MedusaHeads.save`` wrote, or all, for vLLM."""
+    path, learn = Path(local_or_hub(section["path"], "heads", FOLDER)), section["train"] is not None
+    config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+    depth = config["num_heads"] = section["depth"] or config["num_heads"]
+    with safe_open(path / _WEIGHTS, "pt") as file:
+        names = [name for name in file.keys() if name.split(".")[1] in map(str, range(depth))]  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in names}
+    shapes = {PREFIX + name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if config["original_lm_head"]:
+        tensors["lm_head.weight"] = torch.zeros(config["vocab_size"], config["hidden_size"], dtype=torch.uint8)
+    (folder / _CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / _WEIGHTS)
+    drafted = {"method": "medusa", "model": str(folder), "num_speculative_tokens": depth}
+    return Drafts(drafted, shapes if learn else {}, not learn)

@@ -24,22 +24,21 @@ from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.data.datasets import PromptData, SFTData, SFTItem
-from quartet.extras.speculation.config import FOLDER
+from quartet.extras.speculation.config import FOLDER, MedusaRecipe
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
 from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
-from quartet.extras.speculation.recipe import MedusaRecipe
 from quartet.models.memory import drop_derived
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.rollout_worker import sampling_params
 from quartet.train.state import REST, Shape
-from quartet.trainers.evaluation import run_to_end, sampling_params
-from quartet.trainers.evaluation_files import EvaluationCache
+from quartet.trainers.evaluation import run_to_end
+from quartet.trainers.evaluation_metrics import EvaluationCache
 from quartet.trainers.input_sources import Reader, check_budget, demonstration_reader, prompt_data, prompt_reader
 from quartet.trainers.run_files import writing
-from quartet.trainers.supervised import SupervisedTrainer
-from quartet.trainers.supervised_worker import CausalWorker, Given
+from quartet.trainers.supervised import Given, SupervisedTrainer, SupervisedWorker
 
 _ANSWERS_PER_PASS = 256
 """Answered by the engine together. What they are does not depend on the others, so that a killed run's are the same."""
@@ -50,7 +49,7 @@ def reader(recipe: MedusaRecipe) -> Reader[Any]:
     return demonstration_reader if recipe.answers == "data" else prompt_reader
 
 
-class MedusaWorker(CausalWorker[MedusaRecipe, Any]):
+class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
     """Has a causal LM answer prompts, and trains heads on its hidden states."""
 
     objective: Any = None  # the heads have a trainer of their own

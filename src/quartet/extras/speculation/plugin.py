@@ -6,24 +6,24 @@ _HERE = "quartet.extras.speculation."
 PLUGIN = Plugin(
     drafters={
         "history": DrafterType(
-            _HERE + "config:HistorySpeculation", _HERE + "drafting:history", vllm=_HERE + "vllm:ngrams"
+            _HERE + "config:HistorySpeculation", _HERE + "drafting:history", vllm=_HERE + "heads:vllm_ngrams"
         ),
         "medusa": DrafterType(
             _HERE + "config:MedusaSpeculation",
             _HERE + "drafting:medusa",
-            vllm=_HERE + "vllm:medusa",
+            vllm=_HERE + "heads:vllm_medusa",
             model=_HERE + "drafting:load_heads",
-            worker=_HERE + "companion:companion_worker",
+            worker=_HERE + "head_trainer:companion_worker",
             folder="medusa",
         ),
     },
     jobs={
         "medusa": Job(
-            _HERE + "recipe:MedusaRecipe",
+            _HERE + "config:MedusaRecipe",
             _HERE + "job:MedusaTrainer",
             "Medusa heads from a model's own answers.",
             reader=_HERE + "job:reader",
-            starter=_HERE + "recipe:STARTER",
+            starter=_HERE + "config:STARTER",
             words=("medusa",),
             folder="medusa",
             metrics=("loss/medusa", "eval/loss", "medusa/tokens_per_forward"),

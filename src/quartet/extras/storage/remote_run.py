@@ -32,7 +32,7 @@ from quartet.cluster import ResourcePool, WorkerGroup
 from quartet.cluster.dispatch import OneRank
 from quartet.cluster.worker import Worker, local_path
 from quartet.config import UserError
-from quartet.config.addresses import is_url
+from quartet.config.strict import is_url
 from quartet.extras.storage.store import CHECKPOINTS, MODELS, Entry, Store, StoreError, fetch, file_stamp
 from quartet.observe.digests import FileDigest, digest_file
 from quartet.observe.jsonl import replace_atomically
@@ -300,7 +300,7 @@ class RemoteRun(LocalRun):
             raise self._taken(owner, problem, f"what this process has written is in {self.path}; let one of them run")
 
     def _read_state(self) -> dict[str, Any]:
-        with contextlib.suppress(UserError, ValueError, LookupError, TypeError):
+        with contextlib.suppress(UserError, LookupError, TypeError):
             found: dict[str, Any] = read_json(self.path / _STATE)
             return {"run": found["run"], "processes": list(found["processes"]), "uploaded": dict(found["uploaded"])}
         return {"run": "", "processes": [], "uploaded": {}}

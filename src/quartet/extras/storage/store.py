@@ -16,8 +16,7 @@ from typing import Any
 import fsspec
 from fsspec.callbacks import Callback
 
-from quartet.config.errors import UserError
-from quartet.config.file_errors import write_error
+from quartet.config.errors import UserError, write_error
 
 _PACKAGES = {"s3": "'quartet-rl[storage]'", "s3a": "'quartet-rl[storage]'", "gs": "gcsfs", "gcs": "gcsfs"} | {
     name: "adlfs" for name in ("az", "abfs", "abfss", "adl")
@@ -151,10 +150,6 @@ class Store:
             raise UserError(f"{url} is a run, no model or data", found=MARKER, remedy=remedy)
         fetch(self, target, there)
         return target / next(iter(there)) if self.is_object else target
-
-    def fingerprint(self) -> str:
-        entries = self.list().items()
-        return hashlib.sha256("\n".join(f"{n} {e.size} {e.mark}" for n, e in entries).encode()).hexdigest()
 
     def records(self, names: Collection[str] | None = None) -> Path:
         """Raises UserError where all records are asked for and there is no run, and as ``fetch``."""

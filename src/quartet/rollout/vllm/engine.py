@@ -1,29 +1,44 @@
-"""vLLM's engine core, driven step by step in the engine's own process. Imported only where vLLM is installed.
+"""vLLM's engine core, driven step by step in the engine's own process, with the native engine's sampler and the
+trainer's weights inside of its workers. Imported only where vLLM is installed.
 
 The core's outputs are read here and not by vLLM's output processor: log-probabilities as the arrays that they are.
+
+A token is a function of its distribution, its request's seed and its place, as everywhere here: vLLM's own generators
+keep a state, which prompts computed in chunks advance, cost a call per request and step, and leave log-probabilities of
+the truncated distribution alone. So a drafted token is kept where it is the one that is drawn there, as in the native
+engine: vLLM's rejection sampler, whose random numbers would decide, is replaced, too.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine import FinishReason as VLLMFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from quartet.config import UserError
 from quartet.models.directories import checkpoint_shapes
+from quartet.models.memory import to_device
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -32,20 +47,191 @@ from quartet.rollout.protocol import (
     GenerationError,
     Request,
     SamplingParams,
-    Unfinished,
+    check_ids,
 )
-from quartet.rollout.scheduler import check_request
-from quartet.rollout.stop_strings import Decode, StopStringMatcher
-from quartet.rollout.vllm.head_padding import HeadPadding
-from quartet.rollout.vllm.sampling import SAMPLING
-from quartet.rollout.vllm.start import Drafts
-from quartet.rollout.vllm.weights import save_adapter
-from quartet.weights.errors import WeightsUnusable
+from quartet.rollout.sampler import SamplingRows, sample
+from quartet.rollout.scheduler import Decode, Decoding, StopStringMatcher, check_request
+from quartet.rollout.vllm.start import Drafts, HeadPadding
+from quartet.weights.errors import WeightsRefused, WeightsUnusable
+
+SAMPLING = "quartet_sampling"
+"""The key of a request's ``SamplingParams`` among the extra arguments that vLLM passes on."""
 
 
-@dataclass(eq=False)
-class _Response(Unfinished):
-    matcher: StopStringMatcher | None
+class SeededSampler(Sampler):
+    """
+    Args:
+        runner: vLLM's model runner, whose requests stand in the order of the logits' rows.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self._runner = runner
+        self._params: list[SamplingParams] = []
+        self._rows: SamplingRows | None = None
+
+    def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
+        """``logits [B, V]`` → a token of each row and its log-probability."""
+        tokens, logprobs = self.draw(logits, [1] * len(logits))
+        return _output(tokens.unsqueeze(1), logprobs)
+
+    def draw(self, logits: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Draws the next tokens of every request, whose rows of ``logits [N, V]`` follow each other.
+
+        Args:
+            counts: ``[B]`` rows of each request, N in all.
+
+        Returns:
+            ``tokens [N]`` int32 and ``logprobs [N]`` fp32.
+        """
+        states = [self._runner.requests[name] for name in self._runner.input_batch.req_ids]
+        rows = [(state, i) for state, count in zip(states, counts, strict=True) for i in range(count)]
+        params = [state.sampling_params.extra_args[SAMPLING] for state, _ in rows]
+        if self._rows is None or params != self._params:
+            self._params, self._rows = params, SamplingRows.build(params, logits.shape[1], logits.device)
+        places = np.array([len(state.output_token_ids) + i for state, i in rows], dtype=np.uint64)
+        tokens, logprobs = sample(logits.float(), self._rows, places)
+        return tokens.to(torch.int32), logprobs
+
+
+class SeededVerifier(nn.Module):
+    """Takes the place of vLLM's rejection sampler: keeps the drafted tokens that are drawn anyway, and one more.
+
+    Args:
+        sampler: that draws.
+    """
+
+    def __init__(self, sampler: SeededSampler) -> None:
+        super().__init__()
+        self._sampler = sampler
+
+    def forward(self, metadata: SpecDecodeMetadata, _probs: Tensor | None, logits: Tensor, _: Any) -> SamplerOutput:
+        """``logits [N, V]``, of each request behind its newest token and behind each drafted one, → ``[B, K + 1]``
+        tokens, placeholders behind the first that was not drafted so.
+        """
+        device, longest = logits.device, metadata.max_spec_len
+        counts = to_device(torch.tensor(metadata.num_draft_tokens), device).unsqueeze(1)
+        offsets = torch.arange(longest + 1, device=device)
+        tokens, logprobs = self._sampler.draw(logits, [1 + n for n in metadata.num_draft_tokens])
+        drawn = tokens.new_full((len(counts), longest + 1), PLACEHOLDER_TOKEN_ID)
+        found = logprobs.new_zeros(drawn.shape)
+        drafted = torch.full_like(drawn[:, :-1], PLACEHOLDER_TOKEN_ID)
+        drawn[offsets <= counts] = tokens
+        found[offsets <= counts] = logprobs
+        drafted[offsets[:-1] < counts] = metadata.draft_token_ids.to(torch.int32)
+        kept = (drawn[:, :-1] == drafted).cumprod(1).sum(1, keepdim=True)
+        # Behind a draft's end nothing equals: there a token is drawn, or none.
+        drawn[offsets > kept] = PLACEHOLDER_TOKEN_ID
+        return _output(drawn, found.flatten())
+
+
+def _output(tokens: Tensor, logprobs: Tensor) -> SamplerOutput:
+    """Of ``tokens [B, K]`` and ``logprobs [B · K]``."""
+    flat = tokens.reshape(-1, 1)
+    return SamplerOutput(tokens, LogprobsTensors(flat, logprobs.unsqueeze(1), torch.zeros_like(flat[:, 0])))
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class WorkerMethods:
+    """What vLLM's worker class can do besides (its ``worker_extension_cls``); methods are called on every rank."""
+
+    model_runner: Any
+    model_config: Any
+
+    def quartet_replace_sampler(self) -> None:
+        """Also where drafts are verified, and gives heads that share the model's LM head the one that serves."""
+        runner = self.model_runner
+        runner.sampler = SeededSampler(runner)
+        if runner.speculative_config is None:
+            return
+        runner.rejection_sampler = SeededVerifier(runner.sampler)
+        heads = getattr(runner.drafter, "model", None)
+        if heads is not None and heads.config.original_lm_head:
+            del heads.lm_head
+            heads.lm_heads = [runner.get_model().lm_head] * len(heads.blocks)
+
+    def quartet_update_weights(
+        self, source: Iterable[tuple[str, Tensor]], shapes: Shapes, heads: Shapes, padding: HeadPadding | None
+    ) -> None:
+        """Replaces every weight, and those of the heads that draft where they are sent.
+
+        Args:
+            source: under the checkpoint's names; maybe with ``ties``, pairs of another name and the one that it has.
+            shapes, heads: of the checkpoint, and of the heads that are sent beside it, as ``Drafts.shapes``.
+
+        Raises:
+            WeightsRefused: names, shapes or dtypes are not the checkpoint's; nothing has changed.
+        """
+        tensors = dict(source if padding is None else padding(source))
+        of_heads = {n: tensors.pop(n) for n in heads if n in tensors}
+        named = _checked(tensors, dict(getattr(source, "ties", ())), shapes, self.model_config.dtype)
+        of_heads = _checked(of_heads, {}, heads, self.model_config.dtype)
+        load(self.model_runner.get_model(), named, self.model_config)
+        if of_heads:
+            of_heads = {name.partition(".")[2]: tensor for name, tensor in of_heads.items()}
+            load(self.model_runner.drafter.model, of_heads, self.model_runner.drafter.spec_config.draft_model_config)
+
+
+@torch.no_grad()
+def load(model: Any, tensors: Mapping[str, Tensor], model_config: Any) -> None:
+    """Writes ``tensors`` into a model that serves, in place: graphs that were captured stay valid."""
+    initialize_layerwise_reload(model)
+    model.load_weights(tensors.items())
+    finalize_layerwise_reload(model, model_config)
+    for module in model.modules():
+        # A tied head keeps a packed copy of its own on CPUs, which the reload knows nothing of.
+        if isinstance(module, ParallelLMHead):
+            quant_method: Any = module.quant_method
+            quant_method.process_weights_after_loading(module)
+    # A layer that got no weights is left without memory.
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise RuntimeError(f"vLLM put no weights into {empty[0]!r} ({len(empty)} in all)")
+
+
+def _checked(
+    tensors: Mapping[str, Tensor], ties: Mapping[str, str], shapes: Shapes, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors in the checkpoint's order, a tied one under each name that the checkpoint has of it.
+
+    Raises:
+        WeightsRefused: one is missing, unknown, or has another shape or dtype.
+    """
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        tensor = tensors.get(name, tensors.get(ties.get(name, name)))
+        if tensor is None:
+            raise _refused(f"nothing for {name!r}", name)
+        if tuple(tensor.shape) != shape:
+            raise _refused(f"{name!r} of shape {list(tensor.shape)}, needed {list(shape)}", name)
+        if tensor.dtype != dtype:
+            raise _refused(f"{name!r} in {tensor.dtype}, the engine computes in {dtype}", name)
+        found[name] = tensor
+    used = {tensor.data_ptr() for tensor in found.values()}
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() not in used:
+            raise _refused(f"an unknown name {name!r}", name)
+    return found
+
+
+def save_adapter(named: Iterable[tuple[str, Tensor]], path: Path, lora: Mapping[str, Any]) -> None:
+    """Writes trained factors as the adapter directory that vLLM loads."""
+    tensors = {f"base_model.model.{name.replace('.default.weight', '.weight')}": t for name, t in named}
+    modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    config = {"r": lora["rank"], "lora_alpha": lora["alpha"], "target_modules": modules, "peft_type": "LORA"}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _refused(found: str, name: str) -> WeightsRefused:
+    return WeightsRefused(
+        "the new weights do not fit the vLLM engine",
+        found=found,
+        remedy="send every tensor of the checkpoint that the engine was started from, in the engine's dtype",
+        tensor=name,
+    )
 
 
 class VLLMEngine:
@@ -86,7 +272,7 @@ class VLLMEngine:
         self._shapes = checkpoint_shapes(Path(config.model_config.model))
         self._adapter = None if lora is None else LoRARequest("policy", 1, "(loaded before the first step)")
         self._version = version
-        self._held: dict[str, _Response] = {}
+        self._held: dict[str, Decoding] = {}
         self._ended: list[Completion] = []
         self._failed: list[str] = []
         self._stats = EngineStats(policy_version=version or 0)
@@ -94,7 +280,7 @@ class VLLMEngine:
     # ---- requests ----
 
     def submit(self, requests: Sequence[Request]) -> None:
-        given: set[str] = set()
+        check_ids(requests, self._held)
         for request in requests:
             check_request(
                 request,
@@ -102,21 +288,13 @@ class VLLMEngine:
                 vocab_size=self._model.get_vocab_size(),
                 decodes=self._decode is not None,
             )
-            _check_contents(request)
-            if request.request_id in self._held or request.request_id in given:
-                raise UserError(
-                    "a request id is held already", found=repr(request.request_id), remedy="give each request its own"
-                )
-            given.add(request.request_id)
         for request in requests:
             self._add(request)
 
     def _add(self, request: Request) -> None:
-        strings = request.sampling.stop_strings
-        matcher = None
-        if strings and self._decode is not None:
-            matcher = StopStringMatcher(strings, self._decode, request.prompt_ids)
-        self._held[request.request_id] = _Response(request, matcher)
+        limit = min(request.sampling.max_new_tokens, self._model.max_model_len - len(request.prompt_ids))
+        matcher = StopStringMatcher.of(request, self._decode)
+        self._held[request.request_id] = Decoding(request, limit, matcher=matcher)
         wanted = EngineCoreRequest(
             request_id=request.request_id,
             prompt_token_ids=list(request.prompt_ids),
@@ -174,36 +352,25 @@ class VLLMEngine:
         self._drafted.clear()
         cached = round(self._core.scheduler.get_kv_cache_usage() * self._num_blocks) * self._block_size
         self._stats.cached_tokens = cached
-        self._stats.peak_cached_tokens = max(self._stats.peak_cached_tokens, cached)
 
-    def _take(self, response: _Response, output: EngineCoreOutput) -> None:
-        """Adds a step's tokens to a response, and ends it where it has its stop string or vLLM says so."""
+    def _take(self, response: Decoding, output: EngineCoreOutput) -> None:
+        """Adds a step's tokens to a response, and ends it where they end it."""
         if output.prefill_stats is not None and not response.token_ids:
-            self._count_prompt(response, output.prefill_stats)
+            self._stats.prompt_tokens_prefilled += output.prefill_stats.num_computed_tokens
         assert output.new_logprobs is not None and self._version is not None
         for token, logprob in zip(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), strict=True):
             if not math.isfinite(logprob):
                 self._end(output)
                 self._failed.append(response.request.request_id)
                 return
-            response.token_ids.append(token)
-            response.logprobs.append(logprob)
-            response.versions.append(self._version)
             self._stats.generated_tokens += 1
-            if response.matcher is None or token in response.request.sampling.stop_token_ids:
-                continue
-            response.text_end = response.matcher.find(response.token_ids)
-            if response.text_end is not None:
+            reason = response.append(token, logprob, self._version)
+            if reason is not None:
                 self._end(output)
-                self._ended.append(response.completion(FinishReason.STOP_STRING))
+                self._ended.append(response.completion(reason))
                 return
-        if output.finish_reason is None:
-            return
-        reasons = {VLLMFinishReason.STOP: FinishReason.STOP, VLLMFinishReason.LENGTH: FinishReason.LENGTH}
-        if output.finish_reason not in reasons:
+        if output.finish_reason is not None:
             raise RuntimeError(f"vLLM ended request {output.request_id!r} by {output.finish_reason}")
-        self._end(output)
-        self._ended.append(response.completion(reasons[output.finish_reason]))
 
     def _note_drafted(
         self, _: object, *, request_id: str, num_draft_tokens: int, num_accepted_tokens: int, **__: object
@@ -226,13 +393,6 @@ class VLLMEngine:
         if output.finish_reason is None:
             self._core.abort_requests([output.request_id])
 
-    def _count_prompt(self, response: _Response, prefill: Any) -> None:
-        self._stats.prompt_tokens_prefilled += prefill.num_computed_tokens
-        self._stats.prefix_hit_tokens += prefill.num_cached_tokens
-        others = (r for r in self._held.values() if r is not response and r.request.group == response.request.group)
-        if not any(other.token_ids for other in others):
-            self._stats.distinct_prompt_tokens += len(response.request.prompt_ids)
-
     # ---- weights and memory ----
 
     def update_weights(self, source: Any, version: int) -> None:
@@ -247,7 +407,6 @@ class VLLMEngine:
             self._core.collective_rpc("quartet_update_weights", args=(source, self._shapes, heads, self._padding))
         else:
             self._load_adapter(source, self._lora)
-        self._stats.recomputed_tokens += sum(r.num_computed_tokens for r in self._core.scheduler.running)
         # Keys and values of the old weights are wrong under the new ones; requests go on from the tokens they have.
         self._core.reset_prefix_cache(reset_running_requests=True)
         self._version = self._stats.policy_version = version
@@ -281,15 +440,6 @@ class VLLMEngine:
             kept_by_depth=tuple(self._kept_by_depth),
             num_running=running,
             num_waiting=waiting,
-        )
-
-
-def _check_contents(request: Request) -> None:
-    if request.content_digests:
-        raise UserError(
-            "the vLLM engine takes token ids alone",
-            found=f"request {request.request_id!r} with contents that its tokens do not say",
-            remedy="use the native engine for it",
         )
 
 

@@ -27,8 +27,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from quartet.config import UserError
+from quartet.models.directories import Gather
 from quartet.models.packed_model import PackedModel, decoder_layers
-from quartet.models.saving import Gather
 from quartet.train.parallel.collectives import (
     CountedAllGather,
     CountedReduceScatter,

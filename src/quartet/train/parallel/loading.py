@@ -23,11 +23,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.config import UserError
-from quartet.models.directories import StoredTensor, loading, named, stored_tensors
+from quartet.models.directories import (
+    Conversion,
+    StoredTensor,
+    conversions_to_load,
+    loading,
+    meta_twin,
+    named,
+    stored_tensors,
+)
 from quartet.models.loading import fresh_head
 from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedModel, PackedScalarModel
-from quartet.models.saving import Conversion, conversions_to_load, meta_twin
 from quartet.train.parallel.fsdp import sharded, stays_on_host
 from quartet.train.parallel.tensors import local, local_slices, write_part
 from quartet.weights.gather import gather

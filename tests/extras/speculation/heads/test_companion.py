@@ -12,9 +12,15 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PPO
 from quartet.config.common import OptimConfig
-from quartet.extras.speculation.companion import LEAST, Companion, CompanionWorker, Counts, Watched, next_share
 from quartet.extras.speculation.config import HeadTraining
-from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
+from quartet.extras.speculation.head_trainer import (
+    HIDDEN,
+    Companion,
+    CompanionWorker,
+    HeadTrainer,
+    Watched,
+    future_labels,
+)
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.train.engine import LossTerm, TrainEngine
@@ -111,42 +117,6 @@ def test_an_update_is_that_of_a_trainer_of_heads_alone(make_engine: Make, batch:
     for name, values in heads.state_dict().items():
         torch.testing.assert_close(companion.heads.state_dict()[name], values, rtol=1e-8, atol=1e-10)
     assert companion.learn() == {}, "of a step without updates"
-
-
-def test_the_budget_is_shared_by_the_updates_of_a_step(make_engine: Make, batch: RaggedBatch) -> None:
-    worker = CompanionWorker(engine := make_engine(), None, _companion(engine, tokens_per_step=6))
-    worker.update(batch, _updates(batch))
-    assert worker.train_drafter()["heads/tokens"] == 6
-    rehearsed = [Update(tuple(range(7)), _policy(), 2, rehearsal=True)]
-    before = copy.deepcopy(worker.companion.heads.state_dict())
-    worker.update(batch, rehearsed)
-    assert worker.train_drafter() == {}
-    assert all(torch.equal(values, before[name]) for name, values in worker.companion.heads.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("recent", "best", "share", "following"),
-    [
-        (0.3, 0.3, 0.25, 1.0),  # low
-        (0.7, 0.8, 0.25, 1.0),  # has fallen
-        (0.8, 0.8, 1.0, 0.5),
-        (0.8, 0.81, 0.5, 0.25),  # within what counts vary by
-        (0.8, 0.8, LEAST, LEAST),
-    ],
-)
-def test_the_budget_follows_acceptance(recent: float, best: float, share: float, following: float) -> None:
-    assert next_share(share, recent, best) == following
-
-
-def test_counts_forget() -> None:
-    counts = Counts()
-    for _ in range(100):
-        counts = counts.after(10, 9)
-    assert counts.acceptance == pytest.approx(0.9) and counts.drafted == pytest.approx(40)
-    for _ in range(4):
-        counts = counts.after(10, 1)
-    assert counts.acceptance < 0.4
-    assert Counts().acceptance == 0.0
 
 
 def test_kept_drafts_need_fewer_tokens_until_they_are_kept_less(make_engine: Make, batch: RaggedBatch) -> None:

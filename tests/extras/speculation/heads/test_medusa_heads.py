@@ -28,20 +28,6 @@ def make_model() -> Make:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_fresh_heads_say_what_the_trunk_says(make_model: Make, family: str, shared: bool) -> None:
-    """With its soft caps: W is 0, and the heads are the trunk's."""
-    trunk = PackedCausalLM(make_model(family))
-    heads = MedusaHeads(trunk, 3, shared_head=shared)
-    hidden = 3 * torch.randn(5, heads.hidden_size)
-    logits = heads(hidden)
-    assert logits.shape == (5, 3, heads.vocab_size)
-    assert logits.dtype == torch.float32
-    for k in range(3):
-        torch.testing.assert_close(logits[:, k], trunk.logits(hidden).detach())
-
-
-@pytest.mark.parametrize("shared", [True, False])
 def test_a_head_is_the_published_one(make_model: Make, shared: bool) -> None:
     trunk = PackedCausalLM(make_model("llama"))
     heads = _trained(trunk, 2, shared=shared)
@@ -120,24 +106,19 @@ def test_heads_of_another_trunk_are_refused(make_model: Make, tmp_path: Path) ->
         MedusaHeads.load(tmp_path, trunk)
 
 
-@pytest.mark.parametrize("damage", ["none", "json", "key", "pipe", "cut", "tensor"])
+@pytest.mark.parametrize("damage", ["none", "json", "pipe", "cut"])
 def test_what_are_no_heads_is_refused(make_model: Make, damage: str, tmp_path: Path) -> None:
     trunk = PackedCausalLM(make_model("llama"))
     _trained(trunk).save(tmp_path)
     config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
-    values = json.loads(config.read_text())
     if damage == "none":
         config.unlink()
     elif damage == "json":
         config.write_text("{")
-    elif damage == "key":
-        config.write_text(json.dumps({name: value for name, value in values.items() if name != "trunk"}))
     elif damage == "pipe":
         weights.unlink()
         os.mkfifo(weights)
-    elif damage == "cut":
-        weights.write_bytes(weights.read_bytes()[:-8])
     else:
-        config.write_text(json.dumps({**values, "original_lm_head": False}))
+        weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(UserError, match="Medusa heads"):
         MedusaHeads.load(tmp_path, trunk)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import OptimConfig
 from quartet.extras.speculation import head_trainer
+from quartet.extras.speculation.config import HeadsConfig
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
 from quartet.extras.speculation.heads import MedusaHeads
-from quartet.extras.speculation.recipe import HeadsConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.forward import forward_only
 
@@ -41,11 +41,6 @@ def test_labels_are_the_tokens_that_follow_within_an_answer() -> None:
         **{11: [12, 13, 14], 12: [13, 14, -1], 13: [14, -1, -1], 14: none, 21: [22, -1, -1], 22: none},
         **{31: none, 3: none, 32: [33, 34, -1], 33: [34, -1, -1], 34: none, 1: none},
     }
-
-
-def test_labels_of_a_batch_shorter_than_the_depth() -> None:
-    batch = RaggedBatch.from_sequences([[7, 8]]).with_token(loss_mask=torch.tensor([True, True]))
-    assert future_labels(batch, 5).tolist() == [[8, -1, -1, -1, -1], [-1] * 5]
 
 
 @pytest.fixture
@@ -139,56 +134,9 @@ def test_what_is_measured_is_counted_by_hand(trunk: PackedCausalLM, batch: Ragge
     assert found["medusa/tokens_per_forward"] == pytest.approx(expected)
 
 
-def test_positions_are_drawn_by_the_seed_and_the_update(trunk: PackedCausalLM, batch: RaggedBatch) -> None:
-    labels = future_labels(batch, 3)
-    trainer = _trainer(trunk, tokens_per_step=7)
-    first = trainer.drawn(labels, 7)
-    assert len(first) == 7 and torch.equal(first, _trainer(trunk).drawn(labels, 7))
-    assert first.tolist() == sorted(set(first.tolist())) and bool((labels[first, 0] >= 0).all())
-    assert trainer.step(_hidden(trunk, batch), batch)["medusa/positions"] == 7
-    assert not torch.equal(trainer.drawn(labels, 7), first), "the next update has others"
-    assert len(trainer.drawn(labels, 10_000)) == int((labels[:, 0] >= 0).sum())
-
-
-def test_a_trainer_goes_on_from_its_state(trunk: PackedCausalLM, batch: RaggedBatch) -> None:
-    hidden = _hidden(trunk, batch)
-    optim = OptimConfig(lr=1e-2, warmup_steps=2, schedule="cosine")
-    whole, first, second = (_trainer(trunk, optim=optim, tokens_per_step=9) for _ in range(3))
-    for _ in range(4):
-        whole.step(hidden, batch)
-    for _ in range(2):
-        first.step(hidden, batch)
-    state = copy.deepcopy(first.state())
-    rest = state.pop("rest")
-    with second.loading({n: (tuple(t.shape), t.dtype) for n, t in state.items()}, rest) as live, torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(state[name])
-    for _ in range(2):
-        second.step(hidden, batch)
-    assert second.num_updates == 4
-    assert all(torch.equal(a, b) for a, b in zip(whole.heads.parameters(), second.heads.parameters(), strict=True))
-
-
 def test_a_step_without_finite_gradient_is_skipped(trunk: PackedCausalLM, batch: RaggedBatch) -> None:
     trainer = _trainer(trunk)
     before = copy.deepcopy(trainer.heads.state_dict())
     trainer.step(torch.full_like(_hidden(trunk, batch), float("nan")), batch)
     assert (trainer.num_skipped, trainer.num_updates) == (1, 0)
     assert all(torch.equal(values, before[name]) for name, values in trainer.heads.state_dict().items())
-
-
-def test_heads_learn_what_follows(trunk: PackedCausalLM) -> None:
-    """A repeated cycle of tokens: after some updates the chain is accepted to its end."""
-    cycle = [3, 1, 4, 1, 5, 9, 2, 6, 8, 7]
-    batch = RaggedBatch.from_sequences([cycle[n:] + cycle * 2 for n in range(10)])
-    mask = torch.ones(batch.num_tokens, dtype=torch.bool)
-    mask[[batch.leaf_span(s)[0] for s in range(len(batch))]] = False  # nothing stands before them
-    batch = batch.with_token(loss_mask=mask)
-    hidden = _hidden(trunk, batch)
-    trainer = _trainer(trunk, shared=False, optim=OptimConfig(lr=3e-2))
-    before = trainer.measure([(hidden, batch)])
-    for _ in range(60):
-        trainer.step(hidden, batch)
-    after = trainer.measure([(hidden, batch)])
-    assert after["eval/loss"] < 0.3 * before["eval/loss"]
-    assert after["medusa/tokens_per_forward"] > 3.5 > before["medusa/tokens_per_forward"]

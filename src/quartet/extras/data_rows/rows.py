@@ -1,0 +1,318 @@
+"""Rows of a recipe's data as the job trains on them, one by one, each with its masks or with what is wrong with it; and
+what a chat template does to conversations and to the masks of their tokens, seen on a small one.
+
+Nothing is rendered or tokenised here: every row goes through the job's own ``Reader`` (``input_sources``), alone. Of
+the model its config and tokenizer are read, and never its weights.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jinja2.exceptions import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from quartet.config import UserError
+from quartet.config.common import DataConfig, ModelConfig, Recipe, SamplingConfig, SupervisedRecipe
+from quartet.config.evaluation import EvalRecipe
+from quartet.config.plugins import jobs, load
+from quartet.config.recipe import RewardModelRecipe, RLRecipe
+from quartet.data.datasets import Ordered, PromptItem
+from quartet.data.fields import TOOLS_TOLD, Reading
+from quartet.data.formats import NothingLeft, Parsed
+from quartet.data.readers import Row, iter_rows
+from quartet.models.loading import outlined
+from quartet.text.examples import Messages
+from quartet.text.loading import load_generation_config, local_directory, local_or_hub
+from quartet.text.templates import MARKS, free_variables, render, split_defaults, template_of, template_warnings
+from quartet.text.tokenizer import TextCodec
+from quartet.trainers.evaluation import sampling_params
+from quartet.trainers.input_sources import (
+    Reader,
+    context_length,
+    demonstration_reader,
+    is_scalar,
+    limit_of,
+    prompt_reader,
+    reader_of,
+    readings,
+    resolve_tokenizer,
+    shares,
+)
+from quartet.trainers.run_files import job_of
+
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace"}
+
+
+def _talk(thought: str = "") -> Messages:
+    turns = (("user", "question 1"), ("assistant", "answer 1"), ("user", "question 2"), ("assistant", "answer 2"))
+    contents = [thought.format(text) * (role == "assistant") + text for role, text in turns]
+    return [{"role": role, "content": content} for (role, _), content in zip(turns, contents, strict=True)]
+
+
+def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the tokenizer's template does to conversations and to the masks of their tokens, seen on a small one."""
+    try:
+        template = template_of(tokenizer)
+        defaults, own = split_defaults(template)
+        read = sorted(name for name in free_variables(own) - _GIVEN if not name.endswith("_token"))
+        talk, thinking = _talk(), _talk("<think>\nthought of {}\n</think>\n\n")
+        prompt = render(tokenizer, talk[:1], generation_prompt=True)
+        bare, first, earlier, whole = (render(tokenizer, talk[:n], generation_prompt=False) for n in (1, 2, 3, 4))
+        thoughts = render(tokenizer, thinking, generation_prompt=False)
+    except (UserError, TemplateSyntaxError) as error:
+        return [f"cannot be shown on a small conversation: {' '.join(str(error).split())}"]
+    shown = [f"{name} (default {defaults[name]})" if name in defaults else name for name in read]
+    before, _, _ = prompt.partition("question 1")
+    opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
+    after = first.rpartition("answer 1")[2]
+    if MARKS.search(template):
+        masks = "on the tokens inside {% generation %}"
+    elif not first.startswith(prompt):
+        masks = "none: an answer is rendered differently from what a prompt ends with, so rows with answers are refused"
+    elif earlier.startswith(first) and whole.startswith(earlier):
+        masks = "on every assistant turn, with its end-of-text token"
+    else:
+        masks = (
+            "on one turn: later turns change earlier ones, so conversations with several assistant turns are refused"
+        )
+    num_kept = thoughts.count("thought of")
+    fates = ("left out of every turn", "left out of earlier turns, kept in the last", "kept in every turn")
+    return [
+        f"variables: {', '.join(shown) or 'none'}; tools: {'used' if 'tools' in free_variables(own) else 'not used'}",
+        f"before the first message: {before!r}",
+        f"before an answer: {opening!r}",
+        f"after an answer: {after!r}",
+        f"loss: {masks}",
+        f"<think> blocks: {fates[num_kept]}",
+        *(["date: that of the day on which a row is read"] if _is_dated(tokenizer, template) else []),
+    ]
+
+
+def _is_dated(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether the template writes today's date into a prompt."""
+    given = {**tokenizer.special_tokens_map, "messages": _talk()[:1], "add_generation_prompt": True}
+    program = _compile_jinja_template(template)  # apply_chat_template passes no functions on
+    one, other = (program.render(given, strftime_now=lambda form, day=day: day) for day in ("one", "another"))
+    return bool(one != other)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of data in a recipe, and how its rows are read.
+
+    Args:
+        room: tokens of the model's context that stay free.
+        sampling: how prompts are answered; None for rows that are trained on as they are.
+        is_scored: a scalar head reads the last token of each answer.
+    """
+
+    config: DataConfig | None
+    model: ModelConfig | None
+    reader: Reader[Any]
+    room: int = 0
+    sampling: SamplingConfig | None = None
+    is_scored: bool = False
+
+
+def sections_of(recipe: Recipe) -> dict[str, Section]:
+    """The sections of data that a recipe has, by their keys."""
+    found: dict[str, Section] = {}
+    match recipe:
+        case SupervisedRecipe():
+            asked = recipe.answered_by
+            how = (recipe.model, reader_of(recipe), asked is not None, asked, isinstance(recipe, RewardModelRecipe))
+            found = {key: Section(getattr(recipe, key), *how) for key in ("data", "evaluation_data")}
+        case RLRecipe():
+            model, evaluation = recipe.actor.model, recipe.evaluation
+            found["data"] = Section(recipe.data, model, prompt_reader, 1, recipe.rollout.sampling)
+            if evaluation is not None:
+                found["evaluation.data"] = Section(evaluation.data, model, prompt_reader, 1, evaluation.sampling)
+            if recipe.ptx is not None:
+                found["ptx.data"] = Section(recipe.ptx.data, model, demonstration_reader)
+        case EvalRecipe():
+            found["data"] = Section(recipe.data, recipe.model, prompt_reader, 1, recipe.sampling)
+        case _ if (sections := jobs()[job_of(recipe)].sections) is not None:
+            parts = load(sections)(recipe).items()
+            found = {f"{above}.{key}": one for above, part in parts for key, one in sections_of(part).items()}
+    return {key: section for key, section in found.items() if section.config is not None}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens that stand together: a prompt, an answer, a sequence.
+
+    Args:
+        texts: what each token adds to the text.
+        mask: whether each carries loss, or a score is read there.
+        marks: what is said of single tokens, by place.
+    """
+
+    title: str
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    mask: tuple[bool, ...]
+    marks: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row by its number from 1, with its spans, or with what keeps it from being used.
+
+    ``error`` would stop the run; ``skipped`` leaves the row out.
+    """
+
+    number: int
+    place: str
+    spans: tuple[Span, ...] = ()
+    notes: tuple[str, ...] = ()
+    error: UserError | None = None
+    skipped: str | None = None
+
+
+class DataRows:
+    """The rows of one section of a recipe, gone through once by ``rows``; figures of all are complete after that.
+
+    Attributes:
+        told: rows that are used, their notes, and those that are left out, by reason.
+        stopping: rows that would stop the run, by reason.
+        lengths: tokens of each used row's longest sequence.
+
+    Raises:
+        UserError: the recipe has no such section, or its model and tokenizer cannot be read.
+    """
+
+    def __init__(self, section: Section, key: str, source: int | None = None) -> None:
+        self.section, self.parts = section, readings(section.config, key)
+        if source is not None and source >= len(self.parts):
+            remedy = f"a number from 0 to {len(self.parts) - 1}"
+            raise UserError("the data have no such source", found=f"source {source} of {key}", remedy=remedy)
+        self.parts = self.parts if source is None else self.parts[source : source + 1]
+        self.codec, context = _codec(section.model)
+        assert section.config is not None, "it has sources"
+        self.limit = limit_of(section.config, context - section.room, key)
+        self.told, self.stopping = Parsed[Any](), Parsed[Any]()
+        self.lengths, self.sizes = array("Q"), [0] * len(self.parts)
+        self.num_rows = 0
+        self._kind: type[Any] | None = None
+
+    def rows(self, start: int, num: int) -> Iterator[ShownRow]:
+        """Goes through all rows; yields ``num`` of them from number ``start`` on, and the one that cannot be read."""
+        for part, (source, reading) in enumerate(self.parts):
+            rows = iter_rows(source)
+            while True:
+                self.num_rows += 1
+                is_wanted = start <= self.num_rows < start + num
+                try:
+                    row = next(rows)
+                except StopIteration:
+                    self.num_rows -= 1
+                    break
+                except UserError as error:  # the reader stops here, and so would the run
+                    self.stopping.count(self.stopping.skipped, error.problem, error.found)  # which names file and line
+                    notes = ("rows behind it are not read",)
+                    yield ShownRow(self.num_rows, str(source.path), notes=notes, error=error)
+                    break
+                shown = self._row(row, reading, part, is_wanted)
+                if is_wanted:
+                    yield shown
+
+    def _row(self, row: Row, reading: Reading, part: int, is_wanted: bool) -> ShownRow:
+        reader, codec = self.section.reader, self.codec.limited(self.limit.max_tokens)
+        shown = ShownRow(self.num_rows, row.place)
+        try:
+            data = reader(iter([row]), reading, codec, self.limit, self.num_rows)
+            self._kind = self._kind or type(data)
+            if type(data) is not self._kind:
+                found = f"{row.place}: {type(data).__name__}, the first row is {self._kind.__name__}"
+                raise UserError("rows of two kinds are mixed", found=found, remedy="use data of one kind")
+            notes = tuple(_reason(line, row.place) for line in data.warnings)
+            for note in notes:
+                self.told.count(self.told.notes, note, row.place)
+            self.sizes[part] += 1
+            self.lengths.append(data.items[0].num_tokens)
+            return replace(shown, notes=notes, spans=self._spans(data) if is_wanted else ())
+        except NothingLeft as nothing:
+            self.told.count(self.told.skipped, nothing.reason, row.place)
+            length = f" ({nothing.found})" if nothing.problem.startswith("every") else ""
+            return replace(shown, skipped=f"{nothing.reason}{length}")
+        except UserError as error:
+            self.stopping.count(self.stopping.skipped, error.problem, row.place)
+            return replace(shown, error=error)
+
+    def _spans(self, data: Ordered) -> tuple[Span, ...]:
+        """The row's tokens with their masks, as its batch has them."""
+        item = data.items[0]
+        if isinstance(item, PromptItem):
+            ids = self.codec.encode_prompt(item.prompt)
+            return (Span("prompt", tuple(ids), tuple(self.codec.token_texts(ids)), (False,) * len(ids)),)
+        batch: Any = data.select([0])  # type: ignore[attr-defined]
+        masks = batch.token.get("loss_mask", batch.token.get("step_mask")).tolist()
+        labels = batch.token["step_labels"].tolist() if "step_labels" in batch.token else []
+        titles = ["sequence"] if len(batch.segment_lengths) == 1 else ["prompt", *_titles(item)]
+        spans, context = [], list[int]()
+        for title, start, stop in zip(titles, batch.segment_offsets, batch.segment_offsets[1:], strict=False):
+            ids, mask = batch.input_ids[start:stop].tolist(), masks[start:stop]
+            if self.section.is_scored and title != "prompt":
+                mask = [False] * (len(ids) - 1) + [True]
+            texts = self.codec.token_texts([*context, *ids])[len(context) :]
+            marks = {n: f"{labels[start + n]:g}" for n, is_end in enumerate(mask) if labels and is_end}
+            spans.append(Span(title, tuple(ids), tuple(texts), tuple(mask), marks))
+            context = ids if title == "prompt" else context
+        return tuple(spans)
+
+    def stops(self) -> str:
+        """At what the answers to prompts end; '' for rows that have their answers."""
+        if self.section.sampling is None:
+            return ""
+        params = sampling_params(self.section.sampling, self.codec)
+        tokens = self.codec.tokenizer.convert_ids_to_tokens(list(params.stop_token_ids))
+        ends = [*(f"{token} ({n})" for token, n in zip(tokens, params.stop_token_ids, strict=True))]
+        ends += [repr(text) for text in params.stop_strings]
+        return (
+            f"answers end at {', '.join(ends) or 'no token'}, or after {params.max_new_tokens} tokens"
+            + self.codec.kept_special
+        )
+
+    def errors(self) -> list[str]:
+        """Rows that would stop the run, by reason with their first places."""
+        return [line.replace("rows left out: ", "rows stop the run: ", 1) for line in self.stopping.report()]
+
+    def notes(self) -> list[str]:
+        """Rows left out or converted, by reason with their first places; the sources' shares of what is drawn."""
+        remarks = template_warnings(self.codec.tokenizer, has_tools=TOOLS_TOLD in self.told.notes)
+        config = self.section.config
+        is_mixed = config is not None and len(self.parts) > 1 and all(self.sizes)
+        return [*self.told.report(), *remarks, *(shares(config, self.sizes) if config and is_mixed else ())]
+
+
+def _codec(model: ModelConfig | None) -> tuple[TextCodec, int]:
+    """The codec that the job has, and the model's context, both from config and tokenizer."""
+    if model is None:
+        raise UserError(
+            "there is no model", found="its path is missing", remedy="set model.path (rl: actor.model.path)"
+        )
+    name = model.path if model.revision is None else f"{model.path}@{model.revision}"
+    path = local_directory(name, "model") or local_or_hub(name, "tokenizer")  # of the hub without weights
+    model = model.model_copy(update={"path": path, "revision": None})
+    tokenizer, empty = resolve_tokenizer(model, None), outlined(path, trust_remote_code=model.trust_remote_code)
+    generation = load_generation_config(path)
+    if generation is None and not is_scalar(model):
+        generation = empty.generation_config
+    return TextCodec.of(tokenizer, generation), context_length(empty)
+
+
+def _titles(item: Any) -> Sequence[str]:
+    chosen: tuple[bool, ...] = getattr(item, "chosen", ())
+    if len(chosen) == 2:
+        return ("chosen", "rejected")
+    return ("good answer" if chosen[0] else "bad answer",) if chosen else ("answer",)
+
+
+def _reason(line: str, place: str) -> str:
+    """What a warning about one row says, without count and place."""
+    return line.removeprefix("1 rows: ").removesuffix(f" ({place})")
