@@ -17,7 +17,6 @@ import torch
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config import plugins
 from quartet.config.errors import UserError
-from quartet.config.load import load_recipe
 from quartet.config.recipe import EnvironmentConfig
 from quartet.envs.episode import EpisodeError, NoRoom, run_episode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
@@ -383,9 +382,9 @@ def test_an_environment_of_a_plug_in_has_a_name(target: Callable[[str], str], mo
     monkeypatch.setattr(plugins, "plugins", lambda: (added,))
     assert environment_factory(EnvironmentConfig(type="good", options={"size": 3}))().size == 3  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="both set"):
-        load_recipe("rl", None, ["environment.type=good", "environment.target=worlds:Good"])
+        EnvironmentConfig(type="good", target="worlds:Good")
     with pytest.raises(UserError, match=r"environment\.type bad.*good"):
-        load_recipe("rl", None, ["environment.type=bad"])
+        EnvironmentConfig(type="bad")
 
 
 def test_no_target_and_no_class() -> None:
