@@ -322,7 +322,7 @@ def test_it_works_without_being_root() -> None:
 import ctypes, os, sys, types
 sys.modules["quartet"] = package = types.ModuleType("quartet")  # its libraries may be missing here
 package.__path__ = [{str(source / "quartet")!r}]
-from quartet.extras.sandbox.run import SandboxLimits, SolutionCheck, run_program
+from quartet.extras.sandbox.run import SandboxLimits, SolutionCheck, judge, run_program
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1)  # as open to others of its user as a process that was never root
 limits = SandboxLimits(wall_s=20)
