@@ -40,10 +40,15 @@ from quartet.config.recipe import (
 )
 from quartet.config.rewards import FunctionReward
 from quartet.extras.process_rewards.config import MinSteps, ProcessModelReward, ProcessRewardRecipe
-from quartet.extras.process_rewards.data import step_reader
-from quartet.extras.process_rewards.scores import CombinationRule, mean_gap, process_rewards, step_scores
-from quartet.extras.process_rewards.steps import split_steps
-from quartet.extras.process_rewards.trainer import ProcessRewardTrainer, score_steps
+from quartet.extras.process_rewards.data import split_steps, step_reader
+from quartet.extras.process_rewards.trainer import (
+    CombinationRule,
+    ProcessRewardTrainer,
+    mean_gap,
+    process_rewards,
+    score_steps,
+    step_scores,
+)
 from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.checker import is_correct
 from quartet.extras.quickstart.tokenizer import build_tokenizer

@@ -28,24 +28,12 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 import quartet
 from quartet.batch.ragged import RaggedBatch
-from quartet.config.algorithms import (
-    GRPO,
-    PPO,
-    GSPOLoss,
-)
+from quartet.config.algorithms import GRPO, PPO
 from quartet.config.common import TrainConfig
-from quartet.config.preference import DPOLoss
-from quartet.extras.process_rewards.trainer import STEP_NEEDS, StepObjective
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs, forward_only
-from quartet.train.objectives import (
-    PairwiseObjective,
-    PolicyObjective,
-    PreferenceObjective,
-    SFTObjective,
-    ValueObjective,
-)
+from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -102,16 +90,9 @@ def batch() -> RaggedBatch:
     prompts, responses = [[5, 6, 7], [8, 9]], [[[3, 4, 5], [1, 2, 3, 4]], [[7], [9, 9]]]
     found = RaggedBatch.from_groups(prompts, responses, ["a", "b", "c", "d"])
     mask, zeros = found.sequence_index() >= 0, torch.zeros(found.num_tokens)
-    names = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns", "step_labels")
+    names = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
     columns = {**dict.fromkeys(names, zeros), **dict.fromkeys(("loss_mask", "action_mask", "step_mask"), mask)}
-    numbers = torch.arange(4)
-    return found.with_token(**columns).with_sequence(
-        trajectory=numbers,
-        pair=numbers // 2,
-        chosen=numbers % 2 == 0,
-        margin=torch.zeros(4),
-        ref_logprobs=torch.zeros(4),
-    )
+    return found.with_token(**columns).with_sequence(trajectory=torch.arange(4))
 
 
 def engine(packed: Any, precision: Any = "fp32", **changes: Any) -> TrainEngine[Any]:
@@ -125,18 +106,15 @@ def cases() -> dict[str, Callable[[], Any]]:
         scalar = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1))
     causal, capped = on_accelerator(llama), on_accelerator(gemma)
     value = PackedScalarModel(on_accelerator(scalar))
-    grpo = GRPO()
-    sequence = GRPO(policy_loss=GSPOLoss())
-    policy = {
-        name: PolicyObjective(config, 4, 1.0, 0.1, True, 8) for name, config in (("grpo", grpo), ("gspo", sequence))
-    }
+    objectives = {"grpo": PolicyObjective(GRPO(), 4, 1.0, 0.1, True, 8), "sft": SFTObjective()}
     found: dict[str, Callable[[], Any]] = {}
+    steps = Needs(step_scores=True, mask="step_mask")
     everything = Needs(logprobs=True, entropies=True)
     for precision in ("fp32", "bf16"):
         found[f"score {precision}"] = lambda p=precision: forward_only(
             PackedCausalLM(causal, p), batch(), everything, 12
         ).token["logprobs"]
-        for name, objective in {**policy, "sft": SFTObjective()}.items():
+        for name, objective in objectives.items():
             found[f"train {name} {precision}"] = lambda p=precision, o=objective: engine(
                 PackedCausalLM(causal, p), p
             ).train_step(batch(), o)
@@ -144,12 +122,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["train sft checkpointed"] = lambda: engine(
         PackedCausalLM(causal, activation_checkpointing=True), activation_checkpointing=True
     ).train_step(batch(), SFTObjective())
-    found["train dpo"] = lambda: engine(PackedCausalLM(causal)).train_step(batch(), PreferenceObjective(DPOLoss()))
     found["train value"] = lambda: engine(value).train_step(batch(), ValueObjective(PPO(), 4))
-    found["train pairwise"] = lambda: engine(value).train_step(batch(), PairwiseObjective(0.1, 1.0))
-    found["train steps"] = lambda: engine(value).train_step(batch(), StepObjective())
     found["score sequences"] = lambda: forward_only(value, batch(), Needs(scores=True), 12).sequence["scores"]
-    found["score steps"] = lambda: forward_only(value, batch(), STEP_NEEDS, 12).token["step_scores"]
+    found["score steps"] = lambda: forward_only(value, batch(), steps, 12).token["step_scores"]
     return found
 
 

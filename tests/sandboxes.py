@@ -1,10 +1,12 @@
-"""Marks tests that run code in a sandbox: skipped where this machine has none."""
+"""For tests that run code in a sandbox: skipped where this machine has none."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from quartet.extras.sandbox.run import SandboxError, check_sandbox
+from quartet.extras.sandbox.run import SandboxError, SandboxLimits, SolutionCheck, check_sandbox, judge
 
 
 def _why_not() -> str:
@@ -17,3 +19,8 @@ def _why_not() -> str:
 
 WHY_NOT = _why_not()
 needs_sandbox = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+def run_tests(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits) -> list[bool]:
+    """Whether each of the tests that count passed."""
+    return [verdict.passed for verdict in judge(source, tests, limits)]

@@ -183,19 +183,9 @@ async def sleeps_async(completions):
     return [float(os.getpid())] * len(completions)
 
 
-def counts_calls(completions):
-    global NUM_CALLS
-    NUM_CALLS += 1
-    return [float(NUM_CALLS)] * len(completions)
-
-
 def waits_in_threads(completions):
     time.sleep(0.4)
     return [float(threading.current_thread() is threading.main_thread())] * len(completions)
-
-
-def starts_a_loop(completions):
-    return asyncio.run(lengths_async(completions=completions, answer=completions))
 
 
 def shows_itself(completions):

@@ -92,17 +92,11 @@ SOURCES: dict[str, Build] = {
     "exact_match": lambda serve: case(ExactMatchReward(), "answer", applies=HAS_ANSWER),
     "numeric": lambda serve: case(NumericReward(), "answer", applies=HAS_ANSWER),
     "regex": lambda serve: case(RegexReward(pattern=r"\d"), None),
-    "regex with column": lambda serve: case(
-        RegexReward(pattern=r"(\d)", column="answer"), "answer", applies=HAS_ANSWER
-    ),
     "format": lambda serve: case(FormatReward(pattern=r".*\d.*"), None),
     "length": lambda serve: case(LengthReward(target=5), None),
     "function": lambda serve: case(function("lengths"), "answer", beside=True, applies=HAS_ANSWER),
     "function in processes": lambda serve: case(
         function("lengths", processes=2, batch_size=2), "answer", beside=True, applies=HAS_ANSWER
-    ),
-    "function in threads": lambda serve: case(
-        function("lengths", thread=True, batch_size=2), "answer", beside=True, applies=HAS_ANSWER
     ),
     "async function": lambda serve: case(function("lengths_async"), "answer", beside=True, applies=HAS_ANSWER),
     "passed function": lambda serve: Case(GuardedReward(PassedFunction(passed)), "answer", False, list(HAS_ANSWER)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quartet.extras.process_rewards.steps import split_steps
+from quartet.extras.process_rewards.data import split_steps
 from quartet.observe.rollouts import list_steps, read_step
 from quartet.observe.trackers import read_metrics
 

@@ -32,7 +32,7 @@ from quartet.config.preference import PreferenceLossConfig
 from quartet.config.recipe import LogConfig, SFTRecipe
 from quartet.config.strict import members, tags
 from quartet.config.yamls import parse_yaml
-from quartet.extras.process_rewards.steps import save_step_separator
+from quartet.extras.process_rewards.data import save_step_separator
 from quartet.extras.quickstart import task
 from quartet.extras.speculation.heads import MedusaHeads
 from quartet.models.loading import load_causal_lm

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from quartet.config.errors import UserError, described, excerpt
 from quartet.config.rewards import FunctionReward
 from quartet.observe.global_state import RandomStateGuard
 from quartet.processes import ProcessDied
-from quartet.rewards.called import BadReturn, Parameters, scores_of
+from quartet.rewards.function_worker import BadReturn, Parameters, scores_of
 from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
 from quartet.rewards.subprocesses import Subprocess, SubprocessPool
 from quartet.text.examples import PromptText
@@ -173,7 +172,6 @@ class SubprocessFunction(FunctionSource):
         num_calls = config.concurrency if config.thread or said["is_async"] else config.processes
         self._threads = Threads(num_calls, self.name)
         self._starts = Threads(1, f"{self.name}-start")
-        self._end = weakref.finalize(self, _close, self._pool, self._threads, self._starts)
 
     async def ready(self) -> None:
         """Waits for the start of a process in place of one that is gone."""
@@ -207,7 +205,9 @@ class SubprocessFunction(FunctionSource):
             raise self._failure(fault, prompts, completions) from cause
 
     def close(self) -> None:
-        self._end()
+        self._threads.close()
+        self._starts.close()
+        self._pool.close()
 
     def _ask(self, arguments: dict[str, Any], call: _Call) -> Any:
         """In a thread of its own."""
@@ -280,9 +280,3 @@ def _start(target: str, num_threads: int) -> Subprocess:
             refusal = UserError(problem, found=f"it said {said!r}"[:400], remedy=remedy)
     process.close()
     raise refusal
-
-
-def _close(pool: SubprocessPool, *threads: Threads) -> None:
-    for some in threads:
-        some.close()
-    pool.close()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quartet.config.errors import UserError
 from quartet.config.rewards import Fallible, GateConfig, OnError
-from quartet.rewards.called import check_column
+from quartet.rewards.function_worker import check_column
 from quartet.text.examples import PromptText
 
 P = ParamSpec("P")

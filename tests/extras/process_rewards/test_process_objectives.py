@@ -103,23 +103,12 @@ def test_micro_batches_change_nothing(steps, whole, token_budget, make_engine, g
     check(one_step(make_engine, gradients, weights, steps, token_budget=token_budget), whole, same)
 
 
-def test_order_of_answers_changes_nothing(steps, whole, make_engine, gradients, weights, same) -> None:
-    order = torch.randperm(len(steps), generator=torch.Generator().manual_seed(4)).tolist()
-    check(one_step(make_engine, gradients, weights, steps.select(order), token_budget=24), whole, same)
-
-
 @pytest.mark.parametrize("share", [True, False])
 def test_sharing_prompts_changes_nothing(steps, whole, share, make_engine, gradients, weights, same) -> None:
     flat = unshared(steps)
     assert flat.num_tokens > steps.num_tokens
     data = steps if not share else flat
     check(one_step(make_engine, gradients, weights, data, token_budget=24, share_prefixes=share), whole, same)
-
-
-def test_the_batch_is_left_alone(steps, make_engine) -> None:
-    before = {name: values.clone() for name, values in steps.token.items()}
-    make_engine("scalar", token_budget=24).train_step(steps, StepObjective())
-    assert all(torch.equal(steps.token[name], values) for name, values in before.items())
 
 
 def test_no_labelled_step_leaves_the_gradient_zero(steps, make_engine) -> None:

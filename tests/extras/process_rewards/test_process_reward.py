@@ -15,7 +15,7 @@ from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.run import LogConfig
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
-from quartet.extras.process_rewards.steps import load_step_separator
+from quartet.extras.process_rewards.data import load_step_separator
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
 
 
@@ -73,16 +73,6 @@ def test_it_learns_to_tell_steps_apart_and_reports_what_the_model_alone_computes
     assert after["eval/accuracy"] == pytest.approx(float(((logits > 0) == (labels > 0.5)).double().mean()))
 
 
-def test_soft_labels_are_met_by_probabilities(causal_lm: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """Two kinds of steps, right with probability 0.8 and 0.3: the held-out loss goes to the labels' entropy."""
-    soft = [{"prompt": f"{n}=", "completion": "1;2", "labels": [0.8, 0.3]} for n in range(1, 9)]
-    made = trainer(tmp_path / "run", causal_lm(), tokenizer, soft, steps=60)
-    found = made.train().summary["stages"][0]["metrics"]
-    assert found["eval/calibration_error"] < 0.03
-    assert found["eval/loss"] == pytest.approx(0.5556, abs=5e-3), "the mean entropy of 0.8 and 0.3"
-    assert abs(found["process_reward/calibration"]) < 0.03
-
-
 def test_what_is_saved_loads_with_from_pretrained_and_says_how_steps_end(
     causal_lm: Any, tokenizer: Any, rows: Any, tmp_path: Path
 ) -> None:
@@ -115,12 +105,8 @@ def test_bad_rows_stop_the_run_before_anything_is_written(
         trainer(tmp_path / "run", causal_lm(), tokenizer, rows, train=TrainConfig(token_budget=5))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"separator": ""}', '{"separator": 3}', "{}"])
+@pytest.mark.parametrize("content", ["{", '{"separator": ""}', "{}"])
 def test_a_damaged_settings_file_is_reported(content: str, tmp_path: Path) -> None:
     (tmp_path / "process_reward.json").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match="of a process reward model cannot be read"):
         load_step_separator(str(tmp_path))
-
-
-def test_a_directory_without_settings_has_none(tmp_path: Path) -> None:
-    assert load_step_separator(str(tmp_path)) is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.extras.process_rewards.scores import (
+from quartet.extras.process_rewards.trainer import (
     calibration_error,
     mean_gap,
     process_rewards,
@@ -88,20 +88,6 @@ def test_rules_agree_with_the_slow_reference(make_layout, close, rule, dtype, se
         assert torch.equal(given.nan_to_num(), before.nan_to_num()), "inputs are left alone"
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_order_of_trajectories_does_not_matter(make_layout, rule) -> None:
-    layout = make_layout(3)
-    scores = layout.normal(3)
-    order = torch.randperm(layout.num_owners, generator=torch.Generator().manual_seed(0))
-    renamed = torch.where(layout.owner >= 0, order[layout.owner.clamp(min=0)], -1)
-    assert torch.equal(
-        step_credits(scores, layout.mask, layout.owner, rule, GAMMA),
-        step_credits(scores, layout.mask, renamed, rule, GAMMA),
-    )
-    one = process_rewards(scores, layout.mask, layout.owner, layout.num_owners, rule, GAMMA)
-    assert torch.equal(one, process_rewards(scores, layout.mask, renamed, layout.num_owners, rule, GAMMA)[order])
-
-
 def test_equal_minima_are_equal_numbers() -> None:
     """However a minimum was reached: a difference in the last digit would be a signal within a group."""
     scores = torch.tensor([0.9, 0.7, 0.3, 0.3, 0.8, 0.3])
@@ -144,13 +130,6 @@ def test_a_soft_label_of_one_half_is_learned_but_not_counted_as_right_or_wrong()
     out = step_loss(LOGITS, LABELS, torch.tensor([False, False, True, False, False]), 1)
     assert float(out.loss) == pytest.approx(by_hand(7.0, 0.5))
     assert (int(out.num_steps), int(out.num_decided), float(out.num_correct)) == (1, 0, 0.0)
-
-
-def test_micro_batches_add_up() -> None:
-    whole = step_loss(LOGITS, LABELS, KEPT, 4)
-    parts = [step_loss(LOGITS[a:b], LABELS[a:b], KEPT[a:b], 4) for a, b in ((0, 1), (1, 4), (4, 5))]
-    assert float(sum(part.loss for part in parts)) == pytest.approx(float(whole.loss), abs=1e-12)
-    assert float(sum(part.num_correct for part in parts)) == float(whole.num_correct)
 
 
 def test_gradients() -> None:

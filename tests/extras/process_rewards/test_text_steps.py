@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from quartet.extras.process_rewards.steps import Step, answer_pieces, join_steps, last_tokens, split_steps
+from quartet.extras.process_rewards.data import Step, answer_pieces, join_steps, last_tokens, split_steps
 from quartet.text.tokenizer import TextCodec
 
 

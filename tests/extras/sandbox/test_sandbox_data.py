@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from quartet.extras.sandbox import data
-from quartet.extras.sandbox.data import Unsuitable, decode, encode
+from quartet.extras.sandbox import channel
+from quartet.extras.sandbox.channel import Unsuitable, decode, encode
 
 
 def over(value: Any, keep: bool = False) -> Any:
@@ -126,10 +126,10 @@ def test_what_poses_as_data_is_an_object() -> None:
         ([{"a": map(int, [])}], "lazy"),
         (range(10**30), "range"),
         (range(-(10**30), 10**30, 10**20), "range"),
-        ([0] * data.MAX_NODES, "values"),
-        ("x" * (data.MAX_TEXT + 1), "characters"),
+        ([0] * channel.MAX_NODES, "values"),
+        ("x" * (channel.MAX_TEXT + 1), "characters"),
         (["x" * 1000] * 5000, "characters"),
-        (1 << data.MAX_INT_BITS, "bits"),
+        (1 << channel.MAX_INT_BITS, "bits"),
         (Decimal("1" * 30_000), "digits"),
     ],
     ids=itertools.count(),
@@ -161,7 +161,7 @@ def nested(depth: int) -> Any:
         ["set", ["list"]], ["range", -(10**17), 10**17, 1], ["range", 1, 2, 0], ["range", "a"], ["bytes", "xx"],
         ["Decimal", "1" * 10**5], ["Decimal", 1, 2], ["Fraction", 1, 0], ["datetime", "now"], ["date", 1],
         ["timedelta", 10**12], ["deque", -1], ["deque", 0.5, 1], ["defaultdict", 3], ["complex", "1", "2"], nested(101),
-        ["list", *[0] * data.MAX_NODES], ["list", "x" * (data.MAX_TEXT + 1)], ["yours"], ["mine"],
+        ["list", *[0] * channel.MAX_NODES], ["list", "x" * (channel.MAX_TEXT + 1)], ["yours"], ["mine"],
         ["dict_items", 1], ["dict_keys", ["list"]],
     ],
     ids=itertools.count(),

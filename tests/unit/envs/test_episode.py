@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config import plugins
 from quartet.config.errors import UserError
-from quartet.config.load import load_recipe
 from quartet.config.recipe import EnvironmentConfig
 from quartet.envs.episode import EpisodeError, NoRoom, run_episode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
@@ -110,31 +108,18 @@ def test_without_rewards_there_is_none(plain: TextCodec) -> None:
     assert earned(play(Counting(rewards=(0.0,)), Scripted(plain, ["a"] * 3), plain)) == 0.0
 
 
-@pytest.mark.parametrize("reward", [np.float32(0.5), torch.tensor(0.5), np.array(0.5)])
-def test_a_reward_may_be_a_scalar_of_numpy_or_torch(plain: TextCodec, reward: Any) -> None:
-    episode = play(Failing(StepResult(None, reward=reward, done=True)), Scripted(plain, ["a"]), plain)
-    assert earned(episode) == 0.5 and type(earned(episode)) is float
-
-
 def test_max_turns_cut_an_episode_off(plain: TextCodec) -> None:
     environment = Counting(turns=9)
     episode = play(environment, Scripted(plain, ["a"] * 9), plain, max_turns=2)
     assert (episode.num_turns, episode.end, environment.closed) == (2, TrajectoryEnd.MAX_TURNS, 1)
 
 
-@pytest.mark.parametrize(("limit", "turns"), [(7, 1), (10, 1), (11, 2), (14, 2), (15, 3)])
+@pytest.mark.parametrize(("limit", "turns"), [(10, 1), (11, 2)])
 def test_an_episode_that_no_longer_fits_is_cut_off(plain: TextCodec, limit: int, turns: int) -> None:
     """``begin:`` has 6 tokens; an action 1, an observation 3."""
     episode = play(Counting(turns=9), Scripted(plain, ["a"] * 9), plain, max_sequence_tokens=limit)
     assert (episode.num_turns, episode.end) == (turns, TrajectoryEnd.MAX_TURNS if turns == 5 else TrajectoryEnd.CONTEXT)
     assert all(len(s.prompt_ids) + len(s.token_ids) <= limit for s in episode.sequences)
-
-
-def test_a_turn_gets_no_more_room_than_is_left(plain: TextCodec) -> None:
-    generate = Scripted(plain, ["abcdef"] * 3)
-    episode = play(Counting(), generate, plain, max_sequence_tokens=9)
-    assert [room for _, _, room in generate.asked] == [3]
-    assert len(episode.sequences[0].token_ids) == 3 and episode.end is TrajectoryEnd.CONTEXT
 
 
 class Rewriting(Counting):
@@ -180,11 +165,9 @@ class Failing(Counting):
         (SystemExit(0), "`step` raised SystemExit: 0"),
         (GeneratorExit("over"), "`step` raised RuntimeError: it raised GeneratorExit"),
         (ZeroDivisionError("by zero"), "`step` raised ZeroDivisionError: by zero"),
-        (TimeoutError("its own"), "`step` raised TimeoutError: its own"),
         ("text", "returned 'text', not a StepResult"),
         (StepResult("x", reward=float("nan")), "returned the reward nan"),
         (StepResult("x", reward=10**400), "returned the reward a number beyond what float32 holds"),
-        (StepResult("x", reward="1"), "returned the reward '1'"),  # type: ignore[arg-type]
         (StepResult(None), "returned None as observation and is not done"),
         (StepResult(3), "returned 3 as observation"),  # type: ignore[arg-type]
         (StepResult([{"role": "user"}]), "as observation"),
@@ -233,22 +216,6 @@ def test_its_random_numbers_are_not_those_of_training(plain: TextCodec) -> None:
     (drawn,) = make.guard.warnings()
     for name in ("`random`", "numpy's global generator", "torch's global generator"):
         assert name in drawn
-
-
-def test_random_numbers_that_its_module_draws_while_it_is_imported_are_its_own(tmp_path: Path) -> None:
-    (tmp_path / "worlds.py").write_text(f"import torch\ntorch.manual_seed(3)\n{SOURCE}")
-    before = _random_state()
-    make = environment_factory(EnvironmentConfig(target=f"{tmp_path}/worlds.py:Good", options={"size": 3}))
-    assert _random_state() == before and "torch's global generator" in make.guard.warnings()[0]
-
-
-def test_a_failing_reset(plain: TextCodec) -> None:
-    class Broken(Counting):
-        async def reset(self, item: Item) -> Any:
-            return item.columns["missing"]
-
-    with pytest.raises(EpisodeError, match=r"`reset` raised KeyError: 'missing'"):
-        play(Broken(), Scripted(plain, []), plain)
 
 
 def test_a_state_without_tokens_is_reported_with_its_episode(plain: TextCodec) -> None:
@@ -328,7 +295,7 @@ def test_a_time_limit_counts_the_environments_own_time(plain: TextCodec) -> None
         thread.join()
 
 
-@pytest.mark.parametrize(("waits", "computes"), [(0.05, 0.0), (0.0, 0.05), (0.02, 0.03)])
+@pytest.mark.parametrize(("waits", "computes"), [(0.05, 0.0), (0.0, 0.05)])
 def test_waiting_and_computing_are_the_environments_own_time(plain: TextCodec, waits: float, computes: float) -> None:
     with pytest.raises(EpisodeError, match="took longer than"):
         play(Napping(waits, computes), Scripted(plain, ["a"]), plain, timeout_s=0.1)
@@ -415,9 +382,9 @@ def test_an_environment_of_a_plug_in_has_a_name(target: Callable[[str], str], mo
     monkeypatch.setattr(plugins, "plugins", lambda: (added,))
     assert environment_factory(EnvironmentConfig(type="good", options={"size": 3}))().size == 3  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="both set"):
-        load_recipe("rl", None, ["environment.type=good", "environment.target=worlds:Good"])
+        EnvironmentConfig(type="good", target="worlds:Good")
     with pytest.raises(UserError, match=r"environment\.type bad.*good"):
-        load_recipe("rl", None, ["environment.type=bad"])
+        EnvironmentConfig(type="bad")
 
 
 def test_no_target_and_no_class() -> None:

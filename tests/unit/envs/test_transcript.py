@@ -88,16 +88,6 @@ def test_a_rewritten_state_begins_another_sequence(plain: TextCodec, ids_of: Ids
     assert (one.num_turns, two.num_turns, two.versions, two.finish_reason) == (1, 1, (3, 3), "length")
 
 
-def test_a_whole_state_that_extends_the_old_one_continues_the_sequence(plain: TextCodec, ids_of: IdsOf) -> None:
-    transcript = begun(plain, "a")
-    transcript.act(action(ids_of(plain, "b c <|im_end|>")))
-    transcript.see(Seen(Observation("abc and d", rewrites=True)))
-    transcript.act(action(ids_of(plain, "e"), reason="length"))
-    (only,) = transcript.sequences()
-    assert only.action_mask == (True, True, True, False, False, False, False, False, False, True)
-    assert only.state == "abc and d"
-
-
 def test_an_end_of_text_that_was_sampled_is_not_written_twice(plain: TextCodec, ids_of: IdsOf) -> None:
     """An environment that writes its template itself repeats the end of the turn."""
     tail = f"{END}<|im_start|>u"
@@ -118,15 +108,6 @@ def test_the_environment_does_not_see_the_stop_string_but_the_state_keeps_it(pla
     (only,) = transcript.sequences()
     assert plain.decode(only.token_ids) == "ok;! nexty"
     assert only.state == "qok;! next"
-
-
-def test_special_tokens_that_were_sampled_are_in_the_message(chat: TextCodec, ids_of: IdsOf) -> None:
-    transcript = begun(chat, [USER])
-    assert transcript.act(action(ids_of(chat, "h <|im_start|> i <|im_end|>"))) == "h<|im_start|>i"
-    transcript.see(Seen(Observation([{"role": "user", "content": "12"}])))
-    transcript.act(action(ids_of(chat, "1 <|im_end|>")))
-    (only,) = transcript.sequences()
-    assert only.state[1] == {"role": "assistant", "content": "h<|im_start|>i"}
 
 
 def test_an_observation_that_nothing_answers_is_left_out(plain: TextCodec, ids_of: IdsOf) -> None:

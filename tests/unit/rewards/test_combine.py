@@ -34,12 +34,6 @@ def test_behind_a_closed_gate_a_source_adds_nothing() -> None:
     assert found == pytest.approx([7.0, 6.5, 0.4, 0.0])
 
 
-def test_a_closed_gate_is_a_zero_and_no_absence() -> None:
-    """Only the gated source has weight here: the completion still takes part, with reward 0."""
-    gates = {"style": GateConfig(source="right", at_least=0.5)}
-    assert reward({"right": 0.0, "style": 2.0}, gates, right=[0.0], style=[3.0]) == [0.0]
-
-
 def test_where_the_gates_source_has_no_score_the_gated_one_has_none() -> None:
     gates = {"style": GateConfig(source="right", at_least=0.5, otherwise=-1.0)}
     assert reward({"right": 1.0, "style": 1.0}, gates, right=[NAN], style=[3.0]) == [None]

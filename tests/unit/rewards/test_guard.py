@@ -67,17 +67,6 @@ def test_calls_are_marked_where_they_begin_and_end() -> None:
     assert len(marks) == 2 and marks[1] - marks[0] < 0.1
 
 
-def test_a_call_that_fails_is_marked_too() -> None:
-    marks: list[float] = []
-
-    def judge(text: str) -> float:
-        raise failing(text)
-
-    with pytest.raises(RewardError):
-        asyncio.run(GuardedReward(Source(judge)).score(["?"], ["1"], {"n": [0]}, lambda: marks.append(0.0)))
-    assert len(marks) == 2
-
-
 def test_batches_and_their_order_whenever_they_end() -> None:
     waits = random.Random(0)
 
@@ -89,11 +78,6 @@ def test_batches_and_their_order_whenever_they_end() -> None:
     assert outcome == Outcome([float(n) for n in range(10)], [False] * 10)
     assert sorted(map(len, source.calls)) == [1, 3, 3, 3]
     assert run(GuardedReward(source), []) == Outcome([], [])
-
-
-def test_none_does_not_apply_and_is_no_failure() -> None:
-    outcome = run(GuardedReward(Source(lambda text: None), on_error="leave_out"), ["a"])
-    assert outcome == Outcome([None], [False])
 
 
 def test_concurrency_holds_over_all_chunks() -> None:

@@ -20,7 +20,6 @@ from quartet.config.rewards import (
 )
 from quartet.rewards.build import RuleSource
 from quartet.rewards.builtin import MathSource, exact_match, format_match, last_number, length, numeric, regex
-from quartet.rewards.functions import PassedFunction
 
 
 def score(config: Any, completions: list[str], **columns: Any) -> list[float | None]:
@@ -160,18 +159,3 @@ def test_types_of_a_recipe_are_these_functions_with_options() -> None:
     assert score(RegexReward(pattern="(.)$", column="last"), ["ab"], last=["b"]) == [1.0]
     assert score(FormatReward(tags=("t",)), ["<t></t>"]) == [1.0]
     assert score(LengthReward(max=2), ["abc"]) == [0.5]
-
-
-def test_builtins_are_functions_of_a_recipe_too() -> None:
-    for function in (exact_match, numeric):
-        reward = PassedFunction(function)
-        reward.check_columns(["answer", "other"])
-        assert asyncio.run(reward.score(["?"], ["4"], {"answer": ["4"], "other": [1]})) == [1.0]
-
-
-def test_a_missing_column_is_named_before_any_work() -> None:
-    source = RuleSource(NumericReward(column="answr"))
-    with pytest.raises(UserError, match="did you mean 'answer'"):
-        source.check_columns(["answer"])
-    source.check_columns(["answr"])
-    RuleSource(LengthReward(max=1)).check_columns([])

@@ -212,7 +212,7 @@ def test_a_format_knows_what_the_template_has_opened(
 # Another tokenizer -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", [2])
 def test_workers_render_what_a_model_with_another_tokenizer_reads(
     scalar_model: Any, tokenizer: Any, num_workers: int
 ) -> None:
@@ -275,7 +275,6 @@ def reward(completions):
     ("body", "part"),
     [
         ("import os; os._exit(0)", "lost its process: it ended with exit status 0"),
-        ("raise SystemExit(0)", "raised SystemExit: 0"),
         ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
     ],
 )
@@ -306,22 +305,18 @@ def test_a_reward_that_waits_waits_beside_generation(train: Train) -> None:
     assert rows[-1]["overlap/score_generate_s"] > 0
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_what_a_passed_function_draws_and_seeds_changes_nothing_in_training(train: Train, is_async: bool) -> None:
-    def draws(completions: list[str]) -> list[float]:
-        random.seed(0)
-        torch.manual_seed(0)
-        return [float(len(text)) for text in completions]
-
-    async def draws_later(completions: list[str]) -> list[float]:
-        await asyncio.sleep(0)
-        return draws(completions)
-
+def test_what_a_passed_function_draws_and_seeds_changes_nothing_in_training(train: Train) -> None:
     def honest(completions: list[str]) -> list[float]:
         return [float(len(text)) for text in completions]
 
+    async def draws(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        random.seed(0)
+        torch.manual_seed(0)
+        return honest(completions)
+
     weights = []
-    for function in (honest, draws_later if is_async else draws):
+    for function in (honest, draws):
         trainer, _ = train(functions=[function], name=function.__name__)
         weights.append(trainer.roles.actor.packed.model.state_dict())
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())

@@ -19,7 +19,6 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.common import DataConfig, ModelConfig
-from quartet.config.errors import read_file
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
 from quartet.config.run import Recipe
@@ -40,7 +38,7 @@ from quartet.data.readers import iter_rows
 from quartet.extras.iterated.config import CollectConfig, IteratedRecipe
 from quartet.models.loading import load_causal_lm
 from quartet.observe.callbacks import Callback
-from quartet.observe.files import FileDigest, changed_file, digest_file, replace_atomically, seal, unseal
+from quartet.observe.files import replace_atomically, seal, unseal
 from quartet.observe.progress import Progress
 from quartet.text.examples import AnswerText, Preference, answer_turn
 from quartet.trainers.checkpoints import TrainResult
@@ -139,7 +137,10 @@ class IteratedTrainer:
     def _collect(self, number: int) -> dict[str, float]:
         watch = Stopwatch()
         marker = self.path / "data" / f"collected_round_{number}.json"
-        if (saved := self._collected(marker)) is None:
+        saved: dict[str, Any] | None = None
+        with contextlib.suppress(OSError, ValueError):  # not there, or damaged
+            saved = unseal(marker.read_bytes())
+        if saved is None:
             answers, label = self._answers(number)
             config, groups = self.recipe.collect, by_prompt(answers)
             made = [make_pair(group, label, config, f"{self.recipe.seed} {number}") for group in groups]
@@ -153,33 +154,15 @@ class IteratedTrainer:
             data = self.path / "data"
             with writing(data):
                 rows = [_row(pair) for pair in fresh]
-                paths = [data / f"answers_round_{number}.jsonl", data / f"pairs_round_{number}.jsonl"]
-                write_answers(paths[0], answers)
-                write_rows(paths[1], rows)
+                write_answers(data / f"answers_round_{number}.jsonl", answers)
+                write_rows(data / f"pairs_round_{number}.jsonl", rows)
                 write_rows(self._pairs_until(number), chain(self._old_pairs(number), rows))
                 saved = {"seconds": round(watch.seconds, 3), "metrics": _figures(fresh, answers, label)}
-                files = {path.name: asdict(digest_file(path)) for path in (*paths, self._pairs_until(number))}
-                replace_atomically(marker, seal({**saved, "files": files}))
+                replace_atomically(marker, seal(saved))
         metrics: dict[str, float] = saved["metrics"]
         self._stages.append({"name": f"round_{number}_collect", **saved})
         self.progress.print(f"round {number}: {metrics['iterated/pairs']:.0f} fresh pairs")
         return metrics
-
-    def _collected(self, marker: Path) -> dict[str, Any] | None:
-        """Seconds and metrics of a round's collection; None where it has to be done, or done again."""
-        if not os.path.lexists(marker):
-            return None
-        try:
-            saved = unseal(read_file(marker))
-        except (UserError, ValueError) as error:
-            changed = f"{marker.name} ({error.found if isinstance(error, UserError) else error})"
-        else:
-            written = {name: FileDigest(**digest) for name, digest in saved.pop("files").items()}
-            if (name := changed_file(marker.parent, written)) is None:
-                return saved
-            changed = name
-        self.run.warning(f"{marker.parent / changed} is not what was written: the round's answers are sampled again")
-        return None
 
     def _answers(self, number: int) -> tuple[list[Answer], str]:
         """The policy's answers to the round's prompts, and the labeller's name among their scores."""

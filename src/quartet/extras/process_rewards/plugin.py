@@ -13,7 +13,7 @@ PLUGIN = Plugin(
             is_supervised=True,
             reader=f"{_HERE}.data:reader",
             starter=f"{_HERE}.config:STARTER",
-            beside=f"{_HERE}.steps:write_separator",
+            beside=f"{_HERE}.data:write_separator",
             words=("prm", "process"),
         )
     },

@@ -22,8 +22,7 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
 from quartet.config import UserError
 from quartet.extras.process_rewards.config import DiscountedSteps, ProcessModelReward
-from quartet.extras.process_rewards.scores import mean_gap, process_rewards, right_answers, step_credits, step_scores
-from quartet.extras.process_rewards.steps import (
+from quartet.extras.process_rewards.data import (
     Step,
     answer_pieces,
     join_steps,
@@ -31,7 +30,14 @@ from quartet.extras.process_rewards.steps import (
     load_step_separator,
     split_steps,
 )
-from quartet.extras.process_rewards.trainer import STEP_NEEDS
+from quartet.extras.process_rewards.trainer import (
+    STEP_NEEDS,
+    mean_gap,
+    process_rewards,
+    right_answers,
+    step_credits,
+    step_scores,
+)
 from quartet.rewards.source import combine
 from quartet.schedule.iteration import Chunk, ModelScorer
 from quartet.schedule.leases import LeaseContext

@@ -230,11 +230,6 @@ def run_program(source: str, text: str, limits: SandboxLimits) -> ProgramRun:
     return ProgramRun(output, ended, program.process.returncode)
 
 
-def run_tests(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits) -> list[bool]:
-    """Whether each of the tests that count passed: :func:`judge` without the reasons."""
-    return [verdict.passed for verdict in judge(source, tests, limits)]
-
-
 def judge(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits) -> list[SandboxVerdict]:
     """A verdict on each of the tests that count, all within ``limits.wall_s``; what did not come to its turn failed.
 
