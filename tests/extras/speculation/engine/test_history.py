@@ -85,14 +85,14 @@ def text(token: int, length: int) -> torch.Tensor:
 def test_of_one_prompt_no_more_is_kept_than_its_automaton_has_room_for() -> None:
     answers = Answers(1 << 20)
     for round_ in range(12):
-        answers.add(((1, 2), ()), text(round_, 1000))
-    assert [answer[0] for answer in answers.of(((1, 2), ()))] == list(range(4, 12))
+        answers.add((1, 2), text(round_, 1000))
+    assert [answer[0] for answer in answers.of((1, 2))] == list(range(4, 12))
     assert answers.num_tokens == 2 + 8 * 1000
 
 
 def test_answers_keep_to_their_bound_and_come_back_as_they_were() -> None:
     answers = Answers(30)
-    prompts = [((1, 2, i), ((0, b"x"),) if i else ()) for i in range(3)]
+    prompts = [(1, 2, i) for i in range(3)]
     for round_ in range(4):
         for prompt in prompts:
             answers.add(prompt, text(round_, 4))
