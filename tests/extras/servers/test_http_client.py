@@ -208,12 +208,10 @@ def test_a_pause_completes_what_is_under_way_and_sends_nothing_more() -> None:
 # Servers that are not there --------------------------------------------------------------------------------
 
 
-def test_it_takes_no_weights_no_images_and_asks_as_agreed() -> None:
+def test_it_takes_no_weights_and_asks_as_agreed() -> None:
     with served(right) as asked, closing(engine_at(asked.url)) as engine:
         with pytest.raises(UserError, match="takes no weights"):
             engine.weight_sink()
-        with pytest.raises(UserError, match="text alone"):
-            engine.submit([Request("r", "r", (1, 2), SamplingParams(), ((0, b"image"),))])
         with pytest.raises(UserError, match="no room"):
             engine.submit([ask("r", (1,) * CONTEXT)])
         sampling = SamplingParams(0.5, 0.9, 7, 0.1, 99, (50,), (), seed=(1 << 64) - 1)

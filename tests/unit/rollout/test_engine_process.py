@@ -84,8 +84,8 @@ def test_an_engine_that_answers_nonsense_has_failed(fault: str, found: str) -> N
         engine.submit([ask("fine", 3)])
         assert wait_for(engine) == [Completion("fine", "fine", (7,) * 3, (-1.0,) * 3, (0,) * 3, FinishReason.LENGTH)]
         pid = pid_of(engine)
-        engine.submit([ask()])
         with pytest.raises(EngineFailed, match=found):
+            engine.submit([ask()])
             wait_for(engine)
         assert is_gone(pid)
         for call in (lambda: engine.submit([ask("s")]), lambda: engine.completed(0), engine.pause):
