@@ -321,6 +321,12 @@ class SamplingConfig(Strict):
 # What every job has ---------------------------------------------------------------------------------------
 
 
+def untrained(sampling: SamplingConfig) -> list[str]:
+    """Complaints about sampling settings that only training uses, such as ``truncated_logprobs``."""
+    said = "sampling.truncated_logprobs is for rollouts that are trained on and has no effect here: leave it out"
+    return [said] if sampling.truncated_logprobs else []
+
+
 class CheckpointConfig(Strict):
     """When everything is saved that a resumed run needs."""
 

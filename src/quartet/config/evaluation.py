@@ -16,6 +16,7 @@ from quartet.config.common import (
     SamplingConfig,
     ShardingConfig,
     Strict,
+    untrained,
 )
 from quartet.config.engines import NativeEngineConfig, draw_misfits
 from quartet.config.rewards import JudgeReward, PairwiseJudge, compiled
@@ -73,12 +74,6 @@ class GradingConfig(Strict):
 
     def majorities(self, samples: int) -> tuple[int, ...]:
         return self.majority_at if self.majority_at is not None else (samples,) if samples > 2 else ()
-
-
-def untrained(sampling: SamplingConfig) -> list[str]:
-    """Complaints about sampling settings that only training uses, such as ``truncated_logprobs``."""
-    said = "sampling.truncated_logprobs is for rollouts that are trained on and has no effect here: leave it out"
-    return [said] if sampling.truncated_logprobs else []
 
 
 def _sampling_misfits(config: EvaluationConfig | EvalRecipe) -> Iterator[str]:

@@ -8,9 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from quartet.config.choices import EngineConfig, RewardConfig
-from quartet.config.common import DataConfig, SamplingConfig, Strict
+from quartet.config.common import DataConfig, SamplingConfig, Strict, untrained
 from quartet.config.engines import NativeEngineConfig, draw_misfits
-from quartet.config.evaluation import untrained
 from quartet.config.plugins import Starter
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.run import TrainingRecipe

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig
+from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig, untrained
 from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig
-from quartet.config.evaluation import untrained
 from quartet.config.placement import AsynchronousPlacement
 from quartet.config.plugins import Starter
 from quartet.config.run import SupervisedRecipe
