@@ -26,9 +26,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from quartet.config.errors import UserError
-from quartet.observe.global_state import guarded_code
 from quartet.observe.process import end_pool
-from quartet.schedule.clock import interrupt_computing
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 2.0
@@ -198,6 +196,8 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     Raises:
         UserError: this is called by user code that holds up a run until it returns.
     """
+    from quartet.observe.global_state import guarded_code  # brings torch, which --help does without
+
     if (caller := guarded_code()) is not None:
         work.close()
         raise UserError(
@@ -260,6 +260,8 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _abandon(loop: asyncio.AbstractEventLoop) -> None:
+    from quartet.schedule.clock import interrupt_computing  # as above
+
     if loop.is_closed():
         return
     # Tasks that never end would be complained about; those that end with an error are consequences.
