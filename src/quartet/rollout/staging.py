@@ -76,11 +76,11 @@ class StagedWeights:
 
     @property
     def version(self) -> int | None:
-        """Of what is staged; None where that is nothing, or not whole."""
+        """The version of what is staged; None where that is nothing, or not whole."""
         return self._sink.version if self._sink.status is Status.READY else None
 
     def attach(self, load: Load) -> None:
-        """``load`` is called with the version of every commit, beside those of other engines, until ``detach``."""
+        """Has ``load`` called with the version of every commit, beside those of other engines, until ``detach``."""
         self._loads.append(load)
 
     def detach(self, load: Load) -> None:
