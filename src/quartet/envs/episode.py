@@ -39,7 +39,7 @@ class Act(Protocol):
     """The policy, as an episode sees it."""
 
     async def __call__(self, turn: int, seen: Seen) -> str:
-        """The text of an action: a function of the episode and the turn.
+        """Returns the text of an action: a function of the episode and the turn.
 
         Raises:
             NoRoom: the state leaves no room for one.

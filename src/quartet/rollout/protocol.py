@@ -400,7 +400,7 @@ class RequestLedger:
         self._cancelled: list[Request] = []
 
     def __len__(self) -> int:
-        """Answers that are still to come, cancelled ones included."""
+        """Returns how many answers are still to come, cancelled ones included."""
         return len(self.held) + len(self._cancelled)
 
     def add(self, requests: Iterable[Request]) -> None:

@@ -214,7 +214,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of a batch's rows.
+    """The sums over the scaled logits of a batch's rows.
 
     Attributes:
         normaliser: ``[B, 1]`` log-sum-exp of the scaled logits.

@@ -38,7 +38,7 @@ class StagedHandle:
     ties: tuple[tuple[str, str], ...]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """``(name, tensor)``, each tensor once, under its first name. They show what is staged: copy them.
+        """Yields ``(name, tensor)``, each tensor once, under its first name. They show what is staged: copy them.
 
         Raises:
             WeightSyncError: the process that staged them is gone, or out of reach.

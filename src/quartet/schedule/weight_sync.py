@@ -55,7 +55,7 @@ Calls = dict[int | None, Awaitable[Any]]
 
 
 class WeightSenderMixin:
-    """For the worker of a trainer, which has its ``engine``.
+    """The weight sender of the worker of a trainer, which has its ``engine``.
 
     Attributes:
         sends_everywhere: of a sharded model every rank sends, to an engine beside it, all of them at once; else the
@@ -94,7 +94,7 @@ class WeightSenderMixin:
 
 
 class WeightReceiverMixin:
-    """For the worker of a rollout engine with its own weights."""
+    """The weight receiver of the worker of a rollout engine with its own weights."""
 
     engine: StepEngine
 

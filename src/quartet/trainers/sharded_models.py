@@ -84,7 +84,8 @@ class Meshes:
         self._made: dict[ShardingConfig, Mesh] = {}
 
     def __call__(self, role: str) -> Mesh | None:
-        """None where every process works with a model of its own: one that is not trained, and not cut."""
+        """Returns the mesh of a role; None where every process works with a model of its own: one that is not trained,
+        and not cut."""
         sharding = self.sharding_of(role)
         if self._group is None or (sharding.copy_size == 1 and role not in TRAINED_ROLES):
             return None

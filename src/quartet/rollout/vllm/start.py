@@ -47,7 +47,7 @@ class HeadPadding:
     stride: int
 
     def __call__(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Of weights, and of adapters' factors, by the names that the model has for them."""
+        """Yields weights, and adapters' factors, with padded heads, by the names that the model has for them."""
         for name, tensor in named:
             parts = set(name.split("."))
             if parts & {"q_proj", "k_proj", "v_proj"} and "lora_A" not in parts:
