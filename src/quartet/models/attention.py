@@ -275,7 +275,7 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """As the kernel assumes them, whatever the other strides."""
+    """Copies ``x`` where its rows are not dense, as the kernel assumes them whatever the other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -565,7 +565,7 @@ def dense_mask(tree: SegmentTree, window: int | None) -> Tensor:
 
 
 def block_masks(index: TreeIndex, window: int | None) -> tuple[Tensor, Tensor]:
-    """Which blocks of 128 queries by 128 keys hold something visible.
+    """Finds which blocks of 128 queries by 128 keys hold something visible.
 
     Returns:
         ``partial [C, C]`` and ``full [C, C]`` bool: blocks to compute under the mask, and blocks all of whose pairs

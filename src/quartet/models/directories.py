@@ -108,7 +108,7 @@ def weight_paths(source: str) -> list[Path]:
 
 @contextmanager
 def stored_tensors(source: str) -> Iterator[Mapping[str, StoredTensor]]:
-    """Within, all tensors of a model directory or hub name, by the names that the files have.
+    """Opens all tensors of a model directory or hub name, by the names that the files have.
 
     Raises:
         OSError: there are none.
@@ -145,7 +145,7 @@ _NAMED = 3
 
 @contextlib.contextmanager
 def loading(path: str, kind: str) -> Iterator[None]:
-    """Within, whatever reading the directory at ``path`` runs into becomes a user error."""
+    """Turns into a user error whatever reading the directory at ``path`` in the ``with`` block runs into."""
     try:
         yield
     except (UserError, MemoryError):
@@ -210,7 +210,7 @@ def _quantised(source: str, found: str) -> UserError:
 
 
 def _headers(source: str) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory, on the meta device.
+    """Reads all tensors of a model directory onto the meta device.
 
     Raises:
         OSError: there are none.
@@ -268,7 +268,7 @@ def _tie_equal(model: PreTrainedModel, source: str) -> None:
 
 
 def has_one_label(source: str) -> bool:
-    """Whether the config of a model directory says nothing of labels, and the weights have a head of one row."""
+    """Tells whether the config of a model directory says nothing of labels, and the weights have a head of one row."""
     values, _ = PreTrainedConfig.get_config_dict(source)
     if {"num_labels", "id2label"} & values.keys():
         return False
@@ -327,7 +327,7 @@ def check_finite(model: PreTrainedModel, name: str) -> None:
 
 
 def load_warnings(model: PreTrainedModel) -> tuple[str, ...]:
-    """What was left out when the model was loaded, in words."""
+    """Tells what was left out when the model was loaded, in words."""
     return tuple(vars(model).get("quartet_load_remarks", ()))
 
 
@@ -371,7 +371,7 @@ class Conversion:
     def convert(
         self, read: Callable[[str], Tensor], model: PreTrainedModel, rows: slice | None = None
     ) -> dict[str, Tensor]:
-        """What comes out, by name.
+        """Converts what ``read`` gives, and returns what comes out, by name.
 
         Args:
             read: gives what goes in.
@@ -401,7 +401,7 @@ def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[list[Conversion], list[str]]:
-    """How files' tensors become the model's, and the names of those that belong nowhere.
+    """Finds how files' tensors become the model's, and the names of those that belong nowhere.
 
     Args:
         twin: as ``meta_twin`` makes it.
@@ -423,7 +423,7 @@ def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[
 
 
 def conversions_to_save(model: PreTrainedModel, twin: PreTrainedModel, names: Iterable[str]) -> list[Conversion]:
-    """How the model's tensors become those of its files, as ``save_pretrained`` does it.
+    """Finds how the model's tensors become those of its files, as ``save_pretrained`` does it.
 
     Args:
         model: which may remember how it was loaded.
@@ -605,7 +605,7 @@ def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _split(
     directory: Path, outline: Mapping[str, Tensor], num_parameters: int
 ) -> tuple[dict[Path, dict[str, Tensor]], str | None]:
-    """What goes into which file: one, or where that would be too large several, with the text of their index."""
+    """Decides what goes into which file: one, or where that would be too large several, with their index's text."""
     split = split_torch_state_dict_into_shards(
         dict(outline), filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_FILE_SIZE
     )
@@ -619,7 +619,7 @@ def _split(
 
 @contextmanager
 def _opened(files: Mapping[Path, Mapping[str, Tensor]]) -> Iterator[dict[str, SafetensorsWriter]]:
-    """Within, the writer of each tensor."""
+    """Opens the files, and gives the writer of each tensor."""
     with ExitStack() as opened:
         writers: dict[str, SafetensorsWriter] = {}
         for path, outline in files.items():

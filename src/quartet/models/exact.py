@@ -71,7 +71,7 @@ def key_length(num_keys: int) -> int:
 
 
 def row_step(body: nn.Module) -> int:
-    """Of which number a pack's tokens must be a multiple, so that the numbers of every layer are one of 32.
+    """Returns the number of which a pack's tokens must be a multiple, so that the numbers of every layer are one of 32.
 
     Args:
         body: the model without its head, whose outputs no activation takes.
@@ -81,7 +81,7 @@ def row_step(body: nn.Module) -> int:
 
 
 def padded_rows(num_rows: int, step: int = 1) -> int:
-    """How many rows to compute for ``num_rows`` wanted ones."""
+    """Returns how many rows to compute for ``num_rows`` wanted ones."""
     return _round_up(max(num_rows, MIN_ROWS), step)
 
 
@@ -110,7 +110,7 @@ def exact_masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: 
 
 
 def _soft_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
-    """As ``exact_masked_attention``, by plain products: no fused kernel of the CPU caps scores."""
+    """Does what ``exact_masked_attention`` does, by plain products: no fused kernel of the CPU caps scores."""
     n, num_kv, num_keys, size = k.shape
     share, num_rows = q.shape[1] // num_kv, q.shape[2]
     scores = q.reshape(n, num_kv, share * num_rows, size) @ k.transpose(-1, -2) * scaling
@@ -124,7 +124,9 @@ def _soft_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, 
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
-    """One query per request: ``q [n, H, D]``, ``k, v [n, Hk, K, D]``, ``mask [n, 1, 1, K]`` → ``[n, H, D]``."""
+    """Attends with one query per request: ``q [n, H, D]``, ``k, v [n, Hk, K, D]``, ``mask [n, 1, 1, K]`` →
+    ``[n, H, D]``.
+    """
     n, num_heads, size = q.shape
     share = num_heads // k.shape[1]
     # Query heads of one key/value head stand as rows; rows of zeros fill up.
@@ -223,7 +225,7 @@ class ExactPackedAttention(ExactContext):
 
 
 def _filled(parts: Sequence[Tensor], length: int) -> Tensor:
-    """One after the other, each filled up to ``length`` with its first token."""
+    """Joins the parts one after the other, each filled up to ``length`` with its first token."""
     return torch.cat([torch.cat([part, part[:1].expand(length - len(part))]) for part in parts])
 
 

@@ -128,7 +128,8 @@ def _move_token(tokenizer: PreTrainedTokenizerBase, name: str, new_id: int) -> N
 
 @contextlib.contextmanager
 def padding_with(model: PreTrainedModel, pad_id: int, *, adds_rows: bool = True) -> Iterator[int]:
-    """Within, the model's configs name ``pad_id``, and its embedding has a row for it; then both are as they were.
+    """Has the model's configs name ``pad_id``, and its embedding have a row for it, in the ``with`` block; then both
+    are as they were.
 
     The new rows are the mean of the others: attention masks keep them out of every result. Gives how many they are.
 
@@ -396,7 +397,9 @@ def save_causal_lm(
 
 @contextlib.contextmanager
 def _stopping_at(model: PreTrainedModel, eos_ids: Collection[int]) -> Iterator[None]:
-    """Within, the model's generation config names all of ``eos_ids``, so that plain ``generate`` stops at them."""
+    """Has the generation config name all of ``eos_ids`` in the ``with`` block, so that plain ``generate`` stops at
+    them.
+    """
     config = model.generation_config
     former = config.eos_token_id if config is not None else None
     named_ids = former if isinstance(former, list | tuple) else [] if former is None else [former]
@@ -437,8 +440,9 @@ def check_saves(
 
 
 def adapter_path(path: Path) -> Path:
-    """Where the adapters of the model saved at ``path`` go: ``adapter`` beside ``model``, ``critic_adapter`` beside
-    ``critic``."""
+    """Returns where the adapters of the model saved at ``path`` go: ``adapter`` beside ``model``, ``critic_adapter``
+    beside ``critic``.
+    """
     return path.with_name("adapter" if path.name == "model" else f"{path.name}_adapter")
 
 

@@ -87,7 +87,7 @@ class Truncation:
 
     @classmethod
     def build(cls, asked: Mapping[int, Limits], vocab_size: int, device: torch.device) -> Truncation | None:
-        """Of the rows with these indices, as each of them asks."""
+        """Makes the truncation of the rows with these indices, as each of them asks."""
         if not asked:
             return None
         rows, params = list(asked), list(asked.values())
@@ -109,7 +109,7 @@ class Truncation:
 
 @torch.no_grad()
 def left_out(z: Tensor, labels: Tensor, limits: Limits | Truncation) -> Tensor:
-    """Which tokens ``limits`` leave out, ``[R, V]`` from scaled logits ``z [R, V]``; those of ``labels [R]`` stay.
+    """Finds what ``limits`` leave out, ``[R, V]`` from scaled logits ``z [R, V]``; tokens of ``labels [R]`` stay.
 
     A label was sampled from what was kept, if not to the last bit of these logits: where rounding would leave it out,
     it is one more that is kept.
@@ -275,7 +275,7 @@ def token_logprobs(
 def checkpointed_token_logprobs(
     logits: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, rule: LogprobRule
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``token_logprobs`` for any ``logits: [C, D] → [C, V]`` (capped already), through autograd."""
+    """Does what ``token_logprobs`` does, for any ``logits: [C, D] → [C, V]`` (capped already), through autograd."""
 
     def rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         scaled = logits(h) / rule.temperature
@@ -473,7 +473,7 @@ class _HeadGradients:
             self.bias = torch.zeros_like(head.bias, dtype=head.sum_dtype)
 
     def add(self, span: slice, rows: Tensor, gradient: Tensor) -> None:
-        """One chunk: ``gradient [C, V]`` of its raw logits, in the compute dtype."""
+        """Adds one chunk: ``gradient [C, V]`` of its raw logits, in the compute dtype."""
         if self.hidden is not None:
             self.hidden[span] = gradient @ self._head.weight
         if self.weight is not None:

@@ -144,7 +144,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def out(self) -> Iterator[None]:
-        """Within, the linear layers stand in the model as they were before: it is its base.
+        """Puts the linear layers back as they were before, in the ``with`` block: the model is its base.
 
         Raises:
             RuntimeError: they are out already.
@@ -162,7 +162,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:
-        """Within, the linear layers stand in the model with merged weights; afterwards they have their own again.
+        """Gives the linear layers merged weights in the ``with`` block; afterwards they have their own again.
 
         Raises:
             RuntimeError: the adapters are out already.
@@ -207,7 +207,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def stirred(self) -> Iterator[None]:
-        """Within, ``B`` is drawn at random: a check of the model then sees adapters that do something.
+        """Draws ``B`` at random for the ``with`` block: a check of the model then sees adapters that do something.
 
         ``B`` is 0 afterwards, so only for adapters that have not learned yet.
         """

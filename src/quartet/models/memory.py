@@ -55,7 +55,7 @@ def storage_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def reflected(tensor: Tensor, memory: Tensor) -> Tensor:
-    """What lies in ``memory`` as ``tensor`` lies in its storage."""
+    """Returns what lies in ``memory`` as ``tensor`` lies in its storage."""
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
     return torch.empty(0, dtype=tensor.dtype, device=memory.device).set_(memory.untyped_storage(), *place)
 

@@ -198,11 +198,13 @@ class PackedModel:
         return None
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model is its base, to the bit; it has no other users meanwhile, and nothing may be awaited."""
+        """Makes the model its base, to the bit, in the ``with`` block; it has no other users meanwhile, and nothing may
+        be awaited.
+        """
         return self.adapters.out() if self.adapters is not None else contextlib.nullcontext()
 
     def with_merged_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model has plain layers of merged weights; it has no other users meanwhile."""
+        """Gives the model plain layers of merged weights in the ``with`` block; it has no other users meanwhile."""
         return self.adapters.merged() if self.adapters is not None else contextlib.nullcontext()
 
     def freeze(self) -> None:
@@ -223,7 +225,7 @@ class PackedModel:
                 parameter.data = parameter.detach().to(torch.bfloat16)
 
     def rounded_parameters(self) -> set[nn.Parameter]:
-        """What autocast to bf16 rounds before every use: weights of linear layers that nothing else uses."""
+        """Returns what autocast to bf16 rounds before every use: weights of linear layers that nothing else uses."""
         linear = [module for module in self.model.modules() if type(module) in (nn.Linear, Conv1D)]
         others = (m for m in self.model.modules() if type(m) not in (nn.Linear, Conv1D) or m is self._head_in_full)
         kept = {parameter for module in others for parameter in module._parameters.values()}
@@ -514,7 +516,7 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the model runs its compiled layers."""
+        """Runs the model's compiled layers in the ``with`` block."""
         for layer, call in zip(self._layers, self._calls, strict=True):
             layer._compiled_call_impl = call
         try:

@@ -101,7 +101,7 @@ def _measure(packed: PackedModel) -> float:
 
 
 def check_decoding(packed: PackedModel) -> float:
-    """Whether the model can go on from stored keys and values one token at a time; implied where prefixes are shared.
+    """Checks that the model can go on from stored keys and values token by token; implied where prefixes are shared.
 
     Returns:
         The difference from whole sequences, relative to the largest hidden state.
@@ -133,7 +133,7 @@ def check_decoding(packed: PackedModel) -> float:
 
 
 def positions_are_relative(packed: PackedModel) -> bool:
-    """Whether a sequence may begin at any position, as it does in a batch that is padded on the left."""
+    """Tells whether a sequence may begin at any position, as it does in a batch that is padded on the left."""
     ids, positions = _tokens(packed)
     (rows, *_) = _chains()
     with _measuring(packed):
@@ -197,7 +197,7 @@ def _refuse_unstable(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _chains() -> list[Tensor]:
-    """For each sequence of the tree the rows ``[L]`` of its tokens."""
+    """Returns for each sequence of the tree the rows ``[L]`` of its tokens."""
     starts = [sum(_LENGTHS[:i]) for i in range(len(_LENGTHS))]
     rows: list[Tensor] = []
     for length, start, parent in zip(_LENGTHS, starts, _PARENTS, strict=True):
@@ -286,8 +286,8 @@ class _Continued:
 
 @contextlib.contextmanager
 def _measuring(packed: PackedModel) -> Iterator[None]:
-    """Within, the model runs without gradients in the precision of its weights, and what it fails with refuses the
-    architecture by name.
+    """Runs the model without gradients in the precision of its weights; what it fails with in the ``with`` block
+    refuses the architecture by name.
     """
     precision, packed.precision = packed.precision, "fp32"
     try:
@@ -436,7 +436,7 @@ class _Recorded(ExactPackedAttention):
 
 @torch.no_grad()
 def _attention_shapes(packed: PackedModel) -> set[tuple[LayerRule, int, int, int]]:
-    """What distinguishes layers: rule, H, Hk, D."""
+    """Returns what distinguishes layers: rule, H, Hk, D."""
     context, token = _Recorded([1]), torch.zeros(1, dtype=torch.int64)
     packed.hidden(token, token, context)
     return {(rule, num_heads, k.shape[1], k.shape[2]) for rule, num_heads, k, _ in context.layers.values()}
@@ -620,7 +620,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module] | None:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """What tells a layer from layers of another kind: its modules, their parameters, switches and what is left out.
+    """Returns what tells layers of one kind from others: modules, their parameters, switches and what is left out.
 
     Sizes do not; whether there is one (a window) does.
     """
@@ -677,7 +677,7 @@ def _shrink_sizes(part: PreTrainedConfig) -> None:
 
 
 def _shrink_heads(part: PreTrainedConfig, head_dim: int) -> None:
-    """As many query heads for a key/value head as before, of at most ``head_dim``; the width in proportion."""
+    """Leaves as many query heads for a key/value head as before, of at most ``head_dim``; the width in proportion."""
     heads, width = int(part.num_attention_heads), int(part.hidden_size)
     groups = int(getattr(part, "num_key_value_heads", None) or heads)
     rotated = getattr(part, "qk_rope_head_dim", None)

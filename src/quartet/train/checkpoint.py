@@ -84,7 +84,7 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 
 def path_of_draft(draft: Path) -> Path:
-    """Where a draft goes when it is complete."""
+    """Returns where a draft goes when it is complete."""
     return checkpoint_path(draft.parent, int(draft.name.removeprefix(_DRAFT).partition("_")[0]))
 
 
@@ -462,7 +462,7 @@ class ShareWriter:
 
 
 def own_part(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """What ``rank`` writes: of sharded tensors what it is the first to hold, and rank 0 everything else."""
+    """Returns what ``rank`` writes: of sharded tensors what it is the first to hold, and rank 0 everything else."""
     return {n: v for n, v in state.items() if (is_first_holder(v) if isinstance(v, DTensor) else rank == 0)}
 
 
@@ -532,7 +532,7 @@ class _Part(Tensor):
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """Of a DTensor; anything else as it is."""
+        """Makes the part of a DTensor that is here; returns anything else as it is."""
         if not isinstance(value, DTensor):
             return value
         part, slices = local(value).as_subclass(cls), local_slices(value)
@@ -543,7 +543,7 @@ class _Part(Tensor):
         return part
 
     def size(self, *args: Any) -> Any:
-        """Of the whole tensor, which is what dcp compares."""
+        """Returns the size of the whole tensor, which is what dcp compares."""
         return self.whole
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -588,7 +588,7 @@ class Share:
         return found
 
     def state(self) -> dict[str, Any]:
-        """All of it, in memory of its own."""
+        """Reads the whole state into memory of its own."""
         tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in self.shapes.items()}
         self.read_into(tensors)
         return {**tensors, REST: self.rest()}
@@ -629,7 +629,7 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
 
 @contextlib.contextmanager
 def _cause_raised() -> Iterator[None]:
-    """What was raised inside of ``dcp``, in the place of its own exception for it."""
+    """Raises what was raised inside of ``dcp``, in the place of its own exception for it."""
     try:
         yield
     except CheckpointException as error:
@@ -640,7 +640,7 @@ def _cause_raised() -> Iterator[None]:
 
 
 def load_metadata(path: Path) -> formats.Metadata:
-    """What the file says; takes nothing but metadata from its pickle.
+    """Reads the metadata that a file holds; takes nothing but metadata from its pickle.
 
     Raises:
         OSError, pickle.UnpicklingError: it cannot be read.

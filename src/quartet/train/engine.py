@@ -220,7 +220,7 @@ class TrainEngine(Generic[Model]):
         return [(batch, merge_results(found, shares, table)) for (batch, shares, table), found in by_batch]
 
     def of_first_rank(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns on the first rank, which alone calls it, on all of them. Collective.
+        """Returns on all ranks what ``function`` returns on the first one, which alone calls it. Collective.
 
         Raises:
             RankFailed: it raised there.
@@ -245,7 +245,7 @@ class TrainEngine(Generic[Model]):
     def train_step(
         self, batch: RaggedBatch, objective: Objective, also: Sequence[LossTerm] = (), *, rehearsal: bool = False
     ) -> dict[str, float]:
-        """One optimizer update on ``batch``. A step whose gradient is not finite is skipped and counted.
+        """Makes one optimizer update on ``batch``. A step whose gradient is not finite is skipped and counted.
 
         Args:
             rehearsal: everything is computed, and nothing changed by it: neither weights nor the optimizer's state.
@@ -438,7 +438,7 @@ class TrainEngine(Generic[Model]):
     # Room on the device ----------------------------------------------------------------------------------
 
     def offloading(self, store: Store | None = None) -> Offload:
-        """What moves this engine's parts; made the first time, which says where they go.
+        """Returns what moves this engine's parts; made by the first call, which says where they go.
 
         Raises:
             RuntimeError: no store was given yet, or another one.

@@ -42,7 +42,7 @@ class Outputs:
     hidden: Tensor | None = None
 
     def fields(self) -> dict[str, Tensor]:
-        """What was computed, by name."""
+        """Returns what was computed, by name."""
         return {name: values for name, values in vars(self).items() if values is not None}
 
     def nothing(self) -> Tensor:
@@ -83,7 +83,7 @@ def forward_only(
     *,
     share: bool = True,
 ) -> ColumnSet:
-    """As ``TrainEngine.forward``, for a model that is never trained (reference, reward model).
+    """Does what ``TrainEngine.forward`` does, for a model that is never trained (reference, reward model).
 
     Args:
         token_budget: most tokens of a micro-batch; a ``TokenBudget`` remembers from pass to pass what memory allowed.
@@ -132,8 +132,8 @@ def _columns(
     logprob_chunk: int,
     share: bool,
 ) -> Columns:
-    """Of the whole batch. The ranks that hold a model between them call it at once, each with a batch of its own or an
-    empty one, peers with the same.
+    """Computes the columns of the whole batch. The ranks that hold a model between them call it at once, each with a
+    batch of its own or an empty one, peers with the same.
     """
     found: Columns = ({}, {})
     passes: list[Callable[[], None] | None] = [
@@ -193,14 +193,14 @@ def idle_pass(packed: PackedModel, needs: Needs, logprob_chunk: int) -> Outputs:
 
 
 def shares(packed: PackedModel, asked: bool) -> bool:
-    """Whether prompts are computed once: asked for and possible."""
+    """Tells whether prompts are computed once: asked for and possible."""
     return asked and packed.shares_prefixes
 
 
 def compute(
     packed: PackedModel, batch: RaggedBatch, needs: Needs, logprob_chunk: int, *, share: bool = True
 ) -> Outputs:
-    """One packed forward pass over the whole of ``batch``, with gradients where they are enabled.
+    """Makes one packed forward pass over the whole of ``batch``, with gradients where they are enabled.
 
     Outputs are on the model's device. What is selected is counted where ``batch`` lies: from the CPU no step of it
     waits for a GPU.
@@ -256,7 +256,9 @@ def compute(
 def _logprobs(
     packed: PackedModel, hidden: Tensor, read: RowRead, labels: Tensor, needs: Needs, chunk: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Of ``labels [M]``, and entropies where asked for; positions without a label go no further than their rank."""
+    """Computes the log-probabilities of ``labels [M]``, and entropies where asked for; positions without a label go no
+    further than their rank.
+    """
     assert isinstance(packed, PackedCausalLM), "log-probabilities need a causal LM"
     logprobs, entropies = packed.token_logprobs(
         read.of_tensor_ranks(read.own(hidden)),

@@ -133,7 +133,7 @@ def required(tensor: Tensor | None, name: str) -> Tensor:
 
 
 def sampler_agreement(logprobs: Tensor, batch: RaggedBatch, sums: MetricSums) -> None:
-    """By how much trainer and sampler differ about the tokens that are trained on."""
+    """Measures by how much trainer and sampler differ about the tokens that are trained on."""
     difference, mask = (logprobs - batch.token["rollout_logprobs"]).abs(), batch.token["loss_mask"]
     sums.mean("agreement/logprob_diff_mean", difference, mask)
     sums.maximum("agreement/logprob_diff_max", difference, mask)
@@ -345,7 +345,7 @@ def pair_sides(batch: RaggedBatch) -> tuple[Tensor, Tensor]:
 
 
 def answer_logprobs(logprobs_T: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
-    """Of each answer the sum of its tokens' log-probabilities ``[S]``, and the number of its loss tokens ``[S]``."""
+    """Sums up the log-probabilities of each answer's tokens ``[S]``, and counts its loss tokens ``[S]``."""
     owner = masked_owner(batch.sequence_index(), batch.token["loss_mask"])
     return segment_sum(logprobs_T, owner, len(batch)), segment_count(owner, len(batch))
 

@@ -74,7 +74,7 @@ class Store(ABC):
 
     @abstractmethod
     def _memory(self, num_bytes: int) -> mmap.mmap:
-        """One piece. Raises OSError or RuntimeError where there is no room."""
+        """Makes the memory for one piece. Raises OSError or RuntimeError where there is no room."""
 
 
 class PinnedMemory(Store):
@@ -272,7 +272,7 @@ class Offload:
         self.onload([part for part in PARTS if part not in self._away])
 
     def is_resident(self, parts: Parts) -> bool:
-        """Whether all of ``parts`` may be computed with."""
+        """Tells whether all of ``parts`` may be computed with."""
         return self._away.isdisjoint(_checked(parts))
 
     def require(self, parts: Parts) -> None:
@@ -344,20 +344,21 @@ class Offload:
         return [home.memory for home in homes]
 
     def _has_home(self, piece: _Piece) -> bool:
-        """Whether it may be written to its home: tensors of a former stay that are still referenced are left as they
-        are."""
+        """Tells whether a piece may be written to its home: tensors of a former stay that are still referenced are left
+        as they are.
+        """
         home = self._homes.get(piece.name)
         return home is not None and home.memory.numel() == piece.num_bytes and not _is_shared(home.memory)
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """All of them at once, and waits."""
+        """Copies the first tensor of each pair to the second, all at once, and waits."""
         for source, target in pairs:
             target.copy_(source, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _remember(self, moved: Sequence[_Piece]) -> None:
-        """What came back from its home needs not be written there again until it changes."""
+        """Notes what came back from its home: it needs not be written there again until it changes."""
         for old in moved:
             home = self._homes.get(old.name)
             if home is not None and _key(home.memory) == old.key:
@@ -441,7 +442,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _is_shared(memory: Tensor) -> bool:
-    """Whether another tensor lies in its storage."""
+    """Tells whether another tensor lies in the storage of ``memory``."""
     storage = memory.untyped_storage()
     # One is that of ``memory``, one that of ``storage``.
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2

@@ -110,8 +110,9 @@ def _said(shape: Shape | None) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Within, what reading the saved state at ``path`` fails with, although its digest was compared, becomes a
-    UserError."""
+    """Turns into a UserError what the ``with`` block fails with as it reads the saved state at ``path``, although its
+    digest was compared.
+    """
     try:
         yield
     except MemoryError:
@@ -156,6 +157,6 @@ def snapshot(value: Any) -> Any:
 
 
 def state_bytes(value: Any) -> int:
-    """What ``snapshot`` takes."""
+    """Counts the bytes that ``snapshot`` takes."""
     storages = [local(leaf).untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return sum({(source.device, source.data_ptr()): source.nbytes() for source in storages}.values())

@@ -19,7 +19,9 @@ class OutOfMemoryElsewhere(torch.OutOfMemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an accelerator's or the host's memory ran out; torch's CPU allocator raises a plain RuntimeError."""
+    """Tells whether an accelerator's or the host's memory ran out, for which torch's CPU allocator raises a plain
+    RuntimeError.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
@@ -116,7 +118,7 @@ class TokenBudget:
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, int]:
-        """What a resumed run must know to cut its batches in the same way."""
+        """Returns what a resumed run must know to cut its batches in the same way."""
         return {"tokens": self.tokens, "num_oom": self.num_oom}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -150,7 +150,7 @@ class RankExchange:
         return sums
 
     def _outset(self, num_updates: int, batches: Sequence[RaggedBatch]) -> dict[str, str]:
-        """Where an update begins; the weights themselves are compared in the first one alone."""
+        """Describes where an update begins; the weights themselves are compared in the first one alone."""
         found = {"number of updates": str(num_updates), "number of batches": str(len(batches))}
         for i, batch in enumerate(batches):
             found[f"batch {i}"] = contents(batch)
@@ -269,7 +269,9 @@ class RankExchange:
         return reports
 
     def _rank_failed(self, reports: Sequence[Report]) -> RankFailed:
-        """With what the failed ranks say; those that failed through others only where nothing else is known."""
+        """Makes the error that tells what the failed ranks say; of those that failed through others only where nothing
+        else is known.
+        """
         failed = [
             (f"{self._name(rank)}: {said}", found.is_broken)
             for rank, found in enumerate(reports)

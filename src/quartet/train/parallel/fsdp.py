@@ -241,7 +241,7 @@ def _make_together(groups: Sequence[PassGroup], work: Callable[[], None]) -> Non
 
 
 def _failure_of(one_pass: Callable[[], None]) -> BaseException | None:
-    """What the pass raises, without what its frames hold: its tensors.
+    """Returns what the pass raises, without what its frames hold: its tensors.
 
     Raises:
         Exception: of a collective that another rank has broken; no other will do.
@@ -274,7 +274,7 @@ def sharded(packed: PackedModel) -> ShardedModel | None:
 
 
 def free_gathered(packed: PackedModel) -> None:
-    """What is still gathered of a sharded model is given up; nothing where it is not sharded. No collective."""
+    """Gives up what is still gathered of a sharded model; does nothing where it is not sharded. No collective."""
     root = sharded(packed)
     for module in root.modules() if root is not None else ():
         if isinstance(module, FSDPModule):
@@ -282,7 +282,7 @@ def free_gathered(packed: PackedModel) -> None:
 
 
 def stays_on_host(packed: PackedModel) -> bool:
-    """Whether the model was sharded with ``on_host``."""
+    """Tells whether the model was sharded with ``on_host``."""
     root = sharded(packed)
     return root is not None and any(p.offload_to_cpu for group in _fsdp_groups(root) for p in group.fsdp_params)
 

@@ -63,7 +63,7 @@ def check_cut(packed: PackedModel, *, context: int, tensor: int) -> None:
 
 
 def layer_styles(packed: PackedModel) -> dict[str, str]:
-    """How each linear layer of the body is cut, by its path there.
+    """Returns how each linear layer of the body is cut, by its path there.
 
     Raises:
         UserError: transformers has no plan for the model, or it has styles or layers that do not fit.

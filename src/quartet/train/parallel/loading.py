@@ -209,7 +209,7 @@ def _make_buffers(model: PreTrainedModel, twin: PreTrainedModel) -> None:
 
 @contextmanager
 def _together(packed: PackedModel) -> Iterator[None]:
-    """What one rank of the model's mesh raises within, all raise."""
+    """Raises on all ranks of the model's mesh what one of them raises in the ``with`` block."""
     failure: Exception | None = None
     try:
         yield
@@ -230,6 +230,6 @@ def _unexpected(error: Exception) -> UserError:
 
 
 def _of_all(value: T, packed: PackedModel) -> list[T]:
-    """What every rank of the model has given."""
+    """Gathers the values that the ranks of the model give."""
     root = sharded(packed)
     return [value] if root is None else root.mesh.data.gather(value)

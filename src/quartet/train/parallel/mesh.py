@@ -45,8 +45,9 @@ class RankFailed(Exception):
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether another rank is the cause: a collective failed with torch's own types of errors, or gloo's, which is a
-    plain RuntimeError."""
+    """Tells whether another rank is the cause: a collective failed with torch's own types of errors, or gloo's, which
+    is a plain RuntimeError.
+    """
     return isinstance(error, RankFailed | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
@@ -71,7 +72,7 @@ class DataParallelGroup:
 
     @classmethod
     def of_world(cls) -> DataParallelGroup:
-        """All ranks of the default process group."""
+        """Makes the group of all ranks of the default process group."""
         return cls()
 
     def gather(self, value: T, *, within: timedelta | None = None) -> list[T]:

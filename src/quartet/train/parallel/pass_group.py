@@ -31,7 +31,7 @@ IN_PASS, FAILED = 0, 1
 
 
 def near_equal(num_rows: int, size: int) -> tuple[int, ...]:
-    """How many rows each of ``size`` ranks has of so many, one after the other; they differ by one at most."""
+    """Deals ``num_rows`` rows to ``size`` ranks, one after the other; their numbers differ by one at most."""
     return tuple(num_rows * (rank + 1) // size - num_rows * rank // size for rank in range(size))
 
 
@@ -69,14 +69,13 @@ class PassGroup:
         self._is_idle = self._is_told = False
 
     def idle(self) -> None:
-        """Until the next ``begin`` nothing is exchanged. Where this rank was in a pass, the others hear that it
-        failed."""
+        """Stops exchanging until the next ``begin``. Where this rank was in a pass, the others hear that it failed."""
         if not (self._is_idle or self._is_told):
             self._pending, _ = self._post(FAILED)
         self._is_idle = True
 
     def end(self) -> None:
-        """Of a pass.
+        """Ends a pass.
 
         Raises:
             PeerFailed: another rank failed in it.

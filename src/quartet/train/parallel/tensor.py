@@ -199,8 +199,9 @@ def _here(parameter: Tensor) -> Tensor:
 
 
 def _cuts_heads(module: nn.Module, door: nn.Module, tensor: int) -> bool:
-    """Whether a column layer's heads can be dealt out; else, as with few key/value heads, its output is gathered, and
-    the attention context takes the own ones."""
+    """Tells whether a column layer's heads can be dealt out; else, as with few key/value heads, its output is gathered,
+    and the attention context takes the own ones.
+    """
     size = getattr(door, "head_dim", None)
     features: int = of_adapted(module, "")[0].out_features
     return size is None or features % size != 0 or (features // size) % tensor == 0

@@ -17,7 +17,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor that is."""
+    """Returns which part of the whole tensor is here."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     place = tensor.device_mesh.get_coordinate()
@@ -45,7 +45,7 @@ def with_local(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def is_first_holder(tensor: Tensor) -> bool:
-    """Whether something of it is here, and this rank is the first of those that hold the same part."""
+    """Tells whether something of the tensor is here, and this rank is the first of those that hold the same part."""
     if not isinstance(tensor, DTensor):
         return True
     place = tensor.device_mesh.get_coordinate()
@@ -55,7 +55,7 @@ def is_first_holder(tensor: Tensor) -> bool:
 
 
 def is_whole_on_tensor_ranks(tensor: Tensor) -> bool:
-    """Whether every tensor rank of a mesh with such ranks has the same of it."""
+    """Tells whether every tensor rank of a mesh with such ranks has the same of the tensor."""
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -63,7 +63,7 @@ def is_whole_on_tensor_ranks(tensor: Tensor) -> bool:
 
 
 def is_first_of_tensor_ranks(tensor: Tensor) -> bool:
-    """Whether no tensor rank before this one has the same of it."""
+    """Tells whether no tensor rank before this one has the same of the tensor."""
     if not (isinstance(tensor, DTensor) and is_whole_on_tensor_ranks(tensor)):
         return True
     return tensor.device_mesh.get_local_rank(TENSOR) == 0
