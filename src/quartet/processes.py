@@ -283,7 +283,7 @@ def die_with_parent(number: int) -> None:
 
 
 def with_parent() -> None:
-    """In a child, before its program begins: signals that we ignore are not ignored there."""
+    """Makes a child heed the signals that we ignore, and end with us; called there before its program begins."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent(signal.SIGTERM)
 
@@ -345,7 +345,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def beginning(pid: int) -> str:
-    """When the process began, in the kernel's ticks; nothing where there is none."""
+    """Returns when the process began, in the kernel's ticks; nothing where there is none."""
     fields = _stat(pid)
     return fields[19] if fields is not None else ""
 

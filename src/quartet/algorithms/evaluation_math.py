@@ -41,7 +41,7 @@ def pass_at_k(num_samples_P: Tensor, num_right_P: Tensor, k: int) -> Tensor:
 
 
 def majority_vote(votes_PK: Tensor, right_PK: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the most frequent answer is right, and whether several are equally frequent.
+    """Tells whether the most frequent answer is right, and whether several are equally frequent.
 
     Among tied answers the value is their mean, which is what a draw between them gives on average.
 
@@ -128,7 +128,7 @@ def _score_variance(num_good: int, num_bad: int, num: int, difference: float) ->
 
 
 def _root(excess: Callable[[float], float], outside: float, inside: float) -> float:
-    """Where ``excess`` changes sign between a point outside the interval and one inside, by bisection."""
+    """Finds where ``excess`` changes sign between a point outside the interval and one inside, by bisection."""
     if excess(outside) <= 0:
         return outside
     for _ in range(60):

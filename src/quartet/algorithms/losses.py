@@ -344,7 +344,7 @@ class PolicyTokens:
         return keep(self.advantages, self.mask_T).detach()
 
     def output(self, loss_T: Tensor, ratio_T: Tensor, num_clipped: Tensor | None = None) -> PolicyLossOutput:
-        """Of losses per token; ``num_clipped`` is 0 where left out."""
+        """Makes the output of losses per token; ``num_clipped`` is 0 where left out."""
         mask_T = self.mask_T
         if self.weights_T is not None:
             loss_T = loss_T * keep(self.weights_T, mask_T).detach()

@@ -316,7 +316,7 @@ def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
 
 
 def _waited(parts: Sequence[Block], num_ranks: int) -> int:
-    """What all ranks take, if the parts side by side are alike and all wait for the dearest."""
+    """Returns what all ranks take, if the parts side by side are alike and all wait for the dearest."""
     return sum(sorted((part.cost for part in parts), reverse=True)[::num_ranks])
 
 
@@ -381,7 +381,7 @@ class AtomTree:
             self.alone.append(alone)
 
     def block(self, atoms: Sequence[int]) -> Block:
-        """One pass over these atoms."""
+        """Makes one pass over these atoms."""
         if not self.share:
             alone = [self.alone[a] for a in atoms]
             return Block(list(atoms), sum(block.tokens for block in alone), sum(block.cost for block in alone))
@@ -407,7 +407,7 @@ class AtomTree:
         return [self.block(group) if len(group) > 1 else self.alone[group[0]] for group in in_order]
 
     def _steps(self, atoms: Sequence[int]) -> list[_Step]:
-        """What each of these atoms adds to a run of those before it."""
+        """Finds what each of these atoms adds to a run of those before it."""
         found: list[_Step] = []
         last: dict[int, int] = {}
         for place, a in enumerate(atoms):

@@ -154,7 +154,7 @@ class RaggedBatch:
         return [sum(self.segment_lengths[k] for k in self.chain(s)) for s in range(len(self))]
 
     def leaf_span(self, s: int) -> tuple[int, int]:
-        """Where the leaf of sequence ``s`` lies in the token fields: ``[start, stop)``."""
+        """Returns where the leaf of sequence ``s`` lies in the token fields: ``[start, stop)``."""
         start = self.segment_offsets[self.leaves[s]]
         return start, start + self.segment_lengths[self.leaves[s]]
 
@@ -169,7 +169,7 @@ class RaggedBatch:
         return sent(per_segment.repeat_interleave(lengths), self.device)
 
     def token_ids(self, s: int) -> list[int]:
-        """All token ids of sequence ``s``, ancestors included.
+        """Returns all token ids of sequence ``s``, ancestors included.
 
         Raises:
             ValueError: an outline has none.
@@ -197,7 +197,7 @@ class RaggedBatch:
         ids: Sequence[str],
         **fields: Any,
     ) -> RaggedBatch:
-        """One prompt segment per group and one child per response; ``ids`` in group order."""
+        """Makes a batch of one prompt segment per group and one child per response; ``ids`` in group order."""
         segments = Segments()
         leaves: list[int] = []
         for prompt, members in zip(prompts, responses, strict=True):

@@ -81,7 +81,7 @@ def table_of(batch: RaggedBatch) -> RaggedBatch:
 
 
 def shares_of(table: RaggedBatch, parts: int) -> list[Share]:
-    """What each of so many parts gets of the batch with this table."""
+    """Returns what each of so many parts gets of the batch with this table."""
     return [Share(part, table.select(part)) for part in plan_parts(table, parts)]
 
 
@@ -181,11 +181,11 @@ class Call:
 
     @classmethod
     def each(cls, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """With what ``change`` makes of each argument."""
+        """Makes a call with what ``change`` makes of each argument."""
         return cls(tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()})
 
     def values(self) -> list[Any]:
-        """All arguments one after the other, those that are passed by keyword last."""
+        """Returns all arguments one after the other, those that are passed by keyword last."""
         return [*self.args, *self.kwargs.values()]
 
 

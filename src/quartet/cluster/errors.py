@@ -48,7 +48,7 @@ class Failure:
         return f"rank {self.rank} of group {self.group!r}: {self.summary}"
 
     def error(self, also: Sequence[str] = ()) -> UserError | WorkerError:
-        """What the driver raises: a ``UserError`` again as one, everything else as ``WorkerError``.
+        """Makes what the driver raises: a ``UserError`` again as one, everything else as ``WorkerError``.
 
         Args:
             also: of the other ranks that failed, a line each, for the ``WorkerError``.

@@ -74,12 +74,12 @@ class BatchFuture:
         raise TypeError("a BatchFuture is an argument by itself; inside another value it cannot be followed")
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """What the blocking call would have returned; raises as ``wait``."""
+        """Returns what the blocking call would have returned; raises as ``wait``."""
         answers = self.wait(timeout_s)
         return self._collected(self._group.backend.get(self._parts) if self._parts else answers)
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """What the answering ranks returned, or where that stays what they said of it.
+        """Returns what the answering ranks returned, or where that stays what they said of it.
 
         Raises:
             WorkerError, WorkerDied, UserError: a rank failed.
@@ -130,11 +130,11 @@ class BatchFuture:
         return Reference(self._parts[0])
 
     def _is_over(self) -> bool:
-        """Whether all ranks have ended, or one has failed and the others had time to follow."""
+        """Tells whether all ranks have ended, or one has failed and the others had time to follow."""
         return not self._waiting or self._grace_s() == 0.0
 
     def _grace_s(self) -> float | None:
-        """How long the other ranks still have; None while none has failed."""
+        """Returns how long the other ranks still have; None while none has failed."""
         return None if self._since_s is None else max(self._since_s + GRACE_S - time.monotonic(), 0.0)
 
     def _take(self, ranks: Sequence[int], values: Sequence[Any]) -> None:

@@ -169,7 +169,7 @@ class WorkerGroup:
         ]
 
     def _asked(self, handles: Sequence[Any], method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """What a method of the host returns in each of these processes, which are being started."""
+        """Returns what a method of the host returns in each of these processes, which are being started."""
         began_s = time.monotonic()
         refs = {rank: ref for rank, handle in enumerate(handles) for ref in self.backend.call(handle, method, args)}
         plan = CallPlan([], [*refs], lambda results, shares: results)
@@ -283,7 +283,9 @@ class WorkerGroup:
         stored: dict[int, Any] = {}
 
         def sent(value: Any) -> Any:
-            """What stands for an argument: a future's reference; of a large value of several ranks, the stored one."""
+            """Returns what stands for an argument: a future's reference; where several ranks get a large value, its
+            stored one.
+            """
             if isinstance(value, BatchFuture):
                 return value.reference()
             if readers[id(value)] < 2 or num_bytes(value) < LARGE:

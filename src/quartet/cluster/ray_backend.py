@@ -230,7 +230,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         return handles
 
     def key(self, handle: Any) -> str:
-        """By which ``Lost`` names a process."""
+        """Returns the key by which ``Lost`` names a process."""
         return str(handle._actor_id.hex())
 
     def stop(self, handles: Sequence[Any]) -> None:
@@ -275,7 +275,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         coming: asyncio.Future[Any] = loop.create_future()
 
         def arrived(found: concurrent.futures.Future[Any]) -> None:
-            """In a thread of Ray's."""
+            """Settles what is coming; called in a thread of Ray's."""
             error = found.exception()
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(_settle, coming, found.result() if error is None else _trouble_of(error))
@@ -396,7 +396,7 @@ def _unreachable(address: str, why: str) -> UserError:
 
 
 def register_tensors() -> None:
-    """For this process; needs a connection to Ray."""
+    """Registers how tensors cross the wire, for this process; needs a connection to Ray."""
     ray.util.register_serializer(Tensor, serializer=to_wire, deserializer=from_wire)
 
 

@@ -53,7 +53,7 @@ class ResourcePool:
         return {name: amount for name, amount in named.items() if amount}
 
     def bundles(self) -> list[dict[str, float]]:
-        """What each node must grant as a whole."""
+        """Returns what each node must grant as a whole."""
         return [{name: n * amount for name, amount in self.needs.items()} for n in self.processes]
 
 
@@ -71,7 +71,7 @@ class Node:
     is_own: bool = False
 
     def holds(self, needs: Mapping[str, float], amounts: Mapping[str, float]) -> int:
-        """How many processes with these needs fit into ``amounts``."""
+        """Returns how many processes with these needs fit into ``amounts``."""
         counts = [int(amounts.get(name, 0.0) / need + _SLACK) for name, need in needs.items() if need > 0]
         return min(counts, default=2**31)
 
@@ -103,7 +103,7 @@ def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserE
 
 
 def fits(pool: ResourcePool, capacity: Sequence[int]) -> bool:
-    """Whether entries fit whole into nodes that hold so many processes each; the largest entries are placed first."""
+    """Tells whether entries fit whole into nodes that hold so many processes each; the largest are placed first."""
     left = sorted(capacity, reverse=True)
     for wanted in sorted(pool.processes, reverse=True):
         if not left or left[0] < wanted:

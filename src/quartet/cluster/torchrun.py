@@ -107,7 +107,7 @@ class RayNode:
             )
 
     def answers(self, num_nodes: int) -> bool:
-        """Whether the cluster is there, with so many living nodes."""
+        """Tells whether the cluster is there, with so many living nodes."""
         host, _, port = self.cluster.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=1.0).close()
@@ -136,7 +136,7 @@ class RayNode:
 
 
 def _apart() -> None:
-    """As ``with_parent``; what a scheduler sends to all processes of a job is for the command, not for its Ray."""
+    """Does what ``with_parent`` does; what a scheduler sends to all processes of a job is for the command alone."""
     with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -258,7 +258,7 @@ class _NodeAgent:
         return bytes(self.store.get(key)) if self.store.check([key]) else None
 
     def _told(self, key: str) -> bytes:
-        """What another process will say."""
+        """Waits for what another process will say, and returns it."""
         return bytes(self._await(partial(self._read, key), START_S))
 
     def _command(self, command: Sequence[str]) -> int:
@@ -275,7 +275,7 @@ class _NodeAgent:
         return status if status >= 0 else 128 - status  # a signal's number, as a shell gives it
 
     def _await(self, found: Callable[[], Any], timeout_s: float | None = None) -> Any:
-        """What ``found`` returns when it is no longer None (or False).
+        """Waits until ``found`` no longer returns None (or False), and returns what it does.
 
         Raises:
             _Ended: the allocation has come to its end meanwhile.

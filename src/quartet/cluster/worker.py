@@ -293,7 +293,7 @@ class WorkerProcess:
         return (outcome, outcome) if head.stays and isinstance(outcome, Failure | Lost) else outcome
 
     def _caught(self, method: str, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns, ``Failure`` or ``Lost`` where it raised."""
+        """Returns what ``work`` returns, ``Failure`` or ``Lost`` where it raised."""
         try:
             return work()
         except Upstream as error:

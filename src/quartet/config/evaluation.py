@@ -77,7 +77,7 @@ class GradingConfig(Strict):
 
 
 def _sampling_misfits(config: EvaluationConfig | EvalRecipe) -> Iterator[str]:
-    """What of ``samples_per_prompt``, ``sampling`` and ``grading`` does not fit together, in one text."""
+    """Tells in one text what of ``samples_per_prompt``, ``sampling`` and ``grading`` does not fit together."""
     samples, grading, found = config.samples_per_prompt, config.grading, untrained(config.sampling)
     if samples > 1 and config.sampling.temperature == 0:
         found.append(

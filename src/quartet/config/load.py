@@ -129,7 +129,7 @@ def _overridden(job: str, path: str | Path | None, overrides: Sequence[str]) -> 
 
 
 def asks_for_ray(job: str, path: str | Path, overrides: Sequence[str]) -> bool:
-    """Whether the recipe says that its processes are those of Ray, whatever else is wrong with it.
+    """Tells whether the recipe says that its processes are those of Ray, whatever else is wrong with it.
 
     Raises:
         UserError: it cannot be read.

@@ -372,7 +372,7 @@ def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -
 
 
 def has_older_model(run: Path) -> bool:
-    """Whether the run in that directory has gone on since it exported its model."""
+    """Tells whether the run in that directory has gone on since it exported its model."""
     return bool(run_info(run).get(OLDER_MODEL))
 
 
@@ -394,7 +394,7 @@ def made_by(path: Path) -> str | None:
 
 
 def run_info(run: Path) -> dict[str, Any]:
-    """What ``run.json`` of a run's directory says; nothing where there is none, or a damaged one."""
+    """Reads what ``run.json`` of a run's directory says; nothing where there is none, or a damaged one."""
     try:
         info = json.loads((run / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -310,13 +310,15 @@ def _pools_of(config: PlacementConfig) -> dict[str, tuple[DevicesConfig, tuple[R
 
 
 def processes_of(config: PlacementConfig | None, kind: Role) -> int:
-    """Of the pool that roles of this kind are on; 1 where they have none, or there is no placement."""
+    """Counts the processes of the pool that roles of this kind are on; 1 where they have none, or there is no
+    placement.
+    """
     pool = _pool_with(config, kind)
     return pool.processes * pool.nodes if pool is not None else 1
 
 
 def has_budget(config: PlacementConfig | None, kind: Role) -> bool:
-    """Whether roles of this kind leave their devices for others."""
+    """Tells whether roles of this kind leave their devices for others."""
     pool = _pool_with(config, kind)
     return pool is not None and pool.budget_bytes is not None
 

@@ -65,7 +65,9 @@ class Storage(Protocol):
         """The directory here in which a run works whose ``output_dir`` it is."""
 
     def remote_run(self, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float) -> Any:
-        """Of the run in ``path`` what ``quartet.trainers.run.LocalRun`` says; keeps the newest ``keep`` checkpoints."""
+        """Makes what ``quartet.trainers.run.LocalRun`` describes, for the run in ``path``; it keeps the newest ``keep``
+        checkpoints.
+        """
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class Plugin:
 
 @cache
 def plugins() -> tuple[Plugin, ...]:
-    """All that are installed, Quartet's own first, in the order of their names.
+    """Returns all that are installed, Quartet's own first, in the order of their names.
 
     Raises:
         UserError: one that cannot be imported, or is no plug-in; or two that add the same.
@@ -270,7 +272,7 @@ def _loaded(point: EntryPoint) -> Plugin:
 
 
 def load(target: str) -> Any:
-    """What ``module:name`` stands for.
+    """Loads what ``module:name`` stands for.
 
     Raises:
         UserError: it is not there, of a plug-in of another package.
@@ -288,7 +290,7 @@ def load(target: str) -> Any:
 
 
 def added(table: str, own: Collection[str] = ()) -> dict[str, Any]:
-    """What plug-ins add under a key of :class:`Plugin`, by its names.
+    """Returns what plug-ins add under a key of :class:`Plugin`, by its names.
 
     Raises:
         UserError: one of them is Quartet's ``own``.
@@ -331,17 +333,17 @@ def _section(table: str, name: str, target: str, base: type, key: str = "type") 
 
 
 def weight_forms() -> list[WeightForm]:
-    """All that plug-ins add."""
+    """Returns all forms of weights that plug-ins add."""
     return [plugin.weight_form for plugin in plugins() if plugin.weight_form is not None]
 
 
 def report_writer() -> Callable[[Path], Path] | None:
-    """What writes a report of a run directory; None where no plug-in does."""
+    """Returns what writes a report of a run directory; None where no plug-in does."""
     return next((load(plugin.report) for plugin in plugins() if plugin.report is not None), None)
 
 
 def storage(url: str) -> Storage:
-    """What is at ``url``.
+    """Returns the storage at ``url``.
 
     Raises:
         UserError: no plug-in serves URLs, or it cannot serve this one.
@@ -406,7 +408,7 @@ OWN: Mapping[str, Job] = {
 
 @cache
 def jobs() -> dict[str, Job]:
-    """All jobs by their names, which are their commands.
+    """Returns all jobs by their names, which are their commands.
 
     Raises:
         UserError: a plug-in adds one that is Quartet's own.

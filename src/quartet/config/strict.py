@@ -37,7 +37,7 @@ def members(annotation: Any) -> list[type[BaseModel]]:
 
 
 def item_annotation(annotation: Any) -> Any:
-    """What a list-like annotation holds (``tuple[X, ...]``, ``list[X]``), else None."""
+    """Returns what a list-like annotation holds (``tuple[X, ...]``, ``list[X]``), else None."""
     found = bare(annotation)
     return get_args(found)[0] if get_origin(found) in (tuple, list) and get_args(found) else None
 
@@ -92,7 +92,7 @@ _MOST = 100
 
 
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
-    """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
+    """Makes one ``UserError`` of all of ``error``; paths are written as overrides would be."""
     details = error.errors(include_url=False)[:_MOST]
     # A default that follows from a field which has a mistake of its own.
     details = [detail for detail in details if detail["type"] != "default_factory_not_called"]
@@ -109,8 +109,8 @@ def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserE
 
 
 def _mistakes(detail: Any, root: type[BaseModel]) -> list[tuple[str, str]]:
-    """What was found and what to do: one for each of pydantic's error dictionaries, but one for every key of an unknown
-    section.
+    """Tells what was found and what to do, for one of pydantic's error dictionaries: of an unknown section once for
+    every key.
     """
     if detail["type"] != "extra_forbidden":
         return [_mistake(detail, root)]
@@ -119,7 +119,7 @@ def _mistakes(detail: Any, root: type[BaseModel]) -> list[tuple[str, str]]:
 
 
 def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
-    """What was found and what to do, for one of pydantic's error dictionaries."""
+    """Tells what was found and what to do, for one of pydantic's error dictionaries."""
     path, _, annotation = _place(detail["loc"], root)
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "missing":
@@ -177,7 +177,7 @@ def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseM
 
 
 def _section_remedy(path: str, annotation: Any, value: Any) -> str:
-    """What to write where a section is given as one value."""
+    """Tells what to write where a section is given as one value."""
     models = members(annotation)
     if callable(value) and path.startswith("rewards"):
         return "pass functions to the trainer: rewards=[…]"
@@ -232,23 +232,23 @@ def _fields(root: type[BaseModel]) -> dict[str, str | None]:
 
 
 def _of_a_choice(path: str, fields: Iterable[str]) -> bool:
-    """Whether a choice has the key at ``path``."""
+    """Tells whether a choice has the key at ``path``."""
     return ".".join("0" if part.isdecimal() else part for part in path.split(".")) in fields
 
 
 def _foreign(path: str, fields: Mapping[str, str | None]) -> str | None:
-    """What to do about another system's key."""
+    """Tells what to do about another system's key."""
     return _did_you_mean(synonyms(path, fields), fields) or answer(path, fields)
 
 
 def _elsewhere(path: str, fields: Mapping[str, str | None]) -> str | None:
-    """What to do about a key that other sections have."""
+    """Tells what to do about a key that other sections have."""
     key = path.rpartition(".")[2]
     return _did_you_mean(likeliest([name for name in fields if name.rpartition(".")[2] == key], path), fields)
 
 
 def _of_sections(key: str, path: str, fields: Mapping[str, str | None]) -> str | None:
-    """What is known of the sections of another system that hold ``key``, from the innermost out to ``path``."""
+    """Tells what is known of the sections of another system that hold ``key``, from the innermost out to ``path``."""
     section = key.rpartition(".")[0]
     while section and len(section) >= len(path):
         if (found := _foreign(section, fields)) is not None:
@@ -270,12 +270,12 @@ _SECRET = re.compile(r"(^|[^a-z])(sig|signature|credential|token|key|password|pw
 
 
 def is_url(name: object) -> bool:
-    """Whether a path is the URL of an object or of a directory of objects, as s3://bucket/name."""
+    """Tells whether a path is the URL of an object or of a directory of objects, as s3://bucket/name."""
     return isinstance(name, str) and _URL.match(name) is not None
 
 
 def secret_in(name: object) -> str | None:
-    """What a URL holds that must not be written down with it, in words; None of other URLs and of paths."""
+    """Tells in words what a URL holds that must not be written down with it; None of other URLs and of paths."""
     if not is_url(name):
         return None
     scheme, _, rest = str(name).partition("://")

@@ -128,7 +128,7 @@ class Callbacks:
 
 
 def as_callbacks(passed: Sequence[Callback], configs: Sequence[CallbackConfig]) -> list[Callback]:
-    """Those passed from Python and those that the recipe names.
+    """Returns the callbacks passed from Python and those that the recipe names.
 
     Raises:
         UserError: a target cannot be loaded or made, or something is no callback.
@@ -226,7 +226,7 @@ def _notify(sender: Any, words: Mapping[str, str]) -> None:
 
 
 def _addresses(config: NotifyConfig) -> list[tuple[str, str]]:
-    """Each address, and where it stands."""
+    """Returns each address, and where it stands."""
     found = [(f"log.notify.urls.{i}", url.get_secret_value()) for i, url in enumerate(config.urls)]
     if config.urls_env is not None:
         named = os.environ.get(config.urls_env, "").split()

@@ -76,7 +76,7 @@ class DigestingFile:
         """Does nothing: the file is closed by the code that opened it."""
 
     def digest(self) -> FileDigest:
-        """Of what was written so far."""
+        """Returns the digest of what was written so far."""
         return FileDigest(self._bytes, self._state.hexdigest())
 
 
@@ -109,7 +109,7 @@ def sync_directory(path: Path) -> None:
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Of a file that is there already: reads it once.
+    """Makes the digest of a file that is there already: reads it once.
 
     Raises:
         OSError: it cannot be read.
@@ -120,7 +120,7 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def digest_files(directory: Path) -> dict[str, FileDigest]:
-    """Of every file below ``directory``, by its path in there; OSError where one cannot be read."""
+    """Makes the digest of every file below ``directory``, by its path in there; OSError where one cannot be read."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): digest_file(path) for path in files}
 
@@ -144,7 +144,7 @@ def seal(value: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """What :func:`seal` was given.
+    """Returns what :func:`seal` was given.
 
     Raises:
         ValueError: ``data`` is not, byte for byte, what it returned.
@@ -172,7 +172,7 @@ _log = logging.getLogger(__name__)
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
-    """One line: ASCII only, so that lone surrogates in a model's output survive; NaN is a ValueError."""
+    """Makes one line: ASCII only, so that lone surrogates in a model's output survive; NaN is a ValueError."""
     return json.dumps(row, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
 
 
@@ -213,7 +213,7 @@ def read_objects(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
 
 
 def read_whole(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
-    """As :func:`read_objects`, of a file that decides what is computed: UserError for a broken line."""
+    """Reads a file that decides what is computed, as :func:`read_objects`: UserError for a broken line."""
     objects, broken = parse_lines(read_file(path), build)
     if broken:
         remedy = "restore the file from a copy, or delete that line"
@@ -222,7 +222,7 @@ def read_whole(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """As :func:`read_objects`."""
+    """Reads rows as plain dictionaries, as :func:`read_objects`."""
     return read_objects(path, dict)
 
 
@@ -324,7 +324,7 @@ ENDED = "ended without a word (killed?)"
 
 
 def true_status(run_dir: Path, info: Mapping[str, Any]) -> Any:
-    """What ``run.json`` says; ``ENDED`` where that is ``running`` and no process holds the run's lock."""
+    """Returns the status in ``run.json``; ``ENDED`` where that is ``running`` and no process holds the run's lock."""
     status = info.get("status")
     return ENDED if status == "running" and not _may_be_held(run_dir / LOCK) else status
 

@@ -68,13 +68,13 @@ class RandomStateGuard:
                 self._put_back(outside)
 
     async def driven(self, work: Awaitable[Any], spend: Callable[[float], None] = lambda seconds: None) -> Any:
-        """What ``work`` returns. It is held while it computes, and not while it waits and others compute; ``spend`` as
-        in ``held``.
+        """Returns what ``work`` returns. It is held while it computes, and not while it waits and others compute;
+        ``spend`` as in ``held``.
         """
         return await (_driven(work, self, spend) if inspect.iscoroutine(work) else work)
 
     def warnings(self) -> list[str]:
-        """What it drew from so far, in words."""
+        """Tells in words what the guarded code drew from so far."""
         if not self._drawn:
             return []
         return [

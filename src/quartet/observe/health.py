@@ -131,7 +131,7 @@ class WorkerSeconds:
 
 
 def workers_by_stage(spans: Iterable[Span]) -> dict[tuple[str, str], dict[int | None, Seconds]]:
-    """By stage and role, where that has several workers: the seconds of each in every step."""
+    """Returns by stage and role, where that has several workers, the seconds of each in every step."""
     found: dict[tuple[str, str], dict[int | None, Seconds]] = defaultdict(lambda: defaultdict(dict))
     for span in spans:
         for worker, seconds in span.worker_s.items():
@@ -462,11 +462,13 @@ class HackingAlarm:
         self.raised_at: tuple[int, ...] = ()
 
     def fall_levels(self, num_seen: int) -> tuple[float, float]:
-        """What both p-values of a fall are compared with after ``num_seen`` evaluations; the second is 0 after one."""
+        """Returns what the p-values of a fall are compared with after ``num_seen`` evaluations; the second is 0 after
+        one.
+        """
         return self._level / 2 / num_seen, self._level / 2 / (num_seen - 1) if num_seen > 1 else 0.0
 
     def least_prompts(self, num_seen: int) -> int:
-        """With fewer held-out prompts no fall is large enough after ``num_seen`` evaluations."""
+        """Returns how many held-out prompts it takes for a fall to be large enough after ``num_seen`` evaluations."""
         once, twice = self.fall_levels(num_seen)
         found = math.ceil(-math.log2(once))
         return min(found, math.ceil(-math.log(twice, 3))) if twice else found
@@ -598,7 +600,7 @@ def read_alarms(path: Path) -> list[dict[str, Any]]:
 
 
 def alarm_of_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One row of :func:`read_alarms`; ValueError or KeyError for one of another shape."""
+    """Makes one row of :func:`read_alarms`; ValueError or KeyError for one of another shape."""
     if type(row["step"]) is not int or not isinstance(row["text"], str):
         raise ValueError("no whole step, or no text")
     return {**row, "examples": _EXAMPLES.validate_python(row["examples"])}

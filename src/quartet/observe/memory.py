@@ -52,7 +52,7 @@ def peak_resident_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What the machine can give to processes without taking from others, as the system estimates it.
+    """Returns what the machine can give to processes without taking from others, as the system estimates it.
 
     Raises:
         OSError: not on Linux, which alone tells this.
@@ -70,7 +70,7 @@ def total_bytes() -> int:
 
 
 def copy_fits(num_bytes: int) -> bool:
-    """Whether a copy of a training state takes at most a quarter of what is available; True where that is unknown.
+    """Tells whether a copy of a training state takes at most a quarter of what is available; True where none knows.
 
     The next update begins while it is being written, and needs gradients (a third of the state) and activations.
     """
@@ -104,7 +104,9 @@ _ENGINE_ROWS = 16
 
 
 def processor() -> dict[str, Any]:
-    """What decides the order of sums: name, instruction sets, torch's choice among them, threads, torch's version."""
+    """Returns what decides the order of sums: name, instruction sets, torch's choice among them, threads, torch's
+    version.
+    """
     cpuinfo = _cpuinfo()
     flags = set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())
     return {
@@ -117,7 +119,7 @@ def processor() -> dict[str, Any]:
 
 
 def bit_equality() -> dict[str, Any]:
-    """What was measured, with the present number of threads, and ``remarks``: what does not hold here, in words.
+    """Returns what was measured, with the present number of threads, and ``remarks``: what does not hold here.
 
     ``products_repeat``: the same product has the same bits twice. ``rows_keep_bits_from``: the smallest number of rows
     from which on a row's bits do not depend on how many there are; None: they still do with 33 rows.
@@ -184,7 +186,7 @@ def _warnings(threads: int, repeats: bool, first: int | None) -> list[str]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Of the first core, and what is said of all; empty where the system does not say."""
+    """Reads what the system says of the first core and of all; empty where it says nothing."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     pairs = (line.partition(":") for line in reversed(lines))  # of equal names the first one's value stays

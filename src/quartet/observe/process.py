@@ -58,13 +58,17 @@ def own_rank() -> int:
 
 
 def logging_variables(role: str, rank: int = 0) -> dict[str, str]:
-    """For the environment of a process that this one starts: the present level, and the other's role and rank."""
+    """Makes variables for the environment of a process that this one starts: the present level, and the other's role
+    and rank.
+    """
     level = logging.getLevelName(logging.getLogger("quartet").getEffectiveLevel()).lower()
     return {VARIABLE: f"{level}:{role}:{rank}"}
 
 
 def set_up_from_environment(stream: TextIO | None = None) -> None:
-    """As ``logging_variables`` of the process that started this one says; ``stream`` as of ``set_up_logging``."""
+    """Sets up logging as ``logging_variables`` of the process that started this one says; ``stream`` as of
+    ``set_up_logging``.
+    """
     level, role, rank = os.environ[VARIABLE].rsplit(":", 2)
     set_up_logging(level, role, int(rank), stream)
 

@@ -122,7 +122,7 @@ class Progress:
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def is_line_due(self) -> bool:
-        """Whether the last plain line of a bar is long enough ago."""
+        """Tells whether the last plain line of a bar is long enough ago."""
         return self.clock() - self._last_line_s >= self._interval_s
 
     def print_line(self, text: str) -> None:

@@ -119,7 +119,7 @@ class SpanRecorder:
         return [span for span in self.spans() if span.step == step]
 
     def spans(self) -> list[Span]:
-        """All ended spans that are still in memory, in order of their start."""
+        """Returns all ended spans that are still in memory, in order of their start."""
         with self._lock:
             return sorted(self._spans, key=lambda s: s.start_s)
 

@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def metrics_of_row(row: dict[str, Any]) -> dict[str, float]:
-    """One row of :func:`read_metrics`; ValueError or KeyError for one of another shape."""
+    """Makes one row of :func:`read_metrics`; ValueError or KeyError for one of another shape."""
     nonfinite = _NONFINITE.validate_python(row.pop("nonfinite", {}))
     _NUMBERS.validate_python(row)
     if type(row["step"]) is not int or row["time_s"] is None:
@@ -168,7 +168,7 @@ class TensorBoardTracker:
 
 
 def _cell(value: str | float | None) -> str:
-    """Of a table in Markdown."""
+    """Writes a value as a cell of a table in Markdown."""
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", "<br>")
 
 
@@ -194,7 +194,7 @@ class TrackedRun:
 def build_trackers(
     config: LogConfig, run: TrackedRun, tell: Callable[[str], object], warn: Callable[[str], object]
 ) -> list[DeliveredTracker]:
-    """Those that the recipe names. Nothing is loaded or asked before there is something to log.
+    """Makes the trackers that the recipe names. Nothing is loaded or asked before there is something to log.
 
     Args:
         tell: is told in their threads where the run can be seen, and of the first failure.

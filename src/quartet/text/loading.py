@@ -95,8 +95,9 @@ def needs_own_code(error: BaseException, name: str) -> UserError | None:
 
 
 def brings_code(value: object) -> bool:
-    """Whether a model or tokenizer is of a class of its own: from its directory, which was trusted when it was loaded,
-    or from Python code that registered it to be saved with its models."""
+    """Tells whether a model or tokenizer is of a class of its own: from its directory, which was trusted when it was
+    loaded, or from Python code that registered it to be saved with its models.
+    """
     return type(value).__module__.startswith("transformers_modules") or getattr(value, "_auto_class", None) is not None
 
 
@@ -115,7 +116,7 @@ PAD_TOKEN = "<|quartet_pad|>"
 
 
 def reads_the_same(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether ids of the one are ids of the other; a pad token that saving added does not count."""
+    """Tells whether ids of the one are ids of the other; a pad token that saving added does not count."""
     vocabularies = [{t: i for t, i in each.get_vocab().items() if t != PAD_TOKEN} for each in (tokenizer, other)]
     return vocabularies[0] == vocabularies[1]
 

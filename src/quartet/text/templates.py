@@ -141,7 +141,7 @@ def _with_arguments(tokenizer: PreTrainedTokenizerBase, messages: Messages, opti
 
 
 def continuation(head: str, whole: str, what: str, where: str) -> str:
-    """What ``whole`` adds to ``head``.
+    """Returns what ``whole`` adds to ``head``.
 
     Raises:
         UserError: ``whole`` does not begin with ``head``: the template rewrites what it wrote before.
@@ -261,7 +261,7 @@ def split_defaults(template: str) -> tuple[dict[str, str], str]:
 
 @lru_cache(maxsize=16)
 def free_variables(template: str) -> frozenset[str]:
-    """What a template reads and does not set itself.
+    """Returns what a template reads and does not set itself.
 
     Raises:
         TemplateSyntaxError: it is not Jinja as transformers has it.
@@ -273,7 +273,7 @@ def free_variables(template: str) -> frozenset[str]:
 def template_warnings(
     tokenizer: PreTrainedTokenizerBase, variables: Iterable[str] | None = None, *, has_tools: bool
 ) -> list[str]:
-    """What is given to a template that does not read it, in words.
+    """Tells in words what is given to a template that does not read it.
 
     Args:
         variables: names of those that are given; the defaults that it was saved with when left out.
@@ -296,7 +296,7 @@ def template_warnings(
 
 
 def left_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool) -> list[str]:
-    """What the template does not write of a conversation, in words: thoughts, tool calls, text beside them.
+    """Tells in words what the template does not write of a conversation: thoughts, tool calls, text beside them.
 
     Raises:
         UserError: it leaves out a whole message.
@@ -342,5 +342,5 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def _spaced(text: str) -> str:
-    """With one space wherever there is white space: templates trim texts and change line breaks around them."""
+    """Leaves one space wherever there is white space: templates trim texts and change line breaks around them."""
     return " ".join(text.split())

@@ -134,7 +134,7 @@ class TextCodec:
         return tuple(filter(None, (self.decode([token], skip_special=False).strip() for token in self.eos_ids)))
 
     def holds_end(self, text: str) -> bool:
-        """Whether the ids of a text hold an end-of-text token, at which generation would stop."""
+        """Tells whether the ids of a text hold an end-of-text token, at which generation would stop."""
         return any(end in text for end in self._ends) and not self.eos_ids.isdisjoint(self._plain(text))
 
     def without_end(self, text: str) -> str:
@@ -258,7 +258,7 @@ class TextCodec:
     def decode_completion(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, whole: bool = False
     ) -> str:
-        """What a completion adds to its prompt's text: the text that stop strings, rewards and readers have of it.
+        """Returns what a completion adds to its prompt's text: the text that stop strings, rewards and readers have.
 
         End-of-text, padding and the unknown token are left out unless ``whole``; other special tokens (``<think>``)
         are text. Decoders of the SentencePiece kind strip the first token's space, so the prompt's end is decoded as

@@ -119,7 +119,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
-        """Of ``tensor``, unsharded if it is a DTensor, cast to ``dtype``.
+        """Describes ``tensor``, unsharded if it is a DTensor, cast to ``dtype``.
 
         Raises:
             WeightSyncError: a dtype that the wire format has no name for.

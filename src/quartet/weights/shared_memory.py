@@ -39,7 +39,7 @@ ALIGNMENT = 64
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[dict[str, int], int]:
-    """Where each tensor begins, in bytes, and the bytes of all."""
+    """Decides where each tensor begins, in bytes, and counts the bytes of all."""
     offsets, used = {}, 0
     for spec in specs:
         offsets[spec.name] = used
@@ -110,7 +110,7 @@ class Segment:
 
 
 def path_of(descriptor: int) -> str:
-    """By which other processes of this machine open nameless memory."""
+    """Returns the path by which other processes of this machine open nameless memory."""
     return f"/proc/{os.getpid()}/fd/{descriptor}#{os.fstat(descriptor).st_ino}"
 
 
@@ -264,7 +264,7 @@ class Progress:
             return  # the others notice that, too
 
     def wait(self, step: int, ready: Callable[[], bool] | None = None) -> None:
-        """Until every other end is through with ``step``, or ``ready`` gives True.
+        """Waits until every other end is through with ``step``, or ``ready`` gives True.
 
         Raises:
             WeightSyncTimeout: of the one that stands still and holds things up.
@@ -293,7 +293,7 @@ class Progress:
             time.sleep(_POLL_S)
 
     def broke(self, error: RuntimeError) -> WeightSyncError:
-        """What to raise when the transport breaks: what the board says about it, if it says so soon."""
+        """Returns what to raise when the transport breaks: what the board says about it, if it says so soon."""
         soon = time.monotonic() + _EXPLANATION_S
         try:
             self.wait(0, lambda: time.monotonic() > soon)
@@ -357,7 +357,7 @@ def machine_id() -> str:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and was not waited for yet does not."""
+    """Tells whether a process of this machine runs; one that has ended and was not waited for yet does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -82,7 +82,7 @@ class TensorSink:
         return Status.EMPTY if self.version is None else Status.READY
 
     def require(self, version: int | None = None) -> None:
-        """What an engine asks before it computes.
+        """Raises where the weights are not what an engine needs before it computes.
 
         Raises:
             WeightsUnusable: the weights are not whole, or not of ``version``.
@@ -113,7 +113,9 @@ class TensorSink:
     # A sync -----------------------------------------------------------------------------------------------
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """What the tensors must come in, by the names that are sent: for ``NamedSource(like=…)`` at the other end."""
+        """Returns what the tensors must come in, by the names that are sent: for the other end's
+        ``NamedSource(like=…)``.
+        """
         return {name: tensor.dtype for name, tensor in self._views().items()}
 
     def begin(self, specs: Sequence[TensorSpec], version: int) -> None:
@@ -146,7 +148,7 @@ class TensorSink:
         self.arrived(name, start + values.numel())
 
     def arrived(self, name: str, stop: int) -> None:
-        """All elements of the flattened tensor before ``stop`` are there: they are digested while others come."""
+        """Notes that all elements of the flattened tensor before ``stop`` are there: digests them while others come."""
         target = self._targets[name]
         if not target.is_contiguous():
             if stop == target.numel():
@@ -184,7 +186,7 @@ class TensorSink:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """From now on the version that has been verified is served."""
+        """Serves from now on the version that has been verified."""
         version = self._incoming
         assert version is not None
         if self._overtaken:
@@ -243,7 +245,7 @@ Place = tuple[int, ...]
 
 
 def slices_at(tensor: DTensor, place: Sequence[int]) -> tuple[slice, ...]:
-    """Which part of the whole tensor is on the rank at ``place`` of its mesh.
+    """Returns which part of the whole tensor is on the rank at ``place`` of its mesh.
 
     For a dimension that is cut twice torch's own answer is only right where it divides.
     """
@@ -351,7 +353,7 @@ class NamedSource:
         self._like = dict(like or {})
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What will be sent, in order. No collective."""
+        """Describes what will be sent, in order. No collective."""
         return tuple(TensorSpec.of(name, tensor, self._like.get(name)) for name, tensor in self._named())
 
     @torch.no_grad()

@@ -82,7 +82,7 @@ class BucketSpan:
     offset: int
 
     def of(self, bucket: Tensor) -> Tensor:
-        """Its bytes in ``bucket``."""
+        """Returns the span's bytes in ``bucket``."""
         return bucket[self.offset : self.offset + self.num_bytes]
 
 
@@ -226,7 +226,7 @@ class MemorySend:
         at.note(step=bucket.step)
 
     def finish(self, at: Progress) -> None:
-        """All buckets are shipped; ``at`` sees that they arrive."""
+        """Ends the sync when all buckets are shipped; ``at`` sees that they arrive."""
 
     def drop(self) -> None:
         """Lets go of what the data stand in: the next sync makes other room."""
@@ -559,7 +559,7 @@ class WeightSender:
 
     @told
     def offer(self, version: int) -> Offer | None:
-        """What receivers need; None of ranks that only take part in gathers."""
+        """Returns what receivers need; None on ranks that only take part in gathers."""
         if self._rank:
             return None
         if self._transport is None:
@@ -640,7 +640,7 @@ class WeightReceiver:
         self._halves: dict[Transport, ReceiveTransport] = {}
 
     def describe(self) -> Endpoint:
-        """Where this end is, and what it takes."""
+        """Tells where this end is, and what it takes."""
         dtypes = {name: dtype_name(dtype) for name, dtype in self._sink.dtypes().items()}
         return Endpoint.here(self._sink.device, dtypes)
 
@@ -751,7 +751,7 @@ def _wanted(receivers: Sequence[Endpoint]) -> dict[str, torch.dtype]:
 
 
 def _own_address() -> str:
-    """Of the interface that the default route takes, else of this machine's name; nothing is sent."""
+    """Returns the address of the interface that the default route takes, else the loopback's; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)
