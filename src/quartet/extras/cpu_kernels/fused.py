@@ -39,7 +39,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 def install_on_cpu(model: nn.Module) -> list[nn.Module]:
-    """As ``install_fused`` where the model is on the CPU; one without contents may get them there.
+    """Does what ``install_fused`` does where the model is on the CPU; one without contents may get them there.
 
     On a GPU whole layers may be compiled instead.
     """
@@ -78,7 +78,7 @@ def _chunks(width: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _describe_norm(module: nn.Module) -> Hashable | None:
-    """What a normalisation's formula depends on, if the module can be one: a weight vector and an epsilon."""
+    """Tells what a normalisation's formula depends on, if the module can be one: a weight vector and an epsilon."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weights = dict(module.named_parameters())
     if not isinstance(eps, float) or list(weights) != ["weight"] or weights["weight"].dim() != 1:
@@ -308,6 +308,6 @@ class _Turn(torch.autograd.Function):
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:
-    """Of one dtype, and to its rounding the same."""
+    """Tells whether both are of one dtype, and to its rounding the same."""
     tolerance = 16 * torch.finfo(expected.dtype).eps
     return found.dtype == expected.dtype and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)

@@ -47,7 +47,7 @@ def transposed(weight: Tensor) -> Tensor:
 
 
 def packed_for(num_rows: int) -> Form:
-    """In the blocks that oneDNN's kernel reads for products of about ``num_rows`` rows.
+    """Makes the form in the blocks that oneDNN's kernel reads for products of about ``num_rows`` rows.
 
     A row's bits do not depend on the number of rows, from two rows on, whatever the number of threads.
     """
@@ -55,7 +55,7 @@ def packed_for(num_rows: int) -> Form:
 
 
 def is_packed_best(num_numbers: int) -> bool:
-    """Whether a packed product of an fp32 weight on the CPU can be had and is quicker."""
+    """Tells whether a packed product of an fp32 weight on the CPU can be had and is quicker."""
     mkldnn = torch.backends.mkldnn
     return num_numbers >= MIN_PACKED and bool(mkldnn.is_available() and mkldnn.enabled)
 
@@ -124,7 +124,7 @@ class MergedLayers:
 
     @torch.no_grad()
     def _compare(self, layer: nn.Module, rule: LayerRule) -> bool:
-        """Whether a copy with random weights gives the same merged and on its own."""
+        """Tells whether a copy with random weights gives the same merged and on its own."""
         twin = copy.deepcopy(layer)
         generator = torch.Generator().manual_seed(0)
         for parameter in twin.parameters():
@@ -236,7 +236,7 @@ def _joined(weights: list[Tensor]) -> Tensor:
 
 
 def _has_the_parts(layer: Any) -> bool:
-    """Whether the layer has the parts of the common kind, and nothing else."""
+    """Tells whether the layer has the parts of the common kind, and nothing else."""
     if {name for name, _ in layer.named_children()} != _LAYER:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -257,7 +257,7 @@ def _has_the_parts(layer: Any) -> bool:
 
 @torch.no_grad()
 def _rule_of(layer: nn.Module) -> LayerRule | None:
-    """What the layer asks of its context; None where it cannot be called as layers of the common kind are."""
+    """Returns what the layer asks of its context; None where it cannot be called as layers of the common kind are."""
     context = RecordedAttention([1])
     try:
         _own(layer, *_example(layer, 1, torch.Generator().manual_seed(0)), context)
@@ -317,7 +317,7 @@ def copies(packed: PackedCausalLM, adapted: Adapted, num_rows: int, in_place: bo
 
 
 def _packs(module: nn.Linear) -> bool:
-    """Whether a packed product can be had and is quicker."""
+    """Tells whether a packed product can be had and is quicker."""
     weight = module.weight
     return (
         "forward" not in vars(module)

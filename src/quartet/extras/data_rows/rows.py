@@ -56,7 +56,9 @@ def _talk(thought: str = "") -> Messages:
 
 
 def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What the tokenizer's template does to conversations and to the masks of their tokens, seen on a small one."""
+    """Tells what the tokenizer's template does to conversations and to the masks of their tokens, seen on a
+    small one.
+    """
     try:
         template = template_of(tokenizer)
         defaults, own = split_defaults(template)
@@ -95,7 +97,7 @@ def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _is_dated(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template writes today's date into a prompt."""
+    """Tells whether the template writes today's date into a prompt."""
     given = {**tokenizer.special_tokens_map, "messages": _talk()[:1], "add_generation_prompt": True}
     program = _compile_jinja_template(template)  # apply_chat_template passes no functions on
     one, other = (program.render(given, strftime_now=lambda form, day=day: day) for day in ("one", "another"))
@@ -267,7 +269,7 @@ class DataRows:
         return tuple(spans)
 
     def stops(self) -> str:
-        """At what the answers to prompts end; '' for rows that have their answers."""
+        """Tells at what the answers to prompts end; '' for rows that have their answers."""
         if self.section.sampling is None:
             return ""
         params = sampling_params(self.section.sampling, self.codec)
@@ -315,5 +317,5 @@ def _titles(item: Any) -> Sequence[str]:
 
 
 def _reason(line: str, place: str) -> str:
-    """What a warning about one row says, without count and place."""
+    """Returns what a warning about one row says, without count and place."""
     return line.removeprefix("1 rows: ").removesuffix(f" ({place})")

@@ -93,12 +93,12 @@ class Finding:
     remedy: str = ""
 
     def line(self) -> str:
-        """As the terminal shows it."""
+        """Returns the finding as the terminal shows it."""
         return f"{self.status:<7}  {self.name:<17}  {self.found}{f'; do: {self.remedy}' if self.remedy else ''}"
 
 
 def judged(name: str, found: str, *, failure: bool = False, warning: bool = False) -> Finding:
-    """What the check ``name`` found; ``ok`` where neither is set."""
+    """Makes the finding of the check ``name``; ``ok`` where neither is set."""
     if not (failure or warning):
         return Finding(name, "ok", found)
     return Finding(name, "failure" if failure else "warning", found, _REMEDIES[name])
@@ -126,7 +126,7 @@ class Findings:
 
 
 def quick_findings(roles: RLRoles, directory: Path) -> list[Finding]:
-    """All checks of this module.
+    """Runs all checks of this module.
 
     Args:
         directory: where the run will write; it need not be there yet.
@@ -147,7 +147,7 @@ def quick_findings(roles: RLRoles, directory: Path) -> list[Finding]:
 
 
 def quick_warnings(roles: RLRoles, directory: Path) -> list[str]:
-    """What of it a run should say as it begins."""
+    """Returns what a run should say of the quick findings as it begins."""
     found = [finding for finding in quick_findings(roles, directory) if finding.status != "ok"]
     return [f"{one.status}: {one.name}: {one.found}; do: {one.remedy}" for one in found]
 
@@ -169,7 +169,7 @@ def check_template(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
 
 
 def check_turn_end(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
-    """What the template writes behind an answer is what ends one."""
+    """Checks that what the template writes behind an answer is what ends one."""
     name, stops, tokenizer = "turn_end", codec.eos_ids, codec.tokenizer
     if not stops:
         return judged(name, "neither tokenizer nor model names an end-of-text token: no answer ends", failure=True)
@@ -190,7 +190,7 @@ def check_turn_end(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
 
 
 def check_begin_of_text(codec: TextCodec, prompts: Sequence[Sequence[int]]) -> Finding:
-    """At most one begin-of-text token, and one where the tokenizer adds it to plain text."""
+    """Checks that there is at most one begin-of-text token, and one where the tokenizer adds it to plain text."""
     name, bos, token = "begin_of_text", codec.tokenizer.bos_token_id, codec.tokenizer.bos_token
     if bos is None:
         return judged(name, "the tokenizer has no begin-of-text token")

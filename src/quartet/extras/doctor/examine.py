@@ -68,7 +68,7 @@ class ExaminedRun:
         return self.roles.recipe.rollout.sampling.temperature
 
     async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
-        """What each engine answers, with token ids, by each of ``params``; by the engines' names."""
+        """Returns what each engine answers, with token ids, by each of ``params``; by the engines' names."""
         rollout, found = self.loop.rollout, dict[str, RaggedBatch]()
         asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
@@ -79,7 +79,7 @@ class ExaminedRun:
         return found
 
     async def canaries(self) -> list[RaggedBatch]:
-        """Each engine's answer to the canary prompt."""
+        """Returns each engine's answer to the canary prompt."""
         rollout, found = self.loop.rollout, list[RaggedBatch]()
         async with rollout.leases.turn("rollout", "generate", "canary", step=0, reads=rollout.reads()):
             for engine in self.workers.engines:
@@ -146,7 +146,7 @@ async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet])
 
 
 async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
-    """What the rehearsed update measured; nothing where no token is learned from."""
+    """Returns what the rehearsed update measured; nothing where no token is learned from."""
     roles, loop = run.roles, run.loop
     picked = UpdatePlan(1, 1, roles.recipe.seed).selections(batch, 0)
     if not picked:
@@ -265,7 +265,9 @@ def _coming_bytes(run: ExaminedRun, sizes: Sizes) -> float:
 
 
 def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
-    """Of the native engine, with as many of the longest answers as it decodes together; others keep to their own."""
+    """Counts cache tokens of the native engine, for as many of the longest answers as it decodes together; others keep
+    to their own.
+    """
     engine = recipe.rollout.engine
     if not isinstance(engine, NativeEngineConfig):
         return 0
@@ -325,7 +327,7 @@ async def check_stops(run: ExaminedRun) -> list[Finding]:
 
 
 def _some(these: Sequence[str], engines: Sized) -> str:
-    """How many of the engines, and which."""
+    """Tells how many of the engines, and which."""
     names = f" ({', '.join(these)})" if these else ""
     return f"{len(these)} of {len(engines)} engines{names}"
 
@@ -542,12 +544,12 @@ async def _flip(run: ExaminedRun, part: ModelPart) -> int:
 
 
 def _version(run: ExaminedRun) -> int:
-    """Of the actor's weights."""
+    """Returns the version of the actor's weights."""
     return run.loop.leases.arbiter.version("actor")
 
 
 def _pairs(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> list[tuple[RaggedBatch, RaggedBatch]]:
-    """Each engine's two answers.
+    """Pairs each engine's two answers.
 
     Raises:
         UserError: an engine failed or came back in between.

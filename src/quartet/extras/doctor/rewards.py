@@ -69,7 +69,7 @@ class KnownAnswer:
 
 
 def known_answers(recipe: RLRecipe, items: Sequence[PromptItem], num: int) -> list[KnownAnswer]:
-    """Of the first items that have any, at most ``num``."""
+    """Returns the known answers of the first items that have any, at most ``num``."""
     column = answer_column(recipe, items)
     if column is None:
         return []
@@ -77,7 +77,7 @@ def known_answers(recipe: RLRecipe, items: Sequence[PromptItem], num: int) -> li
     rows = [(item, text) for item in items[: 8 * num] if (text := answer_text(item, column)) is not None]
 
     def given(text: str) -> str:
-        """As a completion has it: of bare LaTeX math would read a part."""
+        """Writes an answer as a completion has it: of bare LaTeX math would read a part."""
         return f"\\boxed{{{text}}}" if is_math and not stands_alone(text) else text
 
     found = []
@@ -209,14 +209,14 @@ class KnownScores:
         return [place for place, (_, found, _) in enumerate(self.texts) if found == kind]
 
     def beyond(self, values: Tensor, kind: str) -> list[tuple[bool, int]]:
-        """Of each answer of this ``kind`` whether it scores more than its row's wrong one, and its place."""
+        """Tells of each answer of this ``kind`` whether it scores more than its row's wrong one, and its place."""
         wrong = {self.texts[place][0]: values[place] for place in self.places("wrong")}
         return [(bool(values[place] > wrong[self.texts[place][0]]), place) for place in self.places(kind)]
 
 
 async def score_known_answers(run: ExaminedRun) -> KnownScores | None:
-    """Of right answers, wrong ones, parts of the right ones and what another column says; None where the data have no
-    answers.
+    """Scores right answers, wrong ones, parts of the right ones and what another column says; None where the data have
+    no answers.
 
     Raises:
         UserError: a source failed.
@@ -235,8 +235,8 @@ async def score_known_answers(run: ExaminedRun) -> KnownScores | None:
 
 
 def check_known_answers(run: ExaminedRun, known: KnownScores | None) -> Finding:
-    """What the data call right scores no less than what is wrong, and more than a part of it; and another column than
-    the one that is compared with knows the same answers.
+    """Checks that what the data call right scores no less than what is wrong, and more than a part of it; and that
+    another column than the one that is compared with knows the same answers.
     """
     name, roles = "reward_answers", run.roles
     if known is None:
@@ -257,8 +257,8 @@ def check_known_answers(run: ExaminedRun, known: KnownScores | None) -> Finding:
 
 
 def _parts(known: KnownScores, source: str, *, is_rule: bool) -> tuple[bool, str]:
-    """Whether it is a failure, and in words, that the source takes parts of answers for the whole. Asked of rules, and
-    of others that give all right answers one score, and all wrong ones less: these compare, too.
+    """Tells whether it is a failure, and in words, that the source takes parts of answers for the whole. Asked of
+    rules, and of others that give all right answers one score, and all wrong ones less: these compare, too.
     """
     values = known.scored.rewards[source]
     right, wrong = values[known.places("right")], values[known.places("wrong")]
@@ -290,7 +290,7 @@ def _other_column(run: ExaminedRun, known: KnownScores) -> tuple[bool, str]:
 
 
 def _is_turned(right: Tensor, wrong: Tensor) -> bool:
-    """Whether what is right scores less, row after row: sources that do not read the answer's contents vary."""
+    """Tells whether what is right scores less, row after row: sources that do not read the answer's contents vary."""
     return int((right < wrong).sum()) >= max(2, 0.75 * len(right))
 
 

@@ -84,7 +84,7 @@ class IteratedTrainer:
         self._signals = StopSignals()
 
     def train(self) -> TrainResult:
-        """All rounds.
+        """Runs all rounds.
 
         Raises:
             Interrupted: Ctrl-C, SIGTERM or SIGUSR1; every stage is saved, and resumable.
@@ -188,7 +188,7 @@ class IteratedTrainer:
         return self.path / "data" / f"pairs_until_{number}.jsonl"
 
     def _old_pairs(self, number: int) -> Iterator[dict[str, Any]]:
-        """What the round before was trained on; in the first round the recipe's own pairs."""
+        """Returns what the round before was trained on; in the first round the recipe's own pairs."""
         if number > 1:
             return (dict(row.values) for row in iter_rows(DataConfig(path=str(self._pairs_until(number - 1)))))
         data = self.recipe.reward_model.data

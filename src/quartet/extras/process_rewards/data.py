@@ -87,7 +87,7 @@ def last_tokens(pieces: Sequence[str], steps: Sequence[Step]) -> list[int]:
 
 
 def answer_pieces(codec: TextCodec, before: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """What each token of an answer adds to its text; end-of-text tokens add nothing.
+    """Returns what each token of an answer adds to its text; end-of-text tokens add nothing.
 
     Args:
         before: token ids that the answer continues.
@@ -325,7 +325,7 @@ class ProcessData(Batches):
 
 
 def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_tokens: int) -> ProcessItem:
-    """Of a row that is too long the length alone counts, so its steps are not looked for."""
+    """Makes the item of a row; of one that is too long the length alone counts, so its steps are not looked for."""
     prompt_ids, completion_ids = codec.encode_completion(example.prompt, example.completion)
     if len(prompt_ids) + len(completion_ids) > max_tokens:
         return ProcessItem(tuple(prompt_ids), tuple(completion_ids), (), (), example.place)

@@ -82,7 +82,7 @@ class Quickstart:
         self._signals = StopSignals()
 
     def run(self) -> QuickstartResult:
-        """All stages, evaluation and report.
+        """Runs all stages, evaluation and report.
 
         Raises:
             UserError: the directory holds another run.
@@ -181,7 +181,7 @@ class Quickstart:
         self._mark("running")
 
     def finished(self) -> QuickstartResult | None:
-        """What is there already, where this very quickstart is done.
+        """Returns what is there already, where this very quickstart is done.
 
         Raises:
             UserError: the directory holds another run.
@@ -196,7 +196,7 @@ class Quickstart:
         return QuickstartResult(*done, examples)
 
     def _identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one it goes on with."""
+        """Returns what a resumed run must have in common with the one it goes on with."""
         size = asdict(self.size)
         return {"job": "quickstart", "seed": self.seed, "shuffled_scores": self.shuffle_scores, "size": size}
 
@@ -268,7 +268,7 @@ class Quickstart:
 
     @contextlib.contextmanager
     def _sampling(self, stage: str, title: str, total: int) -> Iterator[Callable[..., list[list[str]]]]:
-        """Within: a function of prompts, temperature and answers per prompt that samples texts from a stage's model."""
+        """Gives a function of prompts, temperature and answers per prompt that samples texts from a stage's model."""
         path = self.path / stage / "model"
         packed, codec = packed_causal_lm(load_causal_lm(str(path))), TextCodec.from_pretrained(path)
         with self.progress.stage(title, total) as bar:
@@ -312,7 +312,7 @@ class Quickstart:
 
 
 def _headline(before: Mapping[float, float], after: Mapping[float, float], best: float) -> list[dict[str, Any]]:
-    """What the report shows large."""
+    """Returns what the report shows large."""
     rows = [{"label": "Exact match, greedy, against the best of SFT", "before": best, "after": after[0.0]}]
     for temperature in TEMPERATURES[1:]:
         label = f"Exact match at temperature {temperature}"
@@ -321,5 +321,5 @@ def _headline(before: Mapping[float, float], after: Mapping[float, float], best:
 
 
 def _change(prompt: str, before: str, after: str) -> str:
-    """Whether the prompt is now answered right that was wrong, wrong that was right, or neither."""
+    """Tells whether the prompt is now answered right that was wrong, wrong that was right, or neither."""
     return ("same", "good", "bad")[int(is_correct(prompt, after)) - int(is_correct(prompt, before))]

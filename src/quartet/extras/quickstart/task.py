@@ -85,7 +85,7 @@ def split_of(first: int, second: int) -> TaskSplit:
 
 @lru_cache
 def num_inputs(split: TaskSplit) -> int:
-    """How many distinct inputs a split has."""
+    """Counts the distinct inputs of a split."""
     upper = range(1, 10)
     firsts = [10 * tens + ones for tens in upper for ones in upper]
     return sum(split_of(first, second) == split for first in firsts for second in [*upper, *firsts])

@@ -70,7 +70,7 @@ def compact(value: float | None, digits: int = 5) -> float | int | str | None:
 def collect_rollouts(
     directory: Path, limits: ReportLimits, warn: Callable[[str], None], only: Sequence[int] | None = None
 ) -> dict[str, Any] | None:
-    """What the token viewer shows, as plain JSON data; None where the run kept no rollouts.
+    """Returns what the token viewer shows, as plain JSON data; None where the run kept no rollouts.
 
     ``warn`` is told of files that cannot be read; the report does without them. ``only``: of these steps alone.
     """
@@ -405,7 +405,7 @@ def check_run(run_dir: Path) -> None:
 
 
 def collect_head(run_dir: Path, notes: list[str]) -> dict[str, Any]:
-    """What belongs to the run as a whole: ``run`` (with its true status), ``recipe``, ``summary``."""
+    """Returns what belongs to the run as a whole: ``run`` (with its true status), ``recipe``, ``summary``."""
     return {
         "run": read_run(run_dir, notes),
         "recipe": _read_text(run_dir / "recipe.yaml", notes.append),
@@ -434,7 +434,7 @@ def stage_dirs(run_dir: Path) -> list[Path]:
 
 
 def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
-    """What the page shows of one stage."""
+    """Returns what the page shows of one stage."""
     warn = notes.append
     run = _read_json(path / "run.json", warn) or {}
     rows = _rows(path / "metrics.jsonl", metrics_of_row, warn)
@@ -547,7 +547,7 @@ class StageTails:
 
 
 def show_health(health: Health) -> list[dict[str, Any]] | None:
-    """What the checks have found, as JSON data; None where they have found nothing."""
+    """Returns what the checks have found, as JSON data; None where they have found nothing."""
     found = [
         {
             "title": finding.check.title,

@@ -56,7 +56,7 @@ def report(
 
 
 def _written_report(url: str, out: Path | None) -> Path | str:
-    """Where the report of a run in object storage was written: ``out``, or beside the run."""
+    """Returns where the report of a run in object storage was written: ``out``, or beside the run."""
     from quartet.config.plugins import storage
     from quartet.extras.report.build import build_report
 

@@ -38,7 +38,7 @@ def build_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def collect_comparison(run_dirs: Sequence[Path], limits: ReportLimits) -> dict[str, Any]:
-    """What the page shows, as JSON data; errors as of :func:`build_comparison`."""
+    """Returns what the page shows, as JSON data; errors as of :func:`build_comparison`."""
     distinct = {path.resolve(): path for path in run_dirs}
     if len(distinct) < len(run_dirs) or not 2 <= len(run_dirs) <= MAX_RUNS:
         raise UserError(

@@ -193,14 +193,14 @@ class _WatchedStage:
         return table
 
     def _stages(self) -> Text:
-        """Where the seconds of the last step with all its spans went."""
+        """Shows where the seconds of the last step with all its spans went."""
         steps = sorted({span.step for span in self._spans if span.step is not None})
         seconds = seconds_by_name(span for span in self._spans if span.step == steps[0])
         longest = sorted(seconds.items(), key=lambda item: -item[1])[:_SHOWN_STAGES]
         return Text(printable("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)), style="dim")
 
     def _sampled(self) -> list[RenderableType]:
-        """Of the newest rollouts the best, a middling and the worst."""
+        """Shows the best of the newest rollouts, a middling one and the worst."""
         assert self._samples is not None
         step, records = self._samples
         scored = sorted(records, key=lambda record: -(record.score if record.score is not None else -math.inf))
@@ -349,7 +349,7 @@ class LiveRun:
         return render_page(data, live=True)
 
     def news(self, after: int) -> dict[str, Any]:
-        """What has come after the first ``after`` pieces of news, and how many there are now."""
+        """Returns what has come after the first ``after`` pieces of news, and how many there are now."""
         with self._lock:
             self._poll()
             missed = self._count - after

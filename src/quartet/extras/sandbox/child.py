@@ -109,9 +109,9 @@ def _modules(nodes: Sequence[ast.AST]) -> dict[str, Any]:
 
 
 def _names_of_solution(channel: Channel, nodes: Sequence[ast.AST], others: dict[str, Any]) -> dict[str, Any]:
-    """What the solution defines of the names that the tests use. Python's own stay Python's own, whatever the solution
-    calls so, unless the tests import it from ``solution``: else it could bring its own ``sorted``, ``set`` or ``math``
-    to the comparison.
+    """Returns what the solution defines of the names that the tests use. Python's own stay Python's own, whatever the
+    solution calls so, unless the tests import it from ``solution``: else it could bring its own ``sorted``, ``set`` or
+    ``math`` to the comparison.
     """
     used = {node.id for node in nodes if type(node) is ast.Name} - set(dir(builtins)) - set(others)
     called = {"solution"}  # what the tests call the module
@@ -158,8 +158,8 @@ _num_checks = 0
 
 
 def is_check(node: ast.AST) -> bool:
-    """Whether a statement can make a test fail by what it finds: an ``assert`` or a call named so, or a branch that
-    raises.
+    """Tells whether a statement can make a test fail by what it finds: an ``assert`` or a call named so, or a branch
+    that raises.
     """
     match node:
         case ast.Assert():

@@ -131,7 +131,7 @@ class CodeSource(RewardSource):
         return passed + [False] * (len(tests) - len(passed))
 
     def warnings(self) -> list[str]:
-        """How many tests failed because what crossed could not be judged."""
+        """Tells how many tests failed because what crossed could not be judged."""
         if not self._num_refused:
             return []
         first = printable(self._first_refused)

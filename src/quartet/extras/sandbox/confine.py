@@ -199,7 +199,7 @@ def _refuse_calls() -> None:
 
 
 def _program(column: int, architecture: int) -> list[Instruction]:
-    """In the language of Berkeley packet filters: ``(operation, jump if true, jump if false, operand)``."""
+    """Writes the filter for Berkeley's packet filters: ``(operation, jump if true, jump if false, operand)``."""
     found: list[Instruction] = [
         (_LOAD, 0, 0, 4),
         (_IF_EQUAL, 1, 0, architecture),

@@ -164,7 +164,7 @@ class ModelLimits:
 
 
 def requests_of(body: AnyBody, name: str, codec: TextCodec, limits: ModelLimits) -> list[Request]:
-    """One request per prompt and choice; choice k of a prompt has the seed of its first one plus k, as in vLLM.
+    """Makes one request per prompt and choice; choice k of a prompt has the seed of its first one plus k, as in vLLM.
 
     Raises:
         UserError: what is asked cannot be.

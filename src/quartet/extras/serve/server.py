@@ -89,7 +89,7 @@ class Answers:
         return {**self._head(""), "choices": choices, "usage": self.usage(completions)}
 
     def chunk(self, request_id: str, tokens: Generated | Completion) -> dict[str, Any] | None:
-        """What is new of a choice, as an event of a stream; None where nothing is."""
+        """Returns what is new of a choice, as an event of a stream; None where nothing is."""
         choice = self.choices[request_id]
         reason, text_end = None, None
         if isinstance(tokens, Completion):
@@ -261,7 +261,7 @@ class EngineThread:
             self._do(lambda: self._drop(left))
 
     def give_up(self, error: UserError) -> None:
-        """All that is under way ends with ``error``."""
+        """Ends all that is under way with ``error``."""
         ids = [*self._listeners]
         self._hand_over(ids, error)
         self._do(lambda: self._drop(ids))
@@ -307,7 +307,7 @@ class EngineThread:
         self._tell([*self._listeners.copy()], error)
 
     def _obey(self) -> bool:
-        """Whether it goes on."""
+        """Does what it was told to; tells whether the thread goes on."""
         is_idle = not self._listeners
         with suppress(queue.Empty):
             while True:
@@ -500,7 +500,7 @@ class Server:
         return JSONResponse(answers.whole(completions))
 
     def _read(self, data: bytes, kind: type[AnyBody], name: str) -> tuple[AnyBody, list[Request]]:
-        """What the engine is to do; errors as of ``_answer``."""
+        """Reads from the body what the engine is to do; errors as of ``_answer``."""
         body = kind(**_json_of(data))
         self._check_model(body.model)
         return body, requests_of(body, name, self._codec, self._settings.limits)
@@ -622,7 +622,7 @@ async def _as_response(http: HTTPRequest, error: Exception) -> Response:
 class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As the original, which raises the signals once more when it has ended by them."""
+        """Captures signals as the original does, which besides raises them once more when it has ended by them."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

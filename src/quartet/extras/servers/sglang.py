@@ -80,7 +80,7 @@ class GroupWeights:
         self._group: ServedGroup | None = None
 
     def send(self, version: int) -> Any:
-        """What the server says at the end; it is the engine's to look at.
+        """Sends the weights, and returns what the server says at the end; it is the engine's to look at.
 
         Raises:
             UserError: it did not take all of it. The group is given up; the next call forms another one.
@@ -290,7 +290,7 @@ class PublishedWeights:
         self._users: set[Load] = set()
 
     def path(self, version: int) -> str:
-        """Of the directory with the version that is staged."""
+        """Returns the path of the directory with the version that is staged."""
         target = self._folder / f"version_{version:08d}"
         with self._lock:
             if self._written != version:
@@ -309,7 +309,7 @@ class PublishedWeights:
         return str(target)
 
     def attach(self, load: Load) -> None:
-        """As ``StagedWeights.attach``."""
+        """Does what ``StagedWeights.attach`` does."""
         self._users.add(load)
         self.staging.attach(load)
 
@@ -497,7 +497,7 @@ def sglang_engines(config: SGLangEngineConfig, policy: Policy) -> list[SGLangEng
 
 
 def _ways(config: SGLangEngineConfig, policy: Policy) -> Sequence[PublishedWeights | GroupWeights | None]:
-    """By which new weights come to each server."""
+    """Makes the ways by which new weights come to each server."""
     if policy.staging is None:
         return [None] * len(config.urls)
     if config.weights == "distributed":

@@ -166,7 +166,9 @@ class CostModel:
 
 
 def logprob_of(num_updates: int) -> float:
-    """Of any token, in nats, under weights that were updated so often; exact in single precision."""
+    """Returns the log-probability of any token, in nats, under weights that were updated so often; exact in single
+    precision.
+    """
     return -1.0 - num_updates / 64
 
 
@@ -180,7 +182,7 @@ class TimedModel:
         return ColumnSet(batch.ids, {"logprobs": logprobs})
 
     def update(self, experience: RaggedBatch, updates: Sequence[Any]) -> list[dict[str, float]]:
-        """One step's updates make one version."""
+        """Makes one version of one step's updates."""
         self.num_updates += 1
         return [{} for _ in updates]
 
@@ -214,7 +216,7 @@ class TimedEngine:
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
-        """What the steps since the last call take."""
+        """Returns what the steps since the last call take."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -226,7 +228,9 @@ class TimedEngine:
         return bool(self.held or self._finished)
 
     def step(self) -> list[Completion]:
-        """One token for every request that runs. A canary alone takes no time: new weights have their own cost."""
+        """Makes one token for every request that runs. A canary alone takes no time: new weights have their
+        own cost.
+        """
         self._stats.num_steps += 1
         running = list(self.held.values())[: self.max_running]
         num_timed = sum(not held.request.sampling.greedy for held in running)
@@ -390,7 +394,7 @@ class Simulation:
         self.stages = self._stages()
 
     async def run(self, num_steps: int) -> SimulationResult:
-        """So many iterations, on whatever clock the loop has."""
+        """Runs so many iterations, on whatever clock the loop has."""
         ended_s: list[float] = []
         started_s = now()
         if self.stages.prefetch is not None:
@@ -488,7 +492,7 @@ class Simulation:
 
 
 def _seconds(stage: StageCost, batch: RaggedBatch, *_: Any) -> float:
-    """Of a call; a batch has a prompt for every group."""
+    """Returns the seconds of a call; a batch has a prompt for every group."""
     return stage.cost.seconds(batch.parents.count(-1))
 
 
@@ -554,7 +558,7 @@ def seconds_on_path(path: Sequence[PathSpan]) -> dict[str, float]:
 
 
 def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iterable[Span]) -> IsCause:
-    """What may hold up what in the spans of a run: data, extra edges of the placement, and its pools.
+    """Tells what may hold up what in the spans of a run: data, extra edges of the placement, and its pools.
 
     A movement of parts needs what the work needs for which they move.
     """
@@ -588,7 +592,7 @@ def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iter
 
 
 def _purposes(spans: Sequence[Span], placement: ResolvedPlacement) -> dict[int, Span]:
-    """Each movement (by its id) → the work before which it came.
+    """Maps each movement (by its id) to the work before which it came.
 
     What moves in is for its role's next work; what moves out for the next that moves in on its pool.
     """

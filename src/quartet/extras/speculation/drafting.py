@@ -52,7 +52,9 @@ _REPEATS = 5
 
 
 def cost(table: Sequence[float], num: int) -> float:
-    """Of ``num`` at least 1, between the powers of two in a straight line; behind the last as between the last two."""
+    """Reads the cost of ``num`` at least 1: between the powers of two in a straight line; behind the last as between
+    the last two.
+    """
     if not table:
         return 0.0
     if len(table) == 1:
@@ -62,8 +64,8 @@ def cost(table: Sequence[float], num: int) -> float:
 
 
 def drafted_cost(costs: StepCosts, num_rows: int, num_tokens: int) -> float:
-    """Of a step of ``num_rows`` with so many tokens: as measured with fewer or more rows, and what these cost more or
-    less where each has one token.
+    """Returns the cost of a step of ``num_rows`` with so many tokens: as measured with fewer or more rows, and what
+    these cost more or less where each has one token.
     """
     measured_rows = min(max(1, num_tokens // (1 + _DRAFT)), 1 << (len(costs.plain) - 1))
     return cost(costs.drafted, num_tokens) + cost(costs.plain, num_rows) - cost(costs.plain, measured_rows)
@@ -131,7 +133,9 @@ def _max_waits(num_rows: int) -> int:
 
 
 def _most_tokens(tree: DraftTree, max_running: int) -> int:
-    """That a request may get while costs are measured, and while others wait for their prompts."""
+    """Returns the most tokens that a request may get while costs are measured, and while others wait for
+    their prompts.
+    """
     return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + _max_waits(max_running)
 
 
@@ -192,7 +196,7 @@ class Acceptance:
         self._recent = [[0, 0] for _ in range(len(tree))]
 
     def note(self, tree: DraftTree, kept: Sequence[int], *, ended: bool = False) -> None:
-        """Of one row.
+        """Notes what became of one row.
 
         Args:
             tree: part of the whole.
@@ -214,7 +218,9 @@ class Acceptance:
                     recent[:] = recent[0] // 2, recent[1] // 2
 
     def rate(self, node: int) -> float:
-        """Of tokens at ``node`` of the whole whose forerunners are kept; a half where nothing is known."""
+        """Returns how often tokens at ``node`` of the whole are kept where their forerunners are; a half where nothing
+        is known.
+        """
         drafted, kept = self._recent[node]
         return (kept + 1) / (drafted + 2)
 
@@ -307,7 +313,8 @@ class Speculator:
             response.propose([draft[i] for i in fitting], tree.only(fitting))
 
     def nodes(self, lengths: Sequence[int]) -> list[int]:
-        """What to draft of the proposer's tree, for the most tokens per second; nothing where plain decoding has that.
+        """Decides what to draft of the proposer's tree, for the most tokens per second; nothing where plain decoding
+        has that.
 
         Nodes are taken by their chance of being kept, as many as pay: parents come before their children by themselves.
 
@@ -325,7 +332,7 @@ class Speculator:
         return self._chosen[1]
 
     def _worth(self, num_rows: int, reaching: Sequence[int]) -> list[int]:
-        """As ``nodes``, by the number of rows that a draft may reach each depth in."""
+        """Does what ``nodes`` does, by the number of rows that a draft may reach each depth in."""
         assert self.costs is not None
         tree = self.proposer.tree
         chances: list[float] = []
@@ -353,7 +360,9 @@ class Speculator:
         return self._marked
 
     def state(self) -> dict[str, Any]:
-        """As of the last ``mark``: the proposer's tensors by name, and all plain values as ``REST``."""
+        """Returns the state as of the last ``mark``: the proposer's tensors by name, and all plain values
+        as ``REST``.
+        """
         return self._state() if self._marked is None else self._marked
 
     def _state(self) -> dict[str, Any]:
@@ -399,7 +408,7 @@ class SuffixAutomaton:
         self._count = [0]
 
     def add(self, tokens: Iterable[int]) -> None:
-        """One more text."""
+        """Adds one more text."""
         last = 0
         for token in tokens:
             last = self._extended(last, token)
@@ -552,11 +561,11 @@ class Proposer(ABC):
         """It ended, in whatever way."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """What a trainer sends with the model's own weights, named."""
+        """Returns what a trainer sends with the model's own weights, named."""
         return ()
 
     def state(self) -> dict[str, Any]:
-        """What it has learned, as tensors and plain values by name; not changed by what follows."""
+        """Returns what it has learned, as tensors and plain values by name; not changed by what follows."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027
@@ -644,7 +653,9 @@ class HistoryDrafter(Proposer):
 
 
 def _add(automaton: SuffixAutomaton, prompt: Prompt, answer: Sequence[int], limit: int) -> None:
-    """What follows the prompt's last tokens, too; of a long answer as much as there is room for below ``limit``."""
+    """Adds an answer, so that what follows the prompt's last tokens is known, too; of a long one as much as there is
+    room for below ``limit``.
+    """
     room = limit - automaton.num_tokens
     if room > _JOINT:
         automaton.add((*prompt[-_JOINT:], *answer)[:room])

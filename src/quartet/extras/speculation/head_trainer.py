@@ -107,7 +107,7 @@ class HeadTrainer:
         self.num_skipped = 0
 
     def step(self, hidden: Tensor, batch: RaggedBatch) -> dict[str, float]:
-        """One update. A step whose gradient is not finite is skipped and counted.
+        """Makes one update. A step whose gradient is not finite is skipped and counted.
 
         Args:
             hidden: ``[T, D]`` states before the batch's tokens, as ``Needs.hidden`` gives them; without gradients.
@@ -123,7 +123,8 @@ class HeadTrainer:
         return {"loss/medusa": found["loss"], **accuracies, "medusa/positions": float(len(rows)), **update}
 
     def learn(self, hidden: Tensor, labels: Tensor, rows: Tensor, sums: MetricSums) -> dict[str, float]:
-        """One update from ``rows [M]`` of states ``[T, D]`` and labels ``[T, K]``; returns ``grad_norm`` and ``lr``.
+        """Makes one update from ``rows [M]`` of states ``[T, D]`` and labels ``[T, K]``; returns ``grad_norm`` and
+        ``lr``.
 
         Adds to ``sums`` the ``loss`` and ``accuracy_depth_<k>``.
         """
@@ -153,7 +154,8 @@ class HeadTrainer:
         return {"grad_norm": grad_norm, "lr": lr}
 
     def measure(self, found: Iterable[tuple[Tensor, RaggedBatch]]) -> dict[str, float]:
-        """How well the heads guess, over all positions of hidden states with their batches, as ``step`` takes them.
+        """Measures how well the heads guess, over all positions of hidden states with their batches, as ``step`` takes
+        them.
 
         Returns:
             ``eval/loss``; by depth ``medusa/accepted_depth_<k>``, how often heads 1 … k all have the token as their
@@ -215,7 +217,7 @@ class HeadTrainer:
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """As ``TrainEngine.loading``."""
+        """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does."""
         make_optimizer_tensors(self.optimizer, dict(self.heads.named_parameters()), saved)
         live = self._tensors()
         check_fit(shapes_of(live), saved, "train the heads that the run began with, or choose another output_dir")
@@ -372,7 +374,7 @@ class Companion:
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """As ``HeadTrainer.state``, tensors named as beside a trunk's."""
+        """Returns what ``HeadTrainer.state`` does, tensors named as beside a trunk's."""
         state = self._trainer.state()
         tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
         own = {"share": self._share, "best": self._best, "counts": (self._drafted, self._accepted)}
@@ -380,7 +382,7 @@ class Companion:
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """As ``TrainEngine.loading``, by the names of ``state``."""
+        """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does, by the names of ``state``."""
         with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
             yield {PREFIX + name: tensor for name, tensor in live.items()}
         self._share, self._best = rest["share"], rest["best"]

@@ -124,7 +124,7 @@ class MedusaHeads(nn.Module):
 
     @contextmanager
     def with_whole_head(self) -> Iterator[None]:
-        """Within, the LM head of a sharded trunk is here as a whole, where the heads share it. Collective."""
+        """Gathers the LM head of a sharded trunk for the ``with`` block, where the heads share it. Collective."""
         if self.lm_heads is None:
             weight, bias = (None if t is None else gather(t, everywhere=True) for t in self._head(0))
             assert weight is not None, "every rank gets it"
@@ -213,7 +213,7 @@ class MedusaHeads(nn.Module):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """What a directory of heads says of them, as ``MedusaHeads.save`` has written it.
+    """Reads what a directory of heads says of them, as ``MedusaHeads.save`` has written it.
 
     Raises:
         UserError: there are none, or others.
@@ -232,7 +232,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_trunk(path: Path, config: dict[str, Any], trunk: PackedCausalLM) -> None:
-    """By its weights where they are here as a whole, else by its sizes alone.
+    """Compares the trunk by its weights where they are here as a whole, else by its sizes alone.
 
     Raises:
         UserError: the heads are of another trunk.

@@ -264,7 +264,9 @@ class RemoteRun(LocalRun):
             self._thread.start()
 
     def _decides_here(self, state: Mapping[str, Any], owner: Mapping[str, Any], *, here_only: bool = False) -> bool:
-        """Whether nobody has written to the store since the directory here did, which has the run and is not behind."""
+        """Tells whether nobody has written to the store since the directory here did, which has the run and is not
+        behind.
+        """
         if owner["run"] != state["run"] or owner["process"] not in state["processes"]:
             return False
         if here_only:
@@ -492,7 +494,7 @@ class RemoteRun(LocalRun):
         return found
 
     def _unsaved(self) -> Iterator[tuple[str, Path]]:
-        """Of the run and of its stages the newest checkpoint, where it is not in the store."""
+        """Yields of the run and of its stages the newest checkpoint, where it is not in the store."""
         stages = sorted(path.relative_to(self.path).as_posix() for path in self.path.glob(f"*/{CHECKPOINTS}"))
         for root in (CHECKPOINTS, *stages):
             if steps := list_checkpoints(self.path / root):
