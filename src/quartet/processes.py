@@ -193,11 +193,11 @@ class Process(abc.ABC):
 
     @abc.abstractmethod
     def take(self, message: Any) -> None:
-        """Called in the reading thread with all that it says."""
+        """Is called in the reading thread with all that the process says."""
 
     @abc.abstractmethod
     def take_end(self) -> None:
-        """Called in the reading thread once ``lost`` says why."""
+        """Is called in the reading thread once ``lost`` says why."""
 
     def send(self, message: Any, patience_s: float | None = None) -> None:
         """Sends it; where the process is gone, nothing happens.
@@ -351,7 +351,7 @@ def beginning(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/<pid>/stat`` behind the command's name."""
+    """Returns the fields of ``/proc/<pid>/stat`` behind the command's name."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
     return None

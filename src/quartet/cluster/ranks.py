@@ -128,7 +128,9 @@ class Ranks(Worker):
 
     @contextmanager
     def _reaching(self, during: str) -> Iterator[None]:
-        """Inside, a rank that cannot be reached is a worker that died; whatever leaves breaks the order of calls."""
+        """Turns a rank that cannot be reached in the ``with`` block into a worker that died; whatever leaves it breaks
+        the order of calls.
+        """
         try:
             yield
         except BaseException as error:

@@ -91,7 +91,7 @@ def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
 
 
 def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserError:
-    """The error for a pool that could be granted, were others not holding what it needs."""
+    """Makes the error for a pool that could be granted, were others not holding what it needs."""
     held = [
         f"{n.name} has {describe_pool(n.free, pool.needs)} free of {describe_pool(n.total, pool.needs)}" for n in nodes
     ]
@@ -115,6 +115,6 @@ def fits(pool: ResourcePool, capacity: Sequence[int]) -> bool:
 
 
 def describe_pool(amounts: Mapping[str, float], only: Mapping[str, float] | None = None) -> str:
-    """``1 CPU and 2 GPU``, of the resources in ``only``."""
+    """Writes ``1 CPU and 2 GPU``, of the resources in ``only``."""
     names = list(only if only is not None else amounts)
     return " and ".join(f"{amounts.get(name, 0.0):g} {name}" for name in names) or "nothing"

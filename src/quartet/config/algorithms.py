@@ -486,7 +486,7 @@ _NO_KL = KLConfig(coef=0.0)
 
 
 def kl_term(algorithm: Strict) -> KLConfig:
-    """The KL term of a method; coefficient 0 where it has none."""
+    """Returns the KL term of a method; coefficient 0 where it has none."""
     return algorithm.kl if isinstance(algorithm, RewardedAlgorithm) else _NO_KL
 
 

@@ -169,5 +169,5 @@ class Speculation(Strict):
         return False
 
     def misfits_with(self, recipe: RLRecipe) -> Iterator[str]:
-        """Why it does not fit the other sections."""
+        """Tells why the section does not fit the other sections."""
         yield from ()

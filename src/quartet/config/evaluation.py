@@ -128,8 +128,8 @@ class EvaluationConfig(Strict):
         return _sampling_misfits(self)
 
     def drawn_as(self, training: SamplingConfig) -> Self:
-        """The same with every key of ``sampling`` that was not set taken from ``training``, and still counted as not
-        set: ``model_copy`` with other rollouts changes it, too.
+        """Returns the same with every key of ``sampling`` that was not set taken from ``training``, and still counted
+        as not set: ``model_copy`` with other rollouts changes it, too.
         """
         given = {name: getattr(self.sampling, name) for name in self.sampling.model_fields_set}
         values = {**dict(training), "truncated_logprobs": False, **given}
@@ -165,7 +165,7 @@ class ComparisonConfig(HubConfig):
         return self.model.endswith(".jsonl")
 
     def as_model(self) -> ModelConfig:
-        """The section of the model compared with, which is no file."""
+        """Returns the section of the model compared with, which is no file."""
         return ModelConfig(
             path=self.model,
             tokenizer=self.tokenizer,

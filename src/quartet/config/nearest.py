@@ -249,7 +249,7 @@ _THEIR_SECTIONS = {"actor_rollout_ref": "", "trainer": "", "ref": "reference", "
 
 
 def usual_columns(needs: Iterable[str], row: Mapping[str, Any]) -> dict[str, str]:
-    """Our columns that a row lacks → those that it has under a usual name; none twice."""
+    """Returns our columns that a row lacks → those that it has under a usual name; none twice."""
     needs = list(needs)
     if "messages" in row:
         return {}
@@ -342,7 +342,7 @@ OLDER_MODEL = "older_model"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """``did you mean …?`` with the nearest of ``known``, or None where nothing is near."""
+    """Returns ``did you mean …?`` with the nearest of ``known``, or None where nothing is near."""
     names, name = list(known), name.lower()
     meant = CHOICES.get(name)
     close = [meant] if meant in names else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -350,8 +350,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -> UserError:
-    """The error for a file that is not there: which command makes it, the nearest names in its folder, or the folder
-    that is missing. ``otherwise`` is the remedy where no name is near; without it, where paths start.
+    """Makes the error for a file that is not there: which command makes it, the nearest names in its folder, or the
+    folder that is missing. ``otherwise`` is the remedy where no name is near; without it, where paths start.
     """
     path = Path(path)
     otherwise = otherwise or f"paths start at {Path.cwd()}"

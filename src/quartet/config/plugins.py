@@ -62,7 +62,7 @@ class Storage(Protocol):
         """Writes a file below the URL."""
 
     def work_dir(self) -> Path:
-        """The directory here in which a run works whose ``output_dir`` it is."""
+        """Returns the directory here in which a run works whose ``output_dir`` it is."""
 
     def remote_run(self, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float) -> Any:
         """Makes what ``quartet.trainers.run.LocalRun`` describes, for the run in ``path``; it keeps the newest ``keep``
@@ -305,7 +305,7 @@ def added(table: str, own: Collection[str] = ()) -> dict[str, Any]:
 def sections(
     table: str, base: type | Callable[[Any], type], own: Mapping[str, type] | None = None
 ) -> dict[str, type[BaseModel]]:
-    """Quartet's own sections and those that plug-ins add under a key of :class:`Plugin`, by their ``type``.
+    """Returns Quartet's own sections and those that plug-ins add under a key of :class:`Plugin`, by their ``type``.
 
     Args:
         base: of all that are added, or of one entry.
@@ -320,7 +320,7 @@ def sections(
 
 
 def _section(table: str, name: str, target: str, base: type, key: str = "type") -> Any:
-    """The class at ``target``: derived from ``base``, with ``name`` as the default of ``key``."""
+    """Loads the class at ``target``: derived from ``base``, with ``name`` as the default of ``key``."""
     section = load(target)
     is_one = isinstance(section, type) and issubclass(section, base)
     if is_one and getattr(section.model_fields.get(key), "default", None) == name:
@@ -418,7 +418,7 @@ def jobs() -> dict[str, Job]:
 
 @cache
 def recipes() -> Mapping[str, type[Recipe]]:
-    """The class of each job's recipe.
+    """Returns the class of each job's recipe.
 
     Raises:
         UserError: a plug-in names one that is no recipe of its job.

@@ -26,7 +26,7 @@ from quartet.config.nearest import answer, likeliest, nearest, synonyms
 
 
 def members(annotation: Any) -> list[type[BaseModel]]:
-    """The models an annotation allows directly: one for a section, several for a tagged union, none for a
+    """Returns the models an annotation allows directly: one for a section, several for a tagged union, none for a
     scalar.
     """
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
@@ -43,12 +43,12 @@ def item_annotation(annotation: Any) -> Any:
 
 
 def bare(annotation: Any) -> Any:
-    """Without ``Annotated``."""
+    """Returns an annotation without ``Annotated``."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:
-    """The field that tells the members of a tagged union apart, and its values.
+    """Returns the field that tells the members of a tagged union apart, and its values.
 
     It is called ``type``, or ``name`` where there is no such field: a source of reward has both.
     """
@@ -57,7 +57,7 @@ def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]
 
 
 def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | None:
-    """The model that ``value`` is meant for; None where its tag is missing or unknown."""
+    """Returns the model that ``value`` is meant for; None where its tag is missing or unknown."""
     models = members(annotation)
     if len(models) < 2:
         return models[0] if models else None
@@ -67,7 +67,9 @@ def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | N
 
 
 def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of a recipe, ``actor.train.optim.lr`` for a nested one, with its field; list items stand as ``0``."""
+    """Yields every key of a recipe, ``actor.train.optim.lr`` for a nested one, with its field; list items stand as
+    ``0``.
+    """
     for name, field in model.model_fields.items():
         yield prefix + name, field
         inner = item_annotation(field.annotation)
@@ -77,7 +79,7 @@ def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping with dotted keys."""
+    """Writes nested mappings and lists as one mapping with dotted keys."""
     if isinstance(value, Mapping):
         pairs = [(str(k), v) for k, v in value.items()]
     elif isinstance(value, list):
@@ -145,13 +147,13 @@ def _show(value: Any) -> str:
 
 
 def shortened(value: Any) -> str:
-    """``repr(value)`` in at most 80 characters."""
+    """Returns ``repr(value)`` in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None, Any]:
-    """The dotted path of an error, the model that holds its last key, and what that key takes.
+    """Returns the dotted path of an error, the model that holds its last key, and what that key takes.
 
     pydantic's location of a value inside a tagged union also names the member; a user's path does not.
     """
@@ -224,7 +226,7 @@ def _unknown(path: str) -> str:
 
 @cache
 def _fields(root: type[BaseModel]) -> dict[str, str | None]:
-    """Every key of a recipe with its description; of a name that several choices have, the first's."""
+    """Returns every key of a recipe with its description; of a name that several choices have, the first's."""
     found: dict[str, str | None] = {}
     for name, field in dotted_fields(root):
         found.setdefault(name, field.description)
@@ -350,13 +352,13 @@ class Strict(BaseModel):
 
     @classmethod
     def _listed(cls, name: str, value: Any) -> Any:
-        """A section that stands alone where there may be several is one of them."""
+        """Makes a section that stands alone where there may be several one of them."""
         field = cls.model_fields.get(name)
         is_one = isinstance(value, BaseModel) and field is not None and item_annotation(field.annotation) is not None
         return (value,) if is_one else value
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other values, which are checked as those of a new recipe are.
+        """Makes a copy with other values, which are checked as those of a new recipe are.
 
         Raises:
             UserError: a mistake in them.
@@ -371,7 +373,7 @@ class Strict(BaseModel):
         return str(value) if isinstance(value, PurePath) else value
 
     def _misfits(self) -> Iterator[str]:
-        """Reasons why the values do not fit together, of which the first is told; after those of the parents."""
+        """Yields reasons why the values do not fit together, of which the first is told; after those of the parents."""
         yield from ()
 
     @model_validator(mode="after")

@@ -76,13 +76,13 @@ class StoredTensor:
         return cls(tuple(tensor.shape), tensor)
 
     def read(self, part: Slices | None = None) -> Tensor:
-        """The part, or all of it."""
+        """Reads the part, or all of it."""
         found: Tensor = self.source[part] if part else self.source[...]
         return found
 
 
 def weight_paths(source: str) -> list[Path]:
-    """The files with the weights of a model directory or hub name; safetensors files where there are any.
+    """Finds the files with the weights of a model directory or hub name; safetensors files where there are any.
 
     Raises:
         OSError: there are none.
@@ -220,7 +220,7 @@ def _headers(source: str) -> dict[str, torch.Tensor]:
 
 
 def named(names: Collection[str]) -> str:
-    """The first names, and how many there are."""
+    """Tells the first names, and how many there are."""
     first = ", ".join(sorted(names)[:_NAMED])
     return first if len(names) <= _NAMED else f"{first} and {len(names) - _NAMED} more"
 
@@ -228,7 +228,8 @@ def named(names: Collection[str]) -> str:
 def load_weights(
     kind: Any, source: str, config: PreTrainedConfig, *, empty: bool = False, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model of an auto class in fp32, and what ``from_pretrained`` says about it with ``output_loading_info``.
+    """Loads the model of an auto class in fp32, and what ``from_pretrained`` says about it with
+    ``output_loading_info``.
 
     Args:
         empty: on the meta device: names, shapes and what is said come from the files' headers, contents are not read.
@@ -394,7 +395,9 @@ class Conversion:
 
 
 def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A model like ``model`` on the meta device as its class makes it: with all modules of its own and no others."""
+    """Makes a model like ``model`` on the meta device as its class makes it: with all modules of its own
+    and no others.
+    """
     config = copy.deepcopy(model.config)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         return type(model)._from_config(config, dtype=torch.float32, attn_implementation=own_attention(model))
@@ -581,7 +584,7 @@ def _write(
 def _convert_and_write(
     conversion: Conversion, sources: dict[str, Tensor], twin: PreTrainedModel, writers: Mapping[str, SafetensorsWriter]
 ) -> None:
-    """A function of its own, so that nothing of one conversion lives on in the next."""
+    """Converts and writes what one conversion makes; apart, so that nothing of it lives on in the next."""
     for name, tensor in conversion.convert(sources.pop, twin).items():
         writers[name].write(name, tensor)
 
@@ -631,7 +634,7 @@ def _opened(files: Mapping[Path, Mapping[str, Tensor]]) -> Iterator[dict[str, Sa
 
 @contextmanager
 def _draining(gathers: Iterator[object]) -> Iterator[None]:
-    """Behind it all of ``gathers`` were made: the other ranks wait in theirs for this one, to the last tensor."""
+    """Makes the rest of ``gathers`` at the end: the other ranks wait in theirs for this one, to the last tensor."""
     try:
         yield
     finally:

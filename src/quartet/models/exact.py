@@ -45,7 +45,8 @@ CALL_ROWS = 256
 @cache
 @torch.no_grad()
 def unsplit_keys() -> int:
-    """Keys of a last block up to which this processor sums as in a whole block; a multiple of 32, at most 256.
+    """Counts the keys of a last block up to which this processor sums as in a whole block; a multiple of 32, at most
+    256.
 
     Measured once with a few head sizes: a shorter block is cheaper, and ``check_exact`` finds where it was no good.
     """
@@ -63,7 +64,7 @@ def unsplit_keys() -> int:
 
 
 def key_length(num_keys: int) -> int:
-    """The number of keys to hand to a kernel, of which the first ``num_keys`` are wanted."""
+    """Returns the number of keys to hand to a kernel, of which the first ``num_keys`` are wanted."""
     whole, rest = divmod(num_keys, KEY_BLOCK)
     if rest > unsplit_keys():
         return (whole + 1) * KEY_BLOCK
@@ -93,13 +94,16 @@ def _round_up(number: int, step: int) -> int:
 
 
 def additive_mask(query_positions: Tensor, num_keys: int, rule: LayerRule, dtype: torch.dtype) -> Tensor:
-    """``[..., R] → [..., R, K]``: 0 where a query sees a key (positions 0 to ``num_keys - 1``), else -inf."""
+    """Makes the mask ``[..., R] → [..., R, K]``: 0 where a query sees a key (positions 0 to ``num_keys - 1``), else
+    -inf.
+    """
     allowed = visible(query_positions, torch.arange(num_keys), rule)
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
 def exact_masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
-    """``q [n, H, R, D]``, ``k, v [n, Hk, K, D]``, additive ``mask [n | 1, 1, R | 1, K]`` → ``[n, H, R, D]``.
+    """Attends with ``q [n, H, R, D]``, ``k, v [n, Hk, K, D]``, additive ``mask [n | 1, 1, R | 1, K]`` →
+    ``[n, H, R, D]``.
 
     At least 16 rows, and as many keys as ``key_length`` says. Differentiable.
     """
@@ -215,7 +219,7 @@ class ExactPackedAttention(ExactContext):
         return torch.cat(pieces).index_select(0, back).transpose(0, 1).unsqueeze(0)
 
     def _mask(self, call: _Call, rule: LayerRule, dtype: torch.dtype) -> Tensor:
-        """``[1, 1, R, K]``, made once for all layers."""
+        """Returns the mask ``[1, 1, R, K]``, made once for all layers."""
         key = (call.start, call.num_rows, call.num_keys, rule.window)
         mask = self._masks.get(key)
         if mask is None:
@@ -230,5 +234,5 @@ def _filled(parts: Sequence[Tensor], length: int) -> Tensor:
 
 
 def _gathered(x: Tensor, places: Tensor, length: int) -> Tensor:
-    """``[T, H, D] → [n, H, length, D]``"""
+    """Gathers ``[T, H, D] → [n, H, length, D]``."""
     return x.index_select(0, places).unflatten(0, (-1, length)).transpose(1, 2)

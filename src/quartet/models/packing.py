@@ -90,12 +90,12 @@ class Pack:
         return rows, self.source[rows]
 
     def last_rows(self) -> Tensor:
-        """``[S]`` row of each sequence's last token, in the batch's sequence order."""
+        """Returns ``[S]`` row of each sequence's last token, in the batch's sequence order."""
         ends = torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1
         return ends[torch.tensor(self.leaves, dtype=torch.int64)].to(self.input_ids.device)
 
     def scatter(self, values: Tensor, targets: Tensor) -> Tensor:
-        """``[M, …]`` values of stored tokens → ``[T, …]``, 0 elsewhere."""
+        """Scatters ``[M, …]`` values of stored tokens → ``[T, …]``, 0 elsewhere."""
         out = values.new_zeros(self.num_stored, *values.shape[1:])
         return out.index_put((targets,), values)
 
@@ -161,7 +161,9 @@ def _assemble(
     parents: tuple[int, ...],
     leaves: tuple[int, ...],
 ) -> Pack:
-    """``pieces``: stored segments in packed order; ``depths``: the position of each one's first token."""
+    """Makes the pack of ``pieces``, stored segments in packed order; ``depths``: the position of each one's first
+    token.
+    """
     owners = set(batch.leaves)
     columns = [
         [batch.segment_offsets[k] for k in pieces],

@@ -40,7 +40,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def attended_pairs(batch: RaggedBatch) -> int:
-    """Pairs of a token and one that it attends to, itself included; those of a shared prompt once."""
+    """Counts pairs of a token and one that it attends to, itself included; those of a shared prompt once."""
     depths: list[int] = []
     pairs = 0
     for parent, length in zip(batch.parents, batch.segment_lengths, strict=True):
@@ -129,7 +129,7 @@ class WorkCounter:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around a pass or an update."""
+        """Times a pass or an update."""
         begun = time.perf_counter()
         try:
             yield

@@ -69,7 +69,7 @@ class DigestingFile:
         self._file.flush()
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Counts the bytes written so far."""
         return self._bytes
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class DigestingFile:
 
 @contextmanager
 def digested_file(path: Path) -> Iterator[DigestingFile]:
-    """A new file to write to, synced at the end; its digest is made on the way.
+    """Opens a new file to write to, synced at the end; its digest is made on the way.
 
     Raises:
         OSError: it could not be written, also where the writer took that for something else.
@@ -126,7 +126,7 @@ def digest_files(directory: Path) -> dict[str, FileDigest]:
 
 
 def changed_file(directory: Path, written: Mapping[str, FileDigest]) -> str | None:
-    """The first file that is not as it was written, None where all are; more files than those do no harm."""
+    """Finds the first file that is not as it was written, None where all are; more files than those do no harm."""
     for name, digest in written.items():
         try:
             if digest_file(directory / name) != digest:
@@ -137,7 +137,7 @@ def changed_file(directory: Path, written: Mapping[str, FileDigest]) -> str | No
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
-    """``value`` as JSON text with a last key ``sha256``, the digest of the text without it."""
+    """Writes ``value`` as JSON text with a last key ``sha256``, the digest of the text without it."""
     if _DIGEST in value:
         raise ValueError(f"the key {_DIGEST!r} is the seal's own")
     return _text({**value, _DIGEST: hashlib.sha256(_text(value)).hexdigest()})
@@ -200,7 +200,7 @@ def parse_lines(data: bytes, build: Callable[[dict[str, Any]], T], first: int = 
 
 
 def decode_lines(data: bytes, source: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
-    """The objects of :func:`parse_lines`; how many lines of ``source`` are broken is logged."""
+    """Returns the objects of :func:`parse_lines`; how many lines of ``source`` are broken is logged."""
     objects, broken = parse_lines(data, build)
     if broken:
         _log.warning("%s: %d broken lines are left out (%s)", source, len(broken), broken[0])
@@ -208,7 +208,7 @@ def decode_lines(data: bytes, source: Path, build: Callable[[dict[str, Any]], T]
 
 
 def read_objects(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
-    """The rows of ``path`` as objects, without broken ones; UserError where it cannot be read."""
+    """Reads the rows of ``path`` as objects, without broken ones; UserError where it cannot be read."""
     return decode_lines(read_file(path), path, build)
 
 
@@ -227,7 +227,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def as_dataclass(kind: type[T], row: Mapping[str, Any]) -> T:
-    """``row`` as an instance of the dataclass ``kind``.
+    """Makes ``row`` an instance of the dataclass ``kind``.
 
     Raises:
         ValueError: a field is unknown, or of another type (nothing is converted: "3" is no number).
@@ -330,7 +330,7 @@ def true_status(run_dir: Path, info: Mapping[str, Any]) -> Any:
 
 
 def _may_be_held(lock: Path) -> bool:
-    """False where it is certain that no process holds it."""
+    """Tells whether a process may hold the lock: False where it is certain that none does."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -365,7 +365,9 @@ class Tail(Generic[T]):
         self.trouble: str | None = None
 
     def poll(self) -> list[T]:
-        """The complete rows since the last call. Lines that are damaged, or of another version, are left out."""
+        """Returns the complete rows since the last call. Lines that are damaged, or of another version, are
+        left out.
+        """
         self.restarted = False
         try:
             refuse_pipe(self._path)

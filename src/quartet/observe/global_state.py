@@ -27,7 +27,7 @@ _here = threading.local()
 
 
 def guarded_code() -> str | None:
-    """The piece of user code that this thread runs under a guard; None outside of any."""
+    """Returns the piece of user code that this thread runs under a guard; None outside of any."""
     found: str | None = getattr(_here, "what", None)
     return found
 
@@ -46,8 +46,8 @@ class RandomStateGuard:
 
     @contextlib.contextmanager
     def held(self, spend: Callable[[float], None] = lambda seconds: None) -> Iterator[None]:
-        """Random generators are the code's own inside: they go on from call to call where it left them, and outside
-        nothing was drawn. Waits for what computes in another thread.
+        """Gives the code in the ``with`` block random generators of its own: they go on from call to call where it left
+        them, and outside nothing was drawn. Waits for what computes in another thread.
 
         Args:
             spend: told the seconds inside, without that wait.

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes in use: on a GPU what torch has given to tensors, else the process's memory that no file stands behind.
+    """Counts the bytes in use: on a GPU what torch has given to tensors, else the process's memory that no file stands
+    behind.
 
     What was freed but not yet given back is given back first.
 
@@ -38,13 +39,15 @@ def held_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> float:
-    """Memory of this process that is in RAM now."""
+    """Returns the memory of this process that is in RAM now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return float(pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def peak_resident_bytes() -> int:
-    """The most of this process that was in RAM at a time, pages of mapped files included; 0 where no system tells."""
+    """Returns the most of this process that was in RAM at a time, pages of mapped files included; 0 where no system
+    tells.
+    """
     try:
         return _line_of("/proc/self/status", "VmHWM")
     except OSError:
@@ -61,7 +64,7 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """The machine's memory.
+    """Returns the machine's memory.
 
     Raises:
         OSError: not on Linux, which alone tells this.
@@ -89,7 +92,7 @@ def _line_of(path: str, name: str) -> int:
 
 @cache
 def _trim() -> Any:
-    """The C library's call that gives free memory back to the system, where it has one."""
+    """Returns the C library's call that gives free memory back to the system, where it has one."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
@@ -128,12 +131,14 @@ def bit_equality() -> dict[str, Any]:
 
 
 def record() -> dict[str, Any]:
-    """``processor`` and ``bit_equality`` of ``run.json``."""
+    """Returns ``processor`` and ``bit_equality`` of ``run.json``."""
     return {"processor": processor(), "bit_equality": bit_equality()}
 
 
 def processor_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Remarks on a run that goes on where it would not have had the same bits; both as ``run.json`` has them."""
+    """Returns remarks on a run that goes on where it would not have had the same bits; both as ``run.json``
+    has them.
+    """
     former, present = before.get("processor"), now["processor"]
     changed = [key for key in present if isinstance(former, Mapping) and former.get(key) != present[key]]
     if not changed or not isinstance(former, Mapping):

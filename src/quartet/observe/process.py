@@ -52,7 +52,7 @@ def set_up_logging(level: str, role: str, rank: int = 0, stream: TextIO | None =
 
 
 def own_rank() -> int:
-    """The rank in this process's records; 0 before ``set_up_logging``."""
+    """Returns the rank in this process's records; 0 before ``set_up_logging``."""
     handlers = logging.getLogger("quartet").handlers
     return next((place.rank for h in handlers for place in h.filters if isinstance(place, _Place)), 0)
 

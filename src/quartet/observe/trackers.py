@@ -56,7 +56,7 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """A table of what was sampled in ``step``; ``name`` as ``samples/rollouts``."""
+        """Logs a table of what was sampled in ``step``; ``name`` as ``samples/rollouts``."""
 
     def close(self, *, failed: bool = False) -> None: ...
 
@@ -108,7 +108,7 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a ``metrics.jsonl``: ``step``, ``time_s``, metrics; NaN and infinities are restored.
+    """Reads the rows of a ``metrics.jsonl``: ``step``, ``time_s``, metrics; NaN and infinities are restored.
 
     Rows that are broken, or hold something else than numbers, are left out.
     """
@@ -288,7 +288,7 @@ class DeliveredTracker:
             self._note(safe)
 
     def _is_new(self, step: int, name: str = "") -> bool:
-        """False for what was logged already: by the process before, or before a worker died."""
+        """Tells whether something was not logged already: by the process before, or before a worker died."""
         return step > self._last.get(name, self._known.get("step", -1))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -37,7 +37,7 @@ _LOG_IN = "log in by `hf auth login`, or set HF_TOKEN"
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Repository and revision; None for its main branch."""
+    """Splits a name into repository and revision; None for its main branch."""
     repo, _, revision = name.partition("@")
     return repo, revision or None
 

@@ -23,7 +23,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def answer_turn(answer: AnswerText) -> Message:
-    """An answer as the assistant's turn."""
+    """Returns an answer as the assistant's turn."""
     return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 

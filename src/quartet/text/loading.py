@@ -19,7 +19,8 @@ from quartet.remote.hub import fetch, split_name
 
 
 def local_or_hub(name: str | Path, what: str, part: str = "model") -> str:
-    """The directory that ``name`` stands for: a local one, or the cache's with a model of the hub, which is fetched.
+    """Finds the directory that ``name`` stands for: a local one, or the cache's with a model of the hub, which is
+    fetched.
 
     Args:
         name: a path, or ``owner/name`` or ``owner/name@revision`` of the hub.
@@ -33,8 +34,8 @@ def local_or_hub(name: str | Path, what: str, part: str = "model") -> str:
 
 
 def local_directory(name: str | Path, what: str, part: str = "model") -> str | None:
-    """``name`` with ``~`` expanded where it is a path, of a run the model that it has exported, of a URL the copy on
-    this machine; None of names of the hub.
+    """Returns ``name`` with ``~`` expanded where it is a path, of a run the model that it has exported, of a URL the
+    copy on this machine; None of names of the hub.
 
     Raises:
         UserError: a local path that does not exist, or a file; a URL that cannot be read.
@@ -83,7 +84,9 @@ def local_directory(name: str | Path, what: str, part: str = "model") -> str | N
 
 
 def needs_own_code(error: BaseException, name: str) -> UserError | None:
-    """The error for a model or tokenizer that brings its own code, where ``error`` is transformers' refusal of it."""
+    """Returns the error for a model or tokenizer that brings its own code, where ``error`` is transformers' refusal of
+    it.
+    """
     if "trust_remote_code" not in str(error):
         return None
     return UserError(
@@ -126,7 +129,7 @@ _VOCABULARIES = {"tokenizer.json", "tekken.json", "tiktoken.model"}
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub name; with a ``tokenizer.json`` there, texts get that file's ids.
+    """Loads the tokenizer of a model directory or hub name; with a ``tokenizer.json`` there, texts get that file's ids.
 
     Args:
         trust_remote_code: run Python code that comes with it, where it needs that.
@@ -173,7 +176,7 @@ def _read(read: Callable[[], Any], source: str) -> Any:
 
 
 def _file(source: str, name: str) -> Path | None:
-    """``name`` in a directory; None where there is none."""
+    """Finds ``name`` in a directory; None where there is none."""
     file = Path(source, name)
     return file if file.is_file() else None
 
@@ -196,7 +199,8 @@ PROBE_TEXTS = (
 
 
 def _as_its_file(tokenizer: PreTrainedTokenizerBase, file: Path, source: str) -> PreTrainedTokenizerBase:
-    """``tokenizer`` if it gives the ids of ``tokenizer.json``, else that file without the class that changes them.
+    """Returns ``tokenizer`` if it gives the ids of ``tokenizer.json``, else that file without the class that changes
+    them.
 
     transformers takes a directory's ``tokenizer_class`` at its word: classes with rules of their own are built from the
     file's vocabulary, with their normaliser and pre-tokeniser in the place of the file's.
@@ -225,7 +229,9 @@ def _as_its_file(tokenizer: PreTrainedTokenizerBase, file: Path, source: str) ->
 
 
 def differing_text(tokenizer: PreTrainedTokenizerBase, other: Tokenizer | PreTrainedTokenizerBase) -> str | None:
-    """The first probe text of which the two make different ids, with or without what they put around it, or None."""
+    """Finds the first probe text of which the two make different ids, with or without what they put around
+    it, or None.
+    """
     special = [token for token in tokenizer.all_special_tokens if token in other.get_vocab()][:20]
     texts = [*PROBE_TEXTS, *(f"a{token} b {token}c" for token in special)]
     for text in texts:
@@ -235,7 +241,7 @@ def differing_text(tokenizer: PreTrainedTokenizerBase, other: Tokenizer | PreTra
 
 
 def _ids(tokenizer: Tokenizer | PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
-    """Ids of ``text``; none where it cannot be tokenised (an unknown word without an unknown token)."""
+    """Returns the ids of ``text``; none where it cannot be tokenised (an unknown word without an unknown token)."""
     try:
         if isinstance(tokenizer, Tokenizer):
             tokenizer.no_truncation()
@@ -287,7 +293,7 @@ def save_tokenizer(
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:
-    """The model's generation config (its end-of-text ids), or None where the model has none.
+    """Loads the model's generation config (its end-of-text ids), or None where the model has none.
 
     A model directory may hold only ``config.json``; its end-of-text ids are read from there then.
     """

@@ -46,7 +46,7 @@ class Outputs:
         return {name: values for name, values in vars(self).items() if values is not None}
 
     def nothing(self) -> Tensor:
-        """A scalar that is 0 times everything, to run a backward that weighs nothing."""
+        """Returns a scalar that is 0 times everything, to run a backward that weighs nothing."""
         return torch.stack([(values * 0).sum() for values in self.fields().values() if values.requires_grad]).sum()
 
 
@@ -158,7 +158,7 @@ def _columns(
 
 
 def _exchange(packed: PackedModel) -> RankExchange | None:
-    """Between the ranks that hold a model between them; None where this one holds all of it."""
+    """Makes the exchange between the ranks that hold a model between them; None where this one holds all of it."""
     root = sharded(packed)
     return None if root is None or root.mesh.copy.size == 1 else RankExchange(root, root.mesh.copy)
 
@@ -172,7 +172,7 @@ def _add_part(
     logprob_chunk: int,
     share: bool,
 ) -> None:
-    """A function of its own, so that nothing of one micro-batch lives on in the next."""
+    """Computes one micro-batch; apart, so that nothing of one lives on in the next."""
     part = batch.select(indices)
     outputs = compute(packed, part, needs, logprob_chunk, share=share)
     home = sent(leaf_rows(batch, indices), packed.device)
@@ -187,7 +187,7 @@ def _add_part(
 
 
 def idle_pass(packed: PackedModel, needs: Needs, logprob_chunk: int) -> Outputs:
-    """A pass over two tokens, for a rank that has nothing to compute while others have."""
+    """Makes a pass over two tokens, for a rank that has nothing to compute while others have."""
     mask = {needs.mask: torch.tensor([False, True])}
     return compute(packed, RaggedBatch.from_sequences([[0, 0]], ["idle"], token=mask), needs, logprob_chunk)
 
@@ -278,7 +278,7 @@ def _scalars(packed: PackedModel, hidden: Tensor, read: RowRead) -> Tensor:
 
 
 def leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:
-    """Tokens of the sequences' own segments, one after the other."""
+    """Returns the tokens of the sequences' own segments, one after the other."""
     offsets = batch.segment_offsets
     spans = [(offsets[k], offsets[k + 1]) for k in (batch.leaves[s] for s in indices)]
     return torch.cat([torch.arange(a, b, device=batch.device) for a, b in spans])

@@ -51,7 +51,7 @@ class Store(ABC):
     _where = ""
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Tensors ``uint8 [size]``, each with a storage of its own, which live as long as they are held.
+        """Makes tensors ``uint8 [size]``, each with a storage of its own, which live as long as they are held.
 
         Raises:
             UserError: there is no room; nothing is taken then.
@@ -238,7 +238,7 @@ class Offload:
         self._barriers: dict[nn.Module, Any] = {}
 
     def offload(self, parts: Parts = PARTS) -> Moved:
-        """Parts leave the device; those that are away stay there.
+        """Moves parts off the device; those that are away stay there.
 
         Raises:
             UserError: the store has no room; everything stays where it is.
@@ -247,7 +247,7 @@ class Offload:
         return self._move(parts, away=True)
 
     def onload(self, parts: Parts = PARTS) -> Moved:
-        """Parts come back; those that are there stay.
+        """Brings parts back; those that are there stay.
 
         Raises:
             RuntimeError: the device has no room, then everything stays where it is; or the adapters are switched off.
@@ -255,7 +255,7 @@ class Offload:
         return self._move(parts, away=False)
 
     def release(self) -> None:
-        """The model is its owner's again, to compute with as they like; afterwards nothing here moves it.
+        """Gives the model back to its owner, to compute with as they like; afterwards nothing here moves it.
 
         Parameters come back; where the device has no room they stay in host memory, as those of a model on the CPU.
         Gradients and the optimizer's part stay where they are.
@@ -306,7 +306,7 @@ class Offload:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _point_elsewhere(self, parts: Sequence[OffloadPart], *, away: bool) -> int:
-        """Bytes of what moved."""
+        """Returns the bytes of what moved."""
         homes = self._home_keys()
         pieces = [piece for part in parts for piece in self._pieces(part)]
         if away:
@@ -401,13 +401,16 @@ class Offload:
     # Guards ----------------------------------------------------------------------------------------------
 
     def _check_switch(self) -> None:
-        """While adapters are out, their factors are no parameters of the model and would be missed."""
+        """Checks that adapters are in: while they are out, their factors are no parameters of the model and would be
+        missed.
+        """
         if self.packed.adapters is not None:
             self.packed.adapters.check_in()
 
     def _guard(self) -> None:
-        """The model refuses to compute while its parameters are offloaded: its body, and the root of a sharded one
-        before it gathers anything."""
+        """Has the model refuse to compute while its parameters are offloaded: its body, and the root of a sharded one
+        before it gathers anything.
+        """
         root = sharded(self.packed)
         for module in (self.packed.body, *([] if root is None else [root])):
             if "params" in self._away:
@@ -432,12 +435,12 @@ def _away_error(model: nn.Module, parts: Sequence[OffloadPart]) -> RuntimeError:
 
 
 def _checked(parts: Parts) -> list[OffloadPart]:
-    """Known parts, in their order, each once."""
+    """Returns known parts, in their order, each once."""
     return [part for part in PARTS if part in parts]
 
 
 def _key(tensor: Tensor) -> int:
-    """Identity of its storage, while that lives."""
+    """Returns the identity of a tensor's storage, while that lives."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -90,7 +90,7 @@ class Segment:
 
     @classmethod
     def open(cls, path: str, num_bytes: int) -> Segment:
-        """Another process's, by its ``path``.
+        """Opens another process's, by its ``path``.
 
         Raises:
             WeightSyncError: it is not within reach.
@@ -115,7 +115,7 @@ def path_of(descriptor: int) -> str:
 
 
 def open_shared(path: str, flags: int) -> int:
-    """A descriptor of another process's nameless memory.
+    """Opens a descriptor of another process's nameless memory.
 
     Raises:
         WeightSyncError: it is not within reach.
@@ -249,7 +249,7 @@ class Progress:
         self.note()
 
     def note(self, **changes: int) -> None:
-        """This end has come so far: it is through with a ``step``, or at a ``tensor``."""
+        """Notes how far this end has come: it is through with a ``step``, or at a ``tensor``."""
         self._mine = replace(self._mine, **changes)
         try:
             self._board.write(self._end, self._mine)
@@ -257,7 +257,7 @@ class Progress:
             raise self._gone(SENDER, replace(self._mine, pid=0), str(error)) from error
 
     def fail(self) -> None:
-        """This end has failed; the others notice at their next look."""
+        """Notes that this end has failed; the others notice at their next look."""
         try:
             self._board.write(self._end, replace(self._mine, failed=1))
         except RuntimeError:
@@ -349,7 +349,7 @@ class Progress:
 
 
 def machine_id() -> str:
-    """The same for processes that can open each other's memory: one boot, one process namespace, one user."""
+    """Returns the same for processes that can open each other's memory: one boot, one process namespace, one user."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return f"{platform.node()} {os.getuid()}"

@@ -56,7 +56,7 @@ class TensorSink:
         self._end()
 
     def _end(self) -> None:
-        """No sync is under way."""
+        """Forgets the sync: none is under way."""
         self._specs: tuple[TensorSpec, ...] = ()
         self._incoming: int | None = None
         self._touched = self._overtaken = False
@@ -103,7 +103,7 @@ class TensorSink:
         )
 
     def invalidate(self, reason: str) -> None:
-        """The destinations no longer hold the weights (the engine slept, say): unusable until the next sync.
+        """Notes that the destinations no longer hold the weights (the engine slept, say): unusable until the next sync.
 
         One that is under way does not count: it may have written to memory that is gone.
         """
@@ -132,7 +132,7 @@ class TensorSink:
         self._specs, self._incoming, self._targets, self._ties = tuple(specs), version, views, ties
 
     def _views(self) -> dict[str, Tensor]:
-        """The destinations in the memory that they have now."""
+        """Returns the destinations in the memory that they have now."""
         return {name: tensor.detach() for name, tensor in self._owners.items()}
 
     def write(self, name: str, start: int, values: Tensor) -> None:
@@ -201,7 +201,7 @@ class TensorSink:
         self._end()
 
     def abort(self, reason: str) -> None:
-        """The sync failed: back to the old version as a whole, or unusable until a sync succeeds."""
+        """Ends a sync that failed: back to the old version as a whole, or unusable until a sync succeeds."""
         if self._touched and self._reason is None:
             self._reason = f"the sync of version {self._incoming} broke off halfway: {reason}"
         self._end()
@@ -227,7 +227,7 @@ def _check_fit(specs: Sequence[TensorSpec], own: Mapping[str, Tensor], ties: Map
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for each name, the same for all names of one piece of memory."""
+    """Returns a number for each name, the same for all names of one piece of memory."""
     places: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
     ties = {}
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -262,7 +262,7 @@ def slices_at(tensor: DTensor, place: Sequence[int]) -> tuple[slice, ...]:
 
 @torch.no_grad()
 def gather(tensor: Tensor, *, everywhere: bool = False) -> Tensor | None:
-    """The whole tensor on the first rank of its mesh, None on the others; a plain tensor as it is. Collective.
+    """Gathers the whole tensor on the first rank of its mesh, None on the others; a plain tensor as it is. Collective.
 
     All ranks of the mesh make the same calls in the same order. The first one holds one whole tensor at a time beside
     its own shards. The others hold nothing, or where a tensor is cut along two dimensions of the mesh, as by FSDP and
@@ -301,8 +301,9 @@ def gather(tensor: Tensor, *, everywhere: bool = False) -> Tensor | None:
 def _joined(
     tensor: DTensor, parts: dict[Place, Tensor], dim: int, whole: Tensor | None, *, everywhere: bool
 ) -> dict[Place, Tensor]:
-    """``parts``, by place, and those that the other ranks along ``dim`` of the mesh have, on the first of them or on
-    all; nothing on those that have given theirs away. In ``whole``, if it is here, they come to their place."""
+    """Joins ``parts``, by place, with those that the other ranks along ``dim`` of the mesh have, on the first of them
+    or on all; nothing on those that have given theirs away. In ``whole``, if it is here, they come to their place.
+    """
     group, index = tensor.device_mesh.get_group(dim), tensor.device_mesh.get_local_rank(dim)
     ranks, found = dist.get_process_group_ranks(group), dict(parts)
     for distance in range(1, len(ranks)):
@@ -358,7 +359,7 @@ class NamedSource:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[Tensor]:
-        """Their contents in that order, each whole and contiguous, valid until the next one is asked for.
+        """Yields the tensors' contents in that order, each whole and contiguous, valid until the next one is asked for.
 
         Collective where the weights are sharded: all ranks go through them to the end, and the first one gets them.
         """

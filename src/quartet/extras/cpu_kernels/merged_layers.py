@@ -61,12 +61,12 @@ def is_packed_best(num_numbers: int) -> bool:
 
 
 def plain_form(num_inputs: int) -> Form:
-    """Transposed where that gives a row the same bits in any batch."""
+    """Returns the transposed form where that gives a row the same bits in any batch, else the weight as it is."""
     return transposed if num_inputs <= MAX_TRANSPOSED_INPUTS or torch.get_num_threads() > 1 else as_it_is
 
 
 def product(weight: Tensor | None, x: Tensor, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + bias``: ``[..., D] → [..., O]``."""
+    """Computes ``x Wᵀ + bias``: ``[..., D] → [..., O]``."""
     assert weight is not None
     if weight.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -106,7 +106,7 @@ class MergedLayers:
         self._signed_sin = SignedSin()
 
     def merge(self, layer: nn.Module, num_rows: int, adapted: Mapping[nn.Module, AdaptedLayer]) -> MergedLayer | None:
-        """None where ``layer`` is of another kind.
+        """Makes the merged layer; None where ``layer`` is of another kind.
 
         Args:
             num_rows: rows that most products have.
@@ -203,7 +203,7 @@ class MergedLayer(WeightCopy):
         quartet_attention: AttentionContext,
         **_: Any,
     ) -> Tensor:
-        """``[1, R, D] → [1, R, D]``"""
+        """Maps ``[1, R, D] → [1, R, D]``."""
         layer, hidden = self._layer, hidden_states.squeeze(0)
         attended = self._attend(layer.input_layernorm(hidden), position_embeddings, quartet_attention)
         hidden = self._product(1, attended).add_(hidden)
@@ -214,7 +214,7 @@ class MergedLayer(WeightCopy):
         return product(self.tensors[i], x, self._biases[i])
 
     def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
-        """``[R, D] → [R, H Dh]``"""
+        """Maps ``[R, D] → [R, H Dh]``."""
         attention, heads = self._layer.self_attn, self._num_heads
         qkv = self._product(0, x).view(len(x), sum(heads), self._head_size)
         qk = qkv[:, : heads[0] + heads[1]]
@@ -268,7 +268,9 @@ def _rule_of(layer: nn.Module) -> LayerRule | None:
 
 
 def _example(layer: Any, num_rows: int, generator: torch.Generator) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Random hidden states ``[1, R, D]`` and angles ``[1, R, Dh]`` twice alike, as a rotary embedding gives them."""
+    """Draws random hidden states ``[1, R, D]`` and angles ``[1, R, Dh]`` twice alike, as a rotary embedding
+    gives them.
+    """
     hidden = torch.randn(1, num_rows, layer.self_attn.q_proj.in_features, generator=generator)
     half = torch.randn(1, num_rows, layer.self_attn.head_dim // 2, generator=generator)
     angles = torch.cat((half, half), -1)
@@ -283,7 +285,7 @@ def _own(layer: nn.Module, hidden: Tensor, angles: tuple[Tensor, Tensor], contex
 
 
 def copies(packed: PackedCausalLM, adapted: Adapted, num_rows: int, in_place: bool) -> Iterator[WeightCopy]:
-    """The copies of what computes in fp32 on the CPU.
+    """Yields the copies of what computes in fp32 on the CPU.
 
     Args:
         adapted: adapters by the layer that they add to.

@@ -123,7 +123,7 @@ class Section:
 
 
 def sections_of(recipe: Recipe) -> dict[str, Section]:
-    """The sections of data that a recipe has, by their keys."""
+    """Returns the sections of data that a recipe has, by their keys."""
     found: dict[str, Section] = {}
     match recipe:
         case SupervisedRecipe():
@@ -248,7 +248,7 @@ class DataRows:
             return replace(shown, error=error)
 
     def _spans(self, data: Ordered) -> tuple[Span, ...]:
-        """The row's tokens with their masks, as its batch has them."""
+        """Returns the row's tokens with their masks, as its batch has them."""
         item = data.items[0]
         if isinstance(item, PromptItem):
             ids = self.codec.encode_prompt(item.prompt)
@@ -282,11 +282,13 @@ class DataRows:
         )
 
     def errors(self) -> list[str]:
-        """Rows that would stop the run, by reason with their first places."""
+        """Returns the rows that would stop the run, by reason with their first places."""
         return [line.replace("rows left out: ", "rows stop the run: ", 1) for line in self.stopping.report()]
 
     def notes(self) -> list[str]:
-        """Rows left out or converted, by reason with their first places; the sources' shares of what is drawn."""
+        """Returns the rows left out or converted, by reason with their first places; the sources' shares of what is
+        drawn.
+        """
         remarks = template_warnings(self.codec.tokenizer, has_tools=TOOLS_TOLD in self.told.notes)
         config = self.section.config
         is_mixed = config is not None and len(self.parts) > 1 and all(self.sizes)
@@ -294,7 +296,7 @@ class DataRows:
 
 
 def _codec(model: ModelConfig | None) -> tuple[TextCodec, int]:
-    """The codec that the job has, and the model's context, both from config and tokenizer."""
+    """Returns the codec that the job has, and the model's context, both from config and tokenizer."""
     if model is None:
         raise UserError(
             "there is no model", found="its path is missing", remedy="set model.path (rl: actor.model.path)"

@@ -63,7 +63,7 @@ class KnownAnswer:
     elsewhere: str | None = None
 
     def texts(self) -> list[tuple[str, str]]:
-        """Kind and text of each."""
+        """Returns the kind and text of each."""
         elsewhere = [] if self.elsewhere is None else [("elsewhere", self.elsewhere)]
         return [("right", self.right), ("wrong", self.wrong), *(("part", part) for part in self.parts), *elsewhere]
 
@@ -92,7 +92,7 @@ def known_answers(recipe: RLRecipe, items: Sequence[PromptItem], num: int) -> li
 
 
 def parts_of(answer: str) -> list[str]:
-    """Wrong answers made from a right one: its first and last number, and what stands before its first comma or sign.
+    """Makes wrong answers from a right one: its first and last number, and what stands before its first comma or sign.
 
     A number with its unit has none, a sentence, which ends with the answer, at most the first number.
     """
@@ -133,7 +133,7 @@ class Scored:
 
 
 async def score(run: ExaminedRun, chunk: Chunk) -> Scored:
-    """The recipe's rewards of a chunk.
+    """Computes the recipe's rewards of a chunk.
 
     Raises:
         UserError: a source failed.
@@ -154,7 +154,7 @@ async def score(run: ExaminedRun, chunk: Chunk) -> Scored:
 
 
 def check_values(scored: Scored, known: KnownScores | None) -> list[Finding]:
-    """Every source gives numbers, at least for some answers, and answers differ in their score.
+    """Checks that every source gives numbers, at least for some answers, and answers differ in their score.
 
     Args:
         known: of answers that the data know; where their scores differ, sampled ones may be alike by chance.
@@ -180,7 +180,7 @@ def check_values(scored: Scored, known: KnownScores | None) -> list[Finding]:
 
 
 async def check_repeats(run: ExaminedRun, chunk: Chunk, scored: Scored) -> Finding:
-    """A score belongs to its answer: the same in another order, and once more."""
+    """Checks that a score belongs to its answer: the same in another order, and once more."""
     name, batch = "reward_repeats", chunk.data
     if run.roles.environment is not None or GREEDY in batch.sequence or not scored.rewards:
         return judged(name, "not asked twice")
@@ -274,7 +274,7 @@ def _parts(known: KnownScores, source: str, *, is_rule: bool) -> tuple[bool, str
 
 
 def _other_column(run: ExaminedRun, known: KnownScores) -> tuple[bool, str]:
-    """The same of the compared column, which may be the wrong one: answers are not known from it alone."""
+    """Tells the same of the compared column, which may be the wrong one: answers are not known from it alone."""
     rule = compared_reward(run.roles.recipe, run.roles.prompts.items)
     if rule is None:
         return _FINE
@@ -295,7 +295,9 @@ def _is_turned(right: Tensor, wrong: Tensor) -> bool:
 
 
 def check_time(run: ExaminedRun, scored: Scored) -> Finding:
-    """Seconds of the rewards in a step, if they take as long for every answer as for those sampled here."""
+    """Estimates the seconds of the rewards in a step, if they take as long for every answer as for those
+    sampled here.
+    """
     recipe, num = run.roles.recipe, len(scored.total_N)
     whole = scored.seconds * recipe.prompts_per_step * recipe.responses_per_prompt / num
     found = f"{scored.seconds:.2g} s for {num} answers, at most {whole:.3g} s per step"

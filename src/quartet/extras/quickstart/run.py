@@ -148,7 +148,7 @@ class Quickstart:
     # Directory -------------------------------------------------------------------------------------------
 
     def _found(self) -> dict[str, Any] | None:
-        """``run.json`` of the run that is there; None where there is none yet."""
+        """Reads ``run.json`` of the run that is there; None where there is none yet."""
         if found := run_info(self.path):
             same = all(found.get(key) == value for key, value in self._identity().items())
             if not self.resume or not same:
@@ -205,7 +205,7 @@ class Quickstart:
         write_json(self.path / "run.json", {"name": self.path.name, **self._identity(), **state})
 
     def _rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """A JSONL file that `quartet sft` and the others read, too."""
+        """Writes a JSONL file that `quartet sft` and the others read, too."""
         path = self.path / "data" / f"{name}.jsonl"
         with writing(path):
             write_rows(path, rows)
@@ -256,7 +256,9 @@ class Quickstart:
         return RewardModelTrainer(recipe, resume=self._resume_stage, progress=self.progress)
 
     def _pairs(self) -> tuple[Path, Path]:
-        """Completions of the SFT model, compared by a judge who errs; and clean pairs on held-out prompts."""
+        """Makes pairs of completions of the SFT model, compared by a judge who errs; and clean pairs on held-out
+        prompts.
+        """
         num, answers = self.size.pair_prompts, self.size.responses_per_pair_prompt
         found = []
         with self._sampling("sft", "sample pairs", (num + num // 4) * answers) as sample:
@@ -301,7 +303,7 @@ class Quickstart:
         return RLTrainer(recipe, resume=self._resume_stage, progress=self.progress, shuffle_scores=self.shuffle_scores)
 
     def _measure(self, stage: str) -> tuple[dict[float, float], list[str]]:
-        """Exact match on held-out prompts at each temperature, and the greedy completions."""
+        """Measures exact match on held-out prompts at each temperature, and returns the greedy completions, too."""
         watch, prompts = Stopwatch(), self._held_out
         with self._sampling(stage, f"evaluate {stage}", len(prompts) * len(TEMPERATURES)) as sample:
             texts = {t: [text for (text,) in sample(prompts, t)] for t in TEMPERATURES}

@@ -151,7 +151,7 @@ def _status(command: Sequence[str]) -> int:
 
 
 def sweep_runs(over: Sequence[str], seeds: range) -> dict[str, list[str]]:
-    """The overrides of each run by the name of its directory.
+    """Returns the overrides of each run by the name of its directory.
 
     Raises:
         UserError: no values, or values of what differs anyway, or runs that have the same name, or too few or too many

@@ -34,7 +34,7 @@ MAX_REASON = 500
 
 
 def run_program(job: dict[str, Any]) -> None:
-    """The code as a program. Ends as Python ends: waits for its threads."""
+    """Runs the code as a program. Ends as Python ends: waits for its threads."""
     _execute(job["source"], "__main__")
 
 
@@ -89,7 +89,9 @@ def run_tests(job: dict[str, Any]) -> None:
 
 
 def _modules(nodes: Sequence[ast.AST]) -> dict[str, Any]:
-    """Modules of the standard library by names of which the tests use nothing but what these modules have."""
+    """Returns the modules of the standard library by names of which the tests use nothing but what these
+    modules have.
+    """
     asked: dict[str, set[str]] = {}
     num_asked: dict[str, int] = {}
     for node in nodes:
@@ -138,7 +140,7 @@ def _names_of_solution(channel: Channel, nodes: Sequence[ast.AST], others: dict[
 
 
 def _failure(source: str, namespace: dict[str, Any], channel: Channel) -> str:
-    """Why the test fails; nothing where it passes."""
+    """Tells why the test fails; nothing where it passes."""
     told = ""
     try:
         exec(compile(_counted(source), "<test>", "exec", dont_inherit=True), namespace)
@@ -275,7 +277,7 @@ class _Approximate:
 
 
 def _parametrize(names: Any, values: Any, **_: Any) -> Any:
-    """``pytest.mark.parametrize``: one call for each of the values."""
+    """Stands for ``pytest.mark.parametrize``: one call for each of the values."""
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
     def decorate(function: Any) -> Any:

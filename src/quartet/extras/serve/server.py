@@ -83,7 +83,7 @@ class Answers:
         self.choices = {request.request_id: Choice(i, request) for i, request in enumerate(requests)}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer, not streamed."""
+        """Returns the answer, not streamed."""
         done = sorted((self.choices[c.request_id].index, c) for c in completions)
         choices = [self._choice(self.choices[c.request_id], c, c.finish_reason, c.text_end) for _, c in done]
         return {**self._head(""), "choices": choices, "usage": self.usage(completions)}
@@ -145,7 +145,7 @@ class Answers:
     def _grown(
         self, choice: Choice, token_ids: Sequence[int], reason: FinishReason | None, text_end: int | None
     ) -> str:
-        """The text behind what was said already, as far as it is settled."""
+        """Returns the text behind what was said already, as far as it is settled."""
         text = self._codec.decode_completion(choice.request.prompt_ids, token_ids)
         if reason is None:
             # Half a character, or what may turn out to begin a stop string.
@@ -181,7 +181,7 @@ class Answers:
     def _stop_reason(
         self, request: Request, tokens: Generated | Completion, reason: FinishReason | None, text_end: int | None
     ) -> int | str | None:
-        """The stop string, or the token of ``stop_token_ids``; None for end-of-text, as in vLLM."""
+        """Returns the stop string, or the token of ``stop_token_ids``; None for end-of-text, as in vLLM."""
         if reason is FinishReason.STOP and tokens.token_ids[-1] in self._body.stop_token_ids:
             return tokens.token_ids[-1]
         if reason is FinishReason.STOP_STRING:
@@ -191,7 +191,7 @@ class Answers:
 
 
 def _spans(versions: Sequence[int], start: int) -> list[dict[str, Any]]:
-    """``versions[start:]`` as vLLM's spans of output tokens."""
+    """Writes ``versions[start:]`` as vLLM's spans of output tokens."""
     spans = []
     for version, members in groupby(versions[start:]):
         end = start + len(list(members))
@@ -234,7 +234,9 @@ class EngineThread:
         return len(self._listeners)
 
     def ask(self, requests: Sequence[Request], *, stream: bool = False) -> asyncio.Queue[Event]:
-        """Every request has one end among the events, and with ``stream`` what it has so far now and then."""
+        """Submits requests: every one has one end among the events, and with ``stream`` what it has so far now and
+        then.
+        """
         events: asyncio.Queue[Event] = asyncio.Queue()
         ids = [request.request_id for request in requests]
         self._listeners.update(dict.fromkeys(ids, events))
@@ -255,7 +257,7 @@ class EngineThread:
         return events
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """Nobody waits for these any more."""
+        """Drops requests that nobody waits for any more."""
         left = [each for each in request_ids if self._listeners.pop(each, None) is not None]
         if left:
             self._do(lambda: self._drop(left))
@@ -267,7 +269,7 @@ class EngineThread:
         self._do(lambda: self._drop(ids))
 
     async def call(self, function: Callable[[RolloutEngine], T]) -> T:
-        """``function`` of the engine, in its thread."""
+        """Calls ``function`` of the engine, in its thread."""
         if self.failure is not None:
             raise self.failure
         result: Future[T] = Future()
@@ -302,7 +304,7 @@ class EngineThread:
             raise
 
     def _fail(self, error: EngineFailed) -> None:
-        """Nobody waits for an end that does not come."""
+        """Tells all who wait that the engine failed: nobody waits for an end that does not come."""
         self.failure = error
         self._tell([*self._listeners.copy()], error)
 
@@ -576,7 +578,7 @@ def _hostname(http: HTTPRequest) -> str | None:
 
 
 async def _data_of(http: HTTPRequest) -> bytes:
-    """The bytes of JSON, which pages of other sites cannot send without this server's leave."""
+    """Returns the bytes of JSON, which pages of other sites cannot send without this server's leave."""
     kind = http.headers.get("Content-Type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         problem = f"a request is JSON (Content-Type: application/json), not {kind!r}"
@@ -632,7 +634,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound; port 0 takes any that is free.
+    """Opens a socket that is bound; port 0 takes any that is free.
 
     Raises:
         UserError: it is in use, or not this machine's.

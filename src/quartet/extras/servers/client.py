@@ -74,7 +74,7 @@ def ending(
     *,
     is_exact: bool,
 ) -> tuple[FinishReason | None, int | None]:
-    """Why all of a request's tokens end where they do, and the ``text_end`` of a stop string.
+    """Tells why all of a request's tokens end where they do, and the ``text_end`` of a stop string.
 
     Args:
         said: by the server; None: they do not.
@@ -105,7 +105,7 @@ def ending(
 
 
 def agreed(read: Callable[[Any], T], answer: Any) -> T:
-    """``read`` of what a server said; raises ValueError where that has not the agreed form."""
+    """Returns ``read`` of what a server said; raises ValueError where that has not the agreed form."""
     try:
         return read(answer)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -203,7 +203,7 @@ class HTTPEngine(abc.ABC):
         """Reads what the answer says; raises ValueError, KeyError, IndexError or TypeError where it is none."""
 
     def check_models(self, models: dict[str, int | None]) -> int | None:
-        """The context's length, of the served models' by name. Raises ValueError where it is not among them."""
+        """Returns the context's length, of the served models' by name. Raises ValueError where it is not among them."""
         return next(iter(models.values()), None)
 
     def break_off(self) -> None:  # noqa: B027 - there is nothing to tell the server
@@ -389,7 +389,7 @@ class HTTPEngine(abc.ABC):
             self._end(held, FinishReason.CANCELLED)
 
     def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
-        """Nothing: answers come whole."""
+        """Returns nothing: answers come whole."""
         return {}
 
     # Pauses -----------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ class HTTPEngine(abc.ABC):
         )
 
     def fileno(self) -> int:
-        """Readable where ``completed(0)`` may have something."""
+        """Returns a descriptor that is readable where ``completed(0)`` may have something."""
         return self._bell.fileno()
 
     def close(self) -> None:

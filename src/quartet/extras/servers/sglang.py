@@ -126,7 +126,7 @@ class GroupWeights:
         return self._client.start(body, lambda answer: answer, path)
 
     def leave(self) -> None:
-        """The server's end of the group is left to itself; it may have died with the server."""
+        """Leaves the server's end of the group to itself; it may have died with the server."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -162,7 +162,9 @@ def _parts(staging: StagedWeights) -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def _check(staging: StagedWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """SGLang passes over names that it does not know, and keeps old weights where none come."""
+    """Checks names and shapes: SGLang passes over names that it does not know, and keeps old weights where
+    none come.
+    """
     sent = {spec.name: spec.shape for spec in staging.handle.specs}
     sent |= {name: sent[own] for name, own in staging.handle.ties if name in shapes}
     wrong = [name for name in sorted({**sent, **shapes}) if sent.get(name) != shapes.get(name)]
@@ -314,7 +316,7 @@ class PublishedWeights:
         self.staging.attach(load)
 
     def detach(self, load: Load) -> None:
-        """The last one deletes what was written."""
+        """Detaches a user; the last one deletes what was written."""
         self.staging.detach(load)
         self._users.discard(load)
         if not self._users:
@@ -402,8 +404,8 @@ class SGLangEngine(HTTPEngine):
         super().resume()
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """The server is started with ``--enable-memory-saver``. Level 1 gives up the cache alone, level 2 the weights
-        as well, without a copy.
+        """Gives up memory of the server, which is started with ``--enable-memory-saver``. Level 1 gives up the cache
+        alone, level 2 the weights as well, without a copy.
         """
         self._tell("/release_memory_occupation", {"tags": _REGIONS[level]})
         self._asleep = level

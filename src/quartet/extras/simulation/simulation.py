@@ -137,7 +137,7 @@ class CostModel:
     vary: Callable[[str, int], float] = _as_planned
 
     def sizes(self) -> dict[str, dict[LeaseMode, int]]:
-        """Bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
+        """Returns the bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
         modes: list[tuple[str, LeaseMode]] = [
             ("rollout", "generate"),
             ("actor", "forward"),
@@ -150,7 +150,7 @@ class CostModel:
         return found
 
     def times(self, factor: float) -> CostModel:
-        """The same iteration on another clock: all seconds times ``factor``."""
+        """Returns the same iteration on another clock: all seconds times ``factor``."""
 
         def slower(stage: StageCost) -> StageCost:
             return replace(stage, cost=stage.cost.times(factor))
@@ -187,7 +187,7 @@ class TimedModel:
         return [{} for _ in updates]
 
     def train_drafter(self) -> dict[str, float]:
-        """Heads change no log-probability."""
+        """Does nothing: heads change no log-probability."""
         return {}
 
 
@@ -250,7 +250,7 @@ class TimedEngine:
                 self._end(self.held[request_id], FinishReason.CANCELLED)
 
     def update_weights(self, source: None, version: int) -> None:
-        """The weights that it computes with have become those of ``version``."""
+        """Notes that the weights that it computes with have become those of ``version``."""
         self._stats.policy_version = version
 
     def stats(self) -> EngineStats:
@@ -447,7 +447,7 @@ class Simulation:
         return None, PromptRequest(str(index), "", samples)
 
     async def _update_engine_weights(self, version: int) -> int:
-        """The engine gets the weights that the actor has when they have come over."""
+        """Gives the engine the weights that the actor has when they have come over."""
         await shielded(self.sleep("rollout", self._publish_s()))
         self.engine.num_updates = self._models["actor"].num_updates
         self.engine.update_weights(None, version)
@@ -497,12 +497,12 @@ def _seconds(stage: StageCost, batch: RaggedBatch, *_: Any) -> float:
 
 
 def _no_objective(is_first: bool) -> Any:
-    """Timed models compute no loss."""
+    """Returns None: timed models compute no loss."""
     return None
 
 
 async def assemble(chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> RaggedBatch:
-    """A step's chunks with their columns."""
+    """Joins a step's chunks with their columns."""
     return RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
 
 
@@ -526,7 +526,7 @@ _TOLERANCE_S = 1e-6
 
 
 def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[PathSpan]:
-    """The path to the span that ends last, in order of time.
+    """Returns the path to the span that ends last, in order of time.
 
     Args:
         is_cause: ``(earlier, later)`` → whether ``later`` may have waited for ``earlier``; times are not its business.
@@ -549,7 +549,7 @@ def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[PathSpan]:
 
 
 def seconds_on_path(path: Sequence[PathSpan]) -> dict[str, float]:
-    """Seconds per span name that took any, and ``wait`` for what lies between."""
+    """Returns the seconds per span name that took any, and ``wait`` for what lies between."""
     found: dict[str, float] = {}
     for link in (link for link in path if link.span.seconds > 0):
         found[link.span.name] = found.get(link.span.name, 0.0) + link.span.seconds

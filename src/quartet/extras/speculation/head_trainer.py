@@ -63,7 +63,8 @@ _LOGIT_BYTES = 1 << 26
 
 
 def future_labels(batch: RaggedBatch, depth: int) -> Tensor:
-    """``[T, K]`` token ids that follow each token of ``loss_mask`` 1 … K places behind it, -1 where there is none.
+    """Returns ``[T, K]`` token ids that follow each token of ``loss_mask`` 1 … K places behind it, -1 where there is
+    none.
 
     The state before token ``t``, from which the trunk draws ``t`` itself, is that from which head ``k`` guesses label
     ``k`` of ``t``. A label belongs to the same sequence, and all between are under the mask, too.
@@ -185,7 +186,8 @@ class HeadTrainer:
         return [self.config.depth_decay**k for k in range(self.heads.depth)]
 
     def drawn(self, labels: Tensor, most: int | None, *, ahead: int = 0) -> Tensor:
-        """``[M]`` positions with a label for the first head: all, or as many as an update may have, in their order.
+        """Draws ``[M]`` positions with a label for the first head: all, or as many as an update may have, in their
+        order.
 
         Args:
             ahead: updates that are still to come before the one that these are for.
@@ -198,7 +200,9 @@ class HeadTrainer:
         return rows[sent(torch.from_numpy(picked), rows.device)]
 
     def _chunks(self, hidden: Tensor, labels: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """States ``[m, D]`` and labels ``[m, K]`` of the rows, on the heads' device, as many as there is room for."""
+        """Yields states ``[m, D]`` and labels ``[m, K]`` of the rows, on the heads' device, as many as there is room
+        for.
+        """
         heads, device = self.heads, self.heads.trunk.device
         for part in rows.split(max(1, _LOGIT_BYTES // (4 * heads.depth * heads.vocab_size))):
             yield sent(hidden[part.to(hidden.device)], device), sent(labels[part], device)
@@ -206,7 +210,7 @@ class HeadTrainer:
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything an exact resume needs, named as in ``train.state``."""
+        """Returns everything an exact resume needs, named as in ``train.state``."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         rest = {"groups": groups, "num_updates": self.num_updates, "num_skipped": self.num_skipped}
         return {**self._tensors(), REST: rest}
@@ -305,7 +309,9 @@ class Companion:
         self._kept: list[tuple[Tensor | None, Tensor, Tensor]] = []  # states, is_here, labels
 
     def watch(self, batch: RaggedBatch, objective: Objective, num_updates: int) -> Watched:
-        """``objective`` with the positions of ``batch`` to learn from, in a step of ``num_updates`` updates."""
+        """Has ``objective`` watched with the positions of ``batch`` to learn from, in a step of ``num_updates``
+        updates.
+        """
         most = max(1, round(self._share * self._config.tokens_per_step / num_updates))
         labels = future_labels(batch, self.heads.depth)
         rows = self._trainer.drawn(labels, most, ahead=len(self._kept))
@@ -317,7 +323,7 @@ class Companion:
             self._kept.append((watched.states, watched.is_here, watched.labels))  # not the batch
 
     def learn(self) -> dict[str, float]:
-        """An update from each of those kept, in their order; with the LM head that the trunk has now.
+        """Makes an update from each of those kept, in their order; with the LM head that the trunk has now.
 
         Collective where the trunk is trained by several ranks.
 
@@ -342,7 +348,7 @@ class Companion:
         }
 
     def _joined(self, states: Tensor | None, is_here: Tensor) -> Tensor:
-        """``[M, D]`` from the passes of all ranks."""
+        """Joins ``[M, D]`` from the passes of all ranks."""
         own = None if states is None else states[is_here].cpu()
         found = self._engine.of_all_ranks((is_here.cpu(), own))
         parts = [(is_here, theirs) for is_here, theirs in found if theirs is not None]

@@ -62,7 +62,7 @@ class ResidualBlock(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[…, D] → […, D]``."""
+        """Maps ``[…, D] → […, D]``."""
         for layer in self.layers:
             x = x + F.silu(layer(x))
         return x
@@ -107,7 +107,9 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, depth: int | None = None) -> Tensor:
-        """``[B, D] → [B, K, V]`` logits in fp32 (fp64 stays), no gradients; of the first ``depth`` heads, or all."""
+        """Computes ``[B, D] → [B, K, V]`` logits in fp32 (fp64 stays), no gradients; of the first ``depth`` heads, or
+        all.
+        """
         with self.trunk.autocast():
             states = torch.stack([block(hidden) for block in self.blocks[:depth]])
             if self.lm_heads is None:
@@ -118,7 +120,7 @@ class MedusaHeads(nn.Module):
         return self.trunk.scaled(logits).transpose(0, 1)
 
     def logits_of(self, k: int, hidden: Tensor) -> Tensor:
-        """``[M, D] → [M, V]`` logits of head ``k``, with gradients for the heads alone."""
+        """Computes ``[M, D] → [M, V]`` logits of head ``k``, with gradients for the heads alone."""
         with self.trunk.autocast():
             return self.trunk.scaled(F.linear(self.blocks[k](hidden.detach()), *self._head(k)))
 
@@ -135,11 +137,11 @@ class MedusaHeads(nn.Module):
             self._whole_head = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Named as they travel beside the trunk's."""
+        """Yields the weights named as they travel beside the trunk's."""
         return ((PREFIX + name, parameter.detach()) for name, parameter in self.named_parameters())
 
     def _head(self, k: int) -> tuple[Tensor, Tensor | None]:
-        """Weight ``[V, D]`` and bias of head ``k``."""
+        """Returns the weight ``[V, D]`` and bias of head ``k``."""
         if self._whole_head is not None:
             return self._whole_head
         head = self.trunk.head if self.lm_heads is None else self.lm_heads[k]
@@ -182,8 +184,8 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, trunk: PackedCausalLM, depth: int | None = None) -> MedusaHeads:
-        """The first ``depth`` heads of those saved at ``path``; all where it is None. On the meta device they have no
-        contents.
+        """Loads the first ``depth`` heads of those saved at ``path``; all where it is None. On the meta device they
+        have no contents.
 
         Args:
             path: a directory, its URL, or a name on the hub, of which the files are brought to this machine.
@@ -260,8 +262,8 @@ def _unreadable(path: Path, found: str) -> UserError:
 
 
 def trunk_digest(trunk: PackedCausalLM) -> str:
-    """SHA-256 of every weight under its name, as without adapters; tied ones count once. Of a sharded trunk the first
-    rank gets it, and all call.
+    """Returns the SHA-256 of every weight under its name, as without adapters; tied ones count once. Of a sharded trunk
+    the first rank gets it, and all call.
     """
 
     def named() -> Iterator[tuple[str, Tensor]]:

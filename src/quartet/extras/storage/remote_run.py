@@ -309,7 +309,7 @@ class RemoteRun(LocalRun):
         replace_atomically(self.path / _STATE, json.dumps(state).encode())
 
     def _set_aside(self) -> None:
-        """Nothing that is here is deleted: it may be the only copy."""
+        """Moves what is here aside: nothing is deleted, for it may be the only copy."""
         found = [entry for entry in self.path.iterdir() if entry.name != LOCK]
         if any(not entry.name.startswith(".") for entry in found):  # else a run was deleted here but for such files
             aside = self.path.with_name(f"{self.path.name}.aside-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
@@ -475,7 +475,7 @@ class RemoteRun(LocalRun):
         self._last_progress = time.monotonic()
 
     def _records(self) -> Iterator[tuple[str, Path]]:
-        """Files but those of checkpoints; links are followed, as a model that is a stage's is one."""
+        """Yields files but those of checkpoints; links are followed, as a model that is a stage's is one."""
         for directory, below, files in os.walk(self.path, followlinks=True):
             below[:] = [name for name in below if not name.startswith(".") and name != CHECKPOINTS]
             for name in files:

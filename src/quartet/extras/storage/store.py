@@ -83,7 +83,7 @@ class Store:
         return names
 
     def read(self, name: str) -> bytes | None:
-        """None where there is no such object."""
+        """Reads an object; None where there is no such one."""
         with self._asking(name):
             try:
                 data: bytes = self._fs.cat_file(self._path(name))
@@ -92,7 +92,7 @@ class Store:
         return data
 
     def write(self, name: str, data: bytes, *, create: bool = False) -> bool:
-        """False where ``create`` is set and the object was there already, which is then as it was."""
+        """Writes an object; False where ``create`` is set and it was there already, which is then as it was."""
         with self._asking(name):
             try:
                 self._fs.pipe_file(self._path(name), data, **({"mode": "create"} if create else {}))

@@ -165,7 +165,7 @@ class RowRead:
         return hidden.index_select(0, self.local)
 
     def of_tensor_ranks(self, own: Tensor) -> Tensor:
-        """The span's, from what ``own`` gave on each of its ranks. Gradients are summed over them."""
+        """Gathers the span's rows, from what ``own`` gave on each of its ranks. Gradients are summed over them."""
         tensor = self.split.parallel.tensor
         return own if tensor is None else tensor.gather_rows(own, self.tensor_sizes)
 
@@ -174,7 +174,7 @@ class RowRead:
         return labels if self.of_span is None else labels[self.of_span]
 
     def join(self, values: Tensor, *, by_tensor: bool) -> Tensor:
-        """Every rank's results ``[m]`` → ``[M]`` on all of them, which then go on in the same way.
+        """Joins every rank's results ``[m]`` → ``[M]`` on all of them, which then go on in the same way.
 
         Args:
             by_tensor: tensor ranks have results of rows of their own; else each has all of its span's.
@@ -201,8 +201,9 @@ class SplitAttention:
         self.row_sizes = split.row_sizes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        """``q [1, H, t, D]``, ``k, v [1, Hk, t, D]`` of the span: heads of this tensor rank, or all of them where a
-        projection had to be gathered → ``[1, H / tensor, t, D]``."""
+        """Attends with ``q [1, H, t, D]``, ``k, v [1, Hk, t, D]`` of the span: heads of this tensor rank, or all of
+        them where a projection had to be gathered → ``[1, H / tensor, t, D]``.
+        """
         tensor, context = self._parallel.tensor, self._parallel.context
         if tensor is not None:
             q = _own_heads(q, self._parallel.num_heads, tensor)
@@ -219,7 +220,7 @@ class SplitAttention:
 
 
 def _own_heads(x: Tensor, num_heads: int, group: PassGroup) -> Tensor:
-    """This rank's heads of ``x [1, heads, t, D]``, which has them or all of them.
+    """Returns this rank's heads of ``x [1, heads, t, D]``, which has them or all of them.
 
     Raises:
         RuntimeError: neither; a layer has another number of heads than the model.
@@ -232,7 +233,9 @@ def _own_heads(x: Tensor, num_heads: int, group: PassGroup) -> Tensor:
 
 
 def _repeated(x: Tensor, ranks: int) -> Tensor:
-    """``x [1, heads, t, D]`` with every head so often that each rank gets equally many, those of its query heads."""
+    """Repeats every head of ``x [1, heads, t, D]`` so often that each rank gets equally many, those of its
+    query heads.
+    """
     times = ranks // math.gcd(x.shape[1], ranks)
     return x if times == 1 else x.repeat_interleave(times, 1)
 

@@ -86,7 +86,7 @@ class ShardedModel(nn.Module):
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """The other half of a pass with gradients."""
+        """Makes the other half of a pass with gradients."""
         loss.backward()
         self._is_complete = True
 
@@ -262,14 +262,14 @@ def _failure_of(one_pass: Callable[[], None]) -> BaseException | None:
 
 
 def _fsdp_groups(root: nn.Module) -> list[Any]:
-    """torch's groups of parameters that travel together, each once."""
+    """Returns torch's groups of parameters that travel together, each once."""
     modules = (module for module in root.modules() if isinstance(module, FSDPModule))
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
     return list({id(group): group for group in groups}.values())
 
 
 def sharded(packed: PackedModel) -> ShardedModel | None:
-    """The root of a sharded model; None where this process holds the model alone."""
+    """Returns the root of a sharded model; None where this process holds the model alone."""
     return packed.one_call if isinstance(packed.one_call, ShardedModel) else None
 
 
@@ -288,8 +288,9 @@ def stays_on_host(packed: PackedModel) -> bool:
 
 
 def gathered_from(packed: PackedModel) -> list[Tensor]:
-    """The memory that torch gathers parameters from: flat views of this rank's shards and of what fills them up to
-    equal sizes; none where the model is not sharded."""
+    """Returns the memory that torch gathers parameters from: flat views of this rank's shards and of what fills them up
+    to equal sizes; none where the model is not sharded.
+    """
     root = sharded(packed)
     groups = _fsdp_groups(root) if root is not None else ()
     return [parameter._sharded_param_data for group in groups for parameter in group.fsdp_params]

@@ -65,7 +65,7 @@ class PassGroup:
     # Passes ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A pass that is computed together, or sums between passes."""
+        """Begins a pass that is computed together, or sums between passes."""
         self._is_idle = self._is_told = False
 
     def idle(self) -> None:
@@ -117,32 +117,36 @@ class PassGroup:
     # Exchanges -------------------------------------------------------------------------------------------
 
     def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``[n_r, …] → [N, …]``, where ranks go on differently; backward: the sum of their gradients, own rows."""
+        """Gathers ``[n_r, …] → [N, …]``, where ranks go on differently; backward: the sum of their
+        gradients, own rows.
+        """
         return _exchanged(x, partial(self._gather, sizes=sizes), partial(self._sum, sizes=sizes))
 
     def scatter_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Addends ``[N, …]`` → the own rows ``[n_r, …]`` of their sum; backward: gathered."""
+        """Sums addends ``[N, …]`` → the own rows ``[n_r, …]`` of their sum; backward: gathered."""
         return _exchanged(x, partial(self._sum, sizes=sizes), partial(self._gather, sizes=sizes))
 
     def join_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``[n_r, …] → [N, …]``, where all ranks go on with the same; backward: own rows, nothing is exchanged."""
+        """Joins ``[n_r, …] → [N, …]``, where all ranks go on with the same; backward: own rows, nothing is
+        exchanged.
+        """
         return _exchanged(x, partial(self._gather, sizes=sizes), lambda grad: grad.split(list(sizes))[self.rank])
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """``[…, n] → […, n · size]``; backward: the sum of the ranks' gradients, own columns."""
+        """Gathers ``[…, n] → […, n · size]``; backward: the sum of the ranks' gradients, own columns."""
         return _exchanged(x, self._gather_columns, self._sum_columns)
 
     def to_heads(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``[1, H, t_r, D] → [1, H / size, Σ t, D]``: all tokens of the own heads. ``sizes`` are tokens."""
+        """Exchanges ``[1, H, t_r, D] → [1, H / size, Σ t, D]``: all tokens of the own heads. ``sizes`` are tokens."""
         return _exchanged(x, partial(self._to_heads, sizes=sizes), partial(self._to_tokens, sizes=sizes))
 
     def to_tokens(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``[1, H / size, Σ t, D] → [1, H, t_r, D]``: the way back."""
+        """Exchanges ``[1, H / size, Σ t, D] → [1, H, t_r, D]``: the way back."""
         return _exchanged(x, partial(self._to_tokens, sizes=sizes), partial(self._to_heads, sizes=sizes))
 
     @torch.no_grad()
     def stack(self, x: Tensor) -> Tensor:
-        """``[size, *x.shape]`` of equal shapes, in the order of the ranks, without gradient."""
+        """Gathers ``[size, *x.shape]`` of equal shapes, in the order of the ranks, without gradient."""
         return self._gather(x.detach().unsqueeze(0), [1] * self.size)
 
     def sum_up(self, x: Tensor, *, in_order: bool) -> None:
@@ -190,7 +194,7 @@ class PassGroup:
         return whole.flatten(0, 1).unsqueeze(0)
 
     def _swap(self, kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """``sent[r]`` goes to rank r, whose part comes to ``received[r]``; all are contiguous."""
+        """Sends ``sent[r]`` to rank r, whose part comes to ``received[r]``; all are contiguous."""
         if self._is_idle:
             for part in (part for rank, part in enumerate(received) if rank != self.rank):
                 part.zero_()
@@ -215,6 +219,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """``there(x)``, whose gradient goes through ``back``."""
+    """Returns ``there(x)``, whose gradient goes through ``back``."""
     found: Tensor = _Exchange.apply(x, there, back)
     return found

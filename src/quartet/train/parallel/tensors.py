@@ -11,7 +11,7 @@ from quartet.weights.sink import slices_at
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The memory of it that is here, without gradient."""
+    """Returns the memory of a tensor that is here, without gradient."""
     with torch.no_grad():
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -31,7 +31,7 @@ def write_part(tensor: Tensor, values: Tensor) -> None:
 
 
 def with_local(tensor: Tensor, memory: Tensor) -> Tensor:
-    """``tensor`` with other memory in the place of what is here. No collective."""
+    """Returns ``tensor`` with other memory in the place of what is here. No collective."""
     if not isinstance(tensor, DTensor):
         return memory
     return DTensor.from_local(
