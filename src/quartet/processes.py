@@ -265,7 +265,7 @@ class Process(abc.ABC):
 
 
 def how_it_ended(status: int) -> str:
-    """Says by what exit status, or signal."""
+    """Says by what exit status, or signal, a process ended."""
     if status >= 0:
         return f"it ended with exit status {status}"
     name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"

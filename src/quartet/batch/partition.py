@@ -463,7 +463,7 @@ class AtomTree:
 
 
 def _filled(steps: list[_Step], budget: int, limit: int) -> list[_Run]:
-    """Runs filled one after the other."""
+    """Returns runs filled one after the other."""
     runs: list[_Run] = []
     first = tokens = cost = 0
     for place, (alone, more_tokens, more_cost, again) in enumerate(steps):

@@ -33,7 +33,7 @@ from torch import Tensor
 
 
 def sent(values: Tensor, device: torch.device | str) -> Tensor:
-    """Sends ``values`` to ``device``. To a GPU in the order of its work, which the host does not wait for."""
+    """Sends ``values`` to ``device``; to a GPU in the order of its work, which the host does not wait for."""
     return values.to(device, non_blocking=torch.device(device).type != "cpu")
 
 

@@ -229,8 +229,8 @@ _LOOKED_AT = 1000
 
 
 def num_bytes(value: Any, depth: int = _DEPTH) -> int:
-    """Counts bytes of the tensors, arrays and strings in a value; what lies deeper than a few containers is not looked
-    at.
+    """Counts bytes of tensors, arrays and strings in a value; what lies deeper than a few containers is not
+    looked at.
     """
     if isinstance(value, (Tensor, np.ndarray)):
         return int(value.nbytes)

@@ -284,8 +284,8 @@ class WorkerGroup:
         stored: dict[int, Any] = {}
 
         def sent(value: Any) -> Any:
-            """Returns what stands for an argument: a future's reference; where several ranks get a large value, its
-            stored one.
+            """Returns what stands for an argument: a future's reference; of a large value of several ranks,
+            its copy.
             """
             if isinstance(value, BatchFuture):
                 return value.reference()

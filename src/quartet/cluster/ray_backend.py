@@ -107,8 +107,8 @@ def _lost(error: BaseException) -> Lost:
 
 @contextlib.contextmanager
 def _out_of_reach() -> Iterator[None]:
-    """Keeps from processes that are started inside SIGUSR1, by which schedulers ask all of a job's processes, and which
-    would end them. Ray itself keeps SIGINT from them, and ends them by SIGTERM.
+    """Keeps SIGUSR1 from processes that are started inside: schedulers send it to all of a job's processes, and it
+    would end these. Ray itself keeps SIGINT from them, and ends them by SIGTERM.
     """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:

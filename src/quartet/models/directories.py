@@ -283,7 +283,9 @@ def _shape(sizes: Sequence[int]) -> str:
 
 
 def on_meta(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
-    """Copies on the meta device: modules, configs, names and shapes, without contents; what is shared still is."""
+    """Makes copies on the meta device: modules, configs, names and shapes, without contents; what is shared
+    still is.
+    """
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     memo = {id(t): t.detach().to("meta") for t in tensors if not isinstance(t, nn.Parameter)}
     memo |= {id(t): nn.Parameter(t.detach().to("meta")) for t in tensors if isinstance(t, nn.Parameter)}

@@ -68,8 +68,8 @@ class RandomStateGuard:
                 self._put_back(outside)
 
     async def driven(self, work: Awaitable[Any], spend: Callable[[float], None] = lambda seconds: None) -> Any:
-        """Returns what ``work`` returns. It is held while it computes, and not while it waits and others compute;
-        ``spend`` as in ``held``.
+        """Returns what ``work`` returns. The guard is held while ``work`` computes, and not while it waits and others
+        compute; ``spend`` as in ``held``.
         """
         return await (_driven(work, self, spend) if inspect.iscoroutine(work) else work)
 

@@ -204,7 +204,7 @@ class _Piece:
         return self.storage.nbytes()
 
     def state(self) -> tuple[StorageWeakRef, tuple[int, ...]]:
-        """Compares equal until a tensor is changed in place or lies elsewhere."""
+        """Returns what compares equal until a tensor is changed in place or lies elsewhere."""
         return StorageWeakRef(self.storage), tuple(t._version for t in self.tensors)
 
 
@@ -328,7 +328,7 @@ class Offload:
         return sum(piece.num_bytes for piece in moving)
 
     def _stored(self, pieces: Sequence[_Piece]) -> list[Tensor]:
-        """Copies of ``pieces`` in their homes."""
+        """Returns copies of ``pieces`` in their homes."""
         homeless = [piece for piece in pieces if not self._has_home(piece)]
         fresh = self.store.allocate([piece.num_bytes for piece in homeless]) if homeless else []
         for piece, memory in zip(homeless, fresh, strict=True):

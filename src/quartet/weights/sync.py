@@ -221,14 +221,12 @@ class MemorySend:
         return self._rooms[bucket.number % self._num][0]
 
     def ship(self, bucket: Bucket, at: Progress) -> None:
-        """Notes that the bucket is full; whether the receivers have it is seen later. Notes that; whether the receivers
-        have it is seen later.
-        """
+        """Notes that the bucket is full; whether the receivers have it is seen later."""
         _synchronize(self._device)
         at.note(step=bucket.step)
 
     def finish(self, at: Progress) -> None:
-        """Ends the sync when all buckets are shipped; ``at`` sees that they arrive."""
+        """Does nothing once all buckets are shipped: ``at`` sees that they arrive."""
 
     def drop(self) -> None:
         """Lets go of what the data stand in: the next sync makes other room."""

@@ -148,7 +148,9 @@ def _default_keys(
 
 
 def _seeds(recipes: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    """Runs of the same recipe with several seeds: their places, and what tells their recipe from the others'."""
+    """Returns runs of the same recipe with several seeds: their places, and what tells their recipe from
+    the others'.
+    """
     groups: dict[str, list[int]] = {}
     for place, recipe in enumerate(recipes):
         if recipe is not None:
