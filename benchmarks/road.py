@@ -7,7 +7,10 @@
 - files of ``cli``, ``trainers``, ``schedule`` and ``cluster`` on the call stack as the first iteration begins;
 - files of those folders with a function that ran between the command's entry and that moment (not at import);
 - frames of quartet, and their files, from ``run_iteration`` to the actor's first ``Tensor.backward``: the coroutines of
-  the task that waits for the update, and what the thread calls that computes it.
+  the task that waits for the update, and what the thread calls that computes it;
+- frames from the task that asks the engine to the first forward pass that samples, counted likewise;
+- files of all folders with a function that ran between that iteration's begin and that ``backward()``: what a token
+  passes from its prompt to its gradient.
 
 ``--source`` measures another tree, the one before a change, say; ``--list`` prints names.
 """
@@ -56,24 +59,35 @@ class Road:
     def iteration_begins(self) -> None:
         if self._begun:
             return
-        threading.setprofile(None)
-        sys.setprofile(None)
         self._loop = asyncio.get_running_loop()
         self._begun = [self._name(frame) for frame in self._own(_stack(sys._getframe(1)))]
         self.found["on the stack"] = sorted({where for name in self._begun if _counts(where := name.split(":")[0])})
-        ran = {self._relative(file) for file in self._ran if file.startswith(str(self._package))}
+        ran = {self._relative(file) for file in self._ran.copy() if file.startswith(str(self._package))}
         self.found["ran before"] = sorted(file for file in ran if _counts(file))
+        self._ran.clear()
+
+    def sampling_begins(self) -> None:
+        names = [self._name(frame) for frame in self._own(iter(self._frames()))][::-1]
+        if "to the sampling" not in self.found and any(name.startswith("rollout/") for name in names):
+            self.found["to the sampling"] = [name for name in names if name not in self._begun]
+
+    def _frames(self) -> list[FrameType]:
+        """The caller's frames, the innermost first; of a compute thread then the coroutines that wait for it."""
+        frames = list(_stack(sys._getframe(2)))
+        done = next((frame.f_locals["done"] for frame in frames if frame.f_code.co_name == "_work"), None)
+        return frames + (self._waiting(done) if done is not None else [])
 
     def backward_begins(self) -> None:
-        frames = list(_stack(sys._getframe(1)))
-        done = next((frame.f_locals["done"] for frame in frames if frame.f_code.co_name == "_work"), None)
-        if done is not None:  # a compute thread: before it came the coroutines that wait for it
-            frames += self._waiting(done)
+        frames = self._frames()
         names = [self._name(frame) for frame in self._own(iter(frames))][::-1]
         iteration = "schedule/iteration.py:run_iteration"
         names = [iteration, *[name for name in names if name != iteration and name not in self._begun]]
         if any("policy" in name.lower() or "actor" in name.lower() for name in self._objectives(frames)):
             self.found.setdefault("iteration to backward", names)
+            if "ran in it" not in self.found:
+                self.found["ran in it"] = sorted(
+                    self._relative(file) for file in self._ran.copy() if file.startswith(str(self._package))
+                )
 
     def _objectives(self, frames: list[FrameType]) -> Iterator[str]:
         for frame in frames:
@@ -130,6 +144,7 @@ def measure(folder: Path) -> dict[str, list[str]]:
     from quartet.cli.main import add_plugins, app
 
     add_plugins()
+    from quartet.models.packed_model import PackedModel
     from quartet.trainers import rl
 
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
@@ -145,7 +160,7 @@ def measure(folder: Path) -> dict[str, list[str]]:
         encoding="utf-8",
     )
     road = Road(package)
-    run_iteration, backward = rl.run_iteration, torch.Tensor.backward
+    run_iteration, backward, hidden = rl.run_iteration, torch.Tensor.backward, PackedModel.hidden
 
     async def seen_iteration(*args: Any) -> Any:
         road.iteration_begins()
@@ -155,7 +170,13 @@ def measure(folder: Path) -> dict[str, list[str]]:
         road.backward_begins()
         backward(*args, **options)
 
+    def seen_hidden(*args: Any, **options: Any) -> Any:
+        if road.found:
+            road.sampling_begins()
+        return hidden(*args, **options)
+
     rl.run_iteration = seen_iteration
+    PackedModel.hidden = seen_hidden  # type: ignore[method-assign]
     torch.Tensor.backward = seen_backward  # type: ignore[method-assign]
     road.watch()
     app(["rl", str(folder / "recipe.yaml")], standalone_mode=False)
@@ -184,6 +205,8 @@ def main() -> None:
         print(f"  files with functions that ran before it           {len(found['ran before']):3d}")
         print(f"  frames from the iteration to backward()           {len(road):3d}")
         print(f"  their files                                       {len({name.split(':')[0] for name in road}):3d}")
+        print(f"  frames to the forward pass that samples           {len(found['to the sampling']):3d}")
+        print(f"  files that a token passes, prompt to gradient     {len(found['ran in it']):3d}")
         for title, names in found.items() if options.list else ():
             print(f"  {title}:", *names, sep="\n    ")
 
