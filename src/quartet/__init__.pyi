@@ -161,11 +161,9 @@ from .config.rewards import (
     PointwiseJudge as PointwiseJudge,
     RegexReward as RegexReward,
 )
-from .extras.iterated.trainer import (
-    CollectConfig as CollectConfig,
-    IteratedRecipe as IteratedRecipe,
-    IteratedTrainer as IteratedTrainer,
-)
+from .extras.iterated.config import CollectConfig as CollectConfig
+from .extras.iterated.config import IteratedRecipe as IteratedRecipe
+from .extras.iterated.trainer import IteratedTrainer as IteratedTrainer
 from .extras.process_rewards.config import (
     DiscountedSteps as DiscountedSteps,
     MinSteps as MinSteps,

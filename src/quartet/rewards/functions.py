@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -172,6 +173,8 @@ class SubprocessFunction(FunctionSource):
         num_calls = config.concurrency if config.thread or said["is_async"] else config.processes
         self._threads = Threads(num_calls, self.name)
         self._starts = Threads(1, f"{self.name}-start")
+        # Also where a run is refused before anybody could close it.
+        self._end = weakref.finalize(self, _close, self._pool, self._threads, self._starts)
 
     async def ready(self) -> None:
         """Waits for the start of a process in place of one that is gone."""
@@ -205,9 +208,7 @@ class SubprocessFunction(FunctionSource):
             raise self._failure(fault, prompts, completions) from cause
 
     def close(self) -> None:
-        self._threads.close()
-        self._starts.close()
-        self._pool.close()
+        self._end()
 
     def _ask(self, arguments: dict[str, Any], call: _Call) -> Any:
         """Asks one of the processes, in a thread of its own."""
@@ -280,3 +281,9 @@ def _start(target: str, num_threads: int) -> Subprocess:
             refusal = UserError(problem, found=f"it said {said!r}"[:400], remedy=remedy)
     process.close()
     raise refusal
+
+
+def _close(pool: SubprocessPool, *threads: Threads) -> None:
+    for some in threads:
+        some.close()
+    pool.close()

@@ -305,7 +305,8 @@ class Scheduler:
     def admit(self, responses: Sequence[Response]) -> None:
         """Takes ``responses``, the first of the queue, out of it; they get rows from the next ``place_rows``."""
         for response in responses:
-            assert self.waiting.popleft() is response
+            first = self.waiting.popleft()
+            assert first is response
             response.group.num_waiting -= 1
             self.arrivals.append(response)
 

@@ -401,15 +401,21 @@ def sizes(directory: Path) -> dict[str, int]:
 
     Raises:
         Damage: there is a symbolic link or a device among them.
+        OSError: a folder cannot be read, which is no damage.
     """
     found: dict[str, int] = {}
-    for path in directory.rglob("*"):
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode):
-            found[str(path.relative_to(directory))] = status.st_size
-        elif not stat.S_ISDIR(status.st_mode):
-            raise Damage(f"{path.relative_to(directory)} is a link or a device instead of a file")
+    for folder, folders, files in os.walk(directory, onerror=_raised):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                found[str(path.relative_to(directory))] = status.st_size
+            elif not stat.S_ISDIR(status.st_mode):
+                raise Damage(f"{path.relative_to(directory)} is a link or a device instead of a file")
     return found
+
+
+def _raised(error: OSError) -> None:
+    raise error
 
 
 # Shares: writing -------------------------------------------------------------------------------------------

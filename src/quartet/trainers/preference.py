@@ -443,16 +443,25 @@ class ReferenceTables:
         digests = {name: self._digest(name) for name in self._data}
         first, record = self._engine.of_first_rank, path / "reference.json"
         begun = first(lambda: read_json(record)) if is_resumed else None
+        if begun is not None and begun.get("format") != FORMAT:
+            raise UserError(
+                "the run's reference tables are those of another version of Quartet",
+                found=f"format {begun.get('format')} in {record} instead of {FORMAT}",
+                remedy="go on with that version, or choose another output_dir",
+            )
         weights = str(begun["weights"]) if begun is not None else reference.digest()
+        # A run that goes on for longer may draw other rows: what they were is not recorded.
+        rows = {name: _digest_of_rows(drawn) for name, (_, drawn) in self._data.items()}
         if begun is not None:
-            _check_unchanged(begun["data"], digests)
+            _check_unchanged(begun["data"], {n: digests[n] for n, same in rows.items() if begun["rows"].get(n) == same})
             if not reference.is_start and reference.digest() != weights:
                 raise UserError(
                     "the reference is not the one the run began with",
                     found="other weights at reference.path",
                     remedy="put the former weights back, or choose another output_dir",
                 )
-        first(lambda: write_json(record, {"weights": weights, "data": digests}))
+        kept = {"format": FORMAT, "weights": weights, "rows": rows, "data": digests}
+        first(lambda: write_json(record, kept))
         folder, missing = self._cache if self._cache is not None else path / "reference", {}
         for name, (data, drawn) in self._data.items():
             header = {"format": FORMAT, "weights": weights, "data": digests[name]}
@@ -539,6 +548,11 @@ def _write(path: Path, header: Mapping[str, str], tables: dict[str, Tensor]) -> 
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_atomically(path, save(tables, metadata=dict(header)))
+
+
+def _digest_of_rows(rows: Sequence[int]) -> str:
+    """Computes the digest of the numbers of the rows that a run draws; "all" where it has them all checked."""
+    return "all" if isinstance(rows, range) else hashlib.sha256(np.asarray(rows, np.int64).tobytes()).hexdigest()
 
 
 def _check_unchanged(then: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -54,6 +54,8 @@ def alive(mark: str) -> list[int]:
 def test_a_program_reads_and_writes() -> None:
     assert says("print(sum(map(int, input().split())))", "1 2 3\n") == "6\n"
     assert says("import sys; print(sys.stdin.read()[::-1], end='')", "äöü") == "üöä"
+    assert says("print(repr(input()), repr(input()))", "ab\r\nc\r\n") == "'ab' 'c'\n"
+    assert says("import sys; print(len(sys.argv))", "") == "1\n"
     assert says("import math, json, re, collections, ctypes, decimal; print(math.comb(5, 2))") == "10\n"
     assert says(
         "print(__name__); import os; print(os.getcwd()); open('x', 'w').write('y'); print(open('x').read())"

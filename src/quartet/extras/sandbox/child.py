@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import io
 import json
 import os
 import re
@@ -35,6 +36,8 @@ MAX_REASON = 500
 
 def run_program(job: dict[str, Any]) -> None:
     """Runs the code as a program. Ends as Python ends: waits for its threads."""
+    # Line ends of any kind are one, as where input is typed; what is no UTF-8 is an error.
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
     _execute(job["source"], "__main__")
 
 

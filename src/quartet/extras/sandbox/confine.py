@@ -31,6 +31,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     job_fd, status_fd = map(int, sys.argv[1:])
+    del sys.argv[1:]  # the code is started without arguments
     with open(job_fd, encoding="utf-8") as file:
         job = json.load(file)
     try:
