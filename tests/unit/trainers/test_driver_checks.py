@@ -1,19 +1,28 @@
-"""Models that cannot be cut as a recipe says are refused by the driver, before a process starts or Ray is asked."""
+"""Models that cannot be cut as a recipe says are refused by the driver, before a process starts or Ray is asked.
+
+Workers that died are made anew so often, and no more.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quartet.cluster import WorkerDied, WorkerError
+from quartet.cluster.errors import Death, Failure
 from quartet.config import UserError
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RLRecipe, SFTRecipe
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.preference import PreferenceTrainer
+from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.supervised import SFTTrainer
+from quartet.trainers.workers import RayRunWorkers
 
 NOWHERE = {"type": "ray", "address": "127.0.0.1:1"}
 THREE = {"cluster": NOWHERE, "processes": 3, "log": {"tensorboard": False}}
@@ -71,3 +80,28 @@ def test_the_reference_of_a_preference_job(causal_lm: Any, tokenizer: Any, pairs
         with pytest.raises(UserError, match=r"^Qwen2ForCausalLM cannot") as raised:
             PreferenceTrainer(recipe, model=fits, reference=given, tokenizer=tokenizer, rows=pairs)
         expect_refusal(raised, {"context": 3})
+
+
+def test_a_worker_that_cannot_be_made_anew_ends_the_run_after_its_restarts() -> None:
+    """It was asked for ever whether it lives."""
+    restarts = []
+
+    def restart() -> None:
+        restarts.append(1)
+        raise WorkerError(Failure("trained", 0, 1, "here", "trained.__init__", "OSError: no such model", ""))
+
+    death = Death("trained", 0, None, "here", "starting", "it raised", "OSError: no such model")
+    workers: Any = RayRunWorkers.__new__(RayRunWorkers)
+    workers._groups = {"trained": SimpleNamespace(dead=lambda timeout_s: [death], restart=restart)}
+    workers._num_deaths, workers._changing = 0, {"actor"}
+    workers.cluster = SimpleNamespace(max_restarts=3)
+    workers.placement = SimpleNamespace(pool_of=dict.fromkeys(("actor", "rollout"), "trained"))
+    trainer: Any = RLTrainer.__new__(RLTrainer)
+    trainer.workers, trainer._loop = workers, None
+    trainer.run = SimpleNamespace(check_stop=lambda step: None)
+    with pytest.raises(UserError, match="died more often") as caught:
+        asyncio.run(asyncio.wait_for(trainer._after_death(WorkerDied(death)), 60))
+    assert len(restarts) == 3
+    assert caught.value.found == (
+        "death 4, cluster.max_restarts is 3; rank 0 of group 'trained' died: OSError: no such model (actor, rollout)"
+    )
