@@ -193,11 +193,11 @@ class Process(abc.ABC):
 
     @abc.abstractmethod
     def take(self, message: Any) -> None:
-        """Called in the reading thread with all that it says."""
+        """Is called in the reading thread with all that the process says."""
 
     @abc.abstractmethod
     def take_end(self) -> None:
-        """Called in the reading thread once ``lost`` says why."""
+        """Is called in the reading thread once ``lost`` says why."""
 
     def send(self, message: Any, patience_s: float | None = None) -> None:
         """Sends it; where the process is gone, nothing happens.
@@ -265,7 +265,7 @@ class Process(abc.ABC):
 
 
 def how_it_ended(status: int) -> str:
-    """Says by what exit status, or signal."""
+    """Says by what exit status, or signal, a process ended."""
     if status >= 0:
         return f"it ended with exit status {status}"
     name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
@@ -283,7 +283,7 @@ def die_with_parent(number: int) -> None:
 
 
 def with_parent() -> None:
-    """In a child, before its program begins: signals that we ignore are not ignored there."""
+    """Makes a child heed the signals that we ignore, and end with us; called there before its program begins."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent(signal.SIGTERM)
 
@@ -345,13 +345,13 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def beginning(pid: int) -> str:
-    """When the process began, in the kernel's ticks; nothing where there is none."""
+    """Returns when the process began, in the kernel's ticks; nothing where there is none."""
     fields = _stat(pid)
     return fields[19] if fields is not None else ""
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/<pid>/stat`` behind the command's name."""
+    """Returns the fields of ``/proc/<pid>/stat`` behind the command's name."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
     return None

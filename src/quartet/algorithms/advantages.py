@@ -49,7 +49,7 @@ def gae(
     *,
     bootstrap_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al., 2016, eq. 16) over action tokens only.
+    """Computes generalised advantage estimation (Schulman et al., 2016, eq. 16) over action tokens only.
 
     The action tokens of a trajectory follow one another whatever stands between them, also across its
     sequences: ``delta = reward + gamma * value of the next action token - value``, and
@@ -85,7 +85,8 @@ def gae(
 
 @torch.no_grad()
 def discounted_returns(token_rewards_T: Tensor, owner_T: Tensor, gamma: float) -> Tensor:
-    """``[T]`` discounted sum of the rewards from each action token on: ``return = reward + gamma * next return``.
+    """Returns ``[T]`` discounted sum of the rewards from each action token on:
+    ``return = reward + gamma * next return``.
 
     Over action tokens only, joined across the trajectory's sequences, as in ``gae``; 0 elsewhere. REINFORCE++ (Hu et
     al., 2025) whitens them over the whole rollout batch (``segments.masked_whiten``).
@@ -103,7 +104,7 @@ def discounted_returns(token_rewards_T: Tensor, owner_T: Tensor, gamma: float) -
 
 @torch.no_grad()
 def less_baseline(returns_T: Tensor, baseline_N: Tensor, owner_T: Tensor) -> Tensor:
-    """``[T]`` returns less one baseline per trajectory; 0 where no action.
+    """Returns ``[T]`` returns less one baseline per trajectory; 0 where no action.
 
     ReMax (Li et al., 2024), where the baseline is the score of the greedy response to the same prompt.
     """
@@ -113,7 +114,8 @@ def less_baseline(returns_T: Tensor, baseline_N: Tensor, owner_T: Tensor) -> Ten
 
 @torch.no_grad()
 def teacher_advantages(teacher_logprobs_T: Tensor, policy_logprobs_T: Tensor, action_mask_T: Tensor) -> Tensor:
-    """``[T]`` how much likelier a teacher finds each action token, ``teacher - policy`` in nats; 0 where no action.
+    """Returns ``[T]`` how much likelier a teacher finds each action token, ``teacher - policy`` in nats; 0 where no
+    action.
 
     On-policy distillation with the reverse KL (Agarwal et al., 2024): under the plain policy gradient its expectation
     is the gradient of -KL(policy ‖ teacher) at each token.
@@ -125,7 +127,7 @@ def teacher_advantages(teacher_logprobs_T: Tensor, policy_logprobs_T: Tensor, ac
 def group_relative(
     scores_N: Tensor, group_N: Tensor, normalise_std: bool | Literal["batch"], *, raw_scores_N: Tensor | None = None
 ) -> Tensor:
-    """``[N]`` score less the group's mean, over the group's standard deviation if asked for.
+    """Returns ``[N]`` score less the group's mean, over the group's standard deviation if asked for.
 
     With ``normalise_std`` GRPO (Shao et al., 2024, section 4.1.2), without Dr. GRPO (Liu et al., 2025); with "batch"
     over the standard deviation of all scores (Liu et al., 2025, arXiv 2508.08221, section 4.1; TRL's ``scale_rewards:
@@ -151,7 +153,8 @@ def group_relative(
 
 @torch.no_grad()
 def normalised_in_groups(scores_N: Tensor, group_N: Tensor) -> Tensor:
-    """``[N]`` one source's scores less their mean in the group, over their standard deviation (unbiased, plus 1e-6).
+    """Returns ``[N]`` one source's scores less their mean in the group, over their standard deviation (unbiased, plus
+    1e-6).
 
     GDPO (Liu et al., 2026, arXiv 2601.05242, eq. 4) adds them up over the sources afterwards. NaN, where the source
     does not apply, stays and takes no part; scores that are equal or alone in their group give exactly 0.
@@ -169,8 +172,8 @@ def normalised_in_groups(scores_N: Tensor, group_N: Tensor) -> Tensor:
 def best_of_k(
     scores_N: Tensor, group_N: Tensor, k: int, normalise_std: bool, *, raw_scores_N: Tensor | None = None
 ) -> Tensor:
-    """``[N]`` pass@k advantages (Chen et al., 2025, arXiv 2508.10751, eq. 14 and 15): how much better than the average
-    is the best of ``k`` responses if this one is among them.
+    """Returns ``[N]`` pass@k advantages (Chen et al., 2025, arXiv 2508.10751, eq. 14 and 15): how much better than the
+    average is the best of ``k`` responses if this one is among them.
 
     Over all ways to choose k responses of the group: the mean of the best score of those that have this response, less
     the mean of all, over the standard deviation of all (plus 1e-6) if asked for. Scores of 0 and 1 give the paper's
@@ -208,7 +211,7 @@ def best_of_k(
 
 
 def _ratio_of_choices(n: Tensor, k: Tensor, of_n: Tensor, of_k: Tensor) -> Tensor:
-    """``C(n, k) / C(of_n, of_k)`` fp64, 0 where k is not in [0, n]."""
+    """Returns ``C(n, k) / C(of_n, of_k)`` fp64, 0 where k is not in [0, n]."""
     log = _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k)
     log = log - (_log_factorial(of_n) - _log_factorial(of_k) - _log_factorial(of_n - of_k))
     return torch.where((k >= 0) & (k <= n), log.exp(), 0.0)
@@ -220,7 +223,8 @@ def _log_factorial(n: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rescaled_by_variance(advantages_N: Tensor, group_N: Tensor, scores_N: Tensor) -> Tensor:
-    """``[N]`` advantages times ``N / trajectories in groups whose scores differ`` (GPG's alpha; Chu et al., 2025).
+    """Returns ``[N]`` advantages times ``N / trajectories in groups whose scores differ`` (GPG's alpha; Chu et al.,
+    2025).
 
     Groups of equal scores have no gradient, yet they count in the denominator of a mean: this takes them out of it.
     Where all groups are such, the advantages stay as they are.
@@ -237,7 +241,7 @@ def rescaled_by_variance(advantages_N: Tensor, group_N: Tensor, scores_N: Tensor
 
 @torch.no_grad()
 def leave_one_out(scores_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | None = None) -> Tensor:
-    """``[N]`` score less the mean of the *other* members' scores (RLOO; Kool et al., 2019; Ahmadian et al.,
+    """Returns ``[N]`` score less the mean of the *other* members' scores (RLOO; Kool et al., 2019; Ahmadian et al.,
     2024).
 
     Arguments and errors as for ``group_relative``; a group of equal scores gives exactly 0.
@@ -253,8 +257,8 @@ def leave_one_out(scores_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | N
 def length_weighted(
     scores_N: Tensor, lengths_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | None = None
 ) -> Tensor:
-    """``[N]`` score less the group's mean weighted by length, ``sum(length * score) / sum(length)`` (OPO; Hao et al.,
-    2025).
+    """Returns ``[N]`` score less the group's mean weighted by length, ``sum(length * score) / sum(length)`` (OPO; Hao
+    et al., 2025).
 
     Args:
         lengths_N: ``[N]`` action tokens of each trajectory, at least 1.
@@ -271,7 +275,8 @@ def length_weighted(
 
 @torch.no_grad()
 def whitened_unless_equal(advantages_N: Tensor, is_equal_N: Tensor, owner_T: Tensor, *, scale: bool = True) -> Tensor:
-    """``[T]`` advantages on their action tokens, whitened over all of them (REINFORCE++-baseline; Hu et al., 2025).
+    """Returns ``[T]`` advantages on their action tokens, whitened over all of them (REINFORCE++-baseline; Hu et al.,
+    2025).
 
     Whitening moves every value by the batch's mean, also those of groups with equal scores, which have nothing to say:
     these count in mean and deviation, and are exactly 0 afterwards.
@@ -287,8 +292,8 @@ def whitened_unless_equal(advantages_N: Tensor, is_equal_N: Tensor, owner_T: Ten
 
 @torch.no_grad()
 def optimal_token_baseline(returns_T: Tensor, energy_T: Tensor, group_N: Tensor, owner_T: Tensor) -> Tensor:
-    """``[T]`` returns less the baseline of least variance for their position in the group (arXiv 2602.07078; verl's
-    ``optimal_token_baseline``); 0 where no action.
+    """Returns ``[T]`` returns less the baseline of least variance for their position in the group (arXiv 2602.07078;
+    verl's ``optimal_token_baseline``); 0 where no action.
 
     At the t-th action token the baseline is ``Σ G_t W_t / Σ W_t`` over the group's trajectories that are as long, with
     ``W_t`` the sum of ``energy`` over a trajectory's first t action tokens. Where one is longer than all others of its
@@ -317,7 +322,8 @@ def optimal_token_baseline(returns_T: Tensor, energy_T: Tensor, group_N: Tensor,
 
 @torch.no_grad()
 def score_energy(logprobs_T: Tensor, sharp_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``[T]`` squared norm of a log-probability's gradient in the logits, ``1 - 2 p + Σ p²`` over the vocabulary.
+    """Returns ``[T]`` squared norm of a log-probability's gradient in the logits, ``1 - 2 p + Σ p²`` over the
+    vocabulary.
 
     The sum is read from the log-probability of the same token at half the temperature: with ``z`` the logits over the
     temperature, ``2 log p - log p_sharp = lse(2 z) - 2 lse(z) = log Σ p²``.
@@ -331,8 +337,8 @@ def score_energy(logprobs_T: Tensor, sharp_logprobs_T: Tensor, mask_T: Tensor) -
 
 
 def _action_order(owner_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``[A]`` positions of the action tokens, trajectory after trajectory in time order, and ``[A]`` 1 where the next
-    of them belongs to the same trajectory, 0 where it does not.
+    """Returns ``[A]`` positions of the action tokens, trajectory after trajectory in time order, and ``[A]`` 1 where
+    the next of them belongs to the same trajectory, 0 where it does not.
     """
     order_A = time_order(owner_T)
     owner_A = owner_T[order_A]
@@ -358,7 +364,7 @@ def _group_index(group_N: Tensor) -> tuple[Tensor, int]:
 
 
 def _centred(scores_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, int]:
-    """``[N]`` score less the mean of its group, the group's index ``[N]``, and the number of groups."""
+    """Returns ``[N]`` score less the mean of its group, the group's index ``[N]``, and the number of groups."""
     member_N, num_groups = _group_index(group_N)
     scores = wide(scores_N)
     return scores - gather_owner(segment_mean(scores, member_N, num_groups), member_N), member_N, num_groups
@@ -417,7 +423,7 @@ def _blocks(values_A: Tensor, num_blocks: int) -> Tensor:
 
 
 def penalise_missing_eos(scores_N: Tensor, ended_N: Tensor, penalty: float) -> Tensor:
-    """``[N]`` scores less ``penalty`` where the trajectory did not end by itself.
+    """Returns ``[N]`` scores less ``penalty`` where the trajectory did not end by itself.
 
     Args:
         scores_N: ``[N]``.
@@ -428,8 +434,8 @@ def penalise_missing_eos(scores_N: Tensor, ended_N: Tensor, penalty: float) -> T
 
 
 def overlong_penalty(lengths_N: Tensor, limit: int, buffer: int, penalty: float) -> Tensor:
-    """``[N]`` fp32: what a response costs that comes close to the longest allowed, to be subtracted from its score
-    (DAPO's soft overlong punishment; Yu et al., 2025, eq. 13).
+    """Returns ``[N]`` fp32: what a response costs that comes close to the longest allowed, to be subtracted from its
+    score (DAPO's soft overlong punishment; Yu et al., 2025, eq. 13).
 
     Nothing up to ``limit - buffer`` tokens, then linearly more, ``penalty`` at ``limit`` and beyond.
 
@@ -443,8 +449,7 @@ def overlong_penalty(lengths_N: Tensor, limit: int, buffer: int, penalty: float)
 
 
 def token_rewards(scores_N: Tensor, kl_T: Tensor | None, kl_coef: float, owner_T: Tensor) -> Tensor:
-    """``[T]`` rewards: the score on the trajectory's last action token, less ``kl_coef * kl`` on each of
-    them.
+    """Returns ``[T]`` rewards: the score on the trajectory's last action token, less ``kl_coef * kl`` on each of them.
 
     Args:
         scores_N: ``[N]`` one score per trajectory. That of a trajectory without action tokens lands nowhere.
@@ -465,7 +470,7 @@ def token_rewards(scores_N: Tensor, kl_T: Tensor | None, kl_coef: float, owner_T
 
 
 def completion_rewards(scores_N: Tensor, kl_T: Tensor, kl_coef: float, owner_T: Tensor) -> Tensor:
-    """``[N]`` scores less ``kl_coef`` times the KL summed over the trajectory's action tokens.
+    """Returns ``[N]`` scores less ``kl_coef`` times the KL summed over the trajectory's action tokens.
 
     The reward of RLOO as published (Ahmadian et al., 2024), where a whole completion is one action. Arguments
     as for ``token_rewards``; a trajectory without action tokens keeps its score.

@@ -25,7 +25,8 @@ class Interval(NamedTuple):
 
 
 def pass_at_k(num_samples_P: Tensor, num_right_P: Tensor, k: int) -> Tensor:
-    """``[P]`` float64: probability that at least one of ``k`` samples is right, unbiased (Chen et al. 2021, eq. 1).
+    """Returns ``[P]`` float64: probability that at least one of ``k`` samples is right, unbiased (Chen et al. 2021, eq.
+    1).
 
     ``1 − C(n − c, k) / C(n, k)``, which is ``1 − Π_{j<k} (1 − c / (n − j))``; computed through ``log1p`` and
     ``expm1``, so that no factorial overflows and a rare success keeps its digits.
@@ -41,7 +42,7 @@ def pass_at_k(num_samples_P: Tensor, num_right_P: Tensor, k: int) -> Tensor:
 
 
 def majority_vote(votes_PK: Tensor, right_PK: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the most frequent answer is right, and whether several are equally frequent.
+    """Tells whether the most frequent answer is right, and whether several are equally frequent.
 
     Among tied answers the value is their mean, which is what a draw between them gives on average.
 
@@ -63,8 +64,8 @@ def majority_vote(votes_PK: Tensor, right_PK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def wilson_interval(mean: float, num: int, confidence: float = 0.95) -> Interval:
-    """Interval of a proportion ``mean`` of ``num`` independent trials (Wilson 1927), at least one; never empty, also at
-    0 and 1.
+    """Returns the interval of a proportion ``mean`` of ``num`` independent trials (Wilson 1927), at least one; never
+    empty, also at 0 and 1.
     """
     z = _quantile(confidence)
     denominator = 1 + z * z / num
@@ -81,7 +82,7 @@ def bootstrap_interval(
     num_resamples: int = NUM_RESAMPLES,
     weights_P: Tensor | None = None,
 ) -> Interval:
-    """Percentile interval of the mean over prompts, resampled with replacement (Efron 1979).
+    """Returns the percentile interval of the mean over prompts, resampled with replacement (Efron 1979).
 
     Args:
         values_P: at least two; of one no spread can be learned.
@@ -101,7 +102,8 @@ def bootstrap_interval(
 
 
 def win_rate_interval(num_good: int, num_same: int, num_bad: int, confidence: float = 0.95) -> Interval:
-    """Interval of the win rate ``(good + same / 2) / all``: the score interval of paired proportions (Tango 1998).
+    """Returns the interval of the win rate ``(good + same / 2) / all``: the score interval of paired proportions (Tango
+    1998).
 
     The win rate is ``(1 + d) / 2`` with ``d`` the share of good less the share of bad. Those ``d`` belong to the
     interval whose score statistic, with the share of good and bad estimated under ``d``, is within the normal quantile.
@@ -119,8 +121,9 @@ def win_rate_interval(num_good: int, num_same: int, num_bad: int, confidence: fl
 
 
 def _score_variance(num_good: int, num_bad: int, num: int, difference: float) -> float:
-    """Variance of one comparison's outcome (+1, 0, -1) when its mean is ``difference``: bad is estimated as ``q``, the
-    larger root of the likelihood equation, good as ``q + difference``."""
+    """Returns the variance of one comparison's outcome (+1, 0, -1) when its mean is ``difference``: bad is estimated as
+    ``q``, the larger root of the likelihood equation, good as ``q + difference``.
+    """
     b = -num_good - num_bad + (2 * num - num_good + num_bad) * difference
     c = -num_bad * difference * (1 - difference)
     q = max(0.0, (math.sqrt(max(0.0, b * b - 8 * num * c)) - b) / (4 * num))
@@ -128,7 +131,7 @@ def _score_variance(num_good: int, num_bad: int, num: int, difference: float) ->
 
 
 def _root(excess: Callable[[float], float], outside: float, inside: float) -> float:
-    """Where ``excess`` changes sign between a point outside the interval and one inside, by bisection."""
+    """Finds where ``excess`` changes sign between a point outside the interval and one inside, by bisection."""
     if excess(outside) <= 0:
         return outside
     for _ in range(60):

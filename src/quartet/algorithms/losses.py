@@ -82,12 +82,12 @@ MAX_LOG_RATIO = 20.0
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """``exp`` of a log-ratio clamped to ±20; no gradient beyond."""
+    """Returns ``exp`` of a log-ratio clamped to ±20; no gradient beyond."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: KLKind, *, mask_T: Tensor | None = None) -> Tensor:
-    """``[T]`` an estimate of KL(policy ‖ reference) per token, for tokens sampled from the policy.
+    """Returns ``[T]`` an estimate of KL(policy ‖ reference) per token, for tokens sampled from the policy.
 
     With ``d = logprobs - ref_logprobs`` (Schulman, "Approximating KL divergence", 2020):
     k1 ``d`` (unbiased, any sign), k2 ``d² / 2`` (biased, low variance),
@@ -122,7 +122,7 @@ MAX_ERROR = 0.2
 
 
 def adaptive_kl_coef(coef: float, observed: float, target: float, horizon: float, num_samples: int) -> float:
-    """The KL coefficient after a step (Ziegler et al., 2019, section 2.2).
+    """Returns the KL coefficient after a step (Ziegler et al., 2019, section 2.2).
 
     ``coef * (1 + clip(observed / target - 1, ±0.2) * num_samples / horizon)``: proportional control in log
     space.
@@ -163,7 +163,7 @@ class AggregationDenominators:
 def aggregation_denominators(
     loss_mask_T: Tensor, owner_T: Tensor, num_owners: int, *, norm: float | None = None
 ) -> AggregationDenominators:
-    """Denominators of a whole mini-batch.
+    """Returns the denominators of a whole mini-batch.
 
     Args:
         loss_mask_T: ``[T]`` bool.
@@ -202,7 +202,7 @@ class LossTokens:
 
 
 def aggregate(values_T: Tensor, tokens: LossTokens) -> Tensor:
-    """A micro-batch's share of the mini-batch's loss; the shares of all micro-batches add up to it.
+    """Returns a micro-batch's share of the mini-batch's loss; the shares of all micro-batches add up to it.
 
     Args:
         values_T: ``[T]`` per-token losses of the micro-batch; elsewhere they are ignored, whatever they are.
@@ -246,7 +246,7 @@ class PairwiseLossOutput:
 
 
 def kl_loss(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, tokens: LossTokens, kind: KLKind) -> Tensor:
-    """Aggregated KL estimate with gradient, to be added to a policy loss times ``kl_coef``.
+    """Returns the aggregated KL estimate with gradient, to be added to a policy loss times ``kl_coef``.
 
     The gradient of k1 has expectation 0; k2's is that of the true KL on-policy; k3's is an approximation of
     it.
@@ -257,8 +257,7 @@ def kl_loss(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, tokens: LossToken
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, tokens: LossTokens, *, clip_eps: float | None
 ) -> ValueLossOutput:
-    """``0.5 * max((V - R)², (clip(V, old ± clip_eps) - R)²)`` per token; unclipped where ``clip_eps`` is
-    None.
+    """Computes ``0.5 * max((V - R)², (clip(V, old ± clip_eps) - R)²)`` per token; unclipped where ``clip_eps`` is None.
 
     Args:
         values_T: ``[T]`` with gradient.
@@ -279,14 +278,15 @@ def value_loss(
 
 
 def sft_loss(policy_logprobs_T: Tensor, tokens: LossTokens) -> Tensor:
-    """Negative log-likelihood of the demonstrations' loss tokens, in nats."""
+    """Returns the negative log-likelihood of the demonstrations' loss tokens, in nats."""
     return aggregate(-policy_logprobs_T, tokens)
 
 
 def pairwise_reward_loss(
     chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, margin_P: Tensor | None = None, centring: float = 0.0
 ) -> PairwiseLossOutput:
-    """Bradley-Terry loss of preference pairs (Ouyang et al., 2022, eq. 1), a micro-batch's share of the mean.
+    """Computes the Bradley-Terry loss of preference pairs (Ouyang et al., 2022, eq. 1), a micro-batch's share of the
+    mean.
 
     Per pair ``-logsigmoid(chosen - rejected - margin) + centring * (chosen + rejected)²``. The margin is that
     of Touvron et al., 2023 (Llama 2), eq. 2; the centring term that of Eisenstein et al., 2023, eq. 2: it
@@ -344,7 +344,7 @@ class PolicyTokens:
         return keep(self.advantages, self.mask_T).detach()
 
     def output(self, loss_T: Tensor, ratio_T: Tensor, num_clipped: Tensor | None = None) -> PolicyLossOutput:
-        """Of losses per token; ``num_clipped`` is 0 where left out."""
+        """Makes the output of losses per token; ``num_clipped`` is 0 where left out."""
         mask_T = self.mask_T
         if self.weights_T is not None:
             loss_T = loss_T * keep(self.weights_T, mask_T).detach()
@@ -380,7 +380,7 @@ class PolicyLossOutput:
 def policy_loss(
     given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float, dual_clip: float | None = None
 ) -> PolicyLossOutput:
-    """PPO's clipped surrogate (Schulman et al., 2017, eq. 7), to be minimised; also GRPO's and token-level
+    """Computes PPO's clipped surrogate (Schulman et al., 2017, eq. 7), to be minimised; also GRPO's and token-level
     RLOO's.
 
     Per token ``max(-A * ratio, -A * clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high))`` with
@@ -403,8 +403,7 @@ def policy_loss(
 
 
 def sequence_policy_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float) -> PolicyLossOutput:
-    """RLOO as published: a whole completion is one action, the clip acts on its ratio (Ahmadian et al.,
-    2024).
+    """Computes RLOO as published: a whole completion is one action, the clip acts on its ratio (Ahmadian et al., 2024).
 
     The log-ratio is the sum over the trajectory's loss tokens. The loss is the mean over the mini-batch's
     trajectories that have loss tokens, without ``weights_T``; other arguments as for ``policy_loss``.
@@ -423,7 +422,7 @@ def sequence_policy_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_h
 
 
 def gspo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float) -> PolicyLossOutput:
-    """GSPO (Zheng et al., 2025): the clipped surrogate under the length-normalised ratio of the sequence.
+    """Computes GSPO (Zheng et al., 2025): the clipped surrogate under the length-normalised ratio of the sequence.
 
     Each token's ratio is ``exp(mean of policy - old over the trajectory's loss tokens)``, and the gradient goes through
     that mean. With one advantage per trajectory this equals the published form, and its stop-gradient form, under each
@@ -438,7 +437,7 @@ def gspo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float)
 
 
 def cispo_loss(given: PolicyTokens, *, clip_eps_low: float | None, clip_eps_high: float) -> PolicyLossOutput:
-    """CISPO (MiniMax, 2025): the policy gradient under a clipped, constant importance weight.
+    """Computes CISPO (MiniMax, 2025): the policy gradient under a clipped, constant importance weight.
 
     Per token ``-A * stop(clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high)) * policy``: no token loses its gradient.
     Arguments as for ``policy_loss``; without ``clip_eps_low`` there is no lower bound.
@@ -450,7 +449,7 @@ def cispo_loss(given: PolicyTokens, *, clip_eps_low: float | None, clip_eps_high
 
 
 def sapo_loss(given: PolicyTokens, *, tau_pos: float, tau_neg: float) -> PolicyLossOutput:
-    """SAPO (Gao et al., 2025, arXiv 2511.20347): the ratio through a smooth gate in the place of the clip.
+    """Computes SAPO (Gao et al., 2025, arXiv 2511.20347): the ratio through a smooth gate in the place of the clip.
 
     Per token ``-A * 4/τ * sigmoid(τ (ratio - 1))``, τ being ``tau_pos`` where A is above 0 and ``tau_neg`` elsewhere:
     the gradient is that of ``-A * ratio`` at ratio 1, and fades on both sides of it.
@@ -461,7 +460,8 @@ def sapo_loss(given: PolicyTokens, *, tau_pos: float, tau_neg: float) -> PolicyL
 
 
 def gmpo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float) -> PolicyLossOutput:
-    """GMPO (Zhao et al., 2025, arXiv 2507.20673, eq. 4): the geometric mean of token ratios, each clipped by itself.
+    """Computes GMPO (Zhao et al., 2025, arXiv 2507.20673, eq. 4): the geometric mean of token ratios, each clipped by
+    itself.
 
     A token's log-ratio is held at ``clip_eps_high`` where A is above 0, at ``-clip_eps_low`` where it is below (the
     pessimistic side, as in PPO), then averaged over the trajectory's loss tokens: ``-A * exp(mean)``. The limits are
@@ -479,7 +479,8 @@ def gmpo_loss(given: PolicyTokens, *, clip_eps_low: float, clip_eps_high: float)
 
 
 def kl_cov_loss(given: PolicyTokens, *, held_T: Tensor, ppo_kl_coef: float) -> PolicyLossOutput:
-    """KL-Cov (Cui et al., 2025, arXiv 2505.22617, eq. 13): the surrogate without a clip, some tokens held by a penalty.
+    """Computes KL-Cov (Cui et al., 2025, arXiv 2505.22617, eq. 13): the surrogate without a clip, some tokens held by a
+    penalty.
 
     Per token ``-A * ratio``, and ``ppo_kl_coef * |policy - old|`` more where ``held_T``: the absolute log-ratio of the
     authors' code, in the place of the paper's KL. ``held_T`` ``[T]`` bool are the tokens of highest covariance
@@ -490,8 +491,8 @@ def kl_cov_loss(given: PolicyTokens, *, held_T: Tensor, ppo_kl_coef: float) -> P
 
 
 def reinforce_loss(given: PolicyTokens) -> PolicyLossOutput:
-    """The plain policy gradient (Williams, 1992): per token ``-A * policy``; the old log-probabilities only measure the
-    drift.
+    """Computes the plain policy gradient (Williams, 1992): per token ``-A * policy``; the old log-probabilities only
+    measure the drift.
     """
     return given.output(-given.advantages_T * given.policy_T, bounded_exp(given.log_ratio_T.detach()))
 
@@ -500,7 +501,7 @@ def reinforce_loss(given: PolicyTokens) -> PolicyLossOutput:
 
 
 def _whole_trajectories(tokens: LossTokens) -> Tensor:
-    """``[N]`` loss tokens of each trajectory, 0 for those of other micro-batches."""
+    """Returns ``[N]`` loss tokens of each trajectory, 0 for those of other micro-batches."""
     total_N = tokens.denominators.tokens_per_sequence
     count_N = segment_count(tokens.owner_T, total_N.shape[0])
     if bool(((count_N > 0) & (count_N != total_N)).any()):
@@ -509,14 +510,14 @@ def _whole_trajectories(tokens: LossTokens) -> Tensor:
 
 
 def _mean_of_trajectory(values_T: Tensor, tokens: LossTokens) -> Tensor:
-    """``[T]`` the mean of ``values`` over the loss tokens of the token's trajectory; 0 where masked."""
+    """Returns ``[T]`` the mean of ``values`` over the loss tokens of the token's trajectory; 0 where masked."""
     count_N = _whole_trajectories(tokens)
     mean_N = segment_sum(values_T, tokens.owner_T, count_N.shape[0]) / count_N.clamp(min=1)
     return gather_owner(mean_N, tokens.owner_T)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate of each unit, and for how many the clipped branch is the larger loss."""
+    """Returns the clipped surrogate of each unit, and for how many the clipped branch is the larger loss."""
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     return torch.maximum(plain, clipped), (mask & (clipped > plain)).sum()
 
@@ -580,7 +581,7 @@ class ImportanceWeights:
 def importance_weights(
     given: SampledTokens, *, level: Level, mode: Literal["truncate", "mask"], cap: float, floor: float | None = None
 ) -> ImportanceWeights:
-    """Weights ``old / rollout`` that correct a loss for the policy which really sampled; constants.
+    """Returns the weights ``old / rollout`` that correct a loss for the policy which really sampled; constants.
 
     Args:
         level: "token", or "sequence" for the product over the trajectory's masked tokens on each of them.
@@ -601,8 +602,9 @@ def importance_weights(
 
 @torch.no_grad()
 def mean_weight(weights_T: Tensor, given: SampledTokens, *, level: Level) -> Tensor:
-    """Scalar mean of ``importance_weights`` over their tokens, or over the trajectories that have any; 1 without any
-    token, or where all weights are 0. Weights divided by it have mean 1: self-normalised importance sampling.
+    """Returns the scalar mean of ``importance_weights`` over their tokens, or over the trajectories that have any; 1
+    without any token, or where all weights are 0. Weights divided by it have mean 1: self-normalised importance
+    sampling.
 
     ``given`` is the whole mini-batch.
     """
@@ -619,7 +621,8 @@ def mean_weight(weights_T: Tensor, given: SampledTokens, *, level: Level) -> Ten
 def is_accepted(
     given: SampledTokens, *, statistic: Literal["geometric", "sequence"], lower: float, upper: float
 ) -> Tensor:
-    """``[N]`` bool: trajectories whose ratio ``old / rollout`` lies within both limits; True for those without tokens.
+    """Returns ``[N]`` bool: trajectories whose ratio ``old / rollout`` lies within both limits; True for those without
+    tokens.
 
     The ratio is the product over the trajectory's masked tokens ("sequence"), or their geometric mean, which does not
     grow with the length ("geometric"; verl's rollout correction, "Rejection Sampling").

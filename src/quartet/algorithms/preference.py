@@ -54,11 +54,11 @@ class Pairs:
     num_pairs: int
 
     def rewards(self, beta: float) -> tuple[Tensor, Tensor]:
-        """``[P]`` the implicit rewards of both sides, ``beta`` times their numbers."""
+        """Returns ``[P]`` the implicit rewards of both sides, ``beta`` times their numbers."""
         return beta * wide(self.chosen_P), beta * wide(self.rejected_P)
 
     def output(self, loss_P: Tensor, chosen: Tensor, rejected: Tensor) -> PreferenceLossOutput:
-        """The share of the mean of ``loss_P``, and the implicit rewards."""
+        """Returns the share of the mean of ``loss_P``, and the implicit rewards."""
         return PreferenceLossOutput(loss_P.sum() / max(self.num_pairs, 1), chosen.detach(), rejected.detach())
 
 
@@ -76,7 +76,7 @@ class JudgedLossOutput:
 def dpo_loss(
     pairs: Pairs, *, beta: float, label_smoothing: float = 0.0, margin_P: Tensor | None = None
 ) -> PreferenceLossOutput:
-    """Direct preference optimisation (Rafailov et al., 2023, eq. 7).
+    """Computes direct preference optimisation (Rafailov et al., 2023, eq. 7).
 
     Per pair ``-(1 - ε) logsigmoid(x) - ε logsigmoid(-x)`` with ``x = β (chosen - rejected) - margin``. ε is the share
     of labels thought to be wrong (conservative DPO, Mitchell, 2023); the margin is the offset of Amini et al., 2024.
@@ -96,7 +96,8 @@ def dpo_loss(
 
 
 def robust_dpo_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> PreferenceLossOutput:
-    """DPO whose expectation is that of clean labels where a share ε of them is flipped (Chowdhury et al., 2024).
+    """Computes DPO whose expectation is that of clean labels where a share ε of them is flipped (Chowdhury et al.,
+    2024).
 
     Per pair ``(-(1 - ε) logsigmoid(x) + ε logsigmoid(-x)) / (1 - 2ε)``; arguments as for ``dpo_loss``, ε in [0, 0.5).
     It is not bounded below: a pair that is already certain keeps a gradient.
@@ -108,7 +109,7 @@ def robust_dpo_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> Pre
 
 
 def ipo_loss(pairs: Pairs, *, beta: float) -> PreferenceLossOutput:
-    """Identity preference optimisation (Azar et al., 2023, eq. 17): ``(chosen - rejected - 1 / (2β))²``.
+    """Computes identity preference optimisation (Azar et al., 2023, eq. 17): ``(chosen - rejected - 1 / (2β))²``.
 
     The paper's τ is ``beta``. Arguments as for ``dpo_loss``; the log-ratios may be per token (divided by the answer's
     length), which makes the target independent of it.
@@ -119,7 +120,8 @@ def ipo_loss(pairs: Pairs, *, beta: float) -> PreferenceLossOutput:
 
 
 def hinge_loss(pairs: Pairs, *, beta: float) -> PreferenceLossOutput:
-    """``max(0, 1 - β (chosen - rejected))``: SLiC's rank loss on log-ratios (Zhao et al., 2023; Liu et al., 2024).
+    """Computes ``max(0, 1 - β (chosen - rejected))``: SLiC's rank loss on log-ratios (Zhao et al., 2023; Liu et al.,
+    2024).
 
     Arguments as for ``dpo_loss``. A pair further apart than ``1 / β`` has no gradient.
     """
@@ -128,7 +130,8 @@ def hinge_loss(pairs: Pairs, *, beta: float) -> PreferenceLossOutput:
 
 
 def exo_pair_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> PreferenceLossOutput:
-    """EXO on pairs (Ji et al., 2024, arXiv 2402.00856, eq. 16): the reverse KL from labels smoothed by ε to σ(x).
+    """Computes EXO on pairs (Ji et al., 2024, arXiv 2402.00856, eq. 16): the reverse KL from labels smoothed by ε to
+    σ(x).
 
     Per pair ``σ(x) (log σ(x) - log(1 - ε)) + σ(-x) (log σ(-x) - log ε)`` with ``x = β (chosen - rejected)``; arguments
     as for ``dpo_loss``, ε in (0, 0.5).
@@ -143,7 +146,7 @@ def exo_pair_loss(pairs: Pairs, *, beta: float, label_smoothing: float) -> Prefe
 def pointwise_pair_loss(
     kind: Literal["nca_pair", "sppo_hard", "apo_zero", "apo_down"], pairs: Pairs, *, beta: float
 ) -> PreferenceLossOutput:
-    """Losses of pairs in which each implicit reward, r_w and r_l, also counts by itself.
+    """Computes losses of pairs in which each implicit reward, r_w and r_l, also counts by itself.
 
     ============= ================================================ ===================================================
     ``nca_pair``  ``-log σ(r_w) - (log σ(-r_w) + log σ(-r_l)) / 2`` Chen et al., 2024, arXiv 2402.05369, algorithm 2
@@ -168,7 +171,7 @@ def pointwise_pair_loss(
 
 
 def discopop_loss(pairs: Pairs, *, beta: float, discopop_tau: float) -> PreferenceLossOutput:
-    """DiscoPOP's log-ratio modulated loss (Lu et al., 2024, arXiv 2406.08414, section 4).
+    """Computes DiscoPOP's log-ratio modulated loss (Lu et al., 2024, arXiv 2406.08414, section 4).
 
     Per pair ``-(1 - m) log σ(x) + m exp(-x)`` with ``x = β (chosen - rejected)`` and ``m = σ(x / τ)``; arguments as for
     ``dpo_loss``. ``exp(-x)`` is weighed as ``exp(log m - x)``, which stays finite wherever the product does.
@@ -183,7 +186,7 @@ def discopop_loss(pairs: Pairs, *, beta: float, discopop_tau: float) -> Preferen
 
 
 def bco_pair_loss(pairs: Pairs, *, beta: float, anchors: tuple[Tensor, Tensor]) -> PreferenceLossOutput:
-    """BCO on pairs (Jung et al., 2024, arXiv 2404.04656, eq. 13): ``-log σ(r_w - δ) - log σ(δ - r_l)``.
+    """Computes BCO on pairs (Jung et al., 2024, arXiv 2404.04656, eq. 13): ``-log σ(r_w - δ) - log σ(δ - r_l)``.
 
     δ is the mean implicit reward of all answers of the step, a constant. The paper keeps a moving average of it, TRL
     the mean since the run began; the step's own has no state that a resumed run would miss. Arguments as for
@@ -200,8 +203,8 @@ def bco_pair_loss(pairs: Pairs, *, beta: float, anchors: tuple[Tensor, Tensor]) 
 def aot_unpaired_loss(
     pairs: Pairs, *, beta: float, label_smoothing: float, anchors: tuple[Tensor, Tensor]
 ) -> PreferenceLossOutput:
-    """AOT without pairs (Melnyk et al., 2024, arXiv 2406.05882, section 3): DPO between the j-th smallest log-ratio of
-    chosen answers and the j-th smallest of rejected ones. Arguments as for ``bco_pair_loss``.
+    """Computes AOT without pairs (Melnyk et al., 2024, arXiv 2406.05882, section 3): DPO between the j-th smallest
+    log-ratio of chosen answers and the j-th smallest of rejected ones. Arguments as for ``bco_pair_loss``.
 
     The two answers need not lie in one micro-batch: each meets the other's value as a constant, in a term of its own.
     Their sum has the gradient of the whole, and half of it is its value.
@@ -215,7 +218,7 @@ def aot_unpaired_loss(
 
 @torch.no_grad()
 def step_anchors(kind: Literal["bco_pair", "aot", "aot_unpaired"], policy_P2: Tensor, reference_P2: Tensor) -> Tensor:
-    """``[P, 2]`` what each answer of a step is compared with, by the policy as the step begins.
+    """Returns ``[P, 2]`` what each answer of a step is compared with, by the policy as the step begins.
 
     ==================== =====================================================================================
     ``bco_pair``         the mean log-ratio of all answers
@@ -240,13 +243,14 @@ def step_anchors(kind: Literal["bco_pair", "aot", "aot_unpaired"], policy_P2: Te
 
 
 def _of_same_rank(values_P: Tensor, others_P: Tensor) -> Tensor:
-    """``[P]`` of each value the one of ``others`` that is as large among them."""
+    """Returns ``[P]`` for each value the one of ``others`` that is as large among them."""
     ranks_P = values_P.argsort(stable=True).argsort()
     return others_P.sort().values[ranks_P]
 
 
 def kto_reference_point(mismatched_S: Tensor) -> Tensor:
-    """KTO's ``z₀``: a scalar estimate of KL(policy ‖ reference), at least 0, a constant (Ethayarajh et al., 2024).
+    """Computes KTO's ``z₀``: a scalar estimate of KL(policy ‖ reference), at least 0, a constant (Ethayarajh et al.,
+    2024).
 
     Args:
         mismatched_S: ``[S]`` log-ratios of answers to *other* prompts, of the whole mini-batch.
@@ -264,7 +268,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> JudgedLossOutput:
-    """Kahneman-Tversky optimisation (Ethayarajh et al., 2024), for answers judged one by one.
+    """Computes Kahneman-Tversky optimisation (Ethayarajh et al., 2024), for answers judged one by one.
 
     Per answer ``w_d (1 - σ(β (r - z₀)))`` where it is desirable, ``w_u (1 - σ(β (z₀ - r)))`` where it is not.
 
@@ -288,7 +292,7 @@ def kto_loss(
 
 
 def simpo_loss(pairs: Pairs, *, beta: float, gamma: float) -> PreferenceLossOutput:
-    """SimPO (Meng et al., 2024, eq. 6): ``-logsigmoid(β (chosen - rejected) - γ)``.
+    """Computes SimPO (Meng et al., 2024, eq. 6): ``-logsigmoid(β (chosen - rejected) - γ)``.
 
     Args:
         pairs: of mean log-probabilities.
@@ -300,7 +304,7 @@ def simpo_loss(pairs: Pairs, *, beta: float, gamma: float) -> PreferenceLossOutp
 
 
 def odds_ratio_loss(pairs: Pairs) -> PreferenceLossOutput:
-    """ORPO's second term (Hong et al., 2024, eq. 7): ``-logsigmoid(log odds(chosen) - log odds(rejected))``.
+    """Computes ORPO's second term (Hong et al., 2024, eq. 7): ``-logsigmoid(log odds(chosen) - log odds(rejected))``.
 
     ``odds = p / (1 - p)`` of the answer's mean probability per token ``p = exp(mean log-probability)``. The first term,
     to which this is added times its weight, is ``answer_nll`` of the chosen answers. Arguments as for ``simpo_loss``.
@@ -311,8 +315,8 @@ def odds_ratio_loss(pairs: Pairs) -> PreferenceLossOutput:
 
 
 def answer_nll(pairs: Pairs) -> Tensor:
-    """Negative log-likelihood per token of the chosen answers, each answer counting alike: ``mean(-chosen)``. Arguments
-    as for ``simpo_loss``.
+    """Returns the negative log-likelihood per token of the chosen answers, each answer counting alike:
+    ``mean(-chosen)``. Arguments as for ``simpo_loss``.
     """
     return -wide(pairs.chosen_P).sum() / max(pairs.num_pairs, 1)
 
@@ -321,7 +325,7 @@ def answer_nll(pairs: Pairs) -> Tensor:
 
 
 def best_of_groups(scores_N: Tensor, group_N: Tensor, keep: int) -> Tensor:
-    """``[N]`` bool: the ``keep`` highest scores of each group; of equal ones the first.
+    """Returns ``[N]`` bool: the ``keep`` highest scores of each group; of equal ones the first.
 
     Groups of equal scores have none: there is nothing to tell their members apart.
 
@@ -334,7 +338,8 @@ def best_of_groups(scores_N: Tensor, group_N: Tensor, keep: int) -> Tensor:
 
 
 def best_and_worst(scores_N: Tensor, group_N: Tensor) -> Tensor:
-    """``[N]`` int64: 1 for the highest score of each group, -1 for its lowest, 0 for the rest and where all are equal.
+    """Returns ``[N]`` int64: 1 for the highest score of each group, -1 for its lowest, 0 for the rest and where all are
+    equal.
 
     Of equally good ones the first is taken, of equally bad ones the last.
     """
@@ -343,8 +348,8 @@ def best_and_worst(scores_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def _ranked(scores_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``[N]`` each: a score's place within its group, from the highest, 0; the group's size; bool, whether all its
-    scores are equal.
+    """Returns ``[N]`` each: a score's place within its group, from the highest, 0; the group's size; bool, whether all
+    its scores are equal.
     """
     labels = torch.unique(group_N, return_inverse=True)[1]
     falling = scores_N.argsort(descending=True, stable=True)
@@ -360,7 +365,7 @@ def _ranked(scores_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _log_odds(mean_logprob: Tensor) -> Tensor:
-    """``log p - log(1 - p)`` from ``log p``, without loss of digits near p = 0 and p = 1.
+    """Returns ``log p - log(1 - p)`` from ``log p``, without loss of digits near p = 0 and p = 1.
 
     p stays one rounding step below 1, where the odds and their gradient would be infinite.
     """

@@ -17,46 +17,46 @@ STD_EPSILON = 1e-6
 
 
 def reduction_dtype(values: Tensor) -> torch.dtype:
-    """fp64 for fp64 input, else fp32."""
+    """Returns fp64 for fp64 input, else fp32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def wide(values: Tensor) -> Tensor:
-    """``values`` in the reduction's dtype."""
+    """Returns ``values`` in the reduction's dtype."""
     return values.to(reduction_dtype(values))
 
 
 def keep(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``[T]`` in the reduction's dtype: ``values`` where ``mask``, 0 elsewhere, whatever stood there."""
+    """Returns ``[T]`` in the reduction's dtype: ``values`` where ``mask``, 0 elsewhere, whatever stood there."""
     return wide(torch.where(mask_T, values_T, 0))
 
 
 def masked_owner(owner_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``[T]`` the owner index with -1 where ``mask`` is False."""
+    """Returns ``[T]`` the owner index with -1 where ``mask`` is False."""
     return torch.where(mask_T, owner_T, -1)
 
 
 def segment_count(owner_T: Tensor, num_owners: int) -> Tensor:
-    """``[N]`` int64 number of tokens of each owner."""
+    """Returns ``[N]`` int64 number of tokens of each owner."""
     # Not bincount: it asks a GPU for the largest owner, and so waits.
     slots = torch.zeros(num_owners + 1, dtype=torch.int64, device=owner_T.device)
     return slots.index_add(0, owner_T + 1, torch.ones_like(owner_T))[1:]
 
 
 def segment_sum(values_T: Tensor, owner_T: Tensor, num_owners: int) -> Tensor:
-    """``[N]`` sum over each owner's tokens, 0 for owners without any; deterministic on the CPU."""
+    """Returns ``[N]`` sum over each owner's tokens, 0 for owners without any; deterministic on the CPU."""
     # Slot 0 swallows the tokens owned by none, so no selection with a data-dependent size is needed.
     slots = torch.zeros(num_owners + 1, dtype=reduction_dtype(values_T), device=values_T.device)
     return slots.index_add(0, owner_T + 1, values_T.to(slots.dtype))[1:]
 
 
 def segment_mean(values_T: Tensor, owner_T: Tensor, num_owners: int) -> Tensor:
-    """``[N]`` mean over each owner's tokens, 0 for owners without any."""
+    """Returns ``[N]`` mean over each owner's tokens, 0 for owners without any."""
     return segment_sum(values_T, owner_T, num_owners) / segment_count(owner_T, num_owners).clamp(min=1)
 
 
 def segment_std(values_T: Tensor, owner_T: Tensor, num_owners: int) -> Tensor:
-    """``[N]`` unbiased standard deviation over each owner's tokens, 0 for owners of fewer than two."""
+    """Returns ``[N]`` unbiased standard deviation over each owner's tokens, 0 for owners of fewer than two."""
     mean_N = segment_mean(values_T, owner_T, num_owners)
     deviation_T = values_T.to(mean_N.dtype) - gather_owner(mean_N, owner_T)
     square_N = segment_sum(deviation_T.square(), owner_T, num_owners)
@@ -64,7 +64,7 @@ def segment_std(values_T: Tensor, owner_T: Tensor, num_owners: int) -> Tensor:
 
 
 def segment_is_constant(values_T: Tensor, owner_T: Tensor, num_owners: int) -> Tensor:
-    """``[N]`` bool: all of the owner's values are equal (exactly); True for owners of fewer than two."""
+    """Returns ``[N]`` bool: all of the owner's values are equal (exactly); True for owners of fewer than two."""
     slots = torch.zeros(num_owners + 1, dtype=values_T.dtype, device=values_T.device)
     largest = slots.scatter_reduce(0, owner_T + 1, values_T, "amax", include_self=False)
     smallest = slots.scatter_reduce(0, owner_T + 1, values_T, "amin", include_self=False)
@@ -72,20 +72,20 @@ def segment_is_constant(values_T: Tensor, owner_T: Tensor, num_owners: int) -> T
 
 
 def gather_owner(values_N: Tensor, owner_T: Tensor) -> Tensor:
-    """``[T]`` each token's entry of an owner field, 0 for tokens owned by none."""
+    """Returns ``[T]`` each token's entry of an owner field, 0 for tokens owned by none."""
     padded = torch.cat([values_N.new_zeros(1), values_N])
     return padded[owner_T + 1]
 
 
 def last_token(owner_T: Tensor, num_owners: int) -> Tensor:
-    """``[N]`` int64 position of each owner's last token, -1 for owners without any."""
+    """Returns ``[N]`` int64 position of each owner's last token, -1 for owners without any."""
     position_T = torch.arange(owner_T.shape[0], device=owner_T.device)
     slots = torch.full((num_owners + 1,), -1, dtype=torch.int64, device=owner_T.device)
     return slots.scatter_reduce(0, owner_T + 1, position_T, "amax")[1:]
 
 
 def time_order(owner_T: Tensor) -> Tensor:
-    """``[A]`` positions of the owned tokens, owner after owner, each owner's in their order in ``[T]``."""
+    """Returns ``[A]`` positions of the owned tokens, owner after owner, each owner's in their order in ``[T]``."""
     position_A = (owner_T >= 0).nonzero().squeeze(1)
     owner_A = owner_T[position_A]
     if bool((owner_A[1:] >= owner_A[:-1]).all()):
@@ -94,13 +94,13 @@ def time_order(owner_T: Tensor) -> Tensor:
 
 
 def masked_mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Scalar mean over masked tokens, 0 where there are none."""
+    """Returns the scalar mean over masked tokens, 0 where there are none."""
     return keep(values_T, mask_T).sum() / mask_T.sum().clamp(min=1)
 
 
 def masked_whiten(values_T: Tensor, mask_T: Tensor, *, scale: bool = True) -> Tensor:
-    """``[T]`` ``(values - mean) / (std + 1e-6)`` over all masked tokens, 0 elsewhere; without ``scale`` the mean alone
-    is taken off.
+    """Returns ``[T]`` ``(values - mean) / (std + 1e-6)`` over all masked tokens, 0 elsewhere; without ``scale`` the
+    mean alone is taken off.
 
     The standard deviation is unbiased. Equal values give exactly 0; fewer than two tokens are left unchanged.
     """
@@ -118,8 +118,8 @@ def masked_whiten(values_T: Tensor, mask_T: Tensor, *, scale: bool = True) -> Te
 
 
 def top_share(values_T: Tensor, mask_T: Tensor, share: float) -> Tensor:
-    """``[T]`` bool: the masked tokens with the highest values, ``share`` of them (rounded down, at least one); all that
-    equal the last of these, too, so that the order of tokens does not matter.
+    """Returns ``[T]`` bool: the masked tokens with the highest values, ``share`` of them (rounded down, at least one);
+    all that equal the last of these, too, so that the order of tokens does not matter.
 
     Of entropies the tokens at which the policy forks (Wang et al., 2025, arXiv 2506.01939, eq. 5).
 
@@ -135,8 +135,8 @@ def top_share(values_T: Tensor, mask_T: Tensor, share: float) -> Tensor:
 
 
 def drawn_between(values_T: Tensor, mask_T: Tensor, lower: float, upper: float, share: float, keys_T: Tensor) -> Tensor:
-    """``[T]`` bool: masked tokens with a value between the two limits, those with the smallest keys, ``share`` of *all*
-    masked tokens (rounded down, at least one) or as many as there are (Clip-Cov; Cui et al., 2025, eq. 11).
+    """Returns ``[T]`` bool: masked tokens with a value between the two limits, those with the smallest keys, ``share``
+    of *all* masked tokens (rounded down, at least one) or as many as there are (Clip-Cov; Cui et al., 2025, eq. 11).
 
     Args:
         keys_T: ``[T]`` random numbers, all different.
@@ -149,8 +149,9 @@ def drawn_between(values_T: Tensor, mask_T: Tensor, lower: float, upper: float, 
 
 
 def covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``[T]`` each token's part of the covariance of log-probability and advantage over all masked tokens, 0 elsewhere:
-    the product of their deviations from the mean (Cui et al., 2025, arXiv 2505.22617, eq. 10). Entropy falls by it.
+    """Returns ``[T]`` each token's part of the covariance of log-probability and advantage over all masked tokens, 0
+    elsewhere: the product of their deviations from the mean (Cui et al., 2025, arXiv 2505.22617, eq. 10). Entropy falls
+    by it.
     """
     deviations = [keep(values_T, mask_T) - masked_mean(values_T, mask_T) for values_T in (logprobs_T, advantages_T)]
     return torch.where(mask_T, deviations[0] * deviations[1], 0)

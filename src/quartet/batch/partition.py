@@ -32,7 +32,7 @@ _MOST_PAIRS = 20_000
 
 
 def longest_first(costs: Sequence[int], num_parts: int) -> Parts:
-    """Items dealt to exactly so many parts, the dearest first, each to the cheapest part so far."""
+    """Deals items to exactly so many parts, the dearest first, each to the cheapest part so far."""
     parts: Parts = [[] for _ in range(num_parts)]
     # The count breaks ties, so that items of cost 0 fill empty parts; the index makes the rest deterministic.
     heap = [(0, 0, p) for p in range(num_parts)]
@@ -44,12 +44,12 @@ def longest_first(costs: Sequence[int], num_parts: int) -> Parts:
 
 
 def _largest_first(numbers: Sequence[int]) -> list[int]:
-    """Indices; of equal numbers the first one first."""
+    """Returns indices, largest number first; of equal numbers the first one first."""
     return sorted(range(len(numbers)), key=numbers.__getitem__, reverse=True)
 
 
 def largest_differencing(costs: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> Parts:
-    """Items in exactly so many parts by the method of Karmarkar and Karp (1982), for any number of parts.
+    """Deals items to exactly so many parts by the method of Karmarkar and Karp (1982), for any number of parts.
 
     Every item begins as a division of its own, with one part that is not empty. The two divisions whose dearest and
     cheapest parts differ most are joined, the dearest part of one with the cheapest of the other, until one is left.
@@ -96,7 +96,7 @@ def _spread(division: _Division, num_parts: int) -> int:
 
 
 def best_fit(sizes: Sequence[int], cap: int) -> Parts:
-    """Items in few parts of at most ``cap``: the largest first, each to the part that has least room left for it.
+    """Deals items to few parts of at most ``cap``: the largest first, each to the part that has least room left for it.
 
     At most 11/9 of the fewest parts possible, and two thirds of one (Johnson 1974); no size is above ``cap``.
     """
@@ -115,14 +115,14 @@ def best_fit(sizes: Sequence[int], cap: int) -> Parts:
 
 
 def balanced(costs: Sequence[int], num_parts: int) -> Parts:
-    """Items in exactly so many parts, the dearest as cheap as was found; as ``balanced_under`` without a cap."""
+    """Deals items to exactly so many parts, the dearest as cheap as was found; as ``balanced_under`` without a cap."""
     parts = balanced_under(costs, num_parts, costs, sum(costs))
     assert parts is not None
     return parts
 
 
 def balanced_under(costs: Sequence[int], num_parts: int, sizes: Sequence[int], cap: int) -> Parts | None:
-    """Items in exactly so many parts, the dearest as cheap as was found; None where no way keeps to ``cap``.
+    """Deals items to exactly so many parts, the dearest as cheap as was found; None where no way keeps to ``cap``.
 
     Of the ways that keep to the cap none is cheaper: longest first by costs and by sizes, differencing by costs (with
     and without equal counts). With
@@ -155,7 +155,7 @@ def balanced_under(costs: Sequence[int], num_parts: int, sizes: Sequence[int], c
 
 
 def _within(sizes: Sequence[int], num_parts: int, cap: int) -> Parts | None:
-    """Items in exactly so many parts of at most ``cap``, where that is found."""
+    """Deals items to exactly so many parts of at most ``cap``, where that is found."""
     parts = largest_differencing(sizes, num_parts)
     if max(_totals(sizes, parts)) <= cap:
         return parts
@@ -237,7 +237,8 @@ def plan_micro_batches(
     budget_key: str,
     token_cost: int = TOKEN_COST,
 ) -> list[list[list[list[int]]]]:
-    """``plan[rank][batch]``: that rank's micro-batches of that batch, each the sequences of one, atoms in order.
+    """Returns ``plan[rank][batch]``: that rank's micro-batches of that batch, each the sequences of one, atoms in
+    order.
 
     Every rank has equally many of a batch; where atoms run out, some are empty. The n-th ones of all ranks are alike
     in cost, the largest come first, and of these the rank that has least so far gets the dearest. The result is a
@@ -286,7 +287,7 @@ before that one has: the last that has it, tokens, cost."""
 
 
 def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
-    """A multiple of ``num_ranks`` parts under ``budget``, few and as equal in cost as they come.
+    """Makes a multiple of ``num_ranks`` parts under ``budget``, few and as equal in cost as they come.
 
     Ranks wait for the dearest of the parts side by side, so groups are cut where that evens out more than copies of
     prompts cost: the best of several finenesses is taken. One rank computes one part after the other and cuts groups
@@ -316,17 +317,17 @@ def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
 
 
 def _waited(parts: Sequence[Block], num_ranks: int) -> int:
-    """What all ranks take, if the parts side by side are alike and all wait for the dearest."""
+    """Returns what all ranks take, if the parts side by side are alike and all wait for the dearest."""
     return sum(sorted((part.cost for part in parts), reverse=True)[::num_ranks])
 
 
 def _multiple(number: int, of: int) -> int:
-    """The next multiple that is not below ``number``."""
+    """Returns the next multiple that is not below ``number``."""
     return -(-number // of) * of
 
 
 def _few_parts(blocks: Sequence[Block], budget: int, num_ranks: int) -> list[list[int]]:
-    """Blocks, which stay whole, dealt to few parts under ``budget``, in a multiple of ``num_ranks``."""
+    """Deals blocks, which stay whole, to few parts under ``budget``, in a multiple of ``num_ranks``."""
     costs, tokens = [block.cost for block in blocks], [block.tokens for block in blocks]
     # Two blocks of more than half the budget never share a part.
     num_parts = _multiple(max(-(-sum(tokens) // budget), sum(2 * n > budget for n in tokens)), num_ranks)
@@ -381,7 +382,7 @@ class AtomTree:
             self.alone.append(alone)
 
     def block(self, atoms: Sequence[int]) -> Block:
-        """One pass over these atoms."""
+        """Makes one pass over these atoms."""
         if not self.share:
             alone = [self.alone[a] for a in atoms]
             return Block(list(atoms), sum(block.tokens for block in alone), sum(block.cost for block in alone))
@@ -391,7 +392,7 @@ class AtomTree:
         return Block(atoms, sum(map(self._tokens.__getitem__, segments)), sum(map(self._costs.__getitem__, segments)))
 
     def blocks(self, budget: int, limit: int) -> list[Block]:
-        """Whole groups, or the runs of at most ``budget`` tokens and ``limit`` cost into which they are cut.
+        """Returns whole groups, or the runs of at most ``budget`` tokens and ``limit`` cost into which they are cut.
 
         A group is cut in the order of its tree into the fewest runs, as equal as they come; each run computes a copy of
         its prefix. An atom dearer than the limit is a run. Unshared, every atom is a block.
@@ -407,7 +408,7 @@ class AtomTree:
         return [self.block(group) if len(group) > 1 else self.alone[group[0]] for group in in_order]
 
     def _steps(self, atoms: Sequence[int]) -> list[_Step]:
-        """What each of these atoms adds to a run of those before it."""
+        """Finds what each of these atoms adds to a run of those before it."""
         found: list[_Step] = []
         last: dict[int, int] = {}
         for place, a in enumerate(atoms):
@@ -424,7 +425,7 @@ class AtomTree:
         return found
 
     def groups(self) -> list[list[int]]:
-        """Atoms that have a root in common, directly or through others; each list ascends."""
+        """Groups the atoms that have a root in common, directly or through others; each list ascends."""
         roots = [[k for k in needed if self._parents[k] < 0] for needed in self._needed]
         leader: dict[int, int] = {}
 
@@ -442,7 +443,7 @@ class AtomTree:
         return list(groups.values())
 
     def _equal_runs(self, whole: Block, budget: int, limit: int) -> list[Block]:
-        """The fewest runs, and of these about the ones whose dearest costs least."""
+        """Returns the fewest runs, and of these about the ones whose dearest costs least."""
         if whole.tokens <= budget and whole.cost <= limit:
             return [whole]
         if (steps := self._known_steps.get(whole.atoms[0])) is None:
@@ -462,7 +463,7 @@ class AtomTree:
 
 
 def _filled(steps: list[_Step], budget: int, limit: int) -> list[_Run]:
-    """Runs filled one after the other."""
+    """Returns runs filled one after the other."""
     runs: list[_Run] = []
     first = tokens = cost = 0
     for place, (alone, more_tokens, more_cost, again) in enumerate(steps):

@@ -33,7 +33,7 @@ from torch import Tensor
 
 
 def sent(values: Tensor, device: torch.device | str) -> Tensor:
-    """``values`` on ``device``. To a GPU in the order of its work, which the host does not wait for."""
+    """Sends ``values`` to ``device``; to a GPU in the order of its work, which the host does not wait for."""
     return values.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
@@ -137,7 +137,7 @@ class RaggedBatch:
         return tuple(accumulate(self.segment_lengths, initial=0))
 
     def chain(self, s: int) -> tuple[int, ...]:
-        """Segments of sequence ``s`` from its root to its leaf."""
+        """Returns the segments of sequence ``s`` from its root to its leaf."""
         chain: list[int] = []
         k = self.leaves[s]
         while k >= 0:
@@ -146,20 +146,20 @@ class RaggedBatch:
         return tuple(reversed(chain))
 
     def segments_of(self, sequences: Iterable[int]) -> list[int]:
-        """Segments of these sequences, each once, in the order in which they come to need them."""
+        """Returns the segments of these sequences, each once, in the order in which they come to need them."""
         return list(dict.fromkeys(k for s in sequences for k in self.chain(s)))
 
     def sequence_lengths(self) -> list[int]:
-        """Tokens of each sequence with its ancestors (what it costs when nothing is shared)."""
+        """Counts the tokens of each sequence with its ancestors (what it costs when nothing is shared)."""
         return [sum(self.segment_lengths[k] for k in self.chain(s)) for s in range(len(self))]
 
     def leaf_span(self, s: int) -> tuple[int, int]:
-        """Where the leaf of sequence ``s`` lies in the token fields: ``[start, stop)``."""
+        """Returns where the leaf of sequence ``s`` lies in the token fields: ``[start, stop)``."""
         start = self.segment_offsets[self.leaves[s]]
         return start, start + self.segment_lengths[self.leaves[s]]
 
     def sequence_index(self) -> Tensor:
-        """``[T]`` the sequence whose leaf holds the token, -1 for ancestor tokens."""
+        """Returns ``[T]`` the sequence whose leaf holds the token, -1 for ancestor tokens."""
         owner = dict(zip(self.leaves, range(len(self)), strict=True))
         # The dtype is spelt out because an empty list would make a float tensor.
         per_segment, lengths = torch.tensor(
@@ -169,7 +169,7 @@ class RaggedBatch:
         return sent(per_segment.repeat_interleave(lengths), self.device)
 
     def token_ids(self, s: int) -> list[int]:
-        """All token ids of sequence ``s``, ancestors included.
+        """Returns all token ids of sequence ``s``, ancestors included.
 
         Raises:
             ValueError: an outline has none.
@@ -184,7 +184,7 @@ class RaggedBatch:
     def from_sequences(
         cls, sequences: Sequence[Sequence[int]], ids: Sequence[str] | None = None, **fields: Any
     ) -> RaggedBatch:
-        """A batch of independent sequences, each one root segment. ``fields`` as in the constructor."""
+        """Makes a batch of independent sequences, each one root segment. ``fields`` as in the constructor."""
         segments = Segments()
         leaves = [segments.add(tokens, -1) for tokens in sequences]
         return segments.batch(leaves, ids if ids is not None else [str(s) for s in leaves], **fields)
@@ -197,7 +197,7 @@ class RaggedBatch:
         ids: Sequence[str],
         **fields: Any,
     ) -> RaggedBatch:
-        """One prompt segment per group and one child per response; ``ids`` in group order."""
+        """Makes a batch of one prompt segment per group and one child per response; ``ids`` in group order."""
         segments = Segments()
         leaves: list[int] = []
         for prompt, members in zip(prompts, responses, strict=True):
@@ -215,15 +215,15 @@ class RaggedBatch:
         return replace(self, objects={**self.objects, **{k: tuple(v) for k, v in fields.items()}})
 
     def without_objects(self) -> RaggedBatch:
-        """The same for computing only: texts and prompts need not travel."""
+        """Returns the same batch for computing only: texts and prompts need not travel."""
         return replace(self, objects={})
 
     def bare(self) -> RaggedBatch:
-        """Segments, sequences and token ids, without any field."""
+        """Returns the segments, sequences and token ids, without any field."""
         return replace(self, token={}, sequence={}, objects={})
 
     def pop(self, name: str) -> tuple[RaggedBatch, Any]:
-        """The batch without token, sequence or object field ``name``, and that field."""
+        """Returns the batch without token, sequence or object field ``name``, and that field."""
         family = next((family for family in _FIELDS if name in getattr(self, family)), None)
         if family is None:
             raise KeyError(name)
@@ -241,7 +241,7 @@ class RaggedBatch:
         )
 
     def select(self, indices: Sequence[int], *, keep_order: bool = False) -> RaggedBatch:
-        """The sequences ``indices`` in that order, with the ancestors they need, each stored once.
+        """Returns the sequences ``indices`` in that order, with the ancestors they need, each stored once.
 
         Negative indices count from the end; an index twice is refused, as ids are unique.
 
@@ -263,7 +263,7 @@ class RaggedBatch:
         leaves: Sequence[int],
         sequences: Sequence[int],
     ) -> RaggedBatch:
-        """These ``sequences`` over another segment table.
+        """Puts these ``sequences`` over another segment table.
 
         Args:
             segments: for each segment of the new table the one here that its tokens are taken from; None: zeros.
@@ -328,13 +328,13 @@ class RaggedBatch:
         )
 
     def outline(self, elsewhere: Sequence[Any]) -> RaggedBatch:
-        """The batch without its token ids, which the batches referred to by ``elsewhere`` have."""
+        """Returns the batch without its token ids, which the batches referred to by ``elsewhere`` have."""
         if not elsewhere:
             raise ValueError("an outline refers to where its token ids are, found no reference")
         return replace(self, elsewhere=tuple(elsewhere))
 
     def filled(self, sources: Sequence[RaggedBatch]) -> RaggedBatch:
-        """An outline with the token ids of ``sources``, which may hold more sequences; a batch with ids as it is.
+        """Fills an outline with the token ids of ``sources``, which may hold more sequences; a batch with ids as it is.
 
         A sequence is found by its id, in the first source that has it. Segments that no sequence needs keep -1.
 
@@ -394,18 +394,20 @@ class Segments:
         return len(self.lengths) - 1
 
     def add_prompts(self, prompts: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-        """The segment at which each prompt ends; what they have in common from the start is stored once."""
+        """Adds prompts, and returns the segment at which each ends; what they have in common from the start is stored
+        once.
+        """
         ends: dict[tuple[int, ...], int] = {}
         self._grow(list(dict.fromkeys(prompts)), 0, -1, ends)
         return ends
 
     def batch(self, leaves: Sequence[int], ids: Sequence[str], **fields: Any) -> RaggedBatch:
-        """The batch whose sequences end at the segments ``leaves``."""
+        """Returns the batch whose sequences end at the segments ``leaves``."""
         input_ids = torch.tensor(self.input_ids, dtype=torch.int64)
         return RaggedBatch(input_ids, tuple(self.lengths), tuple(self.parents), tuple(leaves), tuple(ids), **fields)
 
     def _grow(self, prompts: list[tuple[int, ...]], start: int, parent: int, ends: dict[tuple[int, ...], int]) -> None:
-        """Different prompts, equal in their first ``start`` tokens, which end at ``parent``."""
+        """Adds different prompts, equal in their first ``start`` tokens, which end at ``parent``."""
         alike: dict[int, list[tuple[int, ...]]] = {}
         for prompt in prompts:
             if len(prompt) == start:
@@ -422,7 +424,7 @@ class Segments:
 
 
 def _common(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Tokens that all have in common from the start."""
+    """Counts tokens that all have in common from the start."""
     # Whatever lies between the least and the greatest shares what these two share.
     least, greatest = min(prompts), max(prompts)
     pairs = enumerate(zip(least, greatest, strict=False))
@@ -453,7 +455,7 @@ class ColumnSet:
 
     @classmethod
     def concat(cls, parts: Sequence[ColumnSet]) -> ColumnSet:
-        """Columns of consecutive chunks, for the concatenated batch."""
+        """Joins columns of consecutive chunks, for the concatenated batch."""
         return cls(
             ids=tuple(i for part in parts for i in part.ids),
             token={name: torch.cat([part.token[name] for part in parts]) for name in parts[0].token},
@@ -462,7 +464,7 @@ class ColumnSet:
 
 
 def join(batch: RaggedBatch, *columns: ColumnSet) -> RaggedBatch:
-    """The batch with the columns as fields.
+    """Returns the batch with the columns as fields.
 
     Raises:
         ValueError: the columns belong to other sequences, or a field would be written twice.

@@ -118,7 +118,7 @@ class Trajectories:
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> Trajectories:
-        """Read from the sequence fields ``group`` and ``response``."""
+        """Reads the trajectories from the sequence fields ``group`` and ``response``."""
         group_S, response_S = batch.sequence["group"], batch.sequence["response"]
         is_first_S = torch.ones(len(batch), dtype=torch.bool)
         is_first_S[1:] = (group_S[1:] != group_S[:-1]) | (response_S[1:] != response_S[:-1])
@@ -127,12 +127,12 @@ class Trajectories:
 
 
 def last_ones(batch: RaggedBatch) -> list[list[int]]:
-    """Places of the trajectories' last sequences, as one part of the batch."""
+    """Returns the places of the trajectories' last sequences, as one part of the batch."""
     return [Trajectories.of(batch).final_N.tolist()]
 
 
 def num_emitted(batch: RaggedBatch, trajectories: Trajectories) -> Tensor:
-    """``[N]`` float32 tokens that the policy emitted in each trajectory, trained on or not."""
+    """Returns ``[N]`` float32 tokens that the policy emitted in each trajectory, trained on or not."""
     lengths_S = torch.tensor([batch.segment_lengths[leaf] for leaf in batch.leaves], dtype=torch.float32)
     if "observation_mask" in batch.token:
         observed = batch.sequence_index()[batch.token["observation_mask"]]

@@ -62,7 +62,7 @@ def push(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="A branch, made where there is none; main if left out.")] = None,
 ) -> None:
-    """A run's exported model to the hub.
+    """Uploads a run's exported model to the hub.
 
     Log in before by `hf auth login`, or set HF_TOKEN. The card, README.md beside the model, names files and the whole
     recipe: read it first.
@@ -85,7 +85,7 @@ def export(
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """A run's model as a Hugging Face directory."""
+    """Writes a run's model as a Hugging Face directory."""
     from quartet.trainers.checkpoints import export as write
 
     written, warning = write(run, step, directory, model, trust_remote_code=trust_remote_code)
@@ -118,7 +118,7 @@ def _add_to_help(group: str, name: str) -> None:
 
 
 def _add_job(name: str, job: Job) -> None:
-    """The sub-command of a job."""
+    """Adds the sub-command of a job."""
 
     def command(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
         changes = overrides or []
@@ -188,12 +188,12 @@ def _run(name: str, job: Job, recipe_path: Path, overrides: list[str], resume: R
 
 
 def _is_in_allocation() -> bool:
-    """Whether torchrun has started this process."""
+    """Tells whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def main() -> None:
-    """Entry point: turns user errors and signals into messages and exit statuses."""
+    """Runs the command line: turns user errors and signals into messages and exit statuses."""
     share_cores()
     with stop_signals(ends_process=True) as signals:
         try:
@@ -215,7 +215,7 @@ def main() -> None:
 
 
 def _resume_command(arguments: list[str], path: Path) -> str:
-    """The same command with ``--resume``, and the directory where it was not given."""
+    """Returns the command of these arguments with ``--resume``, and the directory where it was not given."""
     from quartet.cli.show import command_name
     from quartet.config.nearest import DIRECTORY_OPTION, run_info
     from quartet.config.strict import is_url

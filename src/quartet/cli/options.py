@@ -24,18 +24,18 @@ class GroupedHelp(TyperGroup):
     """Lists the commands by what they are for."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Typer knows no option whose value may be left out: ``--resume`` becomes ``--resume=on``."""
+        """Reads ``--resume`` without a value as ``--resume=on``: Typer knows no option whose value may be left out."""
         return super().parse_args(ctx, [f"{RESUME}=on" if arg == RESUME else arg for arg in args])
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """The command; one that takes a recipe says in its help where the keys are."""
+        """Returns the command; one that takes a recipe says in its help where the keys are."""
         command = super().get_command(ctx, name)
         if command is not None and name in jobs():
             command.epilog = f"Every key: quartet config {name}. A recipe to begin with: quartet init {name}."
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command; the name of a method leads to the command that it is a method of."""
+        """Returns the command; for the name of a method, fails with the command that it is a method of."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             from quartet.config.load import methods, no_such_job
 
@@ -44,7 +44,7 @@ class GroupedHelp(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """One list for each group."""
+        """Writes one list of commands for each group."""
         width = max(len(name) for name in self.commands)
         for title, names in ((title, names) for title, names in GROUPS.items() if names):
             with formatter.section(title):
@@ -62,7 +62,7 @@ def _show_versions(is_wanted: bool) -> None:
 
 
 def _version(package: str) -> str:
-    """Of what is installed, without importing it."""
+    """Returns the version of an installed package, without importing it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -91,7 +91,7 @@ Resume = Annotated[
 
 
 def as_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:
-    """The option as the trainers' argument ``resume``."""
+    """Returns the option as the trainers' argument ``resume``."""
     return "auto" if chosen == "auto" else chosen is not None
 
 

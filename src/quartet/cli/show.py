@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def command_name() -> str:
-    """What to type for ``quartet`` here: the path of the one that runs where the shell would not find it."""
+    """Returns what to type for ``quartet`` here: the path of the one that runs where the shell would not find it."""
     if shutil.which("quartet") is not None:
         return "quartet"
     return (
@@ -33,13 +33,13 @@ def command_name() -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the current directory where it lies below it."""
+    """Returns the path relative to the current directory where it lies below it, else in full."""
     full = path.absolute()
     return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
 
 
 def metric_table(title: str, *columns: str) -> Table:
-    """Names on the left, numbers in the other columns on the right."""
+    """Makes a table with names on the left and numbers in the other columns on the right."""
     table = Table(title=title, title_justify="left")
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
@@ -51,7 +51,7 @@ def line(console: Console, text: str, style: str = "") -> None:
 
 
 def show_run(path: Path, summary: Mapping[str, Any]) -> None:
-    """Last metrics and where everything is."""
+    """Prints a run's last metrics and where everything is."""
     console = Console()
     for stage in summary["stages"]:
         table = metric_table(f"{stage['name']}: {stage['seconds']:.1f} s", "metric", "last value")
@@ -72,7 +72,7 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
 
 
 def show_finished(path: Path, summary: Mapping[str, Any]) -> None:
-    """What a run that is done already has found."""
+    """Prints what a run that is done already has found."""
     console = Console()
     line(console, f"{path} is done already: there is nothing to do")
     if "figures" not in summary:
@@ -84,7 +84,7 @@ def show_finished(path: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
-    """The value of a metric, and between which bounds it lies where these are metrics too."""
+    """Returns the value of a metric, and between which bounds it lies where these are metrics too."""
     low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
     bounds = "" if low is None or high is None else f"  ({low:.4g} to {high:.4g})"
     return f"{metrics[name]:.4g}{bounds}"
@@ -95,7 +95,7 @@ def _bounds(low: float | None, high: float | None) -> str:
 
 
 def show_evaluation(result: EvaluationResult) -> None:
-    """Figures with their intervals, and good/same/bad where two models were compared."""
+    """Prints figures with their intervals, and good/same/bad where two models were compared."""
     console = Console()
     compared = ["compared with"] if result.against else []
     table = metric_table(f"{result.num_prompts} prompts", "metric", "value", "interval", *compared)

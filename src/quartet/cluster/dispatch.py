@@ -54,7 +54,7 @@ class Layout:
         return self.world_size // self.peers
 
     def part_of(self, rank: int) -> int:
-        """The part that a rank works on."""
+        """Returns the part that a rank works on."""
         return rank // self.peers
 
     @property
@@ -75,18 +75,18 @@ class Share:
 
 
 def table_of(batch: RaggedBatch) -> RaggedBatch:
-    """The segment table of a batch: an outline without any field."""
+    """Returns the segment table of a batch: an outline without any field."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return RaggedBatch(nothing, batch.segment_lengths, batch.parents, batch.leaves, batch.ids, elsewhere=_NOWHERE)
 
 
 def shares_of(table: RaggedBatch, parts: int) -> list[Share]:
-    """What each of so many parts gets of the batch with this table."""
+    """Returns what each of so many parts gets of the batch with this table."""
     return [Share(part, table.select(part)) for part in plan_parts(table, parts)]
 
 
 def plan_parts(table: RaggedBatch, parts: int) -> list[list[int]]:
-    """Indices of the sequences of each part, ascending; a function of the arguments alone.
+    """Returns the indices of the sequences of each part, ascending; a function of the arguments alone.
 
     Sequences are balanced by cost, cut no smaller than balance needs: first whole groups (sequences that share a root
     segment), then runs of a group's sequences, each of which stores what they share once more. Parts are empty where
@@ -111,7 +111,7 @@ def plan_parts(table: RaggedBatch, parts: int) -> list[list[int]]:
 
 
 def _cuts(tree: AtomTree, parts: int, cost: int) -> Iterator[list[Sequence[int]]]:
-    """Ways to cut the batch into blocks that travel whole, the coarsest first."""
+    """Yields ways to cut the batch into blocks that travel whole, the coarsest first."""
     groups = tree.groups()
     yield [*groups]
     for fineness in (1, 2, 4, sum(map(len, groups))):
@@ -125,7 +125,7 @@ def _cuts(tree: AtomTree, parts: int, cost: int) -> Iterator[list[Sequence[int]]
 
 
 def merge_results(results: Sequence[Any], shares: Sequence[Share], table: RaggedBatch) -> Any:
-    """Results of parts as one value, in the order of the batch with this table.
+    """Merges results of parts into one value, in the order of the batch with this table.
 
     Columns of the parts' sequences, and tensors with an entry per sequence, are put together; other results form a
     list, or are None where all of them are.
@@ -181,11 +181,11 @@ class Call:
 
     @classmethod
     def each(cls, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """With what ``change`` makes of each argument."""
+        """Makes a call with what ``change`` makes of each argument."""
         return cls(tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()})
 
     def values(self) -> list[Any]:
-        """All arguments one after the other, those that are passed by keyword last."""
+        """Returns all arguments one after the other, those that are passed by keyword last."""
         return [*self.args, *self.kwargs.values()]
 
 
@@ -356,7 +356,7 @@ def dispatch(mode: DispatchMode = BROADCAST, *, blocking: bool = True) -> Callab
 
 
 def marks_of(cls: type) -> dict[str, Mark]:
-    """The marked methods of a class by name; an override keeps the mark of what it overrides."""
+    """Returns the marked methods of a class by name; an override keeps the mark of what it overrides."""
     found: dict[str, Mark] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():

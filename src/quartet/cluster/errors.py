@@ -38,7 +38,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, *, group: str, rank: int, pid: int, host: str, where: str) -> Failure:
-        """Only text travels: the exception's class need not exist where it is read."""
+        """Makes a failure of text alone, which travels: the exception's class need not exist where it is read."""
         three = (error.problem, error.found, error.remedy) if isinstance(error, UserError) else None
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -48,7 +48,7 @@ class Failure:
         return f"rank {self.rank} of group {self.group!r}: {self.summary}"
 
     def error(self, also: Sequence[str] = ()) -> UserError | WorkerError:
-        """What the driver raises: a ``UserError`` again as one, everything else as ``WorkerError``.
+        """Makes what the driver raises: a ``UserError`` again as one, everything else as ``WorkerError``.
 
         Args:
             also: of the other ranks that failed, a line each, for the ``WorkerError``.
@@ -95,7 +95,7 @@ class Death:
         return f"{f'rank {self.rank}' if self.rank is not None else 'a process'} of group {self.group!r} died"
 
     def report(self) -> str:
-        """Who died, and of what."""
+        """Tells who died, and of what."""
         return f"{self.brief()}: {self.last_error or 'it left no error, so it was killed from outside'}"
 
 
@@ -152,7 +152,7 @@ class WorkerDied(ClusterError):
 
 
 def last_error(lines: Sequence[str]) -> str | None:
-    """The last line that names an exception, else the last one that sounds like trouble."""
+    """Finds the last line that names an exception, else the last one that sounds like trouble."""
     for pattern in (_ERROR_LINE.match, _TROUBLE.search):
         for line in reversed(lines):
             if pattern(line.strip()):

@@ -74,12 +74,12 @@ class BatchFuture:
         raise TypeError("a BatchFuture is an argument by itself; inside another value it cannot be followed")
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """What the blocking call would have returned; raises as ``wait``."""
+        """Returns what the blocking call would have returned; raises as ``wait``."""
         answers = self.wait(timeout_s)
         return self._collected(self._group.backend.get(self._parts) if self._parts else answers)
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """What the answering ranks returned, or where that stays what they said of it.
+        """Returns what the answering ranks returned, or where that stays what they said of it.
 
         Raises:
             WorkerError, WorkerDied, UserError: a rank failed.
@@ -102,7 +102,7 @@ class BatchFuture:
         return [self._values[rank] for rank in self._plan.answers]
 
     async def finished(self) -> list[Any]:
-        """``wait`` without blocking the event loop; each rank's is there as soon as it is made."""
+        """Waits as ``wait`` without blocking the event loop; each rank's is there as soon as it is made."""
         coming = {self._group.backend.soon(ref): rank for rank, ref in self._waiting.items()}
         while not self._is_over():
             ended, _ = await asyncio.wait(coming, timeout=self._grace_s(), return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +120,7 @@ class BatchFuture:
         return self._collected([await self._group.backend.soon(ref) for ref in self._parts] or answers)
 
     def reference(self) -> Reference:
-        """The result of the one rank that answers, as an argument; also for ``RaggedBatch.outline``.
+        """Returns the result of the one rank that answers, as an argument; also for ``RaggedBatch.outline``.
 
         Raises:
             ValueError: several ranks answer, or their results come to the driver.
@@ -130,11 +130,11 @@ class BatchFuture:
         return Reference(self._parts[0])
 
     def _is_over(self) -> bool:
-        """Whether all ranks have ended, or one has failed and the others had time to follow."""
+        """Tells whether all ranks have ended, or one has failed and the others had time to follow."""
         return not self._waiting or self._grace_s() == 0.0
 
     def _grace_s(self) -> float | None:
-        """How long the other ranks still have; None while none has failed."""
+        """Returns how long the other ranks still have; None while none has failed."""
         return None if self._since_s is None else max(self._since_s + GRACE_S - time.monotonic(), 0.0)
 
     def _take(self, ranks: Sequence[int], values: Sequence[Any]) -> None:
@@ -148,7 +148,7 @@ class BatchFuture:
                 self._since_s = self._since_s if self._since_s is not None else time.monotonic()
 
     def _collected(self, values: Sequence[Any]) -> Any:
-        """The call's result from those of the ranks that answer."""
+        """Returns the call's result from those of the ranks that answer."""
         if troubles := {i: value for i, value in enumerate(values) if isinstance(value, (Failure, Lost))}:
             self._group.raise_for(troubles, self._during)
         return self._plan.collect([*values], self._plan.shares)
@@ -185,8 +185,8 @@ Fetch = Callable[[Sequence[Any]], list[Any]]
 
 
 def fetched(fetch: Fetch, values: Sequence[Any]) -> list[Any]:
-    """Arguments, with what they refer to in the place of references, and with their token ids in all outlines, also in
-    lists and tuples of batches.
+    """Fetches arguments, with what they refer to in the place of references, and with their token ids in all outlines,
+    also in lists and tuples of batches.
 
     Raises:
         Upstream: the call that should have made one of them failed.
@@ -207,7 +207,7 @@ def fetched(fetch: Fetch, values: Sequence[Any]) -> list[Any]:
 
 
 def _checked(fetch: Fetch, references: Sequence[Reference]) -> list[Any]:
-    """The values, unless one of them stands for a call that failed."""
+    """Returns the values, unless one of them stands for a call that failed."""
     values = fetch([reference.ref for reference in references]) if references else []
     for value in values:
         if isinstance(value, (Failure, Lost)):
@@ -229,7 +229,9 @@ _LOOKED_AT = 1000
 
 
 def num_bytes(value: Any, depth: int = _DEPTH) -> int:
-    """Bytes of the tensors, arrays and strings in a value; what lies deeper than a few containers is not looked at."""
+    """Counts bytes of tensors, arrays and strings in a value; what lies deeper than a few containers is not
+    looked at.
+    """
     if isinstance(value, (Tensor, np.ndarray)):
         return int(value.nbytes)
     if isinstance(value, (bytes, bytearray, str)):

@@ -151,7 +151,7 @@ class WorkerGroup:
             raise
 
     def _places(self) -> list[RankInfo]:
-        """Every rank's place; rank 0 names the port at which all meet, on its own node."""
+        """Returns every rank's place; rank 0 names the port at which all meet, on its own node."""
         (port,) = self._asked(self.handles[:1], "rendezvous_port")
         nodes = [info.node for info in self.processes]
         address = LOOPBACK if len({info.host for info in self.processes}) == 1 else self.processes[0].host
@@ -169,7 +169,7 @@ class WorkerGroup:
         ]
 
     def _asked(self, handles: Sequence[Any], method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """What a method of the host returns in each of these processes, which are being started."""
+        """Returns what a method of the host returns in each of these processes, which are being started."""
         began_s = time.monotonic()
         refs = {rank: ref for rank, handle in enumerate(handles) for ref in self.backend.call(handle, method, args)}
         plan = CallPlan([], [*refs], lambda results, shares: results)
@@ -214,7 +214,7 @@ class WorkerGroup:
             raise
 
     def dead(self, timeout_s: float = 1.0) -> list[Death]:
-        """The workers that are dead. One that is busy for all of the time counts as living.
+        """Returns the workers that are dead. One that is busy for all of the time counts as living.
 
         Where the last restart failed it is who made it fail.
         """
@@ -254,8 +254,9 @@ class WorkerGroup:
     def ask(
         self, method: str | Callable[..., Any], *args: Any, mode: DispatchMode = BROADCAST, **kwargs: Any
     ) -> BatchFuture:
-        """``call`` for a coroutine, which awaits the result; that comes to the driver. The shortest way for small
-        ones."""
+        """Makes a ``call`` for a coroutine, which awaits the result; that comes to the driver. The shortest way for
+        small ones.
+        """
         return self._submit(_name_of(method), mode, args, kwargs, stays=False)
 
     def _called(self, method: str, mark: Mark, /, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +284,9 @@ class WorkerGroup:
         stored: dict[int, Any] = {}
 
         def sent(value: Any) -> Any:
-            """What stands for an argument: a future's reference; of a large value of several ranks, the stored one."""
+            """Returns what stands for an argument: a future's reference; of a large value of several ranks,
+            its copy.
+            """
             if isinstance(value, BatchFuture):
                 return value.reference()
             if readers[id(value)] < 2 or num_bytes(value) < LARGE:

@@ -69,7 +69,7 @@ class Ranks(Worker):
             )
 
     def ask(self, run: Run, method: str, calls: Sequence[Call | None]) -> list[Any]:
-        """On rank 0: every rank's result of its call, in the order of the ranks; None of one that is not called.
+        """Has every rank make its call, on rank 0: returns the results in the order of ranks, None of one not called.
 
         Raises:
             WorkerError, UserError: another rank's method raised; rank 0's own error comes out as it is.
@@ -93,7 +93,7 @@ class Ranks(Worker):
         return results
 
     def serve(self, run: Run, stopped_by: Callable[[], int | None]) -> End:
-        """On the other ranks: does their parts until rank 0 ends.
+        """Does the parts of the other ranks until rank 0 ends.
 
         Args:
             stopped_by: the signal that this process got; rank 0 is told.
@@ -111,7 +111,7 @@ class Ranks(Worker):
                 distributed.gather_object((outcome, stopped_by()), dst=0, group=self._control)
 
     def end(self, end: End) -> None:
-        """On rank 0: lets the others go, where they can be reached."""
+        """Lets the other ranks go, on rank 0, where they can be reached."""
         with suppress(RuntimeError):  # one that is gone needs no word
             if self._is_intact:
                 distributed.broadcast_object_list([end], src=0, group=self._control)
@@ -128,7 +128,9 @@ class Ranks(Worker):
 
     @contextmanager
     def _reaching(self, during: str) -> Iterator[None]:
-        """Inside, a rank that cannot be reached is a worker that died; whatever leaves breaks the order of calls."""
+        """Turns a rank that cannot be reached in the ``with`` block into a worker that died; whatever leaves it breaks
+        the order of calls.
+        """
         try:
             yield
         except BaseException as error:

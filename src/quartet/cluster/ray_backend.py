@@ -56,7 +56,7 @@ class RayWorkerProcess(WorkerProcess):
 
 
 def _output_files() -> tuple[str, ...]:
-    """The files that standard error and output go to, where they are files."""
+    """Returns the files that standard error and output go to, where they are files."""
     found: dict[str, None] = {}
     for descriptor in (2, 1):
         with contextlib.suppress(OSError):
@@ -66,7 +66,8 @@ def _output_files() -> tuple[str, ...]:
 
 
 def fetch(refs: Sequence[Any]) -> list[Any]:
-    """Values of the references for a worker that needs all of them; ``Failure`` or ``Lost`` where there is none.
+    """Fetches values of the references for a worker that needs all of them; ``Failure`` or ``Lost`` where there is
+    none.
 
     Where one is lost, the others are not waited for.
     """
@@ -106,8 +107,9 @@ def _lost(error: BaseException) -> Lost:
 
 @contextlib.contextmanager
 def _out_of_reach() -> Iterator[None]:
-    """Processes that are started inside do not see SIGUSR1, by which schedulers ask all of a job's processes, and which
-    would end them. Ray itself keeps SIGINT from them, and ends them by SIGTERM."""
+    """Keeps SIGUSR1 from processes that are started inside: schedulers send it to all of a job's processes, and it
+    would end these. Ray itself keeps SIGINT from them, and ends them by SIGTERM.
+    """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         yield
@@ -178,7 +180,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
     # Pools -----------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[Node]:
-        """The living machines, with what they have."""
+        """Returns the living machines, with what they have."""
         free, own = ray._private.state.available_resources_per_node(), ray.get_runtime_context().get_node_id()
         return [
             Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(key, {}), key, key == own)
@@ -230,7 +232,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         return handles
 
     def key(self, handle: Any) -> str:
-        """By which ``Lost`` names a process."""
+        """Returns the key by which ``Lost`` names a process."""
         return str(handle._actor_id.hex())
 
     def stop(self, handles: Sequence[Any]) -> None:
@@ -270,12 +272,12 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         return [ref in there for ref in refs]
 
     def soon(self, ref: Any) -> asyncio.Future[Any]:
-        """The value as a future of the running event loop, which comes as soon as it is made."""
+        """Returns the value as a future of the running event loop, which comes as soon as it is made."""
         loop = asyncio.get_running_loop()
         coming: asyncio.Future[Any] = loop.create_future()
 
         def arrived(found: concurrent.futures.Future[Any]) -> None:
-            """In a thread of Ray's."""
+            """Settles what is coming; called in a thread of Ray's."""
             error = found.exception()
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(_settle, coming, found.result() if error is None else _trouble_of(error))
@@ -284,7 +286,7 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         return coming
 
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
-        """The end of what a process wrote, also of one that is gone; nothing where it cannot be read."""
+        """Returns the end of what a process wrote, also of one that is gone; nothing where it cannot be read."""
         if info.node == ray.get_runtime_context().get_node_id():
             return read_tails(info.logs, count)
         strategy = NodeAffinitySchedulingStrategy(info.node, soft=False)
@@ -326,7 +328,7 @@ def _settle(coming: asyncio.Future[Any], value: Any) -> None:
 
 
 def read_tails(paths: Sequence[str], count: int) -> list[str]:
-    """The last lines of the files, those of the first file last; lines that Ray writes for itself left out."""
+    """Reads the last lines of the files, those of the first file last; lines that Ray writes for itself left out."""
     lines: list[str] = []
     for path in reversed(paths):
         with contextlib.suppress(OSError), Path(path).open("rb") as file:
@@ -340,7 +342,7 @@ def read_tails(paths: Sequence[str], count: int) -> list[str]:
 
 
 def _check_same(address: str | None) -> None:
-    """A process has one connection to Ray; a second back end shares it."""
+    """Checks that a second back end shares the one connection to Ray that a process has."""
     there = ray.get_runtime_context().gcs_address
     if address not in (None, "auto", "local", there):
         raise UserError(
@@ -366,7 +368,7 @@ def _join_cluster(address: str, timeout_s: float, log_to_driver: bool) -> None:
 
 
 def _check_answers(address: str, timeout_s: float) -> None:
-    """Ray itself would go on trying for a minute, or end the process."""
+    """Checks that the address answers: Ray itself would go on trying for a minute, or end the process."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(
@@ -396,7 +398,7 @@ def _unreachable(address: str, why: str) -> UserError:
 
 
 def register_tensors() -> None:
-    """For this process; needs a connection to Ray."""
+    """Registers how tensors cross the wire, for this process; needs a connection to Ray."""
     ray.util.register_serializer(Tensor, serializer=to_wire, deserializer=from_wire)
 
 
@@ -405,7 +407,7 @@ def deregister_tensors() -> None:
 
 
 def to_wire(tensor: Tensor) -> Any:
-    """Bytes, dtype, shape and whether it wants gradients; of layouts that are not dense, a saved file.
+    """Returns the bytes, dtype, shape and whether it wants gradients; of layouts that are not dense, a saved file.
 
     What was on a GPU arrives on the CPU: the reader may see other devices.
     """
@@ -421,7 +423,9 @@ def to_wire(tensor: Tensor) -> Any:
 
 
 def from_wire(wire: Any) -> Tensor:
-    """A tensor of the reader's own: what lies in the store is shared by all readers and must not be written to."""
+    """Makes a tensor of the reader's own: what lies in the store is shared by all readers and must not be
+    written to.
+    """
     if isinstance(wire, bytes):
         loaded: Tensor = torch.load(io.BytesIO(wire), weights_only=True)
         return loaded

@@ -53,7 +53,7 @@ class ResourcePool:
         return {name: amount for name, amount in named.items() if amount}
 
     def bundles(self) -> list[dict[str, float]]:
-        """What each node must grant as a whole."""
+        """Returns what each node must grant as a whole."""
         return [{name: n * amount for name, amount in self.needs.items()} for n in self.processes]
 
 
@@ -71,7 +71,7 @@ class Node:
     is_own: bool = False
 
     def holds(self, needs: Mapping[str, float], amounts: Mapping[str, float]) -> int:
-        """How many processes with these needs fit into ``amounts``."""
+        """Returns how many processes with these needs fit into ``amounts``."""
         counts = [int(amounts.get(name, 0.0) / need + _SLACK) for name, need in needs.items() if need > 0]
         return min(counts, default=2**31)
 
@@ -91,7 +91,7 @@ def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
 
 
 def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserError:
-    """The error for a pool that could be granted, were others not holding what it needs."""
+    """Makes the error for a pool that could be granted, were others not holding what it needs."""
     held = [
         f"{n.name} has {describe_pool(n.free, pool.needs)} free of {describe_pool(n.total, pool.needs)}" for n in nodes
     ]
@@ -103,7 +103,7 @@ def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserE
 
 
 def fits(pool: ResourcePool, capacity: Sequence[int]) -> bool:
-    """Whether entries fit whole into nodes that hold so many processes each; the largest entries are placed first."""
+    """Tells whether entries fit whole into nodes that hold so many processes each; the largest are placed first."""
     left = sorted(capacity, reverse=True)
     for wanted in sorted(pool.processes, reverse=True):
         if not left or left[0] < wanted:
@@ -115,6 +115,6 @@ def fits(pool: ResourcePool, capacity: Sequence[int]) -> bool:
 
 
 def describe_pool(amounts: Mapping[str, float], only: Mapping[str, float] | None = None) -> str:
-    """``1 CPU and 2 GPU``, of the resources in ``only``."""
+    """Writes ``1 CPU and 2 GPU``, of the resources in ``only``."""
     names = list(only if only is not None else amounts)
     return " and ".join(f"{amounts.get(name, 0.0):g} {name}" for name in names) or "nothing"

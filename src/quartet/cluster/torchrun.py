@@ -49,7 +49,7 @@ _LOG_LINES = 20
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables by which a program takes itself for one of torchrun's ranks."""
+    """Leaves out the variables by which a program takes itself for one of torchrun's ranks."""
     return {k: v for k, v in environment.items() if k not in _PLACE and not k.startswith(_PREFIXES)}
 
 
@@ -107,7 +107,7 @@ class RayNode:
             )
 
     def answers(self, num_nodes: int) -> bool:
-        """Whether the cluster is there, with so many living nodes."""
+        """Tells whether the cluster is there, with so many living nodes."""
         host, _, port = self.cluster.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=1.0).close()
@@ -136,7 +136,7 @@ class RayNode:
 
 
 def _apart() -> None:
-    """As ``with_parent``; what a scheduler sends to all processes of a job is for the command, not for its Ray."""
+    """Does what ``with_parent`` does; what a scheduler sends to all processes of a job is for the command alone."""
     with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -167,7 +167,7 @@ class LauncherRank:
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> LauncherRank:
-        """The one that torchrun's variables name."""
+        """Returns the rank that torchrun's variables name."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
         return cls(*(int(environment[name]) for name in names))
 
@@ -258,7 +258,7 @@ class _NodeAgent:
         return bytes(self.store.get(key)) if self.store.check([key]) else None
 
     def _told(self, key: str) -> bytes:
-        """What another process will say."""
+        """Waits for what another process will say, and returns it."""
         return bytes(self._await(partial(self._read, key), START_S))
 
     def _command(self, command: Sequence[str]) -> int:
@@ -275,7 +275,7 @@ class _NodeAgent:
         return status if status >= 0 else 128 - status  # a signal's number, as a shell gives it
 
     def _await(self, found: Callable[[], Any], timeout_s: float | None = None) -> Any:
-        """What ``found`` returns when it is no longer None (or False).
+        """Waits until ``found`` no longer returns None (or False), and returns what it does.
 
         Raises:
             _Ended: the allocation has come to its end meanwhile.
@@ -363,13 +363,13 @@ class _Ended(Exception):
 
 
 def machine() -> str:
-    """A name for this machine, or for this container of it."""
+    """Returns a name for this machine, or for this container of it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the network by which it reaches ``host``; nothing is sent."""
+    """Returns this machine's address on the network by which it reaches ``host``; nothing is sent."""
     family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
         probe.connect(family[4])
@@ -377,7 +377,7 @@ def address_towards(host: str) -> str:
 
 
 def own_address(node: int, hosts: Sequence[tuple[str, str]], towards: Callable[[str], str] = address_towards) -> str:
-    """The address by which the other nodes reach this one.
+    """Returns the address by which the other nodes reach this one.
 
     Args:
         hosts: per node its machine, and its address towards torchrun's rendezvous. The node of the rendezvous

@@ -53,7 +53,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> RankInfo:
-        """The place that the variables of ``torchrun`` name; without any of them a world of one.
+        """Returns the place that the variables of ``torchrun`` name; without any of them a world of one.
 
         Raises:
             UserError: some of them are set and others are missing.
@@ -132,7 +132,9 @@ class Worker:
 
 
 def local_path(value: T) -> T:
-    """``value``, but a path of the driver as this machine has it, where ``QUARTET_PATHS`` names another directory."""
+    """Returns ``value``, but a path of the driver as this machine has it, where ``QUARTET_PATHS`` names another
+    directory.
+    """
     theirs, _, ours = os.environ.get(PATHS, "").partition(":")
     if not (ours and isinstance(value, Path) and value.is_relative_to(theirs)):
         return value
@@ -141,7 +143,8 @@ def local_path(value: T) -> T:
 
 @contextmanager
 def _gloo_on_loopback(address: str) -> Iterator[None]:
-    """Gloo looks up the machine's own name, which often resolves to nothing; on one node there is no need to.
+    """Keeps Gloo from looking up the machine's own name, which often resolves to nothing; on one node there is no need
+    to.
 
     Only while the group is formed: a later group of this process may span nodes.
     """
@@ -156,13 +159,13 @@ def _gloo_on_loopback(address: str) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that is free at the moment; see ``reserved_port``."""
+    """Finds a port that is free at the moment; see ``reserved_port``."""
     with reserved_port() as taken:
         return int(taken.getsockname()[1])
 
 
 def reserved_port() -> socket.socket:
-    """A socket bound to a free port, below those that the system hands to outgoing connections.
+    """Binds a socket to a free port, below those that the system hands to outgoing connections.
 
     While it is open, the port is given to no other process, and a server of this machine that sets ``SO_REUSEADDR``, as
     torch's store does, can still listen there. Ray's own workers take ports from 10002 to 19999.
@@ -252,7 +255,7 @@ class WorkerProcess:
         self._host = socket.gethostname()
 
     def rendezvous_port(self) -> int:
-        """A free port of this node, for the group to meet at; kept from others until then."""
+        """Reserves a free port of this node, for the group to meet at; kept from others until then."""
         self._rendezvous = reserved_port()
         return int(self._rendezvous.getsockname()[1])
 
@@ -271,7 +274,7 @@ class WorkerProcess:
     # Calls -----------------------------------------------------------------------------------------------
 
     def call(self, head: CallHead, *values: Any) -> Any:
-        """A method's result as ``head`` says; ``Failure`` or ``Lost`` in its place where there is none.
+        """Returns a method's result as ``head`` says; ``Failure`` or ``Lost`` in its place where there is none.
 
         Args:
             values: arguments; each by itself, so that a back end can put a stored value in the place of its reference.
@@ -293,7 +296,7 @@ class WorkerProcess:
         return (outcome, outcome) if head.stays and isinstance(outcome, Failure | Lost) else outcome
 
     def _caught(self, method: str, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns, ``Failure`` or ``Lost`` where it raised."""
+        """Returns what ``work`` returns, ``Failure`` or ``Lost`` where it raised."""
         try:
             return work()
         except Upstream as error:

@@ -486,12 +486,12 @@ _NO_KL = KLConfig(coef=0.0)
 
 
 def kl_term(algorithm: Strict) -> KLConfig:
-    """The KL term of a method; coefficient 0 where it has none."""
+    """Returns the KL term of a method; coefficient 0 where it has none."""
     return algorithm.kl if isinstance(algorithm, RewardedAlgorithm) else _NO_KL
 
 
 def keeps_trajectories_whole(algorithm: Strict) -> bool:
-    """Whether the loss has a ratio or a weight of the trajectory, which needs all of its sequences at once."""
+    """Tells whether the loss has a ratio or a weight of the trajectory, which needs all of its sequences at once."""
     if not isinstance(algorithm, PolicyGradient):
         return False
     correction = algorithm.off_policy
@@ -500,8 +500,9 @@ def keeps_trajectories_whole(algorithm: Strict) -> bool:
 
 
 def reads_old_logprobs(algorithm: Strict) -> bool:
-    """Whether ``old_logprobs`` are needed beside the ratio: for what depends on all tokens of a step or a mini-batch
-    (which are left out or held, a mean of weights, a baseline), and so must be known before the first update.
+    """Tells whether ``old_logprobs`` are needed beside the ratio: for what depends on all tokens of a step or a
+    mini-batch (which are left out or held, a mean of weights, a baseline), and so must be known before the first
+    update.
     """
     if not isinstance(algorithm, PolicyGradient):
         return False
@@ -512,7 +513,7 @@ def reads_old_logprobs(algorithm: Strict) -> bool:
 
 
 def reads_reference(algorithm: Strict) -> bool:
-    """Whether ``ref_logprobs`` are needed: by a KL term, by a loss on pairs, or as those of the teacher."""
+    """Tells whether ``ref_logprobs`` are needed: by a KL term, by a loss on pairs, or as those of the teacher."""
     if isinstance(algorithm, OnlineDPO):
         return not isinstance(algorithm.loss, REFERENCE_FREE)
     return kl_term(algorithm).coef > 0 or isinstance(algorithm, Distillation)

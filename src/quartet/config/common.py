@@ -124,7 +124,7 @@ class ShardingConfig(Strict):
         return self.shard * self.context * self.tensor
 
     def misfit(self, key: str, processes: int, *, compiles: bool = False) -> str | None:
-        """Why ``processes`` cannot hold and compute a model that is cut so; None where they can.
+        """Tells why ``processes`` cannot hold and compute a model that is cut so; None where they can.
 
         Args:
             key: of this section in the recipe.
@@ -322,7 +322,7 @@ class SamplingConfig(Strict):
 
 
 def untrained(sampling: SamplingConfig) -> list[str]:
-    """Complaints about sampling settings that only training uses, such as ``truncated_logprobs``."""
+    """Returns complaints about sampling settings that only training uses, such as ``truncated_logprobs``."""
     said = "sampling.truncated_logprobs is for rollouts that are trained on and has no effect here: leave it out"
     return [said] if sampling.truncated_logprobs else []
 
@@ -410,7 +410,7 @@ SupervisedClusterConfig = Annotated[LocalCluster | RayCluster | TorchrunCluster,
 
 
 def device_misfits(cluster: LocalCluster | RayCluster | TorchrunCluster, device: str) -> Iterator[str]:
-    """Why a recipe cannot have this ``device``, if it cannot. Ray gives each process its GPUs already."""
+    """Tells why a recipe cannot have this ``device``, if it cannot. Ray gives each process its GPUs already."""
     if isinstance(cluster, TorchrunCluster) and device.startswith("cuda:"):
         yield f"each process of a torchrun takes a GPU of its own: set device: cuda in place of {device}"
     if isinstance(cluster, RayCluster):

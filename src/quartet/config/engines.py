@@ -144,7 +144,7 @@ class VLLMEngineConfig(RoutedEngine, _Processes):
 
 
 def is_served(engine: Served) -> bool:
-    """Whether it generates at its own pace, apart from the process that asks."""
+    """Tells whether the engine generates at its own pace, apart from the process that asks."""
     return not isinstance(engine, NativeEngineConfig) or engine.process
 
 
@@ -169,5 +169,5 @@ class Speculation(Strict):
         return False
 
     def misfits_with(self, recipe: RLRecipe) -> Iterator[str]:
-        """Why it does not fit the other sections."""
+        """Tells why the section does not fit the other sections."""
         yield from ()

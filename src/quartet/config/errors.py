@@ -30,7 +30,7 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""``text`` with every control, direction and invisible character as Python writes it (``\x1b``, ``\u202e``).
+    r"""Writes ``text`` with every control, direction and invisible character as Python does (``\x1b``, ``\u202e``).
 
     Line feeds and tabs stay, and so do the joiners that scripts and emoji need. What is safe comes back unchanged, so
     that doing it twice does nothing more.

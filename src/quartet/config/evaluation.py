@@ -77,7 +77,7 @@ class GradingConfig(Strict):
 
 
 def _sampling_misfits(config: EvaluationConfig | EvalRecipe) -> Iterator[str]:
-    """What of ``samples_per_prompt``, ``sampling`` and ``grading`` does not fit together, in one text."""
+    """Tells in one text what of ``samples_per_prompt``, ``sampling`` and ``grading`` does not fit together."""
     samples, grading, found = config.samples_per_prompt, config.grading, untrained(config.sampling)
     if samples > 1 and config.sampling.temperature == 0:
         found.append(
@@ -128,8 +128,8 @@ class EvaluationConfig(Strict):
         return _sampling_misfits(self)
 
     def drawn_as(self, training: SamplingConfig) -> Self:
-        """The same with every key of ``sampling`` that was not set taken from ``training``, and still counted as not
-        set: ``model_copy`` with other rollouts changes it, too.
+        """Returns the same with every key of ``sampling`` that was not set taken from ``training``, and still counted
+        as not set: ``model_copy`` with other rollouts changes it, too.
         """
         given = {name: getattr(self.sampling, name) for name in self.sampling.model_fields_set}
         values = {**dict(training), "truncated_logprobs": False, **given}
@@ -165,7 +165,7 @@ class ComparisonConfig(HubConfig):
         return self.model.endswith(".jsonl")
 
     def as_model(self) -> ModelConfig:
-        """The section of the model compared with, which is no file."""
+        """Returns the section of the model compared with, which is no file."""
         return ModelConfig(
             path=self.model,
             tokenizer=self.tokenizer,

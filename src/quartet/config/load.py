@@ -30,7 +30,7 @@ from quartet.config.yamls import dump_yaml, parse_yaml, yaml_complaint
 
 @cache
 def methods() -> Mapping[str, Mapping[str, Any]]:
-    """Jobs that have a choice of methods, and the choices."""
+    """Returns the jobs that have a choice of methods, and the choices."""
     return {
         name: tags(members(dict(dotted_fields(recipes()[name]))[job.methods].annotation))[1]
         for name, job in jobs().items()
@@ -49,7 +49,7 @@ def no_such_job(name: str) -> UserError:
 
 
 def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """The validated recipe of ``job`` from a YAML file and dotted overrides.
+    """Loads the validated recipe of ``job`` from a YAML file and dotted overrides.
 
     A section that is given in part keeps the defaults of *its place*: ``algorithm: {name: grpo, kl: {coef:
     0.1}}`` keeps GRPO's own estimator. (``evaluation.sampling`` is completed by ``RLRecipe``.)
@@ -81,7 +81,7 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
 
 
 def job_named(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The job that a recipe says it is for, under ``job``.
+    """Returns the job that a recipe says it is for, under ``job``.
 
     Raises:
         UserError: it says none, or cannot be read.
@@ -101,7 +101,8 @@ class _Served(Strict):
 
 
 def load_engine(overrides: Sequence[str]) -> EngineConfig:
-    """The engine of a server, of ``key=value`` as under ``rollout.engine`` of a recipe; native in a process by itself.
+    """Makes the engine of a server, of ``key=value`` as under ``rollout.engine`` of a recipe; native in a process by
+    itself.
 
     Raises:
         UserError: anything wrong with keys or values.
@@ -116,7 +117,7 @@ def load_engine(overrides: Sequence[str]) -> EngineConfig:
 
 
 def _overridden(job: str, path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """The keys of a recipe with overrides, not checked yet."""
+    """Reads the keys of a recipe with overrides, not checked yet."""
     if job not in jobs():
         raise no_such_job(job)
     data = {} if path is None else _read(Path(path), _how_to_begin(job, Path(path)))
@@ -129,7 +130,7 @@ def _overridden(job: str, path: str | Path | None, overrides: Sequence[str]) -> 
 
 
 def asks_for_ray(job: str, path: str | Path, overrides: Sequence[str]) -> bool:
-    """Whether the recipe says that its processes are those of Ray, whatever else is wrong with it.
+    """Tells whether the recipe says that its processes are those of Ray, whatever else is wrong with it.
 
     Raises:
         UserError: it cannot be read.
@@ -146,14 +147,16 @@ def _how_to_begin(job: str, path: Path) -> str:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """YAML with every value written out, so that loading it gives an equal recipe whatever the defaults
-    become.
+    """Writes YAML with every value written out, so that loading it gives an equal recipe whatever the
+    defaults become.
     """
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def _read(path: Path, otherwise: str | None = None) -> dict[str, Any]:
-    """The keys of a recipe or fragment; ``otherwise``: what to do where there is none and none with a similar name."""
+    """Reads the keys of a recipe or fragment; ``otherwise``: what to do where there is none and none with a similar
+    name.
+    """
     try:
         if not path.is_file():
             raise missing_file("there is no such recipe", path, otherwise)
@@ -218,7 +221,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _child(here: Any, key: str, value: Any, override: str, place: str, *, replace: bool = False) -> Any:
-    """``here[key]``, set to ``value`` where it is missing, null, or to be replaced."""
+    """Returns ``here[key]``, set to ``value`` where it is missing, null, or to be replaced."""
     if isinstance(here, list):
         if not key.isdecimal() or int(key) > len(here):
             raise UserError(
@@ -243,7 +246,7 @@ def _child(here: Any, key: str, value: Any, override: str, place: str, *, replac
 
 
 def _with_defaults(model: type[BaseModel], data: dict[str, Any], place: BaseModel | None = None) -> dict[str, Any]:
-    """``data`` whose partly given sections are filled from the defaults of their place.
+    """Fills partly given sections of ``data`` from the defaults of their place.
 
     Needed because pydantic takes a partly given section's missing keys from the section's class, not from the
     default of the field that holds it. ``place`` is that default, where there is one.

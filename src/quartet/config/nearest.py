@@ -249,7 +249,7 @@ _THEIR_SECTIONS = {"actor_rollout_ref": "", "trainer": "", "ref": "reference", "
 
 
 def usual_columns(needs: Iterable[str], row: Mapping[str, Any]) -> dict[str, str]:
-    """Our columns that a row lacks → those that it has under a usual name; none twice."""
+    """Returns our columns that a row lacks → those that it has under a usual name; none twice."""
     needs = list(needs)
     if "messages" in row:
         return {}
@@ -342,7 +342,7 @@ OLDER_MODEL = "older_model"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """``did you mean …?`` with the nearest of ``known``, or None where nothing is near."""
+    """Returns ``did you mean …?`` with the nearest of ``known``, or None where nothing is near."""
     names, name = list(known), name.lower()
     meant = CHOICES.get(name)
     close = [meant] if meant in names else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -350,8 +350,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -> UserError:
-    """The error for a file that is not there: which command makes it, the nearest names in its folder, or the folder
-    that is missing. ``otherwise`` is the remedy where no name is near; without it, where paths start.
+    """Makes the error for a file that is not there: which command makes it, the nearest names in its folder, or the
+    folder that is missing. ``otherwise`` is the remedy where no name is near; without it, where paths start.
     """
     path = Path(path)
     otherwise = otherwise or f"paths start at {Path.cwd()}"
@@ -372,7 +372,7 @@ def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -
 
 
 def has_older_model(run: Path) -> bool:
-    """Whether the run in that directory has gone on since it exported its model."""
+    """Tells whether the run in that directory has gone on since it exported its model."""
     return bool(run_info(run).get(OLDER_MODEL))
 
 
@@ -394,7 +394,7 @@ def made_by(path: Path) -> str | None:
 
 
 def run_info(run: Path) -> dict[str, Any]:
-    """What ``run.json`` of a run's directory says; nothing where there is none, or a damaged one."""
+    """Reads what ``run.json`` of a run's directory says; nothing where there is none, or a damaged one."""
     try:
         info = json.loads((run / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

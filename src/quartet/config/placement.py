@@ -230,7 +230,7 @@ class ResolvedPlacement:
 
 
 def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlacement:
-    """The placement of a run whose roles are ``roles`` (name → kind: there may be several reward models).
+    """Makes the placement of a run whose roles are ``roles`` (name → kind: there may be several reward models).
 
     Raises:
         UserError: a role without a pool, a pool without a role, heads apart from the actor, or an edge of a stage that
@@ -302,7 +302,7 @@ _ON: dict[str, tuple[Role, ...]] = {
 
 
 def _pools_of(config: PlacementConfig) -> dict[str, tuple[DevicesConfig, tuple[Role, ...]]]:
-    """The pools by name, each with the roles on it."""
+    """Returns the pools by name, each with the roles on it."""
     if isinstance(config, _Pools):
         return {name: (pool, pool.roles) for name, pool in config.pools.items()}
     given = {name: getattr(config, name) for name in type(config).model_fields}
@@ -310,13 +310,15 @@ def _pools_of(config: PlacementConfig) -> dict[str, tuple[DevicesConfig, tuple[R
 
 
 def processes_of(config: PlacementConfig | None, kind: Role) -> int:
-    """Of the pool that roles of this kind are on; 1 where they have none, or there is no placement."""
+    """Counts the processes of the pool that roles of this kind are on; 1 where they have none, or there is no
+    placement.
+    """
     pool = _pool_with(config, kind)
     return pool.processes * pool.nodes if pool is not None else 1
 
 
 def has_budget(config: PlacementConfig | None, kind: Role) -> bool:
-    """Whether roles of this kind leave their devices for others."""
+    """Tells whether roles of this kind leave their devices for others."""
     pool = _pool_with(config, kind)
     return pool is not None and pool.budget_bytes is not None
 
@@ -339,7 +341,7 @@ def _homeless(config: PlacementConfig, name: str, kind: Role, home: Mapping[Role
 
 
 def _edges_of_run(config: PlacementConfig, kinds: set[Role]) -> dict[str, tuple[str, ...]]:
-    """Edges between stages that the run has; one that the recipe wrote about another stage is an error."""
+    """Returns edges between stages that the run has; one that the recipe wrote about another stage is an error."""
     after: Edges = config.after if isinstance(config, _Pools) else {stage: ("generate",) for stage in SCORING}
     named = {stage for stage, earlier in after.items() for stage in (stage, *earlier)}
     missing = sorted(stage for stage in named if ROLE_OF[stage] not in kinds)

@@ -62,10 +62,12 @@ class Storage(Protocol):
         """Writes a file below the URL."""
 
     def work_dir(self) -> Path:
-        """The directory here in which a run works whose ``output_dir`` it is."""
+        """Returns the directory here in which a run works whose ``output_dir`` it is."""
 
     def remote_run(self, path: Path, tell: Callable[[str], object], *, keep: int, timeout_s: float) -> Any:
-        """Of the run in ``path`` what ``quartet.trainers.run.LocalRun`` says; keeps the newest ``keep`` checkpoints."""
+        """Makes what ``quartet.trainers.run.LocalRun`` describes, for the run in ``path``; it keeps the newest ``keep``
+        checkpoints.
+        """
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class Plugin:
 
 @cache
 def plugins() -> tuple[Plugin, ...]:
-    """All that are installed, Quartet's own first, in the order of their names.
+    """Returns all that are installed, Quartet's own first, in the order of their names.
 
     Raises:
         UserError: one that cannot be imported, or is no plug-in; or two that add the same.
@@ -270,7 +272,7 @@ def _loaded(point: EntryPoint) -> Plugin:
 
 
 def load(target: str) -> Any:
-    """What ``module:name`` stands for.
+    """Loads what ``module:name`` stands for.
 
     Raises:
         UserError: it is not there, of a plug-in of another package.
@@ -288,7 +290,7 @@ def load(target: str) -> Any:
 
 
 def added(table: str, own: Collection[str] = ()) -> dict[str, Any]:
-    """What plug-ins add under a key of :class:`Plugin`, by its names.
+    """Returns what plug-ins add under a key of :class:`Plugin`, by its names.
 
     Raises:
         UserError: one of them is Quartet's ``own``.
@@ -303,7 +305,7 @@ def added(table: str, own: Collection[str] = ()) -> dict[str, Any]:
 def sections(
     table: str, base: type | Callable[[Any], type], own: Mapping[str, type] | None = None
 ) -> dict[str, type[BaseModel]]:
-    """Quartet's own sections and those that plug-ins add under a key of :class:`Plugin`, by their ``type``.
+    """Returns Quartet's own sections and those that plug-ins add under a key of :class:`Plugin`, by their ``type``.
 
     Args:
         base: of all that are added, or of one entry.
@@ -318,7 +320,7 @@ def sections(
 
 
 def _section(table: str, name: str, target: str, base: type, key: str = "type") -> Any:
-    """The class at ``target``: derived from ``base``, with ``name`` as the default of ``key``."""
+    """Loads the class at ``target``: derived from ``base``, with ``name`` as the default of ``key``."""
     section = load(target)
     is_one = isinstance(section, type) and issubclass(section, base)
     if is_one and getattr(section.model_fields.get(key), "default", None) == name:
@@ -331,17 +333,17 @@ def _section(table: str, name: str, target: str, base: type, key: str = "type") 
 
 
 def weight_forms() -> list[WeightForm]:
-    """All that plug-ins add."""
+    """Returns all forms of weights that plug-ins add."""
     return [plugin.weight_form for plugin in plugins() if plugin.weight_form is not None]
 
 
 def report_writer() -> Callable[[Path], Path] | None:
-    """What writes a report of a run directory; None where no plug-in does."""
+    """Returns what writes a report of a run directory; None where no plug-in does."""
     return next((load(plugin.report) for plugin in plugins() if plugin.report is not None), None)
 
 
 def storage(url: str) -> Storage:
-    """What is at ``url``.
+    """Returns the storage at ``url``.
 
     Raises:
         UserError: no plug-in serves URLs, or it cannot serve this one.
@@ -406,7 +408,7 @@ OWN: Mapping[str, Job] = {
 
 @cache
 def jobs() -> dict[str, Job]:
-    """All jobs by their names, which are their commands.
+    """Returns all jobs by their names, which are their commands.
 
     Raises:
         UserError: a plug-in adds one that is Quartet's own.
@@ -416,7 +418,7 @@ def jobs() -> dict[str, Job]:
 
 @cache
 def recipes() -> Mapping[str, type[Recipe]]:
-    """The class of each job's recipe.
+    """Returns the class of each job's recipe.
 
     Raises:
         UserError: a plug-in names one that is no recipe of its job.

@@ -215,7 +215,7 @@ class RLRecipe(TrainingRecipe):
 
 
 def misfits(recipe: RLRecipe) -> list[str]:
-    """Every reason why the recipe's parts do not fit together."""
+    """Tells every reason why the recipe's parts do not fit together."""
     groups = (
         _sizes,
         _numerics,
@@ -441,7 +441,7 @@ def _placements(recipe: RLRecipe) -> Iterator[str]:
 
 
 def _shardings(recipe: RLRecipe) -> Iterator[str]:
-    """Every role with a model can be cut over the processes of its pool."""
+    """Tells which roles with a model cannot be cut over the processes of their pool."""
     asked: list[tuple[str, Role, ShardingConfig]] = [("actor.sharding", "actor", recipe.actor.sharding)]
     if recipe.algorithm.name == "ppo":
         asked.append(("critic.sharding", "critic", recipe.critic.sharding))
@@ -478,7 +478,7 @@ def _shardings(recipe: RLRecipe) -> Iterator[str]:
 
 
 def without_effect(recipe: RLRecipe) -> list[str]:
-    """Warnings about settings that the method does not read, or that cannot have the effect they are for.
+    """Returns warnings about settings that the method does not read, or that cannot have the effect they are for.
 
     It is not refused: one line of a recipe picks another method, and the sections of the former one may stay.
     """

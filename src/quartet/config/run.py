@@ -29,7 +29,7 @@ from quartet.config.strict import Processes, Rows, Steps, Strict
 
 
 def _by_name(value: Any) -> Any:
-    """A tracker's name alone stands for it with its defaults."""
+    """Makes a tracker's section of its name alone, with its defaults."""
     if isinstance(value, str):
         return {"type": value}
     # What a validator returns is no longer read as JSON, which has no tuples.

@@ -26,7 +26,7 @@ from quartet.config.nearest import answer, likeliest, nearest, synonyms
 
 
 def members(annotation: Any) -> list[type[BaseModel]]:
-    """The models an annotation allows directly: one for a section, several for a tagged union, none for a
+    """Returns the models an annotation allows directly: one for a section, several for a tagged union, none for a
     scalar.
     """
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
@@ -37,18 +37,18 @@ def members(annotation: Any) -> list[type[BaseModel]]:
 
 
 def item_annotation(annotation: Any) -> Any:
-    """What a list-like annotation holds (``tuple[X, ...]``, ``list[X]``), else None."""
+    """Returns what a list-like annotation holds (``tuple[X, ...]``, ``list[X]``), else None."""
     found = bare(annotation)
     return get_args(found)[0] if get_origin(found) in (tuple, list) and get_args(found) else None
 
 
 def bare(annotation: Any) -> Any:
-    """Without ``Annotated``."""
+    """Returns an annotation without ``Annotated``."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:
-    """The field that tells the members of a tagged union apart, and its values.
+    """Returns the field that tells the members of a tagged union apart, and its values.
 
     It is called ``type``, or ``name`` where there is no such field: a source of reward has both.
     """
@@ -57,7 +57,7 @@ def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]
 
 
 def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | None:
-    """The model that ``value`` is meant for; None where its tag is missing or unknown."""
+    """Returns the model that ``value`` is meant for; None where its tag is missing or unknown."""
     models = members(annotation)
     if len(models) < 2:
         return models[0] if models else None
@@ -67,7 +67,9 @@ def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | N
 
 
 def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of a recipe, ``actor.train.optim.lr`` for a nested one, with its field; list items stand as ``0``."""
+    """Yields every key of a recipe, ``actor.train.optim.lr`` for a nested one, with its field; list items stand as
+    ``0``.
+    """
     for name, field in model.model_fields.items():
         yield prefix + name, field
         inner = item_annotation(field.annotation)
@@ -77,7 +79,7 @@ def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping with dotted keys."""
+    """Writes nested mappings and lists as one mapping with dotted keys."""
     if isinstance(value, Mapping):
         pairs = [(str(k), v) for k, v in value.items()]
     elif isinstance(value, list):
@@ -92,7 +94,7 @@ _MOST = 100
 
 
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
-    """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
+    """Makes one ``UserError`` of all of ``error``; paths are written as overrides would be."""
     details = error.errors(include_url=False)[:_MOST]
     # A default that follows from a field which has a mistake of its own.
     details = [detail for detail in details if detail["type"] != "default_factory_not_called"]
@@ -109,8 +111,8 @@ def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserE
 
 
 def _mistakes(detail: Any, root: type[BaseModel]) -> list[tuple[str, str]]:
-    """What was found and what to do: one for each of pydantic's error dictionaries, but one for every key of an unknown
-    section.
+    """Tells what was found and what to do, for one of pydantic's error dictionaries: of an unknown section once for
+    every key.
     """
     if detail["type"] != "extra_forbidden":
         return [_mistake(detail, root)]
@@ -119,7 +121,7 @@ def _mistakes(detail: Any, root: type[BaseModel]) -> list[tuple[str, str]]:
 
 
 def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
-    """What was found and what to do, for one of pydantic's error dictionaries."""
+    """Tells what was found and what to do, for one of pydantic's error dictionaries."""
     path, _, annotation = _place(detail["loc"], root)
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "missing":
@@ -145,13 +147,13 @@ def _show(value: Any) -> str:
 
 
 def shortened(value: Any) -> str:
-    """``repr(value)`` in at most 80 characters."""
+    """Returns ``repr(value)`` in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None, Any]:
-    """The dotted path of an error, the model that holds its last key, and what that key takes.
+    """Returns the dotted path of an error, the model that holds its last key, and what that key takes.
 
     pydantic's location of a value inside a tagged union also names the member; a user's path does not.
     """
@@ -177,7 +179,7 @@ def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseM
 
 
 def _section_remedy(path: str, annotation: Any, value: Any) -> str:
-    """What to write where a section is given as one value."""
+    """Tells what to write where a section is given as one value."""
     models = members(annotation)
     if callable(value) and path.startswith("rewards"):
         return "pass functions to the trainer: rewards=[…]"
@@ -224,7 +226,7 @@ def _unknown(path: str) -> str:
 
 @cache
 def _fields(root: type[BaseModel]) -> dict[str, str | None]:
-    """Every key of a recipe with its description; of a name that several choices have, the first's."""
+    """Returns every key of a recipe with its description; of a name that several choices have, the first's."""
     found: dict[str, str | None] = {}
     for name, field in dotted_fields(root):
         found.setdefault(name, field.description)
@@ -232,23 +234,23 @@ def _fields(root: type[BaseModel]) -> dict[str, str | None]:
 
 
 def _of_a_choice(path: str, fields: Iterable[str]) -> bool:
-    """Whether a choice has the key at ``path``."""
+    """Tells whether a choice has the key at ``path``."""
     return ".".join("0" if part.isdecimal() else part for part in path.split(".")) in fields
 
 
 def _foreign(path: str, fields: Mapping[str, str | None]) -> str | None:
-    """What to do about another system's key."""
+    """Tells what to do about another system's key."""
     return _did_you_mean(synonyms(path, fields), fields) or answer(path, fields)
 
 
 def _elsewhere(path: str, fields: Mapping[str, str | None]) -> str | None:
-    """What to do about a key that other sections have."""
+    """Tells what to do about a key that other sections have."""
     key = path.rpartition(".")[2]
     return _did_you_mean(likeliest([name for name in fields if name.rpartition(".")[2] == key], path), fields)
 
 
 def _of_sections(key: str, path: str, fields: Mapping[str, str | None]) -> str | None:
-    """What is known of the sections of another system that hold ``key``, from the innermost out to ``path``."""
+    """Tells what is known of the sections of another system that hold ``key``, from the innermost out to ``path``."""
     section = key.rpartition(".")[0]
     while section and len(section) >= len(path):
         if (found := _foreign(section, fields)) is not None:
@@ -270,12 +272,12 @@ _SECRET = re.compile(r"(^|[^a-z])(sig|signature|credential|token|key|password|pw
 
 
 def is_url(name: object) -> bool:
-    """Whether a path is the URL of an object or of a directory of objects, as s3://bucket/name."""
+    """Tells whether a path is the URL of an object or of a directory of objects, as s3://bucket/name."""
     return isinstance(name, str) and _URL.match(name) is not None
 
 
 def secret_in(name: object) -> str | None:
-    """What a URL holds that must not be written down with it, in words; None of other URLs and of paths."""
+    """Tells in words what a URL holds that must not be written down with it; None of other URLs and of paths."""
     if not is_url(name):
         return None
     scheme, _, rest = str(name).partition("://")
@@ -350,13 +352,13 @@ class Strict(BaseModel):
 
     @classmethod
     def _listed(cls, name: str, value: Any) -> Any:
-        """A section that stands alone where there may be several is one of them."""
+        """Makes a section that stands alone where there may be several one of them."""
         field = cls.model_fields.get(name)
         is_one = isinstance(value, BaseModel) and field is not None and item_annotation(field.annotation) is not None
         return (value,) if is_one else value
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other values, which are checked as those of a new recipe are.
+        """Makes a copy with other values, which are checked as those of a new recipe are.
 
         Raises:
             UserError: a mistake in them.
@@ -371,7 +373,7 @@ class Strict(BaseModel):
         return str(value) if isinstance(value, PurePath) else value
 
     def _misfits(self) -> Iterator[str]:
-        """Reasons why the values do not fit together, of which the first is told; after those of the parents."""
+        """Yields reasons why the values do not fit together, of which the first is told; after those of the parents."""
         yield from ()
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from quartet.config.nearest import missing_file, nearest
 
 
 def load_target(target: str, what: str) -> Callable[..., Any]:
-    """The callable named by ``target``; files are looked for from the current directory.
+    """Loads the callable named by ``target``; files are looked for from the current directory.
 
     Args:
         what: what it is to be, for messages ("environment").

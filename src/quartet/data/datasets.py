@@ -81,7 +81,7 @@ class Mixture:
         return tuple(found)
 
     def draw(self, seed: int, place: int) -> tuple[int, int]:
-        """``(row index, pass)`` of draw number ``place``."""
+        """Returns ``(row index, pass)`` of draw number ``place``."""
         epoch, position = divmod(place, len(self))
         rank = int(_permutation(seed, epoch, len(self))[position])
         source = bisect_right(self._ends, rank)
@@ -91,7 +91,7 @@ class Mixture:
         return sum(self.sizes[:source]) + int(self._pass_order(seed, source, number)[within]), number
 
     def _pass_order(self, seed: int, source: int, number: int) -> NDArray[np.int32]:
-        """``[n]``: the order of a source's rows in one of its passes; of each source two are kept."""
+        """Returns the order of a source's rows in one of its passes, ``[n]``; of each source two are kept."""
         place, key = (source, number % 2), (seed, number)
         if place not in self._orders or self._orders[place][0] != key:
             self._orders[place] = key, _shuffled([seed, number, source + 1], self.sizes[source])
@@ -107,7 +107,7 @@ class Mixture:
 
 
 def _shuffled(key: list[int], n: int) -> NDArray[np.int32]:
-    """``[n]``; 4 bytes per row, where a tuple has 40."""
+    """Returns the numbers below ``n`` in an order drawn by ``key``, ``[n]``; 4 bytes per row, where a tuple has 40."""
     return np.random.Generator(np.random.PCG64(key)).permutation(n).astype(np.int32)
 
 
@@ -117,7 +117,7 @@ def _permutation(seed: int, epoch: int, n: int) -> NDArray[np.int32]:
 
 
 def draw(seed: int, place: int, rows: int | Mixture) -> tuple[int, int]:
-    """``(row index, epoch)`` of draw number ``place``; of a mixture the pass of the row's source."""
+    """Returns ``(row index, epoch)`` of draw number ``place``; of a mixture the pass of the row's source."""
     if isinstance(rows, Mixture):
         return rows.draw(seed, place)
     epoch, position = divmod(place, rows)
@@ -125,7 +125,7 @@ def draw(seed: int, place: int, rows: int | Mixture) -> tuple[int, int]:
 
 
 def draws(seed: int, step: int, rows: int | Mixture, batch_size: int) -> list[tuple[int, int]]:
-    """``draw`` of each of the step's places; epochs follow each other without a short last batch.
+    """Returns ``draw`` of each of the step's places; epochs follow each other without a short last batch.
 
     Args:
         rows: their number, or the sources that they come from.
@@ -136,7 +136,8 @@ def draws(seed: int, step: int, rows: int | Mixture, batch_size: int) -> list[tu
 
 
 def steps_for(epochs: int, n: int, batch_size: int) -> int:
-    """Steps of at least ``epochs`` epochs, in which every row is seen so many times (not so in a mixture)."""
+    """Returns the number of steps of at least ``epochs`` epochs, in which every row is seen so many times (not so in a
+    mixture)."""
     return -(-epochs * n // batch_size)
 
 
@@ -152,7 +153,7 @@ class Item(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of its longest sequence."""
+        """The number of tokens of its longest sequence."""
 
     @property
     def place(self) -> str:
@@ -202,7 +203,7 @@ class Ordered:
 
     @property
     def order(self) -> int | Mixture:
-        """What decides the order of the rows."""
+        """The number of the rows or their mixture, which decides their order."""
         return self.mixture or len(self)
 
 
@@ -210,16 +211,16 @@ class Batches(Ordered, ABC):
     """Rows that are trained on."""
 
     def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
-        """The step's ``size`` rows; fields as in ``select``."""
+        """Returns the step's ``size`` rows; fields as in ``select``."""
         drawn = draws(seed, step, self.order, size)
         return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
 
     @abstractmethod
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """Rows by index, in that order. ``ids`` name them; ``row<index>`` when left out."""
+        """Returns rows by index, in that order. ``ids`` name them; ``row<index>`` when left out."""
 
     def in_parts(self, size: int) -> Iterator[RaggedBatch]:
-        """All rows in their order, ``size`` at a time."""
+        """Yields all rows in their order, ``size`` at a time."""
         for start in range(0, len(self), size):
             yield self.select(range(start, min(start + size, len(self))))
 
@@ -228,7 +229,7 @@ D = TypeVar("D", bound=Ordered)
 
 
 def joined(sources: Sequence[D], weights: Sequence[float] | None) -> D:
-    """The rows of several sources of one kind as one data set.
+    """Returns the rows of several sources of one kind as one data set.
 
     Args:
         weights: of the sources in what is drawn; None: every row counts alike.
@@ -296,7 +297,7 @@ class Kept(Generic[T]):
         return True
 
     def fields(self, told: Iterable[str]) -> dict[str, Any]:
-        """Those of ``Ordered``, with what else is ``told``.
+        """Returns the fields of ``Ordered``; ``told`` are warnings beside its own.
 
         Raises:
             UserError: too long rows are errors, or no other row is left.
@@ -327,8 +328,8 @@ _ENDLESS = "the {% generation %} marks leave out the end-of-text token: the mode
 
 
 def checked(parsed: Parsed[A], codec: TextCodec) -> Iterator[A]:
-    """The examples, whose answers end once. What is to be said of them is counted in ``parsed``, and so are those left
-    out, in which an answer holds the end-of-text token in its middle.
+    """Yields the examples, with answers that end once. What is to be said of them is counted in ``parsed``, and so are
+    those left out, in which an answer holds the end-of-text token in its middle.
 
     Raises:
         UserError: the chat template refuses a conversation, or leaves out a whole message; no row is left.
@@ -350,7 +351,7 @@ def checked(parsed: Parsed[A], codec: TextCodec) -> Iterator[A]:
 
 
 def _checked(example: Any, codec: TextCodec) -> tuple[Any, set[str]]:
-    """The example, whose answers end once, and what is to be said of it."""
+    """Returns the example, with answers that end once, and what is to be said of it."""
     notes = set[str]()
 
     def ended_once(turn: Message) -> Message:
@@ -383,7 +384,7 @@ def _checked(example: Any, codec: TextCodec) -> tuple[Any, set[str]]:
 def tokenised(
     parsed: Parsed[E], codec: TextCodec, tokenise: Callable[[E], T], limit: TokenLimit, what: str
 ) -> dict[str, Any]:
-    """Fields of the data set of the rows that ``tokenise`` makes of the examples.
+    """Returns the fields of the data set of the rows that ``tokenise`` makes of the examples.
 
     Raises:
         UserError: the tokenizer or the chat template refuses a row, which is named; rows are too long.
@@ -459,7 +460,7 @@ class SFTData(Batches):
         return cls(**tokenised(parsed, codec, item, limit, "sequence"))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """Rows by index, in that order, with token field ``loss_mask`` (bool)."""
+        """Returns rows by index, in that order, with token field ``loss_mask`` (bool)."""
         items = [self.items[i] for i in indices]
         mask = torch.tensor([learned for item in items for learned in item.loss_mask], dtype=torch.bool)
         names = list(ids) if ids is not None else [f"row{i}" for i in indices]
@@ -529,7 +530,8 @@ class AnsweredData(Batches):
     max_tokens: int = field(kw_only=True)
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """Rows by index: a prompt segment with a child per answer, the chosen one of a pair first. ``ids`` name rows.
+        """Returns rows by index: a prompt segment with a child per answer, the chosen one of a pair first. ``ids`` name
+        rows.
 
         Token field ``loss_mask``: the answers. Sequence fields: ``row`` ``[S]`` int64, the row's index in these data;
         ``pair`` ``[S]`` int64, its position in this batch; ``chosen`` ``[S]`` bool; ``margin`` ``[S]`` float32, 0 where
@@ -539,7 +541,8 @@ class AnsweredData(Batches):
         return self._batch(indices, items, [item.answers for item in items], ids)
 
     def mismatched(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """As ``select``, with the answers of the next row that has another prompt, cut where they do not fit."""
+        """Returns rows as ``select`` does, with the answers of the next row that has another prompt, cut where they do
+        not fit."""
         items = [self.items[i] for i in indices]
         room = [self.max_tokens - len(item.prompt_ids) for item in items]
         others = [self.items[self._partner(i)].answers for i in indices]
@@ -551,7 +554,7 @@ class AnsweredData(Batches):
         self._partner(0)
 
     def _partner(self, row: int) -> int:
-        """The next row, the first following the last, that has another prompt."""
+        """Returns the next row, the first following the last, that has another prompt."""
         own = self.items[row].prompt_ids
         for other in chain(range(row + 1, len(self)), range(row)):
             if self.items[other].prompt_ids != own:
@@ -569,7 +572,7 @@ class AnsweredData(Batches):
         answers: Sequence[Sequence[Sequence[int]]],
         ids: Sequence[str] | None,
     ) -> RaggedBatch:
-        """The rows' prompts with these answers, which carry the loss."""
+        """Makes a batch of the rows' prompts with these answers, which carry the loss."""
         names = list(ids) if ids is not None else [f"row{i}" for i in indices]
         sides = ("answer",) if len(items[0].chosen) == 1 else ("chosen", "rejected")
         batch = RaggedBatch.from_groups(
@@ -628,7 +631,7 @@ class PreferenceData(AnsweredData):
 
 
 def _words(answer: AnswerText) -> Any:
-    """An answer without what templates trim."""
+    """Returns an answer without what templates trim."""
     return {**answer_turn(answer), "content": answer_turn(answer)["content"].split()}
 
 

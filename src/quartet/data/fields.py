@@ -27,18 +27,18 @@ _SIDES = {"Human": "user", "Assistant": "assistant"}
 
 
 def is_dialogue(text: str) -> bool:
-    """Whether a text begins with a turn."""
+    """Tells whether a text begins with a turn."""
     return _TURN.match(text) is not None
 
 
 def is_whole_dialogue(text: str) -> bool:
-    """Whether a text begins with the human's turn, as no answer does."""
+    """Tells whether a text begins with the human's turn, as no answer does."""
     first = _TURN.match(text)
     return first is not None and first[1] == "Human"
 
 
 def as_dialogue(text: str) -> Messages:
-    """The turns as messages, without white space around them.
+    """Returns the turns of a text as messages, without white space around them.
 
     Turns of one side that follow each other become one message, text before the first turn the system's, text without
     any turn the user's. An open ``Assistant:`` at the end, where an answer belongs, becomes none.
@@ -59,8 +59,8 @@ def as_dialogue(text: str) -> Messages:
 
 
 def split_dialogues(chosen: str, rejected: str) -> int | None:
-    """Where the answers of two dialogues begin: behind the last ``Assistant:`` that both share; None where more than
-    the last turn differs."""
+    """Returns where the answers of two dialogues begin: behind the last ``Assistant:`` that both share; None where more
+    than the last turn differs."""
     shared = _num_shared(chosen, rejected)
     ends = [mark.end() for mark in _TURN.finditer(chosen) if mark[1] == "Assistant" and mark.end() <= shared]
     if not ends or any(_TURN.search(text, ends[-1]) for text in (chosen, rejected)):
@@ -69,8 +69,8 @@ def split_dialogues(chosen: str, rejected: str) -> int | None:
 
 
 def split_texts(chosen: str, rejected: str) -> int | None:
-    """Where the answers of two texts begin: before the word in which they first differ, so that no token is torn, and
-    early enough that neither is empty; None where that leaves no prompt."""
+    """Returns where the answers of two texts begin: before the word in which they first differ, so that no token is
+    torn, and early enough that neither is empty; None where that leaves no prompt."""
     shared = _num_shared(chosen, rejected)
     both_end_words = all(text[shared : shared + 1].isspace() for text in (chosen, rejected))
     places = [mark.start() for mark in re.finditer(r"\s+", chosen[:shared])] + [shared] * both_end_words
@@ -132,7 +132,7 @@ AS_GIVEN = Reading()
 
 
 def column_paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Names of a row's columns, and of what is inside objects with dots: ``reward_model.ground_truth``."""
+    """Yields the names of a row's columns, and of what is inside objects with dots: ``reward_model.ground_truth``."""
     for name, value in values.items():
         yield f"{above}{name}"
         if isinstance(value, dict):
@@ -140,7 +140,7 @@ def column_paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def column_at(values: Mapping[str, Any], path: str) -> Any:
-    """The value of a column, or of what is inside an object; null where the object itself is null.
+    """Returns the value of a column, or of what is inside an object; null where the object itself is null.
 
     Raises:
         KeyError: there is neither.
@@ -172,7 +172,8 @@ class Fields:
     notes: list[str] = field(default_factory=list)
 
     def get(self, name: str) -> Any:
-        """A value; of a prompt or an answer that is the JSON text of messages, as tables have them, the messages.
+        """Returns a value; of a prompt or an answer that is the JSON text of messages, as tables have them, the
+        messages.
 
         Answers with roles that nobody knows, or of which the last turn is not the assistant's, are answers in JSON.
         """
@@ -190,7 +191,7 @@ class Fields:
         return value
 
     def parsed(self, name: str) -> Any:
-        """A value; of text in JSON, as CSV has lists, what it says."""
+        """Returns a value; of text in JSON, as CSV has lists, what it says."""
         value = self.values.get(name)
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
@@ -214,7 +215,7 @@ class Fields:
         return UserError(f"a row lacks {needed}", found=found, remedy=f"rename the columns, or map them: {keys}")
 
     def text(self, name: str, *, empty: bool = False) -> str:
-        """A text value. Numbers and booleans are taken as Python writes them (``42``, ``True``) and noted,
+        """Returns a text value. Numbers and booleans are taken as Python writes them (``42``, ``True``) and noted,
         because converters like to turn such answers into scalars.
 
         Raises:
@@ -234,7 +235,7 @@ class Fields:
         return value
 
     def messages(self, name: str) -> Messages:
-        """A conversation, as a list or (in CSV) as JSON text.
+        """Returns a conversation, as a list or (in CSV) as JSON text.
 
         Raises:
             UserError: missing, empty, or not messages.
@@ -246,7 +247,7 @@ class Fields:
         return as_messages(value, self.place)
 
     def number(self, name: str) -> float | None:
-        """An optional finite number; CSV gives it as text."""
+        """Returns an optional finite number; CSV gives it as text."""
         value = self.values.get(name)
         if value is None or value == "":
             return None
@@ -259,7 +260,7 @@ class Fields:
         return number
 
     def integers(self, name: str) -> list[int]:
-        """A list of whole numbers; in CSV as JSON text.
+        """Returns a list of whole numbers; in CSV as JSON text.
 
         Raises:
             UserError: missing, or anything else.
@@ -277,7 +278,8 @@ class Fields:
             raise _refused(f"`{name}` is not a list of whole numbers", self.place, value, remedy) from None
 
     def tools(self) -> list[dict[str, Any]]:
-        """The tools that a conversation may call, as JSON schemas: a list, or JSON text; empty where there are none.
+        """Returns the tools that a conversation may call, as JSON schemas: a list, or JSON text; empty where there are
+        none.
 
         Raises:
             UserError: JSON text that cannot be read, or anything but objects.
@@ -286,7 +288,7 @@ class Fields:
         return _objects(self.values.get("tools"), "tools", self.place, "JSON schemas", shape)
 
     def truth(self, name: str) -> bool:
-        """A yes or no; CSV gives it as text, some converters as 1 and 0.
+        """Reads a yes or no; CSV gives it as text, some converters as 1 and 0.
 
         Raises:
             UserError: anything else.
@@ -304,7 +306,7 @@ def _refused(problem: str, place: str, value: Any, remedy: str) -> UserError:
 
 
 def _objects(value: Any, name: str, place: str, what: str, shape: str) -> list[dict[str, Any]]:
-    """A list of objects, one object, or the JSON text of either; empty where there are none.
+    """Returns the objects of a list of objects, one object, or the JSON text of either; empty where there are none.
 
     Raises:
         UserError: JSON text that cannot be read, or anything but objects.
@@ -328,14 +330,15 @@ def _is_null(value: Any) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """Without the null keys of objects: Parquet stores one struct type for all, and gives null for keys one lacks."""
+    """Returns a value without the null keys of objects: Parquet stores one struct type for all, and gives null for keys
+    one lacks."""
     if isinstance(value, dict):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _speaker(turn: Any) -> str | None:
-    """Who speaks in a turn; None where it is none."""
+    """Returns who speaks in a turn; None where it is none."""
     if not isinstance(turn, dict) or not {"content", "value", "tool_calls"} & turn.keys():
         return None
     who = turn.get("role", turn.get("from"))
@@ -343,7 +346,7 @@ def _speaker(turn: Any) -> str | None:
 
 
 def as_messages(value: Any, place: str) -> Messages:
-    """Messages with text content; one message alone counts as a list, ``from``/``value`` as
+    """Returns messages with text content; one message alone counts as a list, ``from``/``value`` as
     ``role``/``content``, a list of text parts as their text. A message that only calls tools or thinks has the content
     "". An assistant's with ``weight`` 0 or ``train`` false has ``train`` False.
 
@@ -379,7 +382,7 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
 
 
 def _joined_parts(parts: list[Any], place: str) -> str:
-    """The text of content that is a list of parts.
+    """Returns the text of content that is a list of parts.
 
     Raises:
         UserError: some are none of text.
@@ -409,7 +412,7 @@ def _read_weight(message: Message, place: str) -> None:
 
 
 def prompt_field(fields: Fields) -> PromptText:
-    """``prompt`` (text or messages), else ``messages``."""
+    """Returns the column ``prompt`` (text or messages), else ``messages``."""
     if fields.has("prompt"):
         if isinstance(fields.get("prompt"), (list, dict)):
             return fields.messages("prompt")
@@ -424,7 +427,7 @@ TOOLS_TOLD = "`tools` are told to the chat template"
 
 
 def in_context(fields: Fields, prompt: PromptText) -> PromptText:
-    """A conversation with its system prompt and, in its first message, its tools; plain text as it is.
+    """Returns a conversation with its system prompt and, in its first message, its tools; plain text as it is.
 
     The system message that it has comes before the row's column ``system`` (empty: none), and that before the recipe's.
 
@@ -448,12 +451,12 @@ def in_context(fields: Fields, prompt: PromptText) -> PromptText:
 
 
 def as_chat(prompt: PromptText) -> Messages:
-    """A text prompt whose answers are messages is the user's turn."""
+    """Returns a prompt as messages: text, whose answers are messages, is the user's turn."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def answer_of(messages: Messages, place: str) -> AnswerText:
-    """An answer given as one assistant message: its content, where it has nothing else."""
+    """Returns an answer given as one assistant message: its content, where it has nothing else."""
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise UserError(
             "an answer is not one assistant message",
@@ -469,7 +472,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def field_excerpt(value: Any) -> str:
-    """At most 80 characters of a value as Python writes it."""
+    """Returns at most 80 characters of a value as Python writes it."""
     # reprlib looks only as far as it shows: a value may be nested without end, or very long.
     try:
         text = _SHORT.repr(value)

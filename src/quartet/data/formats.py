@@ -77,7 +77,7 @@ EARLIER = "the conversations differ before their last turn"
 
 
 def pair_field(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
-    """Prompt and answers.
+    """Returns the prompt, the chosen answer and the rejected one.
 
     Raises:
         Skip: the answers are the same, or differ before their last turn.
@@ -105,7 +105,7 @@ def pair_field(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
 
 
 def _num_prompt(fields: Fields, chosen: str, rejected: str) -> int:
-    """Characters of the prompt with which two texts begin."""
+    """Returns how many characters the prompt has with which two texts begin."""
     if chosen == rejected:
         raise Skip(SAME)
     if is_dialogue(chosen) and is_dialogue(rejected):
@@ -122,7 +122,7 @@ def _num_prompt(fields: Fields, chosen: str, rejected: str) -> int:
 
 
 def _conversations(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
-    """Prompt and answers of conversations: what both begin with, and the one turn in which they differ.
+    """Returns the prompt and answers of conversations: what both begin with, and the one turn in which they differ.
 
     Where they begin with the assistant's turn, they continue ``prompt``.
     """
@@ -189,13 +189,13 @@ class Parsed(Generic[T]):
         known += [place][: _KEPT_PLACES - len(known)]
 
     def report(self) -> list[str]:
-        """One line per warning, for the log."""
+        """Returns one line per warning, for the log."""
         lines = {reason: f"{count} rows left out: {reason}" for reason, count in self.skipped.items()}
         lines |= {reason: f"{count} rows: {reason}" for reason, count in self.notes.items()}
         return [f"{line} ({shown_places(self.places[reason])})" for reason, line in lines.items()]
 
     def counted(self, reasons: Iterable[str]) -> str:
-        """Rows that were left out for these reasons, in words; '' where there are none."""
+        """Tells how many rows were left out for these reasons, in words; '' where there are none."""
         found = [r for r in reasons if r in self.skipped]
         return "; ".join(f"{self.skipped[r]}: {r} ({shown_places(self.places[r])})" for r in found)
 
@@ -203,7 +203,7 @@ class Parsed(Generic[T]):
 def preferences(
     rows: Iterable[Row], reading: Reading = AS_GIVEN, doubtful: DoubtfulPairs = "keep"
 ) -> Parsed[Preference]:
-    """Preference pairs.
+    """Parses preference pairs.
 
     Left out and counted: pairs whose answers are the same, and conversations that differ before their last
     turn.
@@ -232,7 +232,7 @@ def refuse_doubtful(parsed: Parsed[Any], num_rows: int = 0) -> None:
 
 
 def has_judgements(rows: Sequence[Row], reading: Reading = AS_GIVEN) -> bool:
-    """Whether the first row holds a judged answer rather than a pair."""
+    """Tells whether the first row holds a judged answer rather than a pair."""
     names = {name for name, value in rows[0].values.items() if value is not None} | set(reading.columns)
     return {"completion", "label"} <= names and not {"chosen", "rejected"} <= names
 
@@ -243,7 +243,7 @@ def parse_rows(
     reading: Reading = AS_GIVEN,
     finish: Callable[[Parsed[T], int], None] | None = None,
 ) -> Parsed[T]:
-    """What ``parse`` makes of every row: at once, or of an iterator's rows as ``items`` is gone through.
+    """Returns what ``parse`` makes of every row: at once, or of an iterator's rows as ``items`` is gone through.
 
 
     Args:
@@ -279,7 +279,7 @@ def parse_rows(
 
 
 def _in_context(item: T, fields: Fields) -> T:
-    """The example, whose conversation has its system prompt and tools."""
+    """Returns the example, in whose conversation the row's system prompt and tools are."""
     name = "messages" if isinstance(item, Conversation) else "prompt"
     prompt = getattr(item, name, "")
     found = in_context(fields, prompt)
@@ -288,7 +288,8 @@ def _in_context(item: T, fields: Fields) -> T:
 
 
 def _joined(row: Row, reading: Reading) -> Row:
-    """The row with the columns that are joined of several texts, as ``instruction + input``; empty ones are left out.
+    """Returns the row with the columns that are joined of several texts, as ``instruction + input``; empty ones are
+    left out.
 
     Raises:
         UserError: a part is no text.
@@ -360,7 +361,7 @@ def _conversation(messages: Messages, fields: Fields) -> Conversation:
 
 
 def _tokenised(fields: Fields) -> Tokenised:
-    """Ids as they are; padding, which ``attention_mask`` marks, is taken off both ends."""
+    """Returns ids as they are; padding, which ``attention_mask`` marks, is taken off both ends."""
     ids = fields.integers("input_ids")
     labels = fields.integers("labels") if fields.has("labels") else ids
     masks = {name: fields.integers(name) for name in ("attention_mask", *_MASKS) if fields.has(name)}
@@ -403,7 +404,7 @@ def _judgement(fields: Fields) -> Judgement:
 
 
 def _answered(fields: Fields, *, empty: bool = False) -> tuple[PromptText, AnswerText]:
-    """``prompt`` and ``completion``."""
+    """Returns ``prompt`` and ``completion``."""
     prompt, given = prompt_field(fields), fields.get("completion")
     if isinstance(given, (list, dict)):
         answer = answer_of(as_messages(given, fields.place), fields.place)

@@ -172,7 +172,7 @@ class Unchecked(Rows[T]):
         raise UserError("no row is left to use", found="; ".join(self.report()), remedy="use other data")
 
     def report(self) -> list[str]:
-        """What was left out of the rows that were asked for, in words."""
+        """Returns what was left out of the rows that were asked for, in words."""
         return [f"when drawn: {line}" for line in self._told.report()]
 
 
@@ -205,7 +205,7 @@ class Prefetcher(Generic[T]):
                 self._waiting[one] = self._thread.submit(self._made, one)
 
     def get(self, number: int) -> T:
-        """``make(number)``; whatever it raised is raised here."""
+        """Returns ``make(number)``; whatever it raised is raised here."""
         ready = self._waiting.pop(number, None)
         if self._thread is None:
             return self._make(number)

@@ -39,7 +39,7 @@ class Act(Protocol):
     """The policy, as an episode sees it."""
 
     async def __call__(self, turn: int, seen: Seen) -> str:
-        """The text of an action: a function of the episode and the turn.
+        """Returns the text of an action: a function of the episode and the turn.
 
         Raises:
             NoRoom: the state leaves no room for one.
@@ -69,7 +69,7 @@ class FinishedEpisode:
 async def run_episode(
     name: str, make: EnvironmentFactory, item: Item, act: Act, limits: EpisodeLimits
 ) -> FinishedEpisode:
-    """The episode ``name`` with a fresh environment, which is closed at the end.
+    """Runs the episode ``name`` with a fresh environment, which is closed at the end.
 
     Raises:
         EpisodeError: the environment raised, took too long, or returned something that is not what it should be, or
@@ -160,7 +160,7 @@ class _EpisodeRun:
             seen = Seen(observation, result.reward)
 
     async def _acted(self, seen: Seen) -> str:
-        """A state that cannot be tokenised is reported with its episode."""
+        """Returns the action on a state; one that cannot be tokenised is reported with its episode."""
         try:
             return await self._act(self._turn, seen)
         except StateError as error:
@@ -172,7 +172,7 @@ class _EpisodeRun:
             await self.call("close", close)
 
     async def call(self, method: str, work: Callable[[], Awaitable[_T]]) -> _T:
-        """What the environment's ``method`` returns, within the time limit."""
+        """Returns what ``work``, a call of the environment's ``method``, gives within the time limit."""
         seconds = self._limits.timeout_s
         own = _OwnTime(seconds)
         try:
@@ -233,7 +233,7 @@ def _total(rewards: Sequence[float]) -> float:
 
 
 def _observation(value: Any) -> Observation | None:
-    """What an environment returned as an observation; None where it is none."""
+    """Returns what an environment returned as an observation; None where it is none."""
     found = value if isinstance(value, Observation) else Observation(value)
     content: Any = found.content
     if isinstance(content, list):

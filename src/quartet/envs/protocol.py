@@ -83,7 +83,7 @@ class Environment(Protocol):
     """
 
     async def reset(self, item: Item) -> Observation | PromptText:
-        """The first state."""
+        """Returns the first state."""
 
     async def step(self, action: str) -> StepResult:
         """Takes an action: the text the policy generated, without end-of-text and up to a stop string."""
@@ -116,7 +116,7 @@ class EnvironmentFactory:
         return self.make()
 
     def warnings(self) -> list[str]:
-        """Which random numbers it draws, and which of its episodes failed."""
+        """Tells which random numbers the environment draws, and which of its episodes failed."""
         rows, first = self.failures.rows, self.failures.first
         if first is None:
             return self.guard.warnings()
@@ -132,7 +132,7 @@ _MAX_ROWS = 10
 def environment_factory(
     config: EnvironmentConfig, environment: Callable[..., Environment] | None = None
 ) -> EnvironmentFactory:
-    """What makes the fresh object of an episode.
+    """Returns what makes the fresh object of an episode.
 
     Args:
         environment: the class, where Python code passes it instead of ``config.type`` or ``config.target``.
@@ -157,7 +157,7 @@ def environment_factory(
 
 
 def _check(environment: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """What can be told of a class without making an object, which might start something."""
+    """Checks what can be told of a class without making an object, which might start something."""
     name = str(getattr(environment, "__name__", type(environment).__name__))
     try:
         inspect.signature(environment).bind(**options)

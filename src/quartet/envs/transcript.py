@@ -109,7 +109,7 @@ class _Open:
             column.extend([0] * (len(self.token_ids) - len(column)))
 
     def closed(self) -> TrajectorySequence | None:
-        """Without the observation that nothing answers; None where nothing was done."""
+        """Returns the sequence without the observation that nothing answers; None where nothing was done."""
         if self.last is None:
             return None
         end = len(self.action_mask) - self.action_mask[::-1].index(True)
@@ -146,11 +146,11 @@ class Transcript:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """What the policy reads now."""
+        """The token ids that the policy reads now."""
         return (*self._open.prompt_ids, *self._open.token_ids)
 
     def room(self, limits: EpisodeLimits) -> int:
-        """Tokens that the next action may have."""
+        """Returns how many tokens the next action may have."""
         held = len(self.token_ids)
         room = limits.max_sequence_tokens - held
         if limits.max_tokens is not None:
@@ -176,7 +176,7 @@ class Transcript:
             raise StateError(error.problem, found=error.found, remedy=error.remedy) from None
 
     def sequences(self) -> tuple[TrajectorySequence, ...]:
-        """All sequences in which the policy acted."""
+        """Returns all sequences in which the policy acted."""
         last = self._open.closed()
         return (*self._closed, *([last] if last is not None else []))
 
@@ -227,7 +227,7 @@ class Transcript:
         return state if isinstance(state, str) else self._codec.render(state)
 
     def _added(self, state: PromptText, text: str, *, declared: bool) -> tuple[int, ...] | None:
-        """Tokens by which ``state`` extends the sequence; None where it does not.
+        """Returns the tokens by which ``state`` extends the sequence; None where it does not.
 
         Args:
             declared: the environment said that it adds to the state; a template may rewrite it all the same.
@@ -248,7 +248,7 @@ class Transcript:
         return added
 
     def _end_text(self, action: Action | None) -> str:
-        """The end-of-text token that ends the action, as text; empty where none does."""
+        """Returns the end-of-text token that ends the action, as text; empty where none does."""
         if action is None or action.token_ids[-1] not in self._codec.eos_ids:
             return ""
         return self._codec.decode(action.token_ids[-1:], skip_special=False)

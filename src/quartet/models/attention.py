@@ -106,7 +106,7 @@ class SegmentTree:
             self.chains = _chains(self.parents)
 
     def in_blocks(self, size: int) -> SegmentTree:
-        """The same tokens with every segment as a chain of blocks of at most ``size``."""
+        """Returns the same tokens with every segment as a chain of blocks of at most ``size``."""
         lengths: list[int] = []
         parents: list[int] = []
         ends: list[int] = []
@@ -183,7 +183,7 @@ def _join_only_children(lengths: Sequence[int], parents: Sequence[int]) -> tuple
 
 
 def _chains(parents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The ancestors of each segment, root first."""
+    """Returns the ancestors of each segment, root first."""
     chains: list[tuple[int, ...]] = []
     open_chain: tuple[int, ...] = ()
     for i, parent in enumerate(parents):
@@ -199,7 +199,7 @@ def _chains(parents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: SegmentTree, scaling: float) -> Tensor:
-    """Attention of every segment to its ancestors and, causally, to itself; differentiable once.
+    """Computes attention of every segment to its ancestors and, causally, to itself; differentiable once.
 
     Args:
         q: ``[1, H, T, D]``, any strides; fp64, fp32, bf16 or fp16, as ``k`` and ``v``.
@@ -259,7 +259,7 @@ def _add_ancestor(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, nod
 
 
 def _pieces(x: Tensor, tree: SegmentTree) -> list[Tensor]:
-    """Views ``[n, H, L, ...]`` of the runs of ``x [1, H, T, ...]``."""
+    """Returns the views ``[n, H, L, ...]`` of the runs of ``x [1, H, T, ...]``."""
     pieces = x.split([num * length for num, length in tree.equal_runs], 2)
     return [
         piece if num == 1 else piece[0].unflatten(1, (num, length)).transpose(0, 1)
@@ -268,19 +268,21 @@ def _pieces(x: Tensor, tree: SegmentTree) -> list[Tensor]:
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """``[n, H, L, ...]`` of every run → ``[1, H, T, ...]`` over memory in token order, as the kernel leaves it."""
+    """Joins ``[n, H, L, ...]`` of every run → ``[1, H, T, ...]`` over memory in token order, as the kernel
+    leaves it.
+    """
     rows = [part.transpose(1, 2).flatten(0, 1) for part in parts]
     joined = rows[0] if len(rows) == 1 else torch.cat(rows)
     return joined.to(dtype or joined.dtype).transpose(0, 1).unsqueeze(0)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """As the kernel assumes them, whatever the other strides."""
+    """Copies ``x`` where its rows are not dense, as the kernel assumes them whatever the other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _accumulator(x: Tensor, tree: SegmentTree) -> torch.dtype:
-    """Half precision adds its parts up in fp32 and rounds once."""
+    """Returns the dtype that parts are added up in: fp32 for half precision, which is rounded once."""
     return torch.float32 if tree.inner and x.dtype != torch.float64 else x.dtype
 
 
@@ -302,7 +304,7 @@ class LayerRule:
 
 class AttentionContext(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        """``q [1, H, T, D]``, ``k, v [1, Hk, T, D]`` of the new tokens → ``[1, H, T, D]``."""
+        """Attends with ``q [1, H, T, D]``, ``k, v [1, Hk, T, D]`` of the new tokens → ``[1, H, T, D]``."""
 
 
 class PackedAttention:
@@ -333,7 +335,9 @@ class PackedAttention:
         return self._by_run(q, k, v, rule)
 
     def _by_run(self, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        """Any rule: the queries of each run of equal siblings against their ancestors' keys and their own."""
+        """Attends under any rule: the queries of each run of equal siblings against their ancestors' keys and their
+        own.
+        """
         runs = self._blocks(rule.window).sibling_runs
         sizes = [run.num * run.length for run in runs]
         # Split once: the gradient of a slice is as large as what it was cut from.
@@ -350,7 +354,7 @@ class PackedAttention:
         return torch.cat(out, dim=1).unsqueeze(0)
 
     def _blocks(self, window: int | None) -> SegmentTree:
-        """Under a window long segments are cut, so that no query meets many keys that it cannot see."""
+        """Cuts long segments where there is a window, so that no query meets many keys that it cannot see."""
         if window is None or max(self.tree.lengths) <= (size := max(window, _SMALLEST_BLOCK)):
             return self.tree
         if size not in self._cut:
@@ -358,7 +362,9 @@ class PackedAttention:
         return self._cut[size]
 
     def _one_run(self, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        """``q [n, H, L, D]`` at the end of ``k, v [n, Hk, K, D]``; the fused kernel where it can express the rule."""
+        """Attends with ``q [n, H, L, D]`` at the end of ``k, v [n, Hk, K, D]``; the fused kernel where it can express
+        the rule.
+        """
         length, num_keys = q.shape[2], k.shape[2]
         windowed = rule.window is not None and rule.window < num_keys
         if rule.softcap is None and not windowed and length == num_keys:
@@ -372,12 +378,12 @@ class PackedAttention:
 
 
 def _unpack(x: Tensor, run: SiblingRun) -> Tensor:
-    """``[1, H, n L, D] → [n, H, L, D]``"""
+    """Maps ``[1, H, n L, D] → [n, H, L, D]``."""
     return x.view(x.shape[1], run.num, run.length, x.shape[3]).transpose(0, 1)
 
 
 def _nearest(runs: Sequence[int], sizes: Sequence[int], reach: int) -> list[tuple[int, int]]:
-    """The last ``reach`` tokens of a chain of runs, as ``(run, tokens from its end)``, first to last."""
+    """Returns the last ``reach`` tokens of a chain of runs, as ``(run, tokens from its end)``, first to last."""
     spans: list[tuple[int, int]] = []
     for run, size in zip(reversed(runs), reversed(sizes), strict=True):
         if reach <= 0:
@@ -388,7 +394,7 @@ def _nearest(runs: Sequence[int], sizes: Sequence[int], reach: int) -> list[tupl
 
 
 def _behind(pieces: Sequence[Tensor], spans: Sequence[tuple[int, int]], own: Tensor) -> Tensor:
-    """``own [n, Hk, L, D]`` behind the spans of its ancestors' pieces ``[1, Hk, *, D]``."""
+    """Puts ``own [n, Hk, L, D]`` behind the spans of its ancestors' pieces ``[1, Hk, *, D]``."""
     prefix = [pieces[i][:, :, -size:].expand(own.shape[0], -1, -1, -1) for i, size in spans]
     return torch.cat([*prefix, own], dim=2)
 
@@ -406,14 +412,14 @@ class RecordedAttention(PackedAttention):
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, rule: LayerRule) -> Tensor:
-    """``[..., Q, K]`` bool: causal, and inside the window where the layer has one."""
+    """Returns ``[..., Q, K]`` bool: causal, and inside the window where the layer has one."""
     distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
     allowed = distance >= 0
     return allowed if rule.window is None else allowed & (distance < rule.window)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
-    """Attention under a boolean mask that broadcasts to ``[n, H, Q, K]``; soft-capped scores run unfused."""
+    """Attends under a boolean mask that broadcasts to ``[n, H, Q, K]``; soft-capped scores run unfused."""
     if rule.softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True)
     share = q.shape[1] // k.shape[1]
@@ -488,7 +494,7 @@ def is_installed(model: PreTrainedModel) -> bool:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """The attention implementation that ``model`` has when it is not taken over."""
+    """Returns the attention implementation that ``model`` has when it is not taken over."""
     name = getattr(model, _FORMER, None) if is_installed(model) else model.config._attn_implementation
     return str(name or "sdpa")
 
@@ -510,7 +516,7 @@ _T = TypeVar("_T")
 
 
 def cuda_tree_attention(q: Tensor, k: Tensor, v: Tensor, rule: LayerRule, tree: SegmentTree, cache: Cache) -> Tensor:
-    """Differentiable attention of a pack.
+    """Computes differentiable attention of a pack.
 
     Args:
         q: ``[1, H, T, D]``.
@@ -557,7 +563,7 @@ def tree_index(tree: SegmentTree) -> TreeIndex:
 
 
 def dense_mask(tree: SegmentTree, window: int | None) -> Tensor:
-    """``[T, T]`` bool, query by key."""
+    """Returns ``[T, T]`` bool, query by key."""
     index = tree_index(tree)
     token = torch.arange(len(index.positions))
     mask = (token <= token[:, None]) & (token[:, None] < index.ends)
@@ -565,7 +571,7 @@ def dense_mask(tree: SegmentTree, window: int | None) -> Tensor:
 
 
 def block_masks(index: TreeIndex, window: int | None) -> tuple[Tensor, Tensor]:
-    """Which blocks of 128 queries by 128 keys hold something visible.
+    """Finds which blocks of 128 queries by 128 keys hold something visible.
 
     Returns:
         ``partial [C, C]`` and ``full [C, C]`` bool: blocks to compute under the mask, and blocks all of whose pairs
@@ -664,7 +670,7 @@ def _soft_cap(cap: float, device: torch.device) -> Callable[..., Tensor]:
 
 
 def block_mask(index: TreeIndex, window: int | None, device: torch.device) -> BlockMask:
-    """The tree's mask for flex attention, made on the host without a ``[T, T]`` array."""
+    """Makes the tree's mask for flex attention, on the host without a ``[T, T]`` array."""
     num_tokens = len(index.ends)
     ends = to_device(index.ends, device)
     if window is None:
@@ -689,6 +695,8 @@ def block_mask(index: TreeIndex, window: int | None, device: torch.device) -> Bl
 
 
 def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``[C, C]`` bool → number ``[1, 1, C]`` and indices ``[1, 1, C, C]`` of the blocks of each row, those first."""
+    """Lists of ``[C, C]`` bool the number ``[1, 1, C]`` and indices ``[1, 1, C, C]`` of the blocks of each row, those
+    first.
+    """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return to_device(blocks.sum(-1).int()[None, None], device), to_device(order.int()[None, None], device)

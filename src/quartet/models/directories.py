@@ -76,13 +76,13 @@ class StoredTensor:
         return cls(tuple(tensor.shape), tensor)
 
     def read(self, part: Slices | None = None) -> Tensor:
-        """The part, or all of it."""
+        """Reads the part, or all of it."""
         found: Tensor = self.source[part] if part else self.source[...]
         return found
 
 
 def weight_paths(source: str) -> list[Path]:
-    """The files with the weights of a model directory or hub name; safetensors files where there are any.
+    """Finds the files with the weights of a model directory or hub name; safetensors files where there are any.
 
     Raises:
         OSError: there are none.
@@ -108,7 +108,7 @@ def weight_paths(source: str) -> list[Path]:
 
 @contextmanager
 def stored_tensors(source: str) -> Iterator[Mapping[str, StoredTensor]]:
-    """Within, all tensors of a model directory or hub name, by the names that the files have.
+    """Opens all tensors of a model directory or hub name, by the names that the files have.
 
     Raises:
         OSError: there are none.
@@ -145,7 +145,7 @@ _NAMED = 3
 
 @contextlib.contextmanager
 def loading(path: str, kind: str) -> Iterator[None]:
-    """Within, whatever reading the directory at ``path`` runs into becomes a user error."""
+    """Turns into a user error whatever reading the directory at ``path`` in the ``with`` block runs into."""
     try:
         yield
     except (UserError, MemoryError):
@@ -210,7 +210,7 @@ def _quantised(source: str, found: str) -> UserError:
 
 
 def _headers(source: str) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory, on the meta device.
+    """Reads all tensors of a model directory onto the meta device.
 
     Raises:
         OSError: there are none.
@@ -220,7 +220,7 @@ def _headers(source: str) -> dict[str, torch.Tensor]:
 
 
 def named(names: Collection[str]) -> str:
-    """The first names, and how many there are."""
+    """Tells the first names, and how many there are."""
     first = ", ".join(sorted(names)[:_NAMED])
     return first if len(names) <= _NAMED else f"{first} and {len(names) - _NAMED} more"
 
@@ -228,7 +228,8 @@ def named(names: Collection[str]) -> str:
 def load_weights(
     kind: Any, source: str, config: PreTrainedConfig, *, empty: bool = False, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model of an auto class in fp32, and what ``from_pretrained`` says about it with ``output_loading_info``.
+    """Loads the model of an auto class in fp32, and what ``from_pretrained`` says about it with
+    ``output_loading_info``.
 
     Args:
         empty: on the meta device: names, shapes and what is said come from the files' headers, contents are not read.
@@ -268,7 +269,7 @@ def _tie_equal(model: PreTrainedModel, source: str) -> None:
 
 
 def has_one_label(source: str) -> bool:
-    """Whether the config of a model directory says nothing of labels, and the weights have a head of one row."""
+    """Tells whether the config of a model directory says nothing of labels, and the weights have a head of one row."""
     values, _ = PreTrainedConfig.get_config_dict(source)
     if {"num_labels", "id2label"} & values.keys():
         return False
@@ -282,7 +283,9 @@ def _shape(sizes: Sequence[int]) -> str:
 
 
 def on_meta(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
-    """Copies on the meta device: modules, configs, names and shapes, without contents; what is shared still is."""
+    """Makes copies on the meta device: modules, configs, names and shapes, without contents; what is shared
+    still is.
+    """
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     memo = {id(t): t.detach().to("meta") for t in tensors if not isinstance(t, nn.Parameter)}
     memo |= {id(t): nn.Parameter(t.detach().to("meta")) for t in tensors if isinstance(t, nn.Parameter)}
@@ -327,7 +330,7 @@ def check_finite(model: PreTrainedModel, name: str) -> None:
 
 
 def load_warnings(model: PreTrainedModel) -> tuple[str, ...]:
-    """What was left out when the model was loaded, in words."""
+    """Tells what was left out when the model was loaded, in words."""
     return tuple(vars(model).get("quartet_load_remarks", ()))
 
 
@@ -371,7 +374,7 @@ class Conversion:
     def convert(
         self, read: Callable[[str], Tensor], model: PreTrainedModel, rows: slice | None = None
     ) -> dict[str, Tensor]:
-        """What comes out, by name.
+        """Converts what ``read`` gives, and returns what comes out, by name.
 
         Args:
             read: gives what goes in.
@@ -394,14 +397,16 @@ class Conversion:
 
 
 def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A model like ``model`` on the meta device as its class makes it: with all modules of its own and no others."""
+    """Makes a model like ``model`` on the meta device as its class makes it: with all modules of its own
+    and no others.
+    """
     config = copy.deepcopy(model.config)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         return type(model)._from_config(config, dtype=torch.float32, attn_implementation=own_attention(model))
 
 
 def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[list[Conversion], list[str]]:
-    """How files' tensors become the model's, and the names of those that belong nowhere.
+    """Finds how files' tensors become the model's, and the names of those that belong nowhere.
 
     Args:
         twin: as ``meta_twin`` makes it.
@@ -423,7 +428,7 @@ def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[
 
 
 def conversions_to_save(model: PreTrainedModel, twin: PreTrainedModel, names: Iterable[str]) -> list[Conversion]:
-    """How the model's tensors become those of its files, as ``save_pretrained`` does it.
+    """Finds how the model's tensors become those of its files, as ``save_pretrained`` does it.
 
     Args:
         model: which may remember how it was loaded.
@@ -581,7 +586,7 @@ def _write(
 def _convert_and_write(
     conversion: Conversion, sources: dict[str, Tensor], twin: PreTrainedModel, writers: Mapping[str, SafetensorsWriter]
 ) -> None:
-    """A function of its own, so that nothing of one conversion lives on in the next."""
+    """Converts and writes what one conversion makes; apart, so that nothing of it lives on in the next."""
     for name, tensor in conversion.convert(sources.pop, twin).items():
         writers[name].write(name, tensor)
 
@@ -605,7 +610,7 @@ def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _split(
     directory: Path, outline: Mapping[str, Tensor], num_parameters: int
 ) -> tuple[dict[Path, dict[str, Tensor]], str | None]:
-    """What goes into which file: one, or where that would be too large several, with the text of their index."""
+    """Decides what goes into which file: one, or where that would be too large several, with their index's text."""
     split = split_torch_state_dict_into_shards(
         dict(outline), filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_FILE_SIZE
     )
@@ -619,7 +624,7 @@ def _split(
 
 @contextmanager
 def _opened(files: Mapping[Path, Mapping[str, Tensor]]) -> Iterator[dict[str, SafetensorsWriter]]:
-    """Within, the writer of each tensor."""
+    """Opens the files, and gives the writer of each tensor."""
     with ExitStack() as opened:
         writers: dict[str, SafetensorsWriter] = {}
         for path, outline in files.items():
@@ -631,7 +636,7 @@ def _opened(files: Mapping[Path, Mapping[str, Tensor]]) -> Iterator[dict[str, Sa
 
 @contextmanager
 def _draining(gathers: Iterator[object]) -> Iterator[None]:
-    """Behind it all of ``gathers`` were made: the other ranks wait in theirs for this one, to the last tensor."""
+    """Makes the rest of ``gathers`` at the end: the other ranks wait in theirs for this one, to the last tensor."""
     try:
         yield
     finally:

@@ -45,7 +45,8 @@ CALL_ROWS = 256
 @cache
 @torch.no_grad()
 def unsplit_keys() -> int:
-    """Keys of a last block up to which this processor sums as in a whole block; a multiple of 32, at most 256.
+    """Counts the keys of a last block up to which this processor sums as in a whole block; a multiple of 32, at most
+    256.
 
     Measured once with a few head sizes: a shorter block is cheaper, and ``check_exact`` finds where it was no good.
     """
@@ -63,7 +64,7 @@ def unsplit_keys() -> int:
 
 
 def key_length(num_keys: int) -> int:
-    """The number of keys to hand to a kernel, of which the first ``num_keys`` are wanted."""
+    """Returns the number of keys to hand to a kernel, of which the first ``num_keys`` are wanted."""
     whole, rest = divmod(num_keys, KEY_BLOCK)
     if rest > unsplit_keys():
         return (whole + 1) * KEY_BLOCK
@@ -71,7 +72,7 @@ def key_length(num_keys: int) -> int:
 
 
 def row_step(body: nn.Module) -> int:
-    """Of which number a pack's tokens must be a multiple, so that the numbers of every layer are one of 32.
+    """Returns the number of which a pack's tokens must be a multiple, so that the numbers of every layer are one of 32.
 
     Args:
         body: the model without its head, whose outputs no activation takes.
@@ -81,7 +82,7 @@ def row_step(body: nn.Module) -> int:
 
 
 def padded_rows(num_rows: int, step: int = 1) -> int:
-    """How many rows to compute for ``num_rows`` wanted ones."""
+    """Returns how many rows to compute for ``num_rows`` wanted ones."""
     return _round_up(max(num_rows, MIN_ROWS), step)
 
 
@@ -93,13 +94,16 @@ def _round_up(number: int, step: int) -> int:
 
 
 def additive_mask(query_positions: Tensor, num_keys: int, rule: LayerRule, dtype: torch.dtype) -> Tensor:
-    """``[..., R] → [..., R, K]``: 0 where a query sees a key (positions 0 to ``num_keys - 1``), else -inf."""
+    """Makes the mask ``[..., R] → [..., R, K]``: 0 where a query sees a key (positions 0 to ``num_keys - 1``), else
+    -inf.
+    """
     allowed = visible(query_positions, torch.arange(num_keys), rule)
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
 def exact_masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
-    """``q [n, H, R, D]``, ``k, v [n, Hk, K, D]``, additive ``mask [n | 1, 1, R | 1, K]`` → ``[n, H, R, D]``.
+    """Attends with ``q [n, H, R, D]``, ``k, v [n, Hk, K, D]``, additive ``mask [n | 1, 1, R | 1, K]`` →
+    ``[n, H, R, D]``.
 
     At least 16 rows, and as many keys as ``key_length`` says. Differentiable.
     """
@@ -110,7 +114,7 @@ def exact_masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: 
 
 
 def _soft_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
-    """As ``exact_masked_attention``, by plain products: no fused kernel of the CPU caps scores."""
+    """Does what ``exact_masked_attention`` does, by plain products: no fused kernel of the CPU caps scores."""
     n, num_kv, num_keys, size = k.shape
     share, num_rows = q.shape[1] // num_kv, q.shape[2]
     scores = q.reshape(n, num_kv, share * num_rows, size) @ k.transpose(-1, -2) * scaling
@@ -124,7 +128,9 @@ def _soft_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, 
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
-    """One query per request: ``q [n, H, D]``, ``k, v [n, Hk, K, D]``, ``mask [n, 1, 1, K]`` → ``[n, H, D]``."""
+    """Attends with one query per request: ``q [n, H, D]``, ``k, v [n, Hk, K, D]``, ``mask [n, 1, 1, K]`` →
+    ``[n, H, D]``.
+    """
     n, num_heads, size = q.shape
     share = num_heads // k.shape[1]
     # Query heads of one key/value head stand as rows; rows of zeros fill up.
@@ -213,7 +219,7 @@ class ExactPackedAttention(ExactContext):
         return torch.cat(pieces).index_select(0, back).transpose(0, 1).unsqueeze(0)
 
     def _mask(self, call: _Call, rule: LayerRule, dtype: torch.dtype) -> Tensor:
-        """``[1, 1, R, K]``, made once for all layers."""
+        """Returns the mask ``[1, 1, R, K]``, made once for all layers."""
         key = (call.start, call.num_rows, call.num_keys, rule.window)
         mask = self._masks.get(key)
         if mask is None:
@@ -223,10 +229,10 @@ class ExactPackedAttention(ExactContext):
 
 
 def _filled(parts: Sequence[Tensor], length: int) -> Tensor:
-    """One after the other, each filled up to ``length`` with its first token."""
+    """Joins the parts one after the other, each filled up to ``length`` with its first token."""
     return torch.cat([torch.cat([part, part[:1].expand(length - len(part))]) for part in parts])
 
 
 def _gathered(x: Tensor, places: Tensor, length: int) -> Tensor:
-    """``[T, H, D] → [n, H, length, D]``"""
+    """Gathers ``[T, H, D] → [n, H, length, D]``."""
     return x.index_select(0, places).unflatten(0, (-1, length)).transpose(1, 2)

@@ -68,7 +68,7 @@ _USUAL = (PAD_TOKEN, "<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>")
 def with_pad_token(
     tokenizer: PreTrainedTokenizerBase, seen: Tensor, ends: Collection[int] = ()
 ) -> PreTrainedTokenizerBase:
-    """A copy that pads, on the right unless told otherwise, with a token that no text ends in.
+    """Copies the tokenizer to one that pads, on the right unless told otherwise, with a token that no text ends in.
 
     That is its own pad token where it serves for nothing else, else a special token kept for padding, else a new one.
 
@@ -93,7 +93,7 @@ def with_pad_token(
 
 
 def _with_new_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """``tokenizer`` padding with a token added at the end of its vocabulary, or in a gap of it."""
+    """Has ``tokenizer`` pad with a token added at the end of its vocabulary, or in a gap of it."""
     former = tokenizer.get_vocab()
     name = next(n for n in (PAD_TOKEN, *(f"<|quartet_pad_{k}|>" for k in range(len(former)))) if n not in former)
     tokenizer.add_special_tokens({"pad_token": name})
@@ -128,7 +128,8 @@ def _move_token(tokenizer: PreTrainedTokenizerBase, name: str, new_id: int) -> N
 
 @contextlib.contextmanager
 def padding_with(model: PreTrainedModel, pad_id: int, *, adds_rows: bool = True) -> Iterator[int]:
-    """Within, the model's configs name ``pad_id``, and its embedding has a row for it; then both are as they were.
+    """Has the model's configs name ``pad_id``, and its embedding have a row for it, in the ``with`` block; then both
+    are as they were.
 
     The new rows are the mean of the others: attention masks keep them out of every result. Gives how many they are.
 
@@ -179,7 +180,7 @@ def _quiet() -> Iterator[None]:
 
 
 def load_causal_lm(path: str, *, empty: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal LM at ``path`` in fp32 (master weights), in evaluation mode.
+    """Loads the causal LM at ``path`` in fp32 (master weights), in evaluation mode.
 
     Args:
         empty: on the meta device, made from config.json and the headers of the weights; contents are not read.
@@ -216,14 +217,14 @@ def load_causal_lm(path: str, *, empty: bool = False, trust_remote_code: bool = 
 
 
 def _named(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The model with its name on the hub, where it is from there, in place of a directory of this machine's cache."""
+    """Gives the model its name on the hub, where it is from there, in place of a directory of this machine's cache."""
     if not Path(path).expanduser().is_dir():
         model.name_or_path = model.config.name_or_path = split_name(path)[0]
     return model
 
 
 def outlined(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal LM that config.json at ``path`` describes, on the meta device; weights need not be there.
+    """Makes the causal LM that config.json at ``path`` describes, on the meta device; weights need not be there.
 
     Raises:
         UserError: it describes none.
@@ -236,7 +237,7 @@ def outlined(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
 
 
 def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The reward model or critic at ``path`` in fp32; arguments as of ``load_causal_lm``.
+    """Loads the reward model or critic at ``path`` in fp32; arguments as of ``load_causal_lm``.
 
     Raises:
         UserError: the directory holds no scalar head (a causal LM, say), more than one label, or no whole model.
@@ -265,7 +266,8 @@ def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool
 
 
 def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
-    """A sequence-classification model with the body of ``model`` (copied) and a zero-mean head drawn from ``seed``.
+    """Makes a sequence-classification model with the body of ``model`` (copied) and a zero-mean head drawn from
+    ``seed``.
 
     Head entries have standard deviation ``1 / (hidden size + 1)``, so that first scores are near 0.
     """
@@ -304,7 +306,7 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
 
 
 def fresh_head(shape: torch.Size, seed: int) -> Tensor:
-    """The head ``[1, D]`` of a new scalar model; entries have standard deviation ``1 / (D + 1)``."""
+    """Draws the head ``[1, D]`` of a new scalar model; entries have standard deviation ``1 / (D + 1)``."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / (shape[1] + 1)
 
 
@@ -396,7 +398,9 @@ def save_causal_lm(
 
 @contextlib.contextmanager
 def _stopping_at(model: PreTrainedModel, eos_ids: Collection[int]) -> Iterator[None]:
-    """Within, the model's generation config names all of ``eos_ids``, so that plain ``generate`` stops at them."""
+    """Has the generation config name all of ``eos_ids`` in the ``with`` block, so that plain ``generate`` stops at
+    them.
+    """
     config = model.generation_config
     former = config.eos_token_id if config is not None else None
     named_ids = former if isinstance(former, list | tuple) else [] if former is None else [former]
@@ -437,13 +441,14 @@ def check_saves(
 
 
 def adapter_path(path: Path) -> Path:
-    """Where the adapters of the model saved at ``path`` go: ``adapter`` beside ``model``, ``critic_adapter`` beside
-    ``critic``."""
+    """Returns where the adapters of the model saved at ``path`` go: ``adapter`` beside ``model``, ``critic_adapter``
+    beside ``critic``.
+    """
     return path.with_name("adapter" if path.name == "model" else f"{path.name}_adapter")
 
 
 def saved_paths(packed: PackedModel, path: Path) -> tuple[Path, ...]:
-    """The directories that saving ``packed`` at ``path`` writes."""
+    """Returns the directories that saving ``packed`` at ``path`` writes."""
     beside = adapter_path(path)
     export = packed.adapters.config.export if packed.adapters is not None else "merged"
     return {"merged": (path,), "adapter": (beside,), "both": (path, beside)}[export]
@@ -475,7 +480,7 @@ def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path, *
 
 
 def load_trained(path: Path, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """The model that ``save_causal_lm`` or ``save_scalar_model`` has written at ``path``, in evaluation mode.
+    """Loads the model that ``save_causal_lm`` or ``save_scalar_model`` has written at ``path``, in evaluation mode.
 
     Args:
         load: of its kind, ``load_causal_lm`` or ``load_scalar_model``.
@@ -534,7 +539,7 @@ def _config_eos_ids(model: PreTrainedModel) -> set[int]:
 
 
 def seen_tokens(vocab_size: int, batches: Iterator[Tensor]) -> Tensor:
-    """``[V]`` bool: ids that occur in any of the id tensors."""
+    """Returns ``[V]`` bool: ids that occur in any of the id tensors."""
     seen = torch.zeros(vocab_size, dtype=torch.bool)
     for ids in batches:
         seen[ids] = True

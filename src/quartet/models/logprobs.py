@@ -87,7 +87,7 @@ class Truncation:
 
     @classmethod
     def build(cls, asked: Mapping[int, Limits], vocab_size: int, device: torch.device) -> Truncation | None:
-        """Of the rows with these indices, as each of them asks."""
+        """Makes the truncation of the rows with these indices, as each of them asks."""
         if not asked:
             return None
         rows, params = list(asked), list(asked.values())
@@ -109,7 +109,7 @@ class Truncation:
 
 @torch.no_grad()
 def left_out(z: Tensor, labels: Tensor, limits: Limits | Truncation) -> Tensor:
-    """Which tokens ``limits`` leave out, ``[R, V]`` from scaled logits ``z [R, V]``; those of ``labels [R]`` stay.
+    """Finds what ``limits`` leave out, ``[R, V]`` from scaled logits ``z [R, V]``; tokens of ``labels [R]`` stay.
 
     A label was sampled from what was kept, if not to the last bit of these logits: where rounding would leave it out,
     it is one more that is kept.
@@ -141,7 +141,7 @@ def truncate(weights: Tensor, truncation: Truncation) -> Tensor:
 
 
 def _last_kept(weights: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
-    """The smallest weight that top-k and top-p keep ``[R, 1]``, and how many tokens they keep ``[R, 1]``."""
+    """Returns the smallest weight that top-k and top-p keep ``[R, 1]``, and how many tokens they keep ``[R, 1]``."""
     top_k, top_p, size, vocab_size = truncation.top_k, truncation.top_p, truncation.num_candidates, weights.shape[1]
     total = weights.sum(-1, dtype=torch.float64)
     if weights.device.type != "cpu" and truncation.open_ended:
@@ -169,7 +169,7 @@ def _last_kept(weights: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]
 
 
 def _ranked_limits(ranked: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """``_last_kept`` from weights in falling order ``[R, C]`` and the sums of whole rows ``[R]``."""
+    """Computes ``_last_kept`` from weights in falling order ``[R, C]`` and the sums of whole rows ``[R]``."""
     rank = torch.arange(ranked.shape[1], device=ranked.device)
     inside = ranked.double().masked_fill_(rank >= top_k.unsqueeze(1), 0.0)
     cumulative = inside.cumsum(-1)
@@ -193,7 +193,7 @@ def _keep_first(weights: Tensor, threshold: Tensor, count: Tensor) -> None:
 
 
 def largest(weights: Tensor, count: int) -> Tensor:
-    """``[R, V] → [R, count]``, the largest in falling order."""
+    """Picks ``[R, V] → [R, count]``, the largest in falling order."""
     if weights.device.type != "cpu":
         return weights.topk(count, dim=-1).values
     # numpy's vectorised selection and sort of bare values take a twentieth of torch's, which carry indices along.
@@ -239,10 +239,10 @@ class VocabularyPart(Protocol):
     """The rows of a head that this rank has, where several have them between them."""
 
     def local(self, weight: Tensor) -> Tensor:
-        """This rank's rows of a head's weight or bias ``[V, …]``."""
+        """Returns this rank's rows of a head's weight or bias ``[V, …]``."""
 
     def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """``labels [M]`` among these rows, and whether they are (bool; else the number stands for nothing)."""
+        """Finds ``labels [M]`` among these rows, and whether they are (bool; else the number stands for nothing)."""
 
     def join(self, labels: Tensor, logprobs: Tensor, normaliser: Tensor, entropies: Tensor | None) -> None:
         """Replaces ``[M]`` results over this rank's rows alone by those over the whole vocabulary. Collective."""
@@ -256,7 +256,7 @@ def token_logprobs(
     rule: LogprobRule,
     part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of ``labels [M]`` after ``hidden [M, D]`` under the head ``weight [V, D], bias [V]``.
+    """Computes log-probabilities of ``labels [M]`` after ``hidden [M, D]`` under the head ``weight [V, D], bias [V]``.
 
     Args:
         part: what this rank has of the head; then the gradient of ``hidden`` is this rank's part of a sum over ranks.
@@ -275,7 +275,7 @@ def token_logprobs(
 def checkpointed_token_logprobs(
     logits: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, rule: LogprobRule
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``token_logprobs`` for any ``logits: [C, D] → [C, V]`` (capped already), through autograd."""
+    """Does what ``token_logprobs`` does, for any ``logits: [C, D] → [C, V]`` (capped already), through autograd."""
 
     def rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         scaled = logits(h) / rule.temperature
@@ -297,7 +297,7 @@ def checkpointed_token_logprobs(
 
 
 def _kept(z: Tensor, labels: Tensor, rule: LogprobRule) -> Tensor:
-    """``z [B, V]`` with -inf in place where tokens are left out."""
+    """Returns ``z [B, V]`` with -inf in place where tokens are left out."""
     return z if rule.limits is None else z.masked_fill_(left_out(z, labels, rule.limits), -math.inf)
 
 
@@ -380,7 +380,7 @@ class _Head:
         self.block = max(1, _BLOCK_BYTES[device] // row_bytes)
 
     def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, list[tuple[slice, slice]]]]:
-        """Per chunk: where it lies in ``hidden [M, D]``, its rows ``[C, D]`` in the compute dtype, its raw logits
+        """Yields per chunk where it lies in ``hidden [M, D]``, its rows ``[C, D]`` in the compute dtype, its raw logits
         ``[C, V]`` (one buffer, written anew for each chunk), and its blocks as (rows of all, rows of the chunk).
 
         Chunks differ by at most one row, so none is too small for a fast product.
@@ -404,7 +404,7 @@ class _Head:
             start += len(part)
 
     def tempered(self, raw: Tensor) -> Tensor:
-        """Raw logits ``[B, V]`` → ``z`` in the dtype of the sums, in place where that is theirs."""
+        """Turns raw logits ``[B, V]`` into ``z`` in the dtype of the sums, in place where that is theirs."""
         rule = self.rule
         logits = raw.to(self.sum_dtype)
         if rule.scale != 1.0:
@@ -437,7 +437,7 @@ def _logit_gradient(
     entropy: tuple[Tensor, Tensor] | None,
     owned: Tensor | None = None,
 ) -> Tensor:
-    """``∂r [B, V]`` of one block in the dtype of the sums, from its raw logits, which it may overwrite.
+    """Returns ``∂r [B, V]`` of one block in the dtype of the sums, from its raw logits, which it may overwrite.
 
     Args:
         entropy: entropies ``[B]`` and their gradients, or None where they carry none.
@@ -473,7 +473,7 @@ class _HeadGradients:
             self.bias = torch.zeros_like(head.bias, dtype=head.sum_dtype)
 
     def add(self, span: slice, rows: Tensor, gradient: Tensor) -> None:
-        """One chunk: ``gradient [C, V]`` of its raw logits, in the compute dtype."""
+        """Adds one chunk: ``gradient [C, V]`` of its raw logits, in the compute dtype."""
         if self.hidden is not None:
             self.hidden[span] = gradient @ self._head.weight
         if self.weight is not None:

@@ -64,12 +64,12 @@ class AdaptedLayer:
         return (self.base.weight, *self.factors)
 
     def merged_weight(self) -> Tensor:
-        """``W + scale · B A`` in the layout and dtype of ``W``, computed in fp32 (fp64 stays)."""
+        """Computes ``W + scale · B A`` in the layout and dtype of ``W``, computed in fp32 (fp64 stays)."""
         return self.merge(*self.sources)
 
     @torch.no_grad()
     def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """``merged_weight`` of what the ``sources`` are as whole tensors."""
+        """Computes ``merged_weight`` of what the ``sources`` are as whole tensors."""
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         left, right = (a.T, b.T) if isinstance(self.base, Conv1D) else (b, a)
         merged = torch.addmm(weight.to(dtype), left.to(dtype), right.to(dtype), alpha=self.scale)
@@ -125,7 +125,7 @@ class Adapters:
         )
 
     def take_up_parameters(self) -> None:
-        """``trained`` anew, after other code has put other parameters into the model."""
+        """Sets ``trained`` anew, after other code has put other parameters into the model."""
         self.trained: dict[str, nn.Parameter] = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     # The switch ------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def out(self) -> Iterator[None]:
-        """Within, the linear layers stand in the model as they were before: it is its base.
+        """Puts the linear layers back as they were before, in the ``with`` block: the model is its base.
 
         Raises:
             RuntimeError: they are out already.
@@ -162,7 +162,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:
-        """Within, the linear layers stand in the model with merged weights; afterwards they have their own again.
+        """Gives the linear layers merged weights in the ``with`` block; afterwards they have their own again.
 
         Raises:
             RuntimeError: the adapters are out already.
@@ -193,7 +193,8 @@ class Adapters:
 
     @torch.no_grad()
     def reset(self, seed: int, write: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """``A`` uniform in ``± 1 / sqrt(in)`` from ``seed`` alone, as peft draws it from the global state; ``B`` 0.
+        """Draws ``A`` uniform in ``± 1 / sqrt(in)`` from ``seed`` alone, as peft draws it from the global state; ``B``
+        is 0.
 
         Args:
             write: of a sharded parameter and the values of the whole one.
@@ -207,7 +208,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def stirred(self) -> Iterator[None]:
-        """Within, ``B`` is drawn at random: a check of the model then sees adapters that do something.
+        """Draws ``B`` at random for the ``with`` block: a check of the model then sees adapters that do something.
 
         ``B`` is 0 afterwards, so only for adapters that have not learned yet.
         """
@@ -286,7 +287,7 @@ class Adapters:
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 of names, dtypes, shapes and contents, in their order."""
+    """Returns the SHA-256 of names, dtypes, shapes and contents, in their order."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -384,7 +385,9 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def _targets(body: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
-    """Linear layers of the decoder to adapt, by name; what a multimodal model has beside it sees no text."""
+    """Returns the linear layers of the decoder to adapt, by name; what a multimodal model has beside it
+    sees no text.
+    """
     decoder, wanted = getattr(body, "language_model", body), config.target_modules
     linears = {name: module for name, module in decoder.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     found = linears
@@ -416,7 +419,9 @@ def _last_names(names: Mapping[str, object]) -> list[str]:
 
 
 def _target_names(model: nn.Module, targets: Mapping[str, nn.Linear], config: LoRAConfig) -> list[str]:
-    """Names by which peft finds these layers and no others: short ones where that is so, else whole paths."""
+    """Returns the names by which peft finds these layers and no others: short ones where that is so, else
+    whole paths.
+    """
     ids = {id(module) for module in targets.values()}
     short = _last_names(targets) if config.target_modules == (ALL_LINEAR,) else list(config.target_modules)
     found = {id(m) for name, m in model.named_modules() if any(_is_named(name, target) for target in short)}

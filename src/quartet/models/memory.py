@@ -26,7 +26,7 @@ ALIGNMENT = 64
 @torch.inference_mode(False)
 @torch.no_grad()
 def align_storages(model: nn.Module) -> int:
-    """Number of storages on the CPU that did not begin on a multiple of ``ALIGNMENT`` and were copied to one.
+    """Copies storages on the CPU that do not begin on a multiple of ``ALIGNMENT`` to one; returns their number.
 
     Whole storages are copied: parameters and buffers stay the same objects, and what shared memory still does.
     """
@@ -45,17 +45,17 @@ def align_storages(model: nn.Module) -> int:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` of the host on ``device``; a CUDA device is not waited for."""
+    """Brings ``tensor`` of the host to ``device``; a CUDA device is not waited for."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """A flat ``uint8`` view of the whole storage."""
+    """Returns a flat ``uint8`` view of the whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def reflected(tensor: Tensor, memory: Tensor) -> Tensor:
-    """What lies in ``memory`` as ``tensor`` lies in its storage."""
+    """Returns what lies in ``memory`` as ``tensor`` lies in its storage."""
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
     return torch.empty(0, dtype=tensor.dtype, device=memory.device).set_(memory.untyped_storage(), *place)
 
@@ -75,11 +75,11 @@ _DERIVED: WeakKeyDictionary[nn.Module, WeakSet[Derived]] = WeakKeyDictionary()
 
 
 def note_derived(model: nn.Module, derived: Derived) -> None:
-    """``drop_derived(model)`` reaches ``derived`` from now on, for as long as something else refers to it."""
+    """Has ``drop_derived(model)`` reach ``derived`` from now on, for as long as something else refers to it."""
     _DERIVED.setdefault(model, WeakSet()).add(derived)
 
 
 def drop_derived(model: nn.Module) -> None:
-    """The weights of ``model`` are about to change: what was computed from them is dropped."""
+    """Drops what was computed from the weights of ``model``, which are about to change."""
     for derived in _DERIVED.get(model, ()):
         derived.drop()

@@ -107,7 +107,7 @@ class PackedModel:
 
     @abstractmethod
     def _find_head(self, model: PreTrainedModel) -> nn.Module:
-        """The model's head; UserError where it has none of this kind."""
+        """Finds the model's head; UserError where it has none of this kind."""
 
     @property
     def device(self) -> torch.device:
@@ -146,7 +146,7 @@ class PackedModel:
         return ModelFlops(of(layers), pair, of(head), of(layers, trained=True), of(head, trained=True))
 
     def num_rows(self, num_tokens: int) -> int:
-        """Rows that a pass over so many tokens computes; exact products may need more of them."""
+        """Counts the rows that a pass over so many tokens computes; exact products may need more of them."""
         return padded_rows(num_tokens, self._row_step) if self.numerics == "exact" else num_tokens
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -155,8 +155,8 @@ class PackedModel:
         return contextlib.nullcontext()
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states ``[P, D]`` of packed tokens ``[P]``; the context decides who sees whom. Where ranks share
-        rows out between them, those of this rank.
+        """Computes last hidden states ``[P, D]`` of packed tokens ``[P]``; the context decides who sees whom. Where
+        ranks share rows out between them, those of this rank.
 
         An exact context gets more rows where these are too few for exact products.
 
@@ -198,16 +198,18 @@ class PackedModel:
         return None
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model is its base, to the bit; it has no other users meanwhile, and nothing may be awaited."""
+        """Makes the model its base, to the bit, in the ``with`` block; it has no other users meanwhile, and nothing may
+        be awaited.
+        """
         return self.adapters.out() if self.adapters is not None else contextlib.nullcontext()
 
     def with_merged_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model has plain layers of merged weights; it has no other users meanwhile."""
+        """Gives the model plain layers of merged weights in the ``with`` block; it has no other users meanwhile."""
         return self.adapters.merged() if self.adapters is not None else contextlib.nullcontext()
 
     def freeze(self) -> None:
-        """Call once the model is probed and will never be trained: it takes no gradients, and in bf16 its linear layers
-        hold their weights in bf16.
+        """Freezes the model, once it is probed and will never be trained: it takes no gradients, and in bf16 its linear
+        layers hold their weights in bf16.
 
         Autocast rounds these weights before every product anyway, so no result changes. Embeddings and norms stay as
         they are: they begin and scale the residual stream, which is fp32 under autocast. So does a scalar head.
@@ -217,20 +219,22 @@ class PackedModel:
             self.round_frozen()
 
     def round_frozen(self) -> None:
-        """Weights that take no gradients and that autocast rounds to bf16 are held in bf16 from now on."""
+        """Holds weights that take no gradients and that autocast rounds to bf16 in bf16 from now on."""
         for parameter in self.rounded_parameters():
             if parameter.dtype == torch.float32 and not parameter.requires_grad:
                 parameter.data = parameter.detach().to(torch.bfloat16)
 
     def rounded_parameters(self) -> set[nn.Parameter]:
-        """What autocast to bf16 rounds before every use: weights of linear layers that nothing else uses."""
+        """Returns what autocast to bf16 rounds before every use: weights of linear layers that nothing else uses."""
         linear = [module for module in self.model.modules() if type(module) in (nn.Linear, Conv1D)]
         others = (m for m in self.model.modules() if type(m) not in (nn.Linear, Conv1D) or m is self._head_in_full)
         kept = {parameter for module in others for parameter in module._parameters.values()}
         return {p for module in linear for p in module._parameters.values() if p is not None} - kept
 
     def unfuse(self) -> None:
-        """Normalisation and rotary embedding run as the model has them from now on: a compiler sees whole layers."""
+        """Lets normalisation and rotary embedding run as the model has them from now on: a compiler sees
+        whole layers.
+        """
         restore_forwards(self._fused)
 
     @cached_property
@@ -254,7 +258,7 @@ class PackedModel:
         return tuple(found)
 
     def release(self) -> PreTrainedModel:
-        """The model with its former attention, dropout and layers, usable on its own again.
+        """Returns the model with its former attention, dropout and layers, usable on its own again.
 
         Adapters are added to its weights: it then is the trained model, as after training all of them.
         """
@@ -295,7 +299,7 @@ class PackedCausalLM(PackedModel):
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[M, D] → [M, V]`` fp32 (fp64 stays); the product itself runs in the compute dtype.
+        """Computes logits ``[M, D] → [M, V]`` fp32 (fp64 stays); the product itself runs in the compute dtype.
 
         Bit for bit the logits of which ``token_logprobs`` takes the log-probabilities, for the same rows in one chunk.
         """
@@ -305,7 +309,9 @@ class PackedCausalLM(PackedModel):
         return logits if rows is hidden else logits[: hidden.shape[0]]
 
     def scaled(self, raw: Tensor) -> Tensor:
-        """The logits of what a head's product is, ``[M, V]``: in fp32 (fp64 stays), with the model's scale and cap."""
+        """Returns the logits of what a head's product is, ``[M, V]``: in fp32 (fp64 stays), with the model's scale and
+        cap.
+        """
         logits = raw if raw.dtype == torch.float64 else raw.float()
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
@@ -324,7 +330,8 @@ class PackedCausalLM(PackedModel):
         entropy_grad: bool = True,
         limits: Limits | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (and entropies) of the temperature-scaled distribution, or of what ``limits`` leave of it.
+        """Computes log-probabilities (and entropies) of the temperature-scaled distribution, or of what ``limits``
+        leave of it.
 
         Args:
             hidden: ``[M, D]`` rows that predict ``labels``.
@@ -353,7 +360,7 @@ class PackedCausalLM(PackedModel):
         return logprobs[:num_rows], None if entropies is None else entropies[:num_rows]
 
     def _enough_rows(self, hidden: Tensor) -> Tensor:
-        """``hidden`` with rows of zeros below where exact numerics need more of them."""
+        """Adds rows of zeros below ``hidden`` where exact numerics need more of them."""
         if self.numerics == "fast":
             return hidden
         return F.pad(hidden, (0, 0, 0, padded_rows(hidden.shape[0]) - hidden.shape[0]))
@@ -384,7 +391,7 @@ class PackedScalarModel(PackedModel):
         return self.head
 
     def scalars(self, hidden: Tensor) -> Tensor:
-        """``[M, D] → [M]`` fp32 (fp64 stays)."""
+        """Maps ``[M, D] → [M]`` fp32 (fp64 stays)."""
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         return (hidden.to(dtype) @ self.plain(self.head.weight).to(dtype).T).squeeze(-1)
 
@@ -416,7 +423,7 @@ def disable_dropout(model: PreTrainedModel) -> list[DisabledDropout]:
 
 
 def decoder_layers(body: nn.Module) -> list[nn.Module]:
-    """The layers that transformers marks as such, in the order of the body."""
+    """Returns the layers that transformers marks as such, in the order of the body."""
     return [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -514,7 +521,7 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the model runs its compiled layers."""
+        """Runs the model's compiled layers in the ``with`` block."""
         for layer, call in zip(self._layers, self._calls, strict=True):
             layer._compiled_call_impl = call
         try:

@@ -46,7 +46,7 @@ class Pack:
         return kind(self.lengths, self.parents)
 
     def filled(self, num_tokens: int) -> Pack:
-        """With a segment more that nothing reads, where it has fewer tokens."""
+        """Returns a pack with a segment more that nothing reads, where this one has fewer tokens."""
         missing = num_tokens - len(self.source)
         if missing <= 0:
             return self
@@ -63,7 +63,7 @@ class Pack:
         )
 
     def predicted(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the stored tokens under ``mask [T]`` are predicted from.
+        """Finds where the stored tokens under ``mask [T]`` are predicted from.
 
         Returns:
             ``rows [M]`` of the packed hidden states (the token before; for the first token of a segment its
@@ -80,7 +80,7 @@ class Pack:
         return rows, self.input_ids[selected], self.source[selected]
 
     def own_rows(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the stored tokens under ``mask [T]`` stand themselves, in packed order.
+        """Finds where the stored tokens under ``mask [T]`` stand themselves, in packed order.
 
         Returns:
             ``rows [M]`` of the packed hidden states, which have read the token, and ``targets [M]``, the stored
@@ -90,12 +90,12 @@ class Pack:
         return rows, self.source[rows]
 
     def last_rows(self) -> Tensor:
-        """``[S]`` row of each sequence's last token, in the batch's sequence order."""
+        """Returns ``[S]`` row of each sequence's last token, in the batch's sequence order."""
         ends = torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1
         return ends[torch.tensor(self.leaves, dtype=torch.int64)].to(self.input_ids.device)
 
     def scatter(self, values: Tensor, targets: Tensor) -> Tensor:
-        """``[M, …]`` values of stored tokens → ``[T, …]``, 0 elsewhere."""
+        """Scatters ``[M, …]`` values of stored tokens → ``[T, …]``, 0 elsewhere."""
         out = values.new_zeros(self.num_stored, *values.shape[1:])
         return out.index_put((targets,), values)
 
@@ -133,7 +133,7 @@ def _shared(batch: RaggedBatch) -> Pack:
 
 
 def _dearest_last(siblings: Sequence[int], batch: RaggedBatch, children: dict[int, list[int]]) -> list[int]:
-    """In the order of a stack: what comes first in the pack stands last."""
+    """Sorts siblings in the order of a stack: what comes first in the pack stands last."""
     return sorted(siblings, key=lambda k: (k in children, batch.segment_lengths[k], k), reverse=True)
 
 
@@ -161,7 +161,9 @@ def _assemble(
     parents: tuple[int, ...],
     leaves: tuple[int, ...],
 ) -> Pack:
-    """``pieces``: stored segments in packed order; ``depths``: the position of each one's first token."""
+    """Makes the pack of ``pieces``, stored segments in packed order; ``depths``: the position of each one's first
+    token.
+    """
     owners = set(batch.leaves)
     columns = [
         [batch.segment_offsets[k] for k in pieces],

@@ -101,7 +101,7 @@ def _measure(packed: PackedModel) -> float:
 
 
 def check_decoding(packed: PackedModel) -> float:
-    """Whether the model can go on from stored keys and values one token at a time; implied where prefixes are shared.
+    """Checks that the model can go on from stored keys and values token by token; implied where prefixes are shared.
 
     Returns:
         The difference from whole sequences, relative to the largest hidden state.
@@ -133,7 +133,7 @@ def check_decoding(packed: PackedModel) -> float:
 
 
 def positions_are_relative(packed: PackedModel) -> bool:
-    """Whether a sequence may begin at any position, as it does in a batch that is padded on the left."""
+    """Tells whether a sequence may begin at any position, as it does in a batch that is padded on the left."""
     ids, positions = _tokens(packed)
     (rows, *_) = _chains()
     with _measuring(packed):
@@ -143,14 +143,16 @@ def positions_are_relative(packed: PackedModel) -> bool:
 
 
 def model_context_length(model: PreTrainedModel) -> int | None:
-    """Longest sequence in tokens that the model's positions allow in packed runs; None where nothing limits it."""
+    """Returns the longest sequence in tokens that the model's positions allow in packed runs; None where nothing limits
+    it.
+    """
     config = model.config.get_text_config()
     limits = (getattr(config, "max_position_embeddings", None), _stable_positions(config))
     return min((int(limit) for limit in limits if limit), default=None)
 
 
 def _stable_positions(config: PreTrainedConfig) -> int | None:
-    """Positions for which the rotary frequencies do not depend on the longest sequence of the forward pass.
+    """Returns the positions for which the rotary frequencies do not depend on the longest sequence of the forward pass.
 
     "longrope" (Phi-3) changes to its long factors for the whole input as soon as one position passes the original
     context, "dynamic" stretches its base beyond the context. Within these bounds both are fixed, and ``generate`` and
@@ -177,7 +179,9 @@ def _bound_positions(packed: PackedModel) -> None:
 
 
 def _refuse_unstable(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook of the body; it stays there and lets runs pass that are not packed."""
+    """Refuses packed runs that are too long for the rotary embedding: a hook of the body, which stays there and lets
+    other runs pass.
+    """
     position_ids = kwargs.get("position_ids")
     if kwargs.get("quartet_attention") is None or position_ids is None or not isinstance(body, PreTrainedModel):
         return
@@ -197,7 +201,7 @@ def _refuse_unstable(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _chains() -> list[Tensor]:
-    """For each sequence of the tree the rows ``[L]`` of its tokens."""
+    """Returns for each sequence of the tree the rows ``[L]`` of its tokens."""
     starts = [sum(_LENGTHS[:i]) for i in range(len(_LENGTHS))]
     rows: list[Tensor] = []
     for length, start, parent in zip(_LENGTHS, starts, _PARENTS, strict=True):
@@ -207,7 +211,7 @@ def _chains() -> list[Tensor]:
 
 
 def _tokens(packed: PackedModel) -> tuple[Tensor, Tensor]:
-    """Ids and positions ``[P]`` of the tree."""
+    """Returns the ids and positions ``[P]`` of the tree."""
     ids = (torch.arange(sum(_LENGTHS)) * 7 + 3) % packed.vocab_size
     positions = torch.empty_like(ids)
     for chain in _chains():
@@ -216,7 +220,9 @@ def _tokens(packed: PackedModel) -> tuple[Tensor, Tensor]:
 
 
 def _alone(packed: PackedModel, sequences: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-    """Hidden states of each sequence through the model's own attention, and a causal LM's logits of the first."""
+    """Computes hidden states of each sequence through the model's own attention, and a causal LM's logits
+    of the first.
+    """
     attention.restore(packed.model)
     try:
         hidden = [_one(packed.body, sequence).last_hidden_state.squeeze(0) for sequence in sequences]
@@ -232,7 +238,8 @@ def _one(module: nn.Module, sequence: Tensor) -> Any:
 
 
 def _check_leak(packed: PackedModel, hidden: Tensor, ids: Tensor, positions: Tensor, lengths: list[int]) -> None:
-    """Other tokens in the first sequence must leave the rest as it was, to the bit but for kernels that regroup rows.
+    """Checks that other tokens in the first sequence leave the rest as it was, to the bit but for kernels that regroup
+    rows.
 
     Sharper than the comparison with single runs: a fresh model barely mixes its tokens, and so bleeds below rounding.
     """
@@ -255,7 +262,7 @@ def _check_logits(packed: PackedCausalLM, hidden: Tensor, theirs: Tensor) -> flo
 
 
 def _logit_scale(config: PreTrainedConfig, ours: Tensor, theirs: Tensor) -> float:
-    """The factor between ``ours`` and ``theirs`` (measured) as the config states it; 1 where there is none."""
+    """Returns the factor between ``ours`` and ``theirs`` (measured) as the config states it; 1 where there is none."""
     measured = float((ours.double() * theirs.double()).sum() / ours.double().square().sum().clamp_min(1e-30))
     stated = [float(value) for name in _SCALES if (value := getattr(config, name, None))]
     factors = [*stated, *(1 / value for value in stated)]
@@ -286,8 +293,8 @@ class _Continued:
 
 @contextlib.contextmanager
 def _measuring(packed: PackedModel) -> Iterator[None]:
-    """Within, the model runs without gradients in the precision of its weights, and what it fails with refuses the
-    architecture by name.
+    """Runs the model without gradients in the precision of its weights; what it fails with in the ``with`` block
+    refuses the architecture by name.
     """
     precision, packed.precision = packed.precision, "fp32"
     try:
@@ -308,7 +315,9 @@ def _measuring(packed: PackedModel) -> Iterator[None]:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest, relative to the largest of ``theirs``; not a number where either is not finite."""
+    """Returns the largest difference, relative to the largest of ``theirs``; not a number where either is
+    not finite.
+    """
     return float((ours.float() - theirs.float()).abs().max()) / max(float(theirs.abs().max()), 1e-30)
 
 
@@ -401,7 +410,7 @@ def _fails(equality: str, found: str) -> UserError:
 
 @torch.no_grad()
 def _check_products(model: nn.Module) -> None:
-    """Rows of each distinct linear layer, among few and among many."""
+    """Compares rows of each distinct linear layer, among few and among many."""
     generator = torch.Generator().manual_seed(0)
     seen: set[tuple[int, int, bool]] = set()
     for module in model.modules():
@@ -436,7 +445,7 @@ class _Recorded(ExactPackedAttention):
 
 @torch.no_grad()
 def _attention_shapes(packed: PackedModel) -> set[tuple[LayerRule, int, int, int]]:
-    """What distinguishes layers: rule, H, Hk, D."""
+    """Returns what distinguishes layers: rule, H, Hk, D."""
     context, token = _Recorded([1]), torch.zeros(1, dtype=torch.int64)
     packed.hidden(token, token, context)
     return {(rule, num_heads, k.shape[1], k.shape[2]) for rule, num_heads, k, _ in context.layers.values()}
@@ -444,7 +453,9 @@ def _attention_shapes(packed: PackedModel) -> set[tuple[LayerRule, int, int, int
 
 @torch.no_grad()
 def _check_attention(rule: LayerRule, num_heads: int, num_kv: int, size: int) -> None:
-    """Queries of a long sequence against those of its beginnings, and against single ones as decode computes them."""
+    """Compares queries of a long sequence with those of its beginnings, and with single ones as decode
+    computes them.
+    """
     generator = torch.Generator().manual_seed(0)
     longest = max(_POSITIONS) + 1
     q, k, v = (torch.randn(1, n, longest, size, generator=generator) for n in (num_heads, num_kv, num_kv))
@@ -487,7 +498,7 @@ class _ContinuedExactly(ExactContext):
         return F.pad(out, (0, 0, 0, 0, 0, q.shape[2] - num_rows)).transpose(0, 1).unsqueeze(0)
 
     def _with_last(self, stored: Tensor, new: Tensor) -> Tensor:
-        """``[n, Hk, K, D]``"""
+        """Returns ``[n, Hk, K, D]``, stored and new."""
         beginnings = stored[: sum(self.lengths)].split(self.lengths)
         rows = [
             F.pad(torch.cat([part, last.unsqueeze(0)]), (0, 0, 0, 0, 0, self.num_keys - len(part) - 1))
@@ -524,7 +535,7 @@ def _run(packed: PackedModel, sequences: list[Tensor], context: ExactContext) ->
 
 @torch.no_grad()
 def _check_logprobs(packed: PackedCausalLM, hidden: Tensor, labels: Tensor) -> None:
-    """The trainer's log-probabilities by chunks against those of each row's logits, as the sampler takes them."""
+    """Compares the trainer's log-probabilities by chunks with those of each row's logits, as the sampler takes them."""
     temperature = 0.7
     trained, _ = packed.token_logprobs(hidden, labels, temperature=temperature, chunk=2 * MIN_ROWS)
     for rows, ids, found in zip(hidden.split(7), labels.split(7), trained.split(7), strict=True):
@@ -565,8 +576,8 @@ _MOST = {
 
 
 def tiny_random_model(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel | None:
-    """A model of ``model``'s class of at most ``MAX_PARAMETERS``; None where none can be made that has the same kinds
-    of layers.
+    """Makes a model of ``model``'s class of at most ``MAX_PARAMETERS``; None where none can be made that has the same
+    kinds of layers.
 
     Args:
         model: its weights are not read, so it may be on the meta device.
@@ -591,7 +602,7 @@ def tiny_random_model(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedMod
 
 
 def _built(kind: Any, config: PreTrainedConfig, attention: str, seed: int) -> PreTrainedModel | None:
-    """None where it would be too large."""
+    """Makes the tiny model; None where it would be too large."""
     with torch.device("meta"):
         outline = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
     if sum(parameter.numel() for parameter in outline.parameters()) > MAX_PARAMETERS:
@@ -612,7 +623,7 @@ def _built(kind: Any, config: PreTrainedConfig, attention: str, seed: int) -> Pr
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module] | None:
-    """The decoder's layers, where they are to be found."""
+    """Finds the decoder's layers; None where they are not to be found."""
     num_layers = model.config.get_text_config().num_hidden_layers
     body = getattr(model, model.base_model_prefix, model)
     modules = getattr(body, "language_model", body).modules()
@@ -620,7 +631,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module] | None:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """What tells a layer from layers of another kind: its modules, their parameters, switches and what is left out.
+    """Returns what tells layers of one kind from others: modules, their parameters, switches and what is left out.
 
     Sizes do not; whether there is one (a window) does.
     """
@@ -677,7 +688,7 @@ def _shrink_sizes(part: PreTrainedConfig) -> None:
 
 
 def _shrink_heads(part: PreTrainedConfig, head_dim: int) -> None:
-    """As many query heads for a key/value head as before, of at most ``head_dim``; the width in proportion."""
+    """Leaves as many query heads for a key/value head as before, of at most ``head_dim``; the width in proportion."""
     heads, width = int(part.num_attention_heads), int(part.hidden_size)
     groups = int(getattr(part, "num_key_value_heads", None) or heads)
     rotated = getattr(part, "qk_rope_head_dim", None)
@@ -708,7 +719,7 @@ def _shrink_heads(part: PreTrainedConfig, head_dim: int) -> None:
 
 
 def _shrink_rope(rope: dict[str, Any], size: int, former: int) -> None:
-    """Lists of one number for each rotated pair get as many as there are pairs."""
+    """Cuts lists of one number for each rotated pair down to as many as there are pairs."""
     for name, value in rope.items():
         if isinstance(value, dict):
             _shrink_rope(value, size, former)
@@ -720,7 +731,7 @@ def _shrink_rope(rope: dict[str, Any], size: int, former: int) -> None:
 
 
 def _forget_tokens(part: PreTrainedConfig, vocab_size: int) -> None:
-    """Ids beyond the small vocabulary stand for nothing."""
+    """Clears ids beyond the small vocabulary: they stand for nothing."""
     for name, value in list(vars(part).items()):
         if not name.endswith(("_token_id", "_token_index")):
             continue

@@ -31,7 +31,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Of dense products on this device, per second; None where no data sheet is known, as on every CPU."""
+    """Returns the peak FLOP/s of dense products on this device; None where no data sheet is known, as on every CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -40,7 +40,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def attended_pairs(batch: RaggedBatch) -> int:
-    """Pairs of a token and one that it attends to, itself included; those of a shared prompt once."""
+    """Counts pairs of a token and one that it attends to, itself included; those of a shared prompt once."""
     depths: list[int] = []
     pairs = 0
     for parent, length in zip(batch.parents, batch.segment_lengths, strict=True):
@@ -67,8 +67,9 @@ class ModelFlops:
     trained_row: float = 0.0
 
     def of(self, tokens: int, pairs: int, rows: int, *, gradients: bool) -> float:
-        """Of one pass. A backward takes the forward's once more for the inputs, and besides what the gradients of
-        trained weights take; in attention's products both factors are inputs."""
+        """Returns the FLOPs of one pass. A backward takes the forward's once more for the inputs, and besides what the
+        gradients of trained weights take; in attention's products both factors are inputs.
+        """
         forward = self.token * tokens + self.pair * pairs + self.row * rows
         if not gradients:
             return forward
@@ -128,7 +129,7 @@ class WorkCounter:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around a pass or an update."""
+        """Times a pass or an update."""
         begun = time.perf_counter()
         try:
             yield
@@ -136,7 +137,7 @@ class WorkCounter:
             self._seconds += time.perf_counter() - begun
 
     def take(self, device: torch.device, precision: str) -> Work:
-        """What was counted since the last call."""
+        """Returns what was counted since the last call."""
         peak, on_gpu = peak_flops(device, precision), device.type == "cuda"
         found = Work(
             self.computed_tokens,

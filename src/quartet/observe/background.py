@@ -41,7 +41,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def has_room(self, name: str) -> bool:
-        """Whether ``submit`` would neither wait nor raise."""
+        """Tells whether ``submit`` would neither wait nor raise."""
         return self._error is None and self._pending[name] < self._limits.get(name, _USUAL_LIMIT)
 
     def wait_for_room(self, name: str) -> None:

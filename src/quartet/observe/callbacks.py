@@ -51,28 +51,38 @@ class Callback:
     control: Control
 
     def on_train_begin(self) -> None:
-        """The directory is the run's own, and the first step is about to begin; also where a run is resumed."""
+        """Is called when the directory is the run's own, and the first step is about to begin; also where a run is
+        resumed.
+        """
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """``step`` is trained; of an iterated run a round. ``metrics`` are not evaluated or logged yet."""
+        """Is called when ``step`` is trained; of an iterated run a round. ``metrics`` are not evaluated or
+        logged yet.
+        """
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Held-out figures after ``step`` complete steps; 0: before the first."""
+        """Is called with held-out figures after ``step`` complete steps; 0: before the first."""
 
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row was written to ``metrics.jsonl``, with the held-out figures where there are any."""
+        """Is called when a row was written to ``metrics.jsonl``, with the held-out figures where there are any."""
 
     def on_health(self, step: int, finding: Finding) -> None:
-        """A check of the run's health has found something for the first time, in the metrics of ``step``."""
+        """Is called when a check of the run's health has found something for the first time, in the metrics of
+        ``step``.
+        """
 
     def on_save(self, step: int, path: Path) -> None:
-        """The checkpoint of ``step`` is complete in ``path``. It is written in the background: ``step`` may be over."""
+        """Is called when the checkpoint of ``step`` is complete in ``path``. It is written in the background: ``step``
+        may be over.
+        """
 
     def on_train_end(self) -> None:
-        """Models and ``summary.json`` are written."""
+        """Is called when models and ``summary.json`` are written."""
 
     def on_exception(self, error: BaseException) -> None:
-        """The run ends without having reached its end; ``Interrupted`` and ``KeyboardInterrupt`` are signals."""
+        """Is called when the run ends without having reached its end; ``Interrupted`` and ``KeyboardInterrupt`` are
+        signals.
+        """
 
 
 class Callbacks:
@@ -111,7 +121,7 @@ class Callbacks:
                 self.stopped_by = type(callback).__name__
 
     def begin(self) -> None:
-        """Once in a run, however often workers are replaced."""
+        """Calls ``on_train_begin`` once in a run, however often workers are replaced."""
         if not self._has_begun:
             self._has_begun = True
             self(Callback.on_train_begin)
@@ -121,14 +131,16 @@ class Callbacks:
             self(Callback.on_save, *self.saved.popleft())
 
     def fail(self, error: BaseException) -> None:
-        """``on_exception``, where the run has begun; ``error``, on its way out, matters more than a callback's own."""
+        """Calls ``on_exception``, where the run has begun; ``error``, on its way out, matters more than a callback's
+        own.
+        """
         if self._has_begun:
             with suppress(UserError):
                 self(Callback.on_exception, error)
 
 
 def as_callbacks(passed: Sequence[Callback], configs: Sequence[CallbackConfig]) -> list[Callback]:
-    """Those passed from Python and those that the recipe names.
+    """Returns the callbacks passed from Python and those that the recipe names.
 
     Raises:
         UserError: a target cannot be loaded or made, or something is no callback.
@@ -226,7 +238,7 @@ def _notify(sender: Any, words: Mapping[str, str]) -> None:
 
 
 def _addresses(config: NotifyConfig) -> list[tuple[str, str]]:
-    """Each address, and where it stands."""
+    """Returns each address, and where it stands."""
     found = [(f"log.notify.urls.{i}", url.get_secret_value()) for i, url in enumerate(config.urls)]
     if config.urls_env is not None:
         named = os.environ.get(config.urls_env, "").split()

@@ -69,20 +69,20 @@ class DigestingFile:
         self._file.flush()
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Counts the bytes written so far."""
         return self._bytes
 
     def close(self) -> None:
         """Does nothing: the file is closed by the code that opened it."""
 
     def digest(self) -> FileDigest:
-        """Of what was written so far."""
+        """Returns the digest of what was written so far."""
         return FileDigest(self._bytes, self._state.hexdigest())
 
 
 @contextmanager
 def digested_file(path: Path) -> Iterator[DigestingFile]:
-    """A new file to write to, synced at the end; its digest is made on the way.
+    """Opens a new file to write to, synced at the end; its digest is made on the way.
 
     Raises:
         OSError: it could not be written, also where the writer took that for something else.
@@ -109,7 +109,7 @@ def sync_directory(path: Path) -> None:
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Of a file that is there already: reads it once.
+    """Makes the digest of a file that is there already: reads it once.
 
     Raises:
         OSError: it cannot be read.
@@ -120,13 +120,13 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def digest_files(directory: Path) -> dict[str, FileDigest]:
-    """Of every file below ``directory``, by its path in there; OSError where one cannot be read."""
+    """Makes the digest of every file below ``directory``, by its path in there; OSError where one cannot be read."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): digest_file(path) for path in files}
 
 
 def changed_file(directory: Path, written: Mapping[str, FileDigest]) -> str | None:
-    """The first file that is not as it was written, None where all are; more files than those do no harm."""
+    """Finds the first file that is not as it was written, None where all are; more files than those do no harm."""
     for name, digest in written.items():
         try:
             if digest_file(directory / name) != digest:
@@ -137,14 +137,14 @@ def changed_file(directory: Path, written: Mapping[str, FileDigest]) -> str | No
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
-    """``value`` as JSON text with a last key ``sha256``, the digest of the text without it."""
+    """Writes ``value`` as JSON text with a last key ``sha256``, the digest of the text without it."""
     if _DIGEST in value:
         raise ValueError(f"the key {_DIGEST!r} is the seal's own")
     return _text({**value, _DIGEST: hashlib.sha256(_text(value)).hexdigest()})
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """What :func:`seal` was given.
+    """Returns what :func:`seal` was given.
 
     Raises:
         ValueError: ``data`` is not, byte for byte, what it returned.
@@ -172,7 +172,7 @@ _log = logging.getLogger(__name__)
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
-    """One line: ASCII only, so that lone surrogates in a model's output survive; NaN is a ValueError."""
+    """Makes one line: ASCII only, so that lone surrogates in a model's output survive; NaN is a ValueError."""
     return json.dumps(row, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
 
 
@@ -200,7 +200,7 @@ def parse_lines(data: bytes, build: Callable[[dict[str, Any]], T], first: int = 
 
 
 def decode_lines(data: bytes, source: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
-    """The objects of :func:`parse_lines`; how many lines of ``source`` are broken is logged."""
+    """Returns the objects of :func:`parse_lines`; how many lines of ``source`` are broken is logged."""
     objects, broken = parse_lines(data, build)
     if broken:
         _log.warning("%s: %d broken lines are left out (%s)", source, len(broken), broken[0])
@@ -208,12 +208,12 @@ def decode_lines(data: bytes, source: Path, build: Callable[[dict[str, Any]], T]
 
 
 def read_objects(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
-    """The rows of ``path`` as objects, without broken ones; UserError where it cannot be read."""
+    """Reads the rows of ``path`` as objects, without broken ones; UserError where it cannot be read."""
     return decode_lines(read_file(path), path, build)
 
 
 def read_whole(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
-    """As :func:`read_objects`, of a file that decides what is computed: UserError for a broken line."""
+    """Reads a file that decides what is computed, as :func:`read_objects`: UserError for a broken line."""
     objects, broken = parse_lines(read_file(path), build)
     if broken:
         remedy = "restore the file from a copy, or delete that line"
@@ -222,12 +222,12 @@ def read_whole(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """As :func:`read_objects`."""
+    """Reads rows as plain dictionaries, as :func:`read_objects`."""
     return read_objects(path, dict)
 
 
 def as_dataclass(kind: type[T], row: Mapping[str, Any]) -> T:
-    """``row`` as an instance of the dataclass ``kind``.
+    """Makes ``row`` an instance of the dataclass ``kind``.
 
     Raises:
         ValueError: a field is unknown, or of another type (nothing is converted: "3" is no number).
@@ -324,13 +324,13 @@ ENDED = "ended without a word (killed?)"
 
 
 def true_status(run_dir: Path, info: Mapping[str, Any]) -> Any:
-    """What ``run.json`` says; ``ENDED`` where that is ``running`` and no process holds the run's lock."""
+    """Returns the status in ``run.json``; ``ENDED`` where that is ``running`` and no process holds the run's lock."""
     status = info.get("status")
     return ENDED if status == "running" and not _may_be_held(run_dir / LOCK) else status
 
 
 def _may_be_held(lock: Path) -> bool:
-    """False where it is certain that no process holds it."""
+    """Tells whether a process may hold the lock: False where it is certain that none does."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -365,7 +365,9 @@ class Tail(Generic[T]):
         self.trouble: str | None = None
 
     def poll(self) -> list[T]:
-        """The complete rows since the last call. Lines that are damaged, or of another version, are left out."""
+        """Returns the complete rows since the last call. Lines that are damaged, or of another version, are
+        left out.
+        """
         self.restarted = False
         try:
             refuse_pipe(self._path)

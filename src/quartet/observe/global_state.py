@@ -27,7 +27,7 @@ _here = threading.local()
 
 
 def guarded_code() -> str | None:
-    """The piece of user code that this thread runs under a guard; None outside of any."""
+    """Returns the piece of user code that this thread runs under a guard; None outside of any."""
     found: str | None = getattr(_here, "what", None)
     return found
 
@@ -46,8 +46,8 @@ class RandomStateGuard:
 
     @contextlib.contextmanager
     def held(self, spend: Callable[[float], None] = lambda seconds: None) -> Iterator[None]:
-        """Random generators are the code's own inside: they go on from call to call where it left them, and outside
-        nothing was drawn. Waits for what computes in another thread.
+        """Gives the code in the ``with`` block random generators of its own: they go on from call to call where it left
+        them, and outside nothing was drawn. Waits for what computes in another thread.
 
         Args:
             spend: told the seconds inside, without that wait.
@@ -68,13 +68,13 @@ class RandomStateGuard:
                 self._put_back(outside)
 
     async def driven(self, work: Awaitable[Any], spend: Callable[[float], None] = lambda seconds: None) -> Any:
-        """What ``work`` returns. It is held while it computes, and not while it waits and others compute; ``spend`` as
-        in ``held``.
+        """Returns what ``work`` returns. The guard is held while ``work`` computes, and not while it waits and others
+        compute; ``spend`` as in ``held``.
         """
         return await (_driven(work, self, spend) if inspect.iscoroutine(work) else work)
 
     def warnings(self) -> list[str]:
-        """What it drew from so far, in words."""
+        """Tells in words what the guarded code drew from so far."""
         if not self._drawn:
             return []
         return [

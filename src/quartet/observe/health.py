@@ -38,7 +38,9 @@ _NAMES = {"CJK": "han", "IDEOGRAPHIC": "han"}
 
 
 def repetition(token_ids: Sequence[int]) -> tuple[float, int]:
-    """Share of a response's 4-grams that it had before, and tokens of its longest stretch of such 4-grams alone."""
+    """Returns the share of a response's 4-grams that it had before, and tokens of its longest stretch of such 4-grams
+    alone.
+    """
     ids = np.asarray(token_ids, dtype=np.uint64)
     count = len(ids) - NGRAM + 1
     if count < 2:
@@ -55,7 +57,7 @@ def repetition(token_ids: Sequence[int]) -> tuple[float, int]:
 
 
 def script_counts(text: str) -> dict[str, int]:
-    """Letters of a text by writing system: ``latin``, ``cyrillic``, ``han``, ``hiragana``, …"""
+    """Counts letters of a text by writing system: ``latin``, ``cyrillic``, ``han``, ``hiragana``, …"""
     found: Counter[str] = Counter()
     for char, count in Counter(text).items():
         if (script := _script(char)) is not None:
@@ -65,7 +67,7 @@ def script_counts(text: str) -> dict[str, int]:
 
 @cache
 def _script(char: str) -> str | None:
-    """The first word of a letter's name in Unicode, which is its script's; None of what is no letter."""
+    """Returns the first word of a letter's name in Unicode, which is its script's; None of what is no letter."""
     if not char.isalpha():
         return None
     plain = unicodedata.normalize("NFKC", char)[:1]  # of full width, in bold: the letter itself
@@ -74,7 +76,9 @@ def _script(char: str) -> str | None:
 
 
 def script_shares(counts: Iterable[Mapping[str, int]]) -> dict[str, float]:
-    """``language/<script>`` of all texts together; scripts below 1 % are ``language/other``. {} without letters."""
+    """Returns ``language/<script>`` of all texts together; scripts below 1 % are ``language/other``. {} without
+    letters.
+    """
     total: Counter[str] = Counter()
     for of_text in counts:
         total.update(of_text)
@@ -98,7 +102,9 @@ class LanguageChange:
         self._first: list[dict[str, float]] = []
 
     def of(self, shares: Mapping[str, float]) -> float | None:
-        """Half the sum of the differences of the shares, from 0 to 1; None at the first step and without letters."""
+        """Returns half the sum of the differences of the shares, from 0 to 1; None at the first step and without
+        letters.
+        """
         now = _of_scripts(shares)
         if len(self._first) < FIRST_STEPS and self._path.exists():
             rows = (_of_scripts(row) for row in read_metrics(self._path))
@@ -131,7 +137,7 @@ class WorkerSeconds:
 
 
 def workers_by_stage(spans: Iterable[Span]) -> dict[tuple[str, str], dict[int | None, Seconds]]:
-    """By stage and role, where that has several workers: the seconds of each in every step."""
+    """Returns by stage and role, where that has several workers, the seconds of each in every step."""
     found: dict[tuple[str, str], dict[int | None, Seconds]] = defaultdict(lambda: defaultdict(dict))
     for span in spans:
         for worker, seconds in span.worker_s.items():
@@ -141,7 +147,9 @@ def workers_by_stage(spans: Iterable[Span]) -> dict[tuple[str, str], dict[int | 
 
 
 def straggler_metrics(spans: Iterable[Span]) -> dict[str, float]:
-    """``time/straggler_<stage>`` of one step: seconds of the slowest worker over the median of the stage's workers."""
+    """Returns ``time/straggler_<stage>`` of one step: seconds of the slowest worker over the median of the stage's
+    workers.
+    """
     found: dict[str, float] = {}
     for (stage, _), steps in workers_by_stage(spans).items():
         for seconds in steps.values():
@@ -152,7 +160,7 @@ def straggler_metrics(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def worker_table(spans: Iterable[Span]) -> list[WorkerSeconds]:
-    """Every worker of a stage that has several; within a stage first who was slowest most often."""
+    """Returns every worker of a stage that has several; within a stage first who was slowest most often."""
     rows = []
     for (stage, _), steps in workers_by_stage(spans).items():
         last = Counter(max(of_step, key=of_step.__getitem__) for of_step in steps.values())
@@ -378,12 +386,12 @@ class Health:
         return new
 
     def metrics(self) -> dict[str, float]:
-        """``health/<check>`` of those that find something at the newest step; none in a healthy run."""
+        """Returns ``health/<check>`` of those that find something at the newest step; none in a healthy run."""
         return {f"health/{name}": 1.0 for name in self.present}
 
 
 def examine(rows: Sequence[Mapping[str, float]]) -> Health:
-    """The health of a run by the rows of its ``metrics.jsonl``."""
+    """Examines the health of a run by the rows of its ``metrics.jsonl``."""
     health = Health()
     for row in rows:
         health.note(int(row["step"]), row)
@@ -462,17 +470,21 @@ class HackingAlarm:
         self.raised_at: tuple[int, ...] = ()
 
     def fall_levels(self, num_seen: int) -> tuple[float, float]:
-        """What both p-values of a fall are compared with after ``num_seen`` evaluations; the second is 0 after one."""
+        """Returns what the p-values of a fall are compared with after ``num_seen`` evaluations; the second is 0 after
+        one.
+        """
         return self._level / 2 / num_seen, self._level / 2 / (num_seen - 1) if num_seen > 1 else 0.0
 
     def least_prompts(self, num_seen: int) -> int:
-        """With fewer held-out prompts no fall is large enough after ``num_seen`` evaluations."""
+        """Returns how many held-out prompts it takes for a fall to be large enough after ``num_seen`` evaluations."""
         once, twice = self.fall_levels(num_seen)
         found = math.ceil(-math.log2(once))
         return min(found, math.ceil(-math.log(twice, 3))) if twice else found
 
     def note_training(self, step: int, reward: float) -> None:
-        """The mean training reward of ``step`` (complete steps count from 1); one that is not finite is left out."""
+        """Notes the mean training reward of ``step`` (complete steps count from 1); one that is not finite
+        is left out.
+        """
         if math.isfinite(reward):
             self._training.append((step, reward))
 
@@ -512,7 +524,7 @@ class HackingAlarm:
         return verdict
 
     def state(self) -> dict[str, Any]:
-        """JSON values from which :meth:`restore` goes on exactly."""
+        """Returns JSON values from which :meth:`restore` goes on exactly."""
         return {
             "num_seen": self._num_seen,
             "best_step": self._best_step,
@@ -533,7 +545,8 @@ class HackingAlarm:
 
 
 def fall_p(differences: Sequence[float], chance: float = 0.5) -> float:
-    """p-value of the mean of paired differences being below 0, at least ``chance`` to the number that are not 0.
+    """Computes the p-value of the mean of paired differences being below 0, at least ``chance`` to the number that are
+    not 0.
 
     Args:
         chance: probability that a single one is below 0 where nothing fell.
@@ -548,7 +561,7 @@ def fall_p(differences: Sequence[float], chance: float = 0.5) -> float:
 
 
 def rise(series: Sequence[tuple[int, float]]) -> tuple[float | None, float]:
-    """Slope of the least-squares line through ``(step, value)``, and the p-value of it being above 0.
+    """Computes the slope of the least-squares line through ``(step, value)``, and the p-value of it being above 0.
 
     With fewer than three points there is no residual to learn the noise from: (None, 1).
     """
@@ -567,8 +580,8 @@ def rise(series: Sequence[tuple[int, float]]) -> tuple[float | None, float]:
 
 
 def student_t_tail(t: float, dof: int) -> float:
-    """P(T > t) of Student's distribution with a whole number of degrees of freedom, exactly (Abramowitz and Stegun
-    26.7.3, 26.7.4); absolute error around 1e-16, so tails below that are 0.
+    """Computes P(T > t) of Student's distribution with a whole number of degrees of freedom, exactly (Abramowitz and
+    Stegun 26.7.3, 26.7.4); absolute error around 1e-16, so tails below that are 0.
 
     Raises:
         ValueError: fewer than one degree of freedom.
@@ -593,12 +606,12 @@ def student_t_tail(t: float, dof: int) -> float:
 
 
 def read_alarms(path: Path) -> list[dict[str, Any]]:
-    """The rows of ``alarms.jsonl``, without broken ones."""
+    """Reads the rows of ``alarms.jsonl``, without broken ones."""
     return read_objects(path, alarm_of_row)
 
 
 def alarm_of_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One row of :func:`read_alarms`; ValueError or KeyError for one of another shape."""
+    """Makes one row of :func:`read_alarms`; ValueError or KeyError for one of another shape."""
     if type(row["step"]) is not int or not isinstance(row["text"], str):
         raise ValueError("no whole step, or no text")
     return {**row, "examples": _EXAMPLES.validate_python(row["examples"])}

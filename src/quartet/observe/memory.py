@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes in use: on a GPU what torch has given to tensors, else the process's memory that no file stands behind.
+    """Counts the bytes in use: on a GPU what torch has given to tensors, else the process's memory that no file stands
+    behind.
 
     What was freed but not yet given back is given back first.
 
@@ -38,13 +39,15 @@ def held_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> float:
-    """Memory of this process that is in RAM now."""
+    """Returns the memory of this process that is in RAM now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return float(pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def peak_resident_bytes() -> int:
-    """The most of this process that was in RAM at a time, pages of mapped files included; 0 where no system tells."""
+    """Returns the most of this process that was in RAM at a time, pages of mapped files included; 0 where no system
+    tells.
+    """
     try:
         return _line_of("/proc/self/status", "VmHWM")
     except OSError:
@@ -52,7 +55,7 @@ def peak_resident_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What the machine can give to processes without taking from others, as the system estimates it.
+    """Returns what the machine can give to processes without taking from others, as the system estimates it.
 
     Raises:
         OSError: not on Linux, which alone tells this.
@@ -61,7 +64,7 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """The machine's memory.
+    """Returns the machine's memory.
 
     Raises:
         OSError: not on Linux, which alone tells this.
@@ -70,7 +73,7 @@ def total_bytes() -> int:
 
 
 def copy_fits(num_bytes: int) -> bool:
-    """Whether a copy of a training state takes at most a quarter of what is available; True where that is unknown.
+    """Tells whether a copy of a training state takes at most a quarter of what is available; True where none knows.
 
     The next update begins while it is being written, and needs gradients (a third of the state) and activations.
     """
@@ -89,7 +92,7 @@ def _line_of(path: str, name: str) -> int:
 
 @cache
 def _trim() -> Any:
-    """The C library's call that gives free memory back to the system, where it has one."""
+    """Returns the C library's call that gives free memory back to the system, where it has one."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
@@ -104,7 +107,9 @@ _ENGINE_ROWS = 16
 
 
 def processor() -> dict[str, Any]:
-    """What decides the order of sums: name, instruction sets, torch's choice among them, threads, torch's version."""
+    """Returns what decides the order of sums: name, instruction sets, torch's choice among them, threads, torch's
+    version.
+    """
     cpuinfo = _cpuinfo()
     flags = set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())
     return {
@@ -117,7 +122,7 @@ def processor() -> dict[str, Any]:
 
 
 def bit_equality() -> dict[str, Any]:
-    """What was measured, with the present number of threads, and ``remarks``: what does not hold here, in words.
+    """Returns what was measured, with the present number of threads, and ``remarks``: what does not hold here.
 
     ``products_repeat``: the same product has the same bits twice. ``rows_keep_bits_from``: the smallest number of rows
     from which on a row's bits do not depend on how many there are; None: they still do with 33 rows.
@@ -126,12 +131,14 @@ def bit_equality() -> dict[str, Any]:
 
 
 def record() -> dict[str, Any]:
-    """``processor`` and ``bit_equality`` of ``run.json``."""
+    """Returns ``processor`` and ``bit_equality`` of ``run.json``."""
     return {"processor": processor(), "bit_equality": bit_equality()}
 
 
 def processor_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Remarks on a run that goes on where it would not have had the same bits; both as ``run.json`` has them."""
+    """Returns remarks on a run that goes on where it would not have had the same bits; both as ``run.json``
+    has them.
+    """
     former, present = before.get("processor"), now["processor"]
     changed = [key for key in present if isinstance(former, Mapping) and former.get(key) != present[key]]
     if not changed or not isinstance(former, Mapping):
@@ -184,7 +191,7 @@ def _warnings(threads: int, repeats: bool, first: int | None) -> list[str]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Of the first core, and what is said of all; empty where the system does not say."""
+    """Reads what the system says of the first core and of all; empty where it says nothing."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     pairs = (line.partition(":") for line in reversed(lines))  # of equal names the first one's value stays

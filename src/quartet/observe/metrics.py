@@ -43,7 +43,7 @@ _FAMILIES = tuple(
 
 @cache
 def find_metric(name: str) -> Metric:
-    """The row that explains ``name``.
+    """Finds the row that explains ``name``.
 
     Raises:
         ValueError: the table does not know the name; the message offers the nearest one.
@@ -59,7 +59,7 @@ def find_metric(name: str) -> Metric:
 
 
 def metrics_page() -> str:
-    """The text of ``docs/metrics.md``, one table per family of names."""
+    """Writes the text of ``docs/metrics.md``, one table per family of names."""
     lines = [
         "# Metrics",
         "",

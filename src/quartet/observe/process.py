@@ -52,19 +52,23 @@ def set_up_logging(level: str, role: str, rank: int = 0, stream: TextIO | None =
 
 
 def own_rank() -> int:
-    """The rank in this process's records; 0 before ``set_up_logging``."""
+    """Returns the rank in this process's records; 0 before ``set_up_logging``."""
     handlers = logging.getLogger("quartet").handlers
     return next((place.rank for h in handlers for place in h.filters if isinstance(place, _Place)), 0)
 
 
 def logging_variables(role: str, rank: int = 0) -> dict[str, str]:
-    """For the environment of a process that this one starts: the present level, and the other's role and rank."""
+    """Makes variables for the environment of a process that this one starts: the present level, and the other's role
+    and rank.
+    """
     level = logging.getLevelName(logging.getLogger("quartet").getEffectiveLevel()).lower()
     return {VARIABLE: f"{level}:{role}:{rank}"}
 
 
 def set_up_from_environment(stream: TextIO | None = None) -> None:
-    """As ``logging_variables`` of the process that started this one says; ``stream`` as of ``set_up_logging``."""
+    """Sets up logging as ``logging_variables`` of the process that started this one says; ``stream`` as of
+    ``set_up_logging``.
+    """
     level, role, rank = os.environ[VARIABLE].rsplit(":", 2)
     set_up_logging(level, role, int(rank), stream)
 

@@ -16,7 +16,7 @@ Figure = float | int | str
 
 
 def format_figure(value: Figure) -> str:
-    """Four significant digits for floats, thousands separated for whole numbers, text as it is."""
+    """Writes four significant digits for floats, thousands separated for whole numbers, text as it is."""
     if isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -39,7 +39,7 @@ class ProgressBar:
         self._task = owner.bars.add_task(printable(title), total=total, figures="") if owner.bars else None
 
     def advance(self, n: int = 1, **figures: Figure) -> None:
-        """``n`` more units are done; ``figures`` (``loss=0.31``) replace those of the same name."""
+        """Notes that ``n`` more units are done; ``figures`` (``loss=0.31``) replace those of the same name."""
         self._done += n
         if self._total is not None:
             self._total = max(self._total, self._done)  # more was done than was foreseen
@@ -52,7 +52,7 @@ class ProgressBar:
             self._owner.print_line(self._line())
 
     def _line(self, verdict: str = "") -> str:
-        """The bar as plain text: title, count, per cent, seconds, figures."""
+        """Returns the bar as plain text: title, count, per cent, seconds, figures."""
         count = f"{self._done:,}" if self._total is None else f"{self._done:,}/{self._total:,}"
         share = f" ({100 * self._done // self._total} %)" if self._total else ""
         seconds = f"{self._owner.clock() - self._started_s:.1f} s"
@@ -114,18 +114,18 @@ class Progress:
             self.bars.stop()
 
     def stage(self, title: str, total: int | None = None, *, transient: bool = False) -> ProgressBar:
-        """A new bar. ``total`` None: unknown. ``transient``: gone when it ends (for a bar per rollout)."""
+        """Begins a new bar. ``total`` None: unknown. ``transient``: gone when it ends (for a bar per rollout)."""
         return ProgressBar(self, title, total, transient)
 
     def print(self, text: str) -> None:
-        """A line of its own, above the bars. It may hold foreign text."""
+        """Prints a line of its own, above the bars. It may hold foreign text."""
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def is_line_due(self) -> bool:
-        """Whether the last plain line of a bar is long enough ago."""
+        """Tells whether the last plain line of a bar is long enough ago."""
         return self.clock() - self._last_line_s >= self._interval_s
 
     def print_line(self, text: str) -> None:
-        """A plain line in the place of a bar."""
+        """Prints a plain line in the place of a bar."""
         self._last_line_s = self.clock()
         self.print(text)

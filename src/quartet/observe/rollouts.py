@@ -76,7 +76,7 @@ class RolloutRecord:
 
 
 def action_ids(record: RolloutRecord) -> list[int]:
-    """The tokens of the response that the policy emitted."""
+    """Returns the tokens of the response that the policy emitted."""
     observed = record.columns.get("observation_mask") or [0.0] * len(record.response_ids)
     return [token for token, mask in zip(record.response_ids, observed, strict=True) if not mask]
 
@@ -127,7 +127,7 @@ def write_step(directory: Path, step: int, records: Sequence[RolloutRecord]) -> 
 
 
 def read_step(directory: Path, step: int) -> list[RolloutRecord]:
-    """The records of one step, in the order written, without broken lines.
+    """Reads the records of one step, in the order written, without broken lines.
 
     Raises:
         UserError: there is no file for the step, or it cannot be unpacked.
@@ -152,8 +152,8 @@ def read_step(directory: Path, step: int) -> list[RolloutRecord]:
 
 
 def rollout_rows(directory: Path, step: int, num: int) -> list[Row]:
-    """The first ``num`` sequences of a step for people to read; none where its file is gone. Advantages are means over
-    the tokens that are trained on.
+    """Returns the first ``num`` sequences of a step for people to read; none where its file is gone. Advantages are
+    means over the tokens that are trained on.
     """
     path = rollouts_path(directory, step)
     if not path.is_file():
@@ -183,7 +183,7 @@ def _mean_advantage(columns: Mapping[str, list[float]]) -> float | None:
 
 
 def list_steps(directory: Path) -> list[int]:
-    """Steps with a file, ascending; empty where the directory is missing."""
+    """Returns the steps with a file, ascending; empty where the directory is missing."""
     if not directory.is_dir():
         return []
     return sorted(int(match[1]) for path in directory.iterdir() if (match := _FILE_NAME.fullmatch(path.name)))

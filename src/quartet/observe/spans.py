@@ -56,7 +56,7 @@ def note_workers(role: str, seconds: Mapping[int, float]) -> None:
 
 
 def steady_unix_clock() -> Callable[[], float]:
-    """Unix time in seconds that never jumps: read once, then carried on by the monotonic clock."""
+    """Makes a clock of Unix time in seconds that never jumps: read once, then carried on by the monotonic clock."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
 
@@ -111,15 +111,17 @@ class SpanRecorder:
                     self._rows.append({k: v for k, v in row.items() if v is not None and v is not False})
 
     def mark(self, span: Span) -> None:
-        """The work of an open span is going on now. A span with marks is as long as from the first to the last."""
+        """Notes that the work of an open span is going on now. A span with marks is as long as from the first to the
+        last.
+        """
         span.marks.append(self._clock())
 
     def of_step(self, step: int | None) -> list[Span]:
-        """The ended spans of one step that are still in memory, in order of their start."""
+        """Returns the ended spans of one step that are still in memory, in order of their start."""
         return [span for span in self.spans() if span.step == step]
 
     def spans(self) -> list[Span]:
-        """All ended spans that are still in memory, in order of their start."""
+        """Returns all ended spans that are still in memory, in order of their start."""
         with self._lock:
             return sorted(self._spans, key=lambda s: s.start_s)
 
@@ -134,17 +136,17 @@ class SpanRecorder:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """The spans of a ``spans.jsonl``, in the order in which they ended; UserError for a damaged row."""
+    """Reads the spans of a ``spans.jsonl``, in the order in which they ended; UserError for a damaged row."""
     return read_objects(path, span_of_row)
 
 
 def span_of_row(row: Mapping[str, Any]) -> Span:
-    """The span of a row; ValueError or TypeError for one of another shape."""
+    """Makes the span of a row; ValueError or TypeError for one of another shape."""
     return as_dataclass(Span, row)
 
 
 def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds per span name, spans added up (overlapping spans of one name count twice)."""
+    """Returns the seconds per span name, spans added up (overlapping spans of one name count twice)."""
     totals: dict[str, float] = {}
     for span in spans:
         totals[span.name] = totals.get(span.name, 0.0) + span.seconds
@@ -152,14 +154,14 @@ def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def overlap_seconds(spans: Iterable[Span], a: str, b: str) -> float:
-    """Seconds during which a span named ``a`` and a span named ``b`` were open at the same time."""
+    """Returns the seconds during which a span named ``a`` and a span named ``b`` were open at the same time."""
     spans = list(spans)
     left, right = union(s for s in spans if s.name == a), union(s for s in spans if s.name == b)
     return sum(max(0.0, min(e, f) - max(s, t)) for s, e in left for t, f in right)
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Disjoint intervals that cover exactly what the spans cover, in order."""
+    """Returns disjoint intervals that cover exactly what the spans cover, in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted((s.start_s, s.end_s) for s in spans):
         if merged and start <= merged[-1][1]:

@@ -56,7 +56,7 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """A table of what was sampled in ``step``; ``name`` as ``samples/rollouts``."""
+        """Logs a table of what was sampled in ``step``; ``name`` as ``samples/rollouts``."""
 
     def close(self, *, failed: bool = False) -> None: ...
 
@@ -108,7 +108,7 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a ``metrics.jsonl``: ``step``, ``time_s``, metrics; NaN and infinities are restored.
+    """Reads the rows of a ``metrics.jsonl``: ``step``, ``time_s``, metrics; NaN and infinities are restored.
 
     Rows that are broken, or hold something else than numbers, are left out.
     """
@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def metrics_of_row(row: dict[str, Any]) -> dict[str, float]:
-    """One row of :func:`read_metrics`; ValueError or KeyError for one of another shape."""
+    """Makes one row of :func:`read_metrics`; ValueError or KeyError for one of another shape."""
     nonfinite = _NONFINITE.validate_python(row.pop("nonfinite", {}))
     _NUMBERS.validate_python(row)
     if type(row["step"]) is not int or row["time_s"] is None:
@@ -168,7 +168,7 @@ class TensorBoardTracker:
 
 
 def _cell(value: str | float | None) -> str:
-    """Of a table in Markdown."""
+    """Writes a value as a cell of a table in Markdown."""
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", "<br>")
 
 
@@ -194,7 +194,7 @@ class TrackedRun:
 def build_trackers(
     config: LogConfig, run: TrackedRun, tell: Callable[[str], object], warn: Callable[[str], object]
 ) -> list[DeliveredTracker]:
-    """Those that the recipe names. Nothing is loaded or asked before there is something to log.
+    """Makes the trackers that the recipe names. Nothing is loaded or asked before there is something to log.
 
     Args:
         tell: is told in their threads where the run can be seen, and of the first failure.
@@ -288,7 +288,7 @@ class DeliveredTracker:
             self._note(safe)
 
     def _is_new(self, step: int, name: str = "") -> bool:
-        """False for what was logged already: by the process before, or before a worker died."""
+        """Tells whether something was not logged already: by the process before, or before a worker died."""
         return step > self._last.get(name, self._known.get("step", -1))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:

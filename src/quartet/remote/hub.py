@@ -37,7 +37,7 @@ _LOG_IN = "log in by `hf auth login`, or set HF_TOKEN"
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Repository and revision; None for its main branch."""
+    """Splits a name into repository and revision; None for its main branch."""
     repo, _, revision = name.partition("@")
     return repo, revision or None
 
@@ -131,7 +131,7 @@ def push(
 
 @contextlib.contextmanager
 def _explained(name: str, folder: Path | None = None, token: str | None = None) -> Iterator[None]:
-    """Within, what the hub refuses becomes a user error, without any token in it."""
+    """Turns into a user error what the hub refuses in the ``with`` block, without any token in it."""
     try:
         yield
     except HFValidationError as error:
@@ -154,7 +154,7 @@ def _explained(name: str, folder: Path | None = None, token: str | None = None) 
 
 
 def _problem(name: str, error: Exception) -> tuple[str, str]:
-    """What is wrong, and what to do, where a model could not be had."""
+    """Tells what is wrong, and what to do, where a model could not be had."""
     repo, revision = split_name(name)
     status = _status(error)
     if isinstance(error, GatedRepoError) or (status == 403 and not isinstance(error, RepositoryNotFoundError)):

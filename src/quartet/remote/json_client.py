@@ -74,7 +74,7 @@ class CircuitBreaker:
         self._closed_again_s = 0.0
 
     def resting(self) -> str | None:
-        """Why nothing is tried; None where a request may go ahead."""
+        """Tells why nothing is tried; None where a request may go ahead."""
         if self._failures < self._config.failures:
             return None
         now = self._clock()
@@ -129,14 +129,14 @@ class JSONClient:
         )
 
     async def post(self, body: Any, read: Callable[[Any], T], path: str = "") -> T:
-        """``start`` and wait for it."""
+        """Does what ``start`` does, and waits for it."""
         return await asyncio.wrap_future(self.start(body, read, path))
 
     def start(
         self, body: Any, read: Callable[[Any], T], path: str = "", *, method: str = "POST", has_slot: bool = True
     ) -> Future[T]:
-        """``read`` of the answer's JSON, which raises ValueError where the answer is not as agreed. Cancelling it
-        closes the connection.
+        """Starts a request, for ``read`` of the answer's JSON, which raises ValueError where the answer is not as
+        agreed. Cancelling it closes the connection.
 
         Args:
             path: added to the URL's path.
@@ -259,7 +259,7 @@ def _as_json(body: Any) -> bytes:
 
 
 def waits_s(config: RetryConfig, request: bytes) -> Iterator[float]:
-    """Seconds before the second attempt, the third, …; ends after the last."""
+    """Yields the seconds before the second attempt, the third, …; ends after the last."""
     for n in range(config.attempts - 1):
         jitter = random.Random(f"{config.seed} {zlib.crc32(request)} {n}").uniform(0.5, 1.0)
         yield min(config.first_wait_s * 2.0 ** min(n, 64), config.longest_wait_s) * jitter
@@ -279,7 +279,7 @@ def _authorization(config: RemoteServer, name: str) -> dict[str, str]:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Retry-After in seconds; its other form, a date, is not understood and the usual wait holds."""
+    """Reads Retry-After in seconds; its other form, a date, is not understood and the usual wait holds."""
     return float(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text) else None
 
 

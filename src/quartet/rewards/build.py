@@ -34,8 +34,8 @@ FALLIBLE: dict[str, Callable[[Any], RewardSource]] = {
 
 
 def build_reward(config: RewardConfig) -> GuardedReward:
-    """The source of one section, under its rules for failures, deadline and concurrency. Reward models have none: they
-    are roles of the trainer.
+    """Makes the source of one section, under its rules for failures, deadline and concurrency. Reward models have none:
+    they are roles of the trainer.
 
     Raises:
         UserError: what it needs is not there: a function, a library, a key, a machine that allows sandboxes.

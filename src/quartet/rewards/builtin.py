@@ -30,7 +30,7 @@ NUMBER = re.compile(
 def exact_match(
     completions: Sequence[Any], answer: Sequence[Any], *, ignore_case: bool = False, **_: Any
 ) -> list[float | None]:
-    """1 where the completion is the column ``answer``, white space around both aside, else 0."""
+    """Scores 1 where the completion is the column ``answer``, white space around both aside, else 0."""
 
     def normal(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
@@ -46,8 +46,8 @@ def numeric(
     relative_tolerance: float = 0.0,
     **_: Any,
 ) -> list[float | None]:
-    """1 where the last number of the completion is the last number of the column ``answer``, else 0; None where that
-    column has no number. Thousands may be separated by commas.
+    """Scores 1 where the last number of the completion is the last number of the column ``answer``, else 0; None where
+    that column has no number. Thousands may be separated by commas.
 
     Args:
         tolerance, relative_tolerance: most that the two may differ, absolutely or as a share of the right one.
@@ -64,7 +64,7 @@ def numeric(
 
 
 def last_number(text: str) -> float | None:
-    """The last number written in digits, e.g. ``-1,234.5`` or ``2e-3``; None without any."""
+    """Returns the last number written in digits, e.g. ``-1,234.5`` or ``2e-3``; None without any."""
     found = NUMBER.findall(text)
     return float(found[-1].replace(",", "").replace("−", "-")) if found else None
 
@@ -77,8 +77,8 @@ def regex(
     ignore_case: bool = False,
     **_: Any,
 ) -> list[float | None]:
-    """1 where ``pattern`` is found, else 0. With ``answer``: 1 where the last match's first group is that text, white
-    space around both aside.
+    """Scores 1 where ``pattern`` is found, else 0. With ``answer``: 1 where the last match's first group is that text,
+    white space around both aside.
     """
     compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
     if answer is None:
@@ -101,8 +101,8 @@ def format_match(
     opened: Sequence[str] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """1 where ``pattern`` matches the whole completion (``.`` also a line break) or every tag stands in it once, as
-    ``<tag>…</tag>``, one behind the other. Else 0.
+    """Scores 1 where ``pattern`` matches the whole completion (``.`` also a line break) or every tag stands in it once,
+    as ``<tag>…</tag>``, one behind the other. Else 0.
 
     Args:
         opened: the tag that the prompt of each completion opens at its end (``opened_tag``): the completion with it in
@@ -118,7 +118,7 @@ def format_match(
 
 
 def opened_tag(prompt: str) -> str:
-    """The tag with which a prompt ends, as templates open ``<think>``; '' where it ends with none."""
+    """Returns the tag with which a prompt ends, as templates open ``<think>``; '' where it ends with none."""
     found = re.search(r"<[\w.:-]+>\s*\Z", prompt)
     return found[0] if found else ""
 
@@ -136,7 +136,7 @@ def length(
     unit: Literal["characters", "words"] = "characters",
     **_: Any,
 ) -> list[float | None]:
-    """The length of the completion; with a negative weight a price on it.
+    """Returns the length of the completion as its score; with a negative weight a price on it.
 
     Args:
         max: instead 1 up to this length, then falling, 0 from twice it on.
@@ -165,8 +165,8 @@ def _against(
 
 
 def right_answers(answer: Any, column: str = "answer") -> list[str]:
-    """The texts that are right where a row has ``answer``: all entries of a list, both ways to write a whole float;
-    none where there is no answer (null, NaN).
+    """Returns the texts that are right where a row has ``answer``: all entries of a list, both ways to write a whole
+    float; none where there is no answer (null, NaN).
 
     Args:
         column: where it stands, for the message.
@@ -191,7 +191,7 @@ def right_answers(answer: Any, column: str = "answer") -> list[str]:
 
 
 def text_of(completion: Any) -> str:
-    """A completion's text, whether it came as text or as messages."""
+    """Returns a completion's text, whether it came as text or as messages."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message["content"]) for message in completion)
@@ -230,7 +230,7 @@ class MathSource(RewardSource):
         return [await self._threads.run(self._score, completion, gold) for completion, gold in pairs]
 
     def _score(self, completion: str, answer: Any) -> float | None:
-        """Of the right answers any counts; None where none can be read."""
+        """Returns the score against the right answers, of which any counts; None where none can be read."""
         best: float | None = None
         for gold in right_answers(answer, self._config.column):
             score = self._compared(completion, gold)

@@ -30,7 +30,7 @@ class Parameters:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Parameters:
-        """All names where Python cannot tell (some functions written in C)."""
+        """Returns the parameters of a function: all names where Python cannot tell (some functions written in C)."""
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
@@ -39,7 +39,7 @@ class Parameters:
         return cls({p.name: p.default is p.empty for p in named}, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
     def accepted(self, name: str, offered: Sequence[str]) -> list[str]:
-        """Those of the ``offered`` arguments that the function ``name`` takes.
+        """Returns those of the ``offered`` arguments that the function ``name`` takes.
 
         Raises:
             UserError: it does not take completions, or asks for a column that the data do not have.
@@ -81,7 +81,8 @@ def check_column(reward: str, column: str, columns: Sequence[str]) -> None:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of it only begins the work: an ``async def``, or an object whose ``__call__`` is one."""
+    """Tells whether a call of the function only begins the work: an ``async def``, or an object whose ``__call__`` is
+    one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -100,7 +101,7 @@ class BadReturn(Exception):
 
 
 def scores_of(result: Any, num: int) -> list[float | None]:
-    """What a function returned for ``num`` completions, as scores.
+    """Returns what a function returned for ``num`` completions, as scores.
 
     Raises:
         BadReturn: it is not that many finite numbers or None.
@@ -176,7 +177,7 @@ async def _serve_several(function: Callable[..., Any], threads: int, channel: Qu
 
 
 def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """What is answered to the trainer: scores, or what went wrong."""
+    """Calls the function and returns what is answered to the trainer: scores, or what went wrong."""
     num = len(arguments["completions"])
     try:
         result = function(**arguments)

@@ -46,7 +46,7 @@ class FunctionSource(RewardSource):
         self._parameters.accepted(self.name, ["prompts", "completions", *columns])
 
     def _arguments(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> dict[str, Any]:
-        """What the function is called with, in lists of its own.
+        """Returns what the function is called with, in lists of its own.
 
         Raises:
             UserError: it asks for a column that is not there.
@@ -62,7 +62,7 @@ class FunctionSource(RewardSource):
         return {argument: offered[argument] for argument in self._parameters.accepted(self.name, [*offered])}
 
     def _failure(self, fault: BadReturn, prompts: Sequence[PromptText], completions: Sequence[str]) -> RewardError:
-        """The error for what the function did wrong: with the sample, and the place in its code."""
+        """Makes the error for what the function did wrong: with the sample, and the place in its code."""
         found = "no sample"
         if completions:
             n = max(0, min(fault.sample, len(completions) - 1))
@@ -94,7 +94,7 @@ class PassedFunction(FunctionSource):
         self._guard = RandomStateGuard(f"the reward {self.name!r}")
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
-        """One score per completion; None where the function says that it does not apply.
+        """Returns one score per completion; None where the function says that it does not apply.
 
         Args:
             prompts: text, or messages for chat prompts.
@@ -129,7 +129,7 @@ class PassedFunction(FunctionSource):
             raise self._failure(BadReturn.of(error), prompts, completions) from error
 
     def warnings(self) -> list[str]:
-        """Which random numbers it draws."""
+        """Tells which random numbers the function draws."""
         return self._guard.warnings()
 
 
@@ -179,7 +179,7 @@ class SubprocessFunction(FunctionSource):
             await self._starts.run(self._pool.fill)
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
-        """As ``PassedFunction.score``. A call that is cancelled while it is under way costs its process.
+        """Scores as ``PassedFunction.score`` does. A call that is cancelled while it is under way costs its process.
 
         Raises:
             RewardError: the function or its process failed.
@@ -210,7 +210,7 @@ class SubprocessFunction(FunctionSource):
         self._pool.close()
 
     def _ask(self, arguments: dict[str, Any], call: _Call) -> Any:
-        """In a thread of its own."""
+        """Asks one of the processes, in a thread of its own."""
         while True:
             try:
                 with self._pool.taken() as call.process:
@@ -236,7 +236,7 @@ class SubprocessFunction(FunctionSource):
                 raise self._not_plain(described(error)) from error
 
     def _read(self, answer: Any, num: int) -> list[float | None]:
-        """The scores in an answer, which may be any JSON."""
+        """Returns the scores in an answer, which may be any JSON."""
         match answer:
             case {"scores": list() as values}:
                 return scores_of(values, num)
@@ -262,7 +262,7 @@ class _Traceback(Exception):
 
 
 def _start(target: str, num_threads: int) -> Subprocess:
-    """A process that has loaded the function; its greeting is the function's name and parameters."""
+    """Starts a process that has loaded the function; its greeting is the function's name and parameters."""
     problem = f"the process of the function {target!r} does not start"
     remedy = "correct what its module does while it is imported"
     torch = sys.modules.get("torch")

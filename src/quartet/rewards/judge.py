@@ -35,12 +35,12 @@ class NoScore(RemoteError, RewardError):
 
     @property
     def splits(self) -> bool:  # type: ignore[override]
-        """What was sent may be at fault, not the server."""
+        """Tells whether what was sent may be at fault, not the server."""
         return self.kind == "malformed" or self.status in _CONTENT
 
 
 def reward_client(config: RemoteSource) -> JSONClient:
-    """The connection to a source's server."""
+    """Makes the connection to a source's server."""
     return JSONClient(config, name=config.name or "", breaker=config.breaker, error=NoScore)
 
 
@@ -123,11 +123,11 @@ class _Judge(RewardSource):
 
     @abc.abstractmethod
     async def judged(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float | None:
-        """The score of one completion."""
+        """Returns the score of one completion."""
 
     async def ask(self, fields: Mapping[str, Any], read: Callable[[str], T]) -> T:
-        """What ``read`` makes of the last match in the judge's answer; it raises ValueError where that will not do, and
-        the judge is asked again.
+        """Returns what ``read`` makes of the last match in the judge's answer; it raises ValueError where that will not
+        do, and the judge is asked again.
 
         Raises:
             RewardError: no answer that will do after all attempts.
@@ -198,7 +198,7 @@ class PairwiseSource(_Judge):
         self.column, self._rubric = method.column, method.rubric
 
     async def judged(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float | None:
-        """1 where the completion wins in both places, -1 where the other text does, 0 or ±0.5 in between."""
+        """Returns 1 where the completion wins in both places, -1 where the other text does, 0 or ±0.5 in between."""
         if row[self.column] is None:
             return None
         fields, other = {**row, "rubric": self._rubric, "prompt": prompt}, text_of(row[self.column])
@@ -243,8 +243,8 @@ class Comparer:
     async def compare(
         self, prompts: Sequence[PromptText], answers_a: Sequence[str], answers_b: Sequence[str]
     ) -> list[float | None]:
-        """1 where answer A is better in both orders, -1 where B is, 0 for a draw or two verdicts that contradict each
-        other, ±0.5 for one verdict and one draw; None where the judge gave none.
+        """Returns 1 where answer A is better in both orders, -1 where B is, 0 for a draw or two verdicts that
+        contradict each other, ±0.5 for one verdict and one draw; None where the judge gave none.
 
         Raises:
             RewardError: the judge failed, and its rule is to stop.
@@ -259,7 +259,7 @@ _OTHER = "the other answer"
 
 
 def transcript(prompt: PromptText) -> str:
-    """The prompt as text: messages one below the other, with who said them."""
+    """Returns the prompt as text: messages one below the other, with who said them."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -33,7 +33,7 @@ _MIXED = re.compile(r"(?<![^{$-])(\d{1,20}) +(\d{1,20})/(\d{1,20})(?= *(?:[}$]|$
 
 
 def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dict[str, Any], job: Any) -> float | None:
-    """1 for an equal answer, else 0; None where the right answer itself cannot be read."""
+    """Returns 1 for an equal answer, else 0; None where the right answer itself cannot be read."""
     extraction = [configs[kind] for kind in job["extract"]]
     limit = max(1, int(job["timeout_s"]))
     as_it_stands, between = (job["gold"], extraction), (f"${_NAMED.sub(_COMMAND, job['gold'])}$", [*configs.values()])
@@ -50,12 +50,13 @@ def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dic
 
 
 def stands_alone(gold: str) -> bool:
-    """Whether an answer is read as it stands: it has delimiters, or is no LaTeX. Any other is read between them."""
+    """Tells whether an answer is read as it stands: it has delimiters, or is no LaTeX. Any other is read between
+    them."""
     return _STANDS_ALONE.search(_SET_IN_TEXT.sub("", gold)) is not None
 
 
 def _with_fractions(text: str) -> str:
-    """Repeating decimals and mixed numbers as fractions, and powers of ten written out: math-verify reads 0 in
+    """Writes repeating decimals and mixed numbers as fractions, and powers of ten in full: math-verify reads 0 in
     ``0.\\overline{3}``, 1 in ``2 1/2``, a product in ``1e5``.
     """
 

@@ -71,7 +71,7 @@ class RewardSource(abc.ABC):
 
     @abc.abstractmethod
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
-        """One finite score per completion; None where the source does not apply.
+        """Returns one finite score per completion; None where the source does not apply.
 
         Args:
             prompts: text, or messages for chat prompts.
@@ -83,7 +83,7 @@ class RewardSource(abc.ABC):
         """
 
     def warnings(self) -> list[str]:
-        """What the user should know."""
+        """Returns what the user should know."""
         return []
 
     def close(self) -> None:  # noqa: B027 - or to let go of
@@ -125,7 +125,8 @@ class GuardedReward:
 
     @classmethod
     def of(cls, source: RewardSource, config: Fallible) -> GuardedReward:
-        """The source under the rules of its recipe's section; one completion per call where that has no batch size."""
+        """Puts the source under the rules of its recipe's section; one completion per call where that has no batch
+        size."""
         return cls(
             source,
             on_error=config.on_error,
@@ -155,7 +156,7 @@ class GuardedReward:
         columns: Columns,
         mark: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """Scores in the order of the completions, whenever the calls end.
+        """Returns the scores in the order of the completions, whenever the calls end.
 
         Args:
             mark: called when a call begins and when it has ended; the scores may be waited for longer, where other work
@@ -200,7 +201,7 @@ class GuardedReward:
         return Outcome([None if isinstance(score, RewardError) else score for score in found], failed, reasons)
 
     def warnings(self) -> list[str]:
-        """How many samples were left out so far and why the first of them was, and what the source has to say."""
+        """Tells how many samples were left out so far and why the first of them was, and what the source has to say."""
         found = self.source.warnings()
         if self._first_reason is not None:
             reason = f"{self._first_reason.problem}: {self._first_reason.found}"
@@ -210,7 +211,7 @@ class GuardedReward:
     async def _call(
         self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns, part: slice
     ) -> list[_Result]:
-        """One score per completion of the part, or why there is none."""
+        """Returns one score per completion of the part, or why there is none."""
         num = part.stop - part.start
         try:
             async with self._place():
@@ -292,20 +293,21 @@ class RewardWeights(dict[str, float]):
 
 
 def gates_of(weights: Mapping[str, float]) -> Mapping[str, GateConfig]:
-    """The gates that come with the weights; none with plain numbers."""
+    """Returns the gates that come with the weights; none with plain numbers."""
     return weights.gates if isinstance(weights, RewardWeights) else {}
 
 
 def closed_gates(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """By gated source, ``[N]`` bool: where it would take part, were its gate not closed."""
+    """Returns by gated source, ``[N]`` bool, where it would take part, were its gate not closed."""
     return {
         name: ~scores[name].isnan() & (scores[gate.source] < gate.at_least) for name, gate in gates_of(weights).items()
     }
 
 
 def effective_weights(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """Weight of every source in every completion's sum, ``[N]`` float64: NaN where the source does not take part (it
-    does not apply, or the source of its gate does not), 0 where its gate is closed or another's replaces the sum.
+    """Returns the weight of every source in every completion's sum, ``[N]`` float64: NaN where the source does not take
+    part (it does not apply, or the source of its gate does not), 0 where its gate is closed or another's replaces the
+    sum.
 
     Args:
         scores: by name, ``[N]``, at least one.
@@ -326,7 +328,7 @@ def effective_weights(scores: Mapping[str, Tensor], weights: Mapping[str, float]
 
 
 def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """Every completion's reward and whether any source takes part in it.
+    """Returns every completion's reward and whether any source takes part in it.
 
     A source whose gate is closed adds 0, or makes the whole ``gate.otherwise``; of several such gates the first one in
     the order of ``weights`` decides.
@@ -352,8 +354,8 @@ def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> tuple
 def source_metrics(
     scores: Mapping[str, Tensor], weights: Mapping[str, float], left_out: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """``reward/<source>``: its mean score where it applies; ``…/gate_open``: the share of those where its gate is open;
-    ``…/left_out``: for how many it failed (``left_out``: by name, ``[N]``).
+    """Returns ``reward/<source>``: its mean score where it applies; ``…/gate_open``: the share of those where its gate
+    is open; ``…/left_out``: for how many it failed (``left_out``: by name, ``[N]``).
     """
     found: dict[str, float] = {}
     closed = closed_gates(scores, weights)

@@ -39,7 +39,7 @@ class Questions:
                 yield number, question
 
     def answer(self, number: int, value: Any) -> None:
-        """``value`` must be what JSON knows."""
+        """Answers question ``number`` with ``value``, which must be what JSON knows."""
         if os.getpid() != self._owner:
             os._exit(0)  # A copy that user code forked, and that came back from it: its original answers.
         for stream in (sys.stdout, sys.stderr):
@@ -94,7 +94,7 @@ class Subprocess(Process):
         return self.was_killed or self.lost is not None
 
     def ask(self, question: Any, patience_s: float | None = None) -> Any:
-        """The answer to ``question``: plain data whose form is not checked. Several threads may ask at a time.
+        """Returns the answer to ``question``: plain data whose form is not checked. Several threads may ask at a time.
 
         Raises:
             ProcessTimeout: there was none within ``patience_s``. The process is to be ended then.
@@ -162,7 +162,7 @@ class SubprocessPool:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[Subprocess]:
-        """The process with the fewest calls."""
+        """Lends the process with the fewest calls."""
         with self._lock:
             slot = min(self._slots, key=lambda slot: slot.num_calls)
             slot.num_calls += 1
@@ -174,7 +174,7 @@ class SubprocessPool:
 
     @property
     def is_full(self) -> bool:
-        """Whether all of them are there."""
+        """Tells whether all processes are there."""
         return not any(slot.process is None or slot.process.is_lost for slot in self._slots)
 
     def fill(self) -> None:

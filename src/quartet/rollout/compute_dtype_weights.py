@@ -65,7 +65,7 @@ class CopySource:
         return self.parameter.requires_grad if self.layer is None else True
 
     def read(self) -> Tensor:
-        """The weight to compute with, now."""
+        """Returns the weight to compute with, now."""
         return self.parameter.detach() if self.layer is None else self.layer.merged_weight()
 
 
@@ -113,7 +113,7 @@ class WeightCopy(ABC):
                 tensor.t().copy_(weight.t())
 
     def _read(self) -> Iterator[Tensor]:
-        """What the forms are made of, one at a time."""
+        """Reads what the forms are made of, one at a time."""
         return (source.read() for source in self._sources)
 
     def follow(self) -> None:
@@ -127,11 +127,11 @@ class WeightCopy(ABC):
 
     @abstractmethod
     def put_in(self) -> None:
-        """From now on the model computes with the copy."""
+        """Makes the model compute from now on with the copy."""
 
     @abstractmethod
     def take_out(self) -> None:
-        """From now on the model computes with its own parameters."""
+        """Makes the model compute from now on with its own parameters."""
 
 
 class ConvertedWeight(WeightCopy):
@@ -174,7 +174,7 @@ class ComputeWeights:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the model computes with the copies.
+        """Makes the model compute with the copies inside the block.
 
         Raises:
             RuntimeError: the model's adapters are out: it serves as a reference now.
@@ -233,7 +233,7 @@ class ComputeWeights:
         kinds = (nn.Linear, Conv1D) if packed.precision == "bf16" else ()
 
         def form_of(module: nn.Module, parameter: nn.Parameter) -> Form:
-            """Under autocast without a cast."""
+            """Chooses the form in which autocast uses a parameter without a cast."""
             is_cast = packed.precision == "bf16" and parameter.dtype == torch.float32
             return halved if is_cast and (type(module) in kinds or module in adapted) else as_it_is
 

@@ -74,7 +74,7 @@ class DraftTree:
         return found
 
     def only(self, nodes: Sequence[int]) -> DraftTree:
-        """With these nodes alone, rising, and each of their parents among them."""
+        """Returns the tree with these nodes alone, rising, and each of their parents among them."""
         return self if len(nodes) == len(self) else _only(self, tuple(nodes))
 
 
@@ -86,7 +86,7 @@ def _only(tree: DraftTree, nodes: tuple[int, ...]) -> DraftTree:
 
 @lru_cache(maxsize=256)
 def chain(num: int) -> DraftTree:
-    """One token behind the other."""
+    """Makes a tree of ``num`` tokens, one behind the other."""
     return DraftTree(tuple(range(-1, num - 1)), tuple(range(num)))
 
 
@@ -112,25 +112,26 @@ class Drafter(Protocol):
         """
 
     def verified(self, response: Response, kept: Sequence[int], *, ended: bool) -> None:
-        """Told of each draft which nodes of ``response.tree`` were kept; ``ended``: nothing was tried behind them."""
+        """Notes of each draft which nodes of ``response.tree`` were kept; ``ended``: nothing was tried behind them."""
 
     def finished(self, response: Response) -> None:
-        """It ended by itself, and has all its tokens."""
+        """Notes that a response ended by itself and has all its tokens."""
 
     def forget(self, response: Response) -> None:
-        """It ended, in whatever way."""
+        """Forgets a response that ended, in whatever way."""
 
     def by_depth(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Places at each depth that had drafted tokens, and those of which one was kept."""
+        """Counts the places at each depth that had drafted tokens, and those of which one was kept."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """What a trainer sends with the model's own weights, named."""
+        """Returns the named tensors that a trainer sends with the model's own weights."""
 
     def mark(self) -> dict[str, Any]:
-        """What it has learned, which ``state`` is from now on."""
+        """Returns what it has learned, which ``state`` is from now on."""
 
     def state(self) -> dict[str, Any]:
-        """As of the last ``mark``: tensors by name, and plain values as ``REST``."""
+        """Returns what it had learned at the time of the last ``mark``: tensors by name, and plain values as
+        ``REST``."""
 
     def load(self, state: Mapping[str, Any]) -> None: ...
 
@@ -139,13 +140,14 @@ class DrafterModel(Protocol):
     """A drafter's model, which learns along with the actor's."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Named as they travel beside the actor's."""
+        """Returns the weights, named as they travel beside the actor's."""
 
 
 def make_drafter(
     speculation: Speculation | None, packed: PackedCausalLM, model: DrafterModel | None = None
 ) -> Drafter | None:
-    """
+    """Makes the drafter of ``speculation``; None where that is None.
+
     Args:
         packed: the policy.
         model: the trainer's own, where the engine shares the policy with it.
@@ -159,7 +161,7 @@ def make_drafter(
 
 
 def load_drafter_model(speculation: Speculation | None, packed: PackedCausalLM) -> DrafterModel | None:
-    """The model that it is drafted with for the policy ``packed``; None where that needs none.
+    """Loads the model that tokens are drafted with for the policy ``packed``; None where drafting needs none.
 
     Raises:
         UserError: it is not there, or another policy's.

@@ -58,7 +58,7 @@ drafts (``benchmarks/products.py``)."""
 
 
 def choose_contexts(packed: PackedCausalLM) -> Contexts:
-    """The attention of an engine that generates with ``packed``."""
+    """Chooses the attention of an engine that generates with ``packed``."""
     if packed.numerics == "exact":
         return ExactContexts(row_step(packed.body))
     if packed.device.type != "cpu":
@@ -69,7 +69,7 @@ def choose_contexts(packed: PackedCausalLM) -> Contexts:
 
 
 def own_copy(packed: PackedCausalLM) -> PackedCausalLM:
-    """An independent copy for an engine of its own in the same process: weights, adapters, precision, numerics.
+    """Makes an independent copy for an engine of its own in the same process: weights, adapters, precision, numerics.
 
     What was found out about the model (shared prompts, the logits' scale) is taken over, not found out again. Gradients
     stay behind, and the copy takes none.
@@ -156,7 +156,7 @@ class NativeEngine:
             self._scheduler.add(request, self._limit(request), StopStringMatcher.of(request, self._decode))
 
     def _limit(self, request: Request) -> int:
-        """Tokens it may get, where the model's context ends included."""
+        """Returns how many tokens a request may get: as it asks, or less where the model's context ends."""
         limit = request.sampling.max_new_tokens
         return limit if self.context is None else min(limit, self.context - len(request.prompt_ids))
 
@@ -172,7 +172,7 @@ class NativeEngine:
 
     @property
     def held(self) -> Mapping[str, Response]:
-        """By request id, waiting ones too."""
+        """The responses by request id, waiting ones too."""
         return self._scheduler.held
 
     @property
@@ -194,7 +194,7 @@ class NativeEngine:
         return bool(self._scheduler.held or self._finished)
 
     def empty(self) -> NativeEngine:
-        """An engine with these weights and no requests."""
+        """Makes an engine with these weights and no requests."""
         made = NativeEngine(self.packed, max_running=self.max_running, contexts=self._contexts)
         made._weights, made._keeps_hidden = self._weights, self._keeps_hidden
         return made
@@ -203,7 +203,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """As the protocol has it.
+        """Takes a step as the protocol has it.
 
         Raises:
             WeightsUnusable: its own weights are not those of a policy version, as none came yet.
@@ -299,7 +299,7 @@ class NativeEngine:
     def _inputs(
         self, new: DecodeRows | DraftRows | None, num_rows: int, prefills: Sequence[PrefillChunk], computed: int
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and positions ``[R]``: rows, then fills, then zeros."""
+        """Returns tokens and positions ``[R]``: rows, then fills, then zeros."""
         if new is not None and not prefills and computed <= len(new.tokens):
             return new.tokens[:computed], new.positions[:computed]
         filling = [token for prefill in prefills for token in prefill.token_ids]
@@ -312,7 +312,7 @@ class NativeEngine:
         return torch.cat([new.tokens[:num_rows], tokens]), torch.cat([new.positions[:num_rows], positions])
 
     def _states(self, hidden: Tensor | None, num_rows: int, blocks: Sequence[Block]) -> Tensor:
-        """``[B + blocks, D]`` of which the logits are wanted, filled up to enough rows."""
+        """Returns the states ``[B + blocks, D]`` of which the logits are wanted, filled up to enough rows."""
         wanted = num_rows + len(blocks)
         computed = self._contexts.padded_rows(wanted)
         if hidden is not None and not blocks and hidden.shape[0] == computed:
@@ -389,13 +389,15 @@ class NativeEngine:
         self._record(admitted, [{0: pair} for pair in sampled], hidden)
 
     def _sample(self, responses: Sequence[Response], ahead: Sequence[int], logits: Tensor) -> list[list[float]]:
-        """Token and log-probability for each row of ``logits [B, V]``: so many places ahead of a response's next."""
+        """Samples token and log-probability for each row of ``logits [B, V]``, ``ahead`` places behind its response's
+        next."""
         sampling = SamplingRows.build([r.request.sampling for r in responses], self._vocab_size, self.packed.device)
         places = [len(r.token_ids) + n for r, n in zip(responses, ahead, strict=True)]
         return self._read(*sample(logits, sampling, np.array(places, dtype=np.uint64)))
 
     def _sample_drafted(self, running: Sequence[Response], logits: Tensor) -> list[_Sampled]:
-        """Of the rows' new tokens, ``logits [T, V]``: what follows the newest, and each drafted one that was drawn.
+        """Samples, of the rows' new tokens, ``logits [T, V]``, what follows the newest and each drafted one that was
+        drawn.
 
         On a CPU the others are never sampled: with noise for a whole vocabulary that costs as much as a small layer.
         Another device samples all at once, since waiting for it costs more.
@@ -452,7 +454,7 @@ class NativeEngine:
         self._finished += [response.completion(reason) for response, reason in done]
 
     def _read(self, tokens: Tensor, logprobs: Tensor) -> list[list[float]]:
-        """Pairs on the host: the only place in a step where the host waits for the device."""
+        """Brings pairs to the host: the only place in a step where the host waits for the device."""
         # fp64 holds both, so one copy is enough.
         return torch.stack([tokens.double(), logprobs.double()], 1).tolist()
 
@@ -527,7 +529,7 @@ class NativeEngine:
         self.packed.model.to(self._device)
 
     def _forget(self) -> None:
-        """Everything computed from the weights; tokens stay."""
+        """Forgets everything computed from the weights; tokens stay."""
         self._scheduler.preempt_all()
         self._rows_valid = self._rows_current = False
 
@@ -563,7 +565,7 @@ def load_engine(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> NativeEngine:
-    """The engine over the model in a directory, for a process of its own too (the target of an ``EngineSpec``).
+    """Loads the engine over the model in a directory, for a process of its own too (the target of an ``EngineSpec``).
 
     Args:
         path: a model's directory with its tokenizer.

@@ -110,7 +110,7 @@ class PrefixCache:
         return sum(block.num_bytes for block in self._blocks)
 
     def find(self, token_ids: tuple[int, ...]) -> Block | None:
-        """The block of exactly this prompt, complete or not."""
+        """Returns the block of exactly this prompt, complete or not."""
         return self._prompts.get(token_ids)
 
     def hold(self, block: Block) -> None:
@@ -136,7 +136,7 @@ class PrefixCache:
                     self._remove(link)
 
     def discard(self, block: Block) -> None:
-        """The block is not found any more; it goes with its last user."""
+        """Takes care that the block is not found any more; it goes with its last user."""
         if self._prompts.get(block.token_ids) is block:
             del self._prompts[block.token_ids]
             if not block.num_users:
@@ -260,7 +260,8 @@ class KVCache:
             stored[target, :, :length] = stored[source, :, :length]
 
     def keep(self, slot: int, places: Sequence[int], start: int, end: int) -> None:
-        """Of the tokens from place ``start`` up to ``end`` of a slot those at ``places`` alone, moved together."""
+        """Keeps of the tokens from place ``start`` up to ``end`` of a slot those at ``places`` alone, moved
+        together."""
         behind = start + len(places)
         moves = list(places) != list(range(start, behind))
         for stored in (*self.keys.values(), *self.values.values()):
@@ -282,7 +283,7 @@ class KVCache:
 def slot_shape(
     now: tuple[int, int], *, num_rows: int, longest: int, most: int, max_rows: int, limit: int | None
 ) -> tuple[int, int]:
-    """Slots and capacity for what runs: growing by a half at a time, within the limit.
+    """Returns slots and capacity for what runs: growing by a half at a time, within the limit.
 
     Args:
         now: slots and capacity as they are; kept where they do.

@@ -121,7 +121,7 @@ class _EngineChild(Process):
         self.take(None)
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """The messages that have come, the last one None at its end; waits for the first at most so long."""
+        """Returns the messages that have come, the last one None at its end; waits for the first at most so long."""
         poll = select.poll()  # ``select`` itself knows no descriptors above 1023
         poll.register(self.bell, select.POLLIN)
         if self._messages.empty():
@@ -131,7 +131,8 @@ class _EngineChild(Process):
         return [self._messages.get_nowait() for _ in range(self._messages.qsize())]
 
     def drop_folder(self) -> None:
-        """It has started, and needs what is in there no more: nothing stays if this process is killed."""
+        """Removes the folder, which a process that has started needs no more: nothing stays if this process is
+        killed."""
         self._folder.cleanup()
 
     def end(self, patience_s: float) -> str:
@@ -199,7 +200,7 @@ class EngineProcess:
             self._receive(_LOOK_S)
 
     def is_ready(self) -> bool:
-        """Whether it has been made; if so it takes what is staged.
+        """Tells whether the engine has been made; if so it takes what is staged.
 
         Raises:
             UserError, EngineFailed: as ``wait_ready``.
@@ -215,7 +216,8 @@ class EngineProcess:
         return True
 
     def has_weights(self) -> bool:
-        """Whether it has weights to compute with; awake and without any, it takes those that are staged."""
+        """Tells whether the engine has weights to compute with; awake and without any, it takes those that are
+        staged."""
         staged = self._staging.version if self._staging is not None else None
         if self.version is None and staged is not None and not self._is_asleep:
             self._load(staged)
@@ -237,7 +239,8 @@ class EngineProcess:
         return child.end(patience_s) if child is not None else "it was ended before"
 
     def fileno(self) -> int:
-        """Readable when something has come from it, its end included; -1: it is not there."""
+        """Returns a descriptor that is readable when something has come from the process, its end included; -1 without
+        one."""
         return -1 if self._child is None else self._child.bell
 
     def _fail(self, found: str, patience_s: float = 0.0, cause: UserError | None = None) -> UserError:
@@ -309,7 +312,8 @@ class EngineProcess:
     def _call(
         self, what: str, *args: Any, then: Callable[[], object] = lambda: None, patience_s: float | None = None
     ) -> Any:
-        """Its answer, once it is there; ``then`` is called before anything else that it says is taken in."""
+        """Calls ``what`` in the process and returns its answer; ``then`` is called before anything else that it says is
+        taken in."""
         if not self._is_made:
             self.wait_ready()
         patience_s = patience_s or self.spec.stall_timeout_s
@@ -418,7 +422,7 @@ class EngineProcess:
             self._is_asleep = False
 
     def stats(self) -> EngineStats:
-        """As of its last word, which is at most half a second or a step old."""
+        """Returns the counters as of the process's last word, which is at most half a second or a step old."""
         return self._stats
 
 

@@ -82,7 +82,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are chosen from less than the whole distribution."""
+        """Tells whether tokens are chosen from less than the whole distribution."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -221,12 +221,12 @@ class EngineStats:
 
     @classmethod
     def total(cls, stats: Sequence[EngineStats]) -> EngineStats:
-        """The sums, by depth for what is counted by depth."""
+        """Returns the sums, by depth for what is counted by depth."""
         columns = {each.name: [getattr(one, each.name) for one in stats] for each in fields(cls)}
         return cls(**{name: _summed(values) for name, values in columns.items()})
 
     def sampling_less(self, other: EngineStats) -> EngineStats:
-        """The counters of sampling alone, less those of ``other``."""
+        """Returns the counters of sampling alone, less those of ``other``."""
         names = ("prompt_tokens_prefilled", "generated_tokens", "num_row_steps", "drafted_by_depth", "kept_by_depth")
         mine, theirs = ([getattr(stats, name) for name in names] for stats in (self, other))
         pairs = zip(names, mine, theirs, strict=True)
@@ -272,7 +272,7 @@ class StepEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` has anything to do or to hand over."""
+        """Tells whether ``step`` has anything to do or to hand over."""
 
     def step(self) -> list[Completion]:
         """Admits, prefills, and adds one token to every running request.
@@ -290,7 +290,7 @@ class StepEngine(Protocol):
         ignored, since a request may finish before its cancellation arrives."""
 
     def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
-        """What requests have so far, by id, for those who watch; unknown and ended ones are left out."""
+        """Returns what requests have so far, by id, for those who watch; unknown and ended ones are left out."""
 
     def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """Takes new weights; tokens sampled from now on carry ``version``.
@@ -307,7 +307,7 @@ class StepEngine(Protocol):
         """
 
     def weight_sink(self) -> TensorSink:
-        """Where weights from other processes go, for an engine with its own; always the same one.
+        """Returns where weights from other processes go, for an engine with its own; always the same one.
 
         Raises:
             UserError: the engine shares the trainer's model.
@@ -342,10 +342,10 @@ class RolloutEngine(Protocol):
         """
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """As ``StepEngine.cancel``."""
+        """Cancels as ``StepEngine.cancel`` does."""
 
     def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
-        """What requests have so far, by id, for those who watch; empty where an engine does not say."""
+        """Returns what requests have so far, by id, for those who watch; empty where an engine does not say."""
 
     def pause(self) -> None:
         """Returns when no more tokens are made. What runs stays as it is, and goes on after ``resume``."""
@@ -353,7 +353,7 @@ class RolloutEngine(Protocol):
     def resume(self) -> None: ...
 
     def weight_sink(self) -> TensorSink:
-        """Where new weights go, in a pause; always the same one. Tokens made after its ``commit`` carry the new
+        """Returns where new weights go, in a pause; always the same one. Tokens made after its ``commit`` carry the new
         version, whatever ran goes on from the tokens it has, and nothing computed from older weights is used.
 
         Raises:
@@ -361,7 +361,7 @@ class RolloutEngine(Protocol):
         """
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """In a pause, gives up the cache (1: weights move to host memory) or cache and weights (2)."""
+        """Gives up, in a pause, the cache (1: weights move to host memory) or cache and weights (2)."""
 
     def wake(self) -> None:
         """Takes back what it gave up. After level 2 it computes only once weights were sent."""
@@ -400,15 +400,15 @@ class RequestLedger:
         self._cancelled: list[Request] = []
 
     def __len__(self) -> int:
-        """Answers that are still to come, cancelled ones included."""
+        """Returns how many answers are still to come, cancelled ones included."""
         return len(self.held) + len(self._cancelled)
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Requests that the engine has taken."""
+        """Adds requests that the engine has taken."""
         self.held.update((request.request_id, request) for request in requests)
 
     def cancel(self, request_ids: Iterable[str]) -> list[str]:
-        """The ids among these that were held; each is expected once more, as cancelled."""
+        """Cancels requests and returns the ids among these that were held; each is expected once more, as cancelled."""
         cancelled = [self.held.pop(i) for i in dict.fromkeys(request_ids) if i in self.held]
         self._cancelled += cancelled
         return [request.request_id for request in cancelled]
@@ -444,13 +444,14 @@ class RequestLedger:
         )
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Requests that have ended without an answer, by an error that named them."""
+        """Drops requests that have ended without an answer, by an error that named them."""
         for request_id in request_ids:
             if self.held.pop(request_id, None) is None:  # it was cancelled just before
                 self._cancelled = [request for request in self._cancelled if request.request_id != request_id]
 
     def clear(self) -> tuple[list[Request], list[Request]]:
-        """Nothing will be answered any more: what was held, in order, and what was cancelled."""
+        """Empties the ledger, as nothing will be answered any more: returns what was held, in order, and what was
+        cancelled."""
         held, cancelled = list(self.held.values()), self._cancelled
         self.held, self._cancelled = {}, []
         return held, cancelled
@@ -477,11 +478,12 @@ class SteppedEngine:
 
     @property
     def can_step(self) -> bool:
-        """Whether there is work, and no pause."""
+        """Tells whether there is work, and no pause."""
         return not self._is_paused and self.engine.has_work
 
     def completed(self, timeout_s: float) -> list[Completion]:
-        """As the protocol has it; makes at least one step where it can, however short the time is."""
+        """Returns completions as the protocol has it; makes at least one step where it can, however short the time
+        is."""
         end = time.monotonic() + timeout_s
         done: list[Completion] = []
         while not done and self.can_step:
@@ -517,7 +519,7 @@ class SteppedEngine:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Does nothing: nothing was started."""
 
 
 class PacedEngine:
@@ -538,7 +540,7 @@ class PacedEngine:
         self._held.update(request.request_id for request in requests)
 
     def note(self, request_ids: Iterable[str]) -> None:
-        """These were submitted to the engine by other ways, and are waited for."""
+        """Notes requests that were submitted to the engine by other ways, and are waited for."""
         self._held.update(request_ids)
 
     @property

@@ -122,7 +122,7 @@ class Router:
     # Engines ---------------------------------------------------------------------------------------------
 
     def _take_back(self, member: Member) -> None:
-        """What an engine holds goes to the head of the queue."""
+        """Puts what an engine holds at the head of the queue."""
         held, cancelled = member.ledger.clear()
         self.rerouted += len(held)
         self._queue.extendleft(reversed(units_of(held)))
@@ -130,7 +130,8 @@ class Router:
             self._hand_over(cancelled_completion(request))
 
     def _fail(self, member: Member, error: UserError) -> None:
-        """Its requests go elsewhere; it is started anew, where it can be and has not been too often."""
+        """Handles the failure of an engine: its requests go elsewhere; it is started anew, where it can be and has not
+        been too often."""
         member.reason = error.found
         if refused := self._routing.blame(member.ledger.held):
             self._refuse(member, refused, _ended_engines(refused, error))
@@ -145,7 +146,7 @@ class Router:
             self._restart(member)
 
     def _restart(self, member: Member) -> None:
-        """Once its wait is over."""
+        """Starts an engine anew, once its wait is over."""
         member.state = "starting"
         member.is_waiting = member.clock() < member.due_s
         if member.is_waiting:
@@ -237,15 +238,15 @@ class Router:
         return [copy.request_id for copy in copies]
 
     def usable(self) -> list[str]:
-        """Names of the engines that can be asked now."""
+        """Returns the names of the engines that can be asked now."""
         return [member.name for member in self._usable()]
 
     def pin(self, request_id: str, name: str) -> None:
-        """The group that will begin with this request goes to this engine, if that can be asked then."""
+        """Sends the group that will begin with this request to this engine, if that can be asked then."""
         self._routing.pins[request_id] = next(member for member in self._members if member.name == name)
 
     def _withdraw(self, ids: set[str]) -> None:
-        """Nothing more is heard of these."""
+        """Withdraws these requests: nothing more is heard of them."""
         self._errors = deque(error for error in self._errors if ids.isdisjoint(error.request_ids))
         taken = [i for i in ids if i in self._ledger.held]
         self._muted.update(taken)
@@ -277,7 +278,7 @@ class Router:
         return usable
 
     def _send_singly(self, member: Member, units: list[list[Request]], error: UserError) -> None:
-        """An engine takes all or none, so whom ``error`` means is not known yet."""
+        """Sends each unit by itself: an engine takes all or none, so whom ``error`` means is not known yet."""
         for unit in units:
             try:
                 if len(units) == 1:
@@ -295,7 +296,7 @@ class Router:
         self._errors.append(RequestsRefused(error, ids))
 
     def _forget(self, ids: Sequence[str]) -> None:
-        """They have ended by an error."""
+        """Forgets requests that have ended by an error."""
         self._ledger.drop(ids)
         self._routing.absolve(ids)
         for request_id in ids:
@@ -320,7 +321,7 @@ class Router:
             self._wait(min(left, _LOOK_S))
 
     def _wait(self, seconds: float) -> None:
-        """Until an engine has something to say, at most so long."""
+        """Waits until an engine has something to say, at most ``seconds``."""
         up = self._in_state("up")
         if self._queue and up and not self._in_state("starting") and not self._usable():
             self.weight_sink().require()
@@ -422,7 +423,7 @@ class Router:
             self._restart(member)
 
     def weight_sink(self) -> TensorSink:
-        """The engines have it in common."""
+        """Returns the sink for new weights; the engines have it in common."""
         return self._members[0].engine.weight_sink()
 
     def stats(self) -> EngineStats:
@@ -478,7 +479,7 @@ class Member:
         self._settled = 0  # tokens of all answers since the last start
 
     def note_failure(self) -> bool:
-        """Whether there is another start, and when."""
+        """Notes a failure: sets when another start is due, and tells whether there is one."""
         now = self.clock()
         if self.state == "up" and now - self.up_s >= _HEALTHY_S:
             self._failures = 0
@@ -498,7 +499,7 @@ class Member:
 
     @property
     def running_tokens(self) -> int:
-        """That it has made for requests which go on."""
+        """The number of tokens that it has made for requests which go on."""
         return max(0, self.engine.stats().generated_tokens - self._settled) if self.ledger.held else 0
 
     def progress(self) -> EngineProgress:
@@ -525,7 +526,8 @@ class Routing:
         self._failures: Counter[str] = Counter()  # by the ids of requests that engines had as they failed
 
     def choose(self, unit: Sequence[Request], loads: Mapping[Member, int]) -> Member | None:
-        """
+        """Chooses the engine for a unit.
+
         Args:
             loads: of all engines that can be asked, in the order in which they joined: their outstanding tokens.
 
@@ -547,7 +549,8 @@ class Routing:
         return self._home(unit, free, chosen) if self._policy == "prefix" else chosen
 
     def blame(self, request_ids: Iterable[str]) -> list[str]:
-        """An engine failed with these; returns those with which too many have. The last one had nothing else."""
+        """Notes that an engine failed with these requests; returns those with which too many have. The last one had
+        nothing else."""
         self._failures.update(ids := list(request_ids))
         return [i for i in ids if self._failures[i] >= _MAX_FAILURES]
 
@@ -564,7 +567,7 @@ class Routing:
         return bool(member.ledger.held)
 
     def _home(self, unit: Sequence[Request], free: Sequence[Member], other: Member) -> Member:
-        """Where the unit's session was last, or its group, if there is room; else ``other``."""
+        """Returns where the unit's session was last, or its group, if there is room; else ``other``."""
         keys = [*(f"session {r.session}" for r in unit if r.session is not None), f"group {unit[0].group}"]
         chosen = next((home for key in keys if (home := self._homes.get(key)) in free), None) or other
         for key in keys:
@@ -576,12 +579,12 @@ class Routing:
 
 
 def size(request: Request) -> int:
-    """Tokens that it may come to."""
+    """Returns how many tokens a request may come to."""
     return len(request.prompt_ids) + request.sampling.max_new_tokens
 
 
 def units_of(requests: Iterable[Request]) -> list[list[Request]]:
-    """Requests of one group together, in the order of their first."""
+    """Puts the requests of one group together, in the order of their first."""
     units: dict[str, list[Request]] = {}
     for request in requests:
         units.setdefault(request.group, []).append(request)
@@ -589,7 +592,7 @@ def units_of(requests: Iterable[Request]) -> list[list[Request]]:
 
 
 def cancelled_completion(request: Request) -> Completion:
-    """Of a request that no engine began."""
+    """Makes the cancelled completion of a request that no engine began."""
     return Completion(request.request_id, request.group, (), (), (), FinishReason.CANCELLED)
 
 

@@ -213,7 +213,7 @@ class DraftRows:
 
     @classmethod
     def of(cls, rows: DecodeRows, drafts: Sequence[Sequence[int]], trees: Sequence[DraftTree]) -> DraftRows:
-        """``drafts`` and ``trees`` in row order."""
+        """Makes the new tokens of ``rows`` in one step, with ``drafts`` and ``trees`` in row order."""
         sizes = torch.tensor([1 + len(draft) for draft in drafts])
         most = int(sizes.max())
         first = sizes.cumsum(0) - sizes
@@ -243,11 +243,11 @@ class DraftRows:
 
     @classmethod
     def newest(cls, rows: DecodeRows) -> DraftRows:
-        """Nothing is proposed."""
+        """Makes the new tokens of ``rows`` where nothing is proposed."""
         return cls.of(rows, [()] * rows.num_rows, [NO_DRAFT] * rows.num_rows)
 
     def stored(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's slots ``[S, Hk, C, D]``, with ``k, v [1, Hk, T, D]`` of the new tokens in them."""
+        """Stores ``k, v [1, Hk, T, D]`` of the new tokens in the layer's slots ``[S, Hk, C, D]``, and returns these."""
         keys, values = cache.keys[layer], cache.values[layer]
         for slots, new in ((keys, k), (values, v)):
             slots[self.rows, :, self.places] = new.squeeze(0).transpose(0, 1)

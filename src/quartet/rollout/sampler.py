@@ -51,26 +51,27 @@ _MIX_32 = 0x297A2D39
 
 
 def sample_seed(run_seed: int, step: int, prompt_id: str | int, response_index: int, turn: int = 0) -> int:
-    """A 63-bit seed, the same on every machine and in every process."""
+    """Makes a 63-bit seed, the same on every machine and in every process."""
     place = f"{run_seed}\x1f{step}\x1f{prompt_id}\x1f{response_index}" + (f"\x1f{turn}" if turn else "")
     digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def seed_keys(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """What ``uniforms`` takes, from seeds ``[B]``; computed once for all positions."""
+    """Returns what ``uniforms`` takes, from seeds ``[B]``; computed once for all positions."""
     return _splitmix(seeds.copy())
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (key, position), both ``[B]``: splitmix64 over a mixed seed, 53 bits kept."""
+    """Computes one number in [0, 1) per (key, position), both ``[B]``: splitmix64 over a mixed seed, 53 bits kept."""
     mixed = _splitmix(positions * _GOLDEN + keys)
     mixed >>= np.uint64(11)
     return mixed.astype(np.float64) * 2.0**-53
 
 
 def race_keys(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int32]:
-    """``[B, 2]`` of each (key, position): what is added to the hashes of tokens, and what they are multiplied by."""
+    """Returns ``[B, 2]`` of each (key, position): what is added to the hashes of tokens, and what they are multiplied
+    by."""
     mixed = _splitmix((positions * _GOLDEN + keys) ^ _RACE).view(np.int32).reshape(-1, 2)
     mixed[:, 1] |= 1
     return mixed
@@ -78,7 +79,8 @@ def race_keys(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArra
 
 @lru_cache(maxsize=4)
 def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
-    """``[V]`` int32, each another: tokens with one hash would have the same noise everywhere.
+    """Returns a hash of each token, ``[V]`` int32, each another: tokens with one hash would have the same noise
+    everywhere.
 
     The last steps of MurmurHash3 (Appleby), every one of which can be undone.
     """
@@ -91,7 +93,7 @@ def token_hashes(vocab_size: int, device: torch.device) -> Tensor:
 
 
 def race_numbers(hashes: Tensor, keys: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """One number in (0, 1] per row of ``keys [B, 2]`` and token: ``[B, V]`` fp32, precise where it is small.
+    """Computes one number in (0, 1] per row of ``keys [B, 2]`` and token: ``[B, V]`` fp32, precise where it is small.
 
     Two rounds of multiplication and shift in 32 bits. A shift of signed numbers copies the sign, which the exclusive or
     then takes out: 31 bits are left.
@@ -108,7 +110,7 @@ def race_numbers(hashes: Tensor, keys: Tensor, scratch: Tensor | None = None) ->
 
 
 def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Output function of splitmix64, in place (Steele, Lea, Flood: Fast splittable pseudorandom number
+    """Applies the output function of splitmix64, in place (Steele, Lea, Flood: Fast splittable pseudorandom number
     generators, 2014).
     """
     x += _GOLDEN
@@ -203,7 +205,7 @@ def sample(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64]) ->
 
 
 def sample_tokens(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64], num: int = 1) -> Tensor:
-    """``[B, num]`` tokens: that of ``sample``, and those that would come next were it left out.
+    """Returns ``[B, num]`` tokens: that of ``sample``, and those that would come next were it left out.
 
     Rows that invert their distribution function give one token.
     """
@@ -212,7 +214,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of a batch's rows.
+    """The sums over the scaled logits of a batch's rows.
 
     Attributes:
         normaliser: ``[B, 1]`` log-sum-exp of the scaled logits.
@@ -235,7 +237,7 @@ def _sums(logits: Tensor, temperature: Tensor | None) -> _Sums:
 
 
 def _sums_by_blocks(logits: Tensor, temperature: Tensor | None) -> _Sums:
-    """The steps of ``torch.logsumexp``, so that its bits come out, some rows at a time in one small buffer."""
+    """Sums by the steps of ``torch.logsumexp``, so that its bits come out, some rows at a time in one small buffer."""
     num_rows, vocab_size = logits.shape
     step = max(_CACHED_NUMEL // vocab_size, 1) if logits.device.type == "cpu" else num_rows
     scratch = logits.new_empty(min(step, num_rows), vocab_size)
@@ -259,14 +261,14 @@ def _sums_by_blocks(logits: Tensor, temperature: Tensor | None) -> _Sums:
 
 
 def _weights(logits: Tensor, temperature: Tensor | None, shift: Tensor, out: Tensor | None = None) -> Tensor:
-    """``exp(scaled - shift)``, at most 1."""
+    """Returns ``exp(scaled - shift)``, at most 1."""
     if temperature is None:
         return torch.sub(logits, shift, out=out).exp_()
     return torch.div(logits, temperature, out=out).sub_(shift).exp_()
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """``[B, V] → [B, N]``; the last block may be shorter. A small vocabulary is not cut."""
+    """Sums weights by blocks, ``[B, V] → [B, N]``; the last block may be shorter. A small vocabulary is not cut."""
     if weights.shape[1] <= _FLAT:
         return weights
     num_blocks, rest = divmod(weights.shape[1], _BLOCK)
@@ -277,7 +279,7 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _pick(logits: Tensor, rows: SamplingRows, sums: _Sums, positions: NDArray[np.uint64], num: int = 1) -> Tensor:
-    """``[B, num]`` tokens."""
+    """Picks ``[B, num]`` tokens."""
     if rows.all_greedy:
         return largest(logits, num)
     truncation, kept = rows.truncation, None
@@ -299,7 +301,7 @@ def _pick(logits: Tensor, rows: SamplingRows, sums: _Sums, positions: NDArray[np
 def _race(
     logits: Tensor, rows: SamplingRows, sums: _Sums, kept: Tensor | None, positions: NDArray[np.uint64], num: int = 1
 ) -> Tensor:
-    """The tokens of the largest sums of scaled logit and Gumbel noise, ``[B, num]``, some rows at a time."""
+    """Returns the tokens of the largest sums of scaled logit and Gumbel noise, ``[B, num]``, some rows at a time."""
     num_rows, vocab_size = logits.shape
     keys = to_device(torch.from_numpy(race_keys(rows.keys, positions)), logits.device)
     hashes = token_hashes(vocab_size, logits.device)
@@ -358,7 +360,7 @@ def _invert(
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first place ``[B, 1]`` whose sum is above the target: one that has weight.
+    """Returns the first place ``[B, 1]`` whose sum is above the target: one that has weight.
 
     The target is the last sum times a number of at most 1 - 2⁻⁵³, and such a product is below the sum in
     fp64; where the row is NaN or without any weight the place is the last.
@@ -367,12 +369,13 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor, num: int) -> Tensor:
-    """``[B, V] → [B, num]`` places of the largest, falling."""
+    """Returns the places of the largest, falling: ``[B, V] → [B, num]``."""
     return argmax(logits) if num == 1 else logits.topk(num).indices
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """``[B, V] → [B, 1]``, the first of the largest: the first block of the largest maximum, then inside it."""
+    """Returns the place of the first of the largest, ``[B, V] → [B, 1]``: the first block of the largest maximum, then
+    inside it."""
     num_blocks, rest = divmod(logits.shape[1], _BLOCK)
     if rest or logits.shape[1] <= _FLAT:
         return logits.argmax(-1, keepdim=True)

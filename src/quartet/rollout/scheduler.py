@@ -56,12 +56,12 @@ class StopStringMatcher:
 
     @classmethod
     def of(cls, request: Request, decode: Decode | None) -> StopStringMatcher | None:
-        """None where the request has no stop strings."""
+        """Makes the matcher of a request; None where that has no stop strings."""
         strings = request.sampling.stop_strings
         return cls(strings, decode, request.prompt_ids) if strings and decode is not None else None
 
     def find(self, token_ids: Sequence[int]) -> int | None:
-        """Call with all generated tokens after each new one.
+        """Looks for stop strings. Call it with all generated tokens after each new one.
 
         Returns:
             Characters of the response's text before the earliest stop string, or None where there is none yet.
@@ -154,7 +154,7 @@ class Response(Decoding):
 
     @property
     def position(self) -> int:
-        """Of the newest token, whose keys and values come next."""
+        """The place of the newest token, whose keys and values come next."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
     @property
@@ -163,11 +163,11 @@ class Response(Decoding):
         return self.position - (0 if self.prefix is None else len(self.prefix))
 
     def propose(self, tokens: Sequence[int], tree: DraftTree | None = None) -> None:
-        """Tokens that might follow the newest one: one behind the other, or as ``tree`` has it."""
+        """Proposes tokens that might follow the newest one: one behind the other, or as ``tree`` has it."""
         self.draft, self.tree = tuple(tokens), chain(len(tokens)) if tree is None else tree
 
     def held(self, at: int, token: float) -> int | None:
-        """The node behind ``at`` (0 the newest token, ``1 + node``) that proposed ``token``."""
+        """Returns the node behind ``at`` (0 the newest token, ``1 + node``) that proposed ``token``."""
         return next((node for node in self.tree.children[at] if self.draft[node] == token), None)
 
     def extend(self, sampled: Mapping[int, Sequence[float]], version: int) -> tuple[FinishReason | None, list[int]]:
@@ -260,7 +260,7 @@ class Scheduler:
         return len(self.held) - len(self.waiting)
 
     def wanted_blocks(self) -> set[Block]:
-        """Prompts of groups that have members waiting."""
+        """Returns the prompts of groups that have members waiting."""
         return {g.block for g in self.groups.values() if g.num_waiting and g.block is not None}
 
     def check(self, requests: Sequence[Request], max_tokens: Callable[[Request], int]) -> None:
@@ -365,7 +365,7 @@ class Scheduler:
     # What a step computes --------------------------------------------------------------------------------
 
     def slot_tokens(self, response: Response) -> int:
-        """Places that ``response`` may come to need in its slot."""
+        """Returns how many places ``response`` may come to need in its slot."""
         first = response.prefix or (response.block and response.block.chain[0])
         copied = 0 if first is not None and first.shared else len(response.request.prompt_ids)
         return self._round_up(copied + response.max_tokens)
@@ -419,12 +419,12 @@ class Scheduler:
         return True
 
     def _is_shared(self, response: Response) -> bool:
-        """A prompt that many would store over again is read in place."""
+        """Tells whether a prompt is read in place, as one is that many would store over again."""
         repeated = (response.group.num_members - 1) * len(response.request.prompt_ids)
         return self._shares_prefixes and repeated >= MIN_SHARED_TOKENS
 
     def _fits(self, response: Response, plan: StepPlan) -> bool:
-        """Whether slots for all and the blocks held have room; idle prompts are evicted for it."""
+        """Tells whether slots for all and the blocks held have room; idle prompts are evicted for it."""
         if self.cache_tokens is None:
             return True
         with_slots = [*self.running, *plan.admitted, response]
@@ -478,7 +478,8 @@ def close_gaps(rows: list[R | None], arrivals: Sequence[R], length: Callable[[R]
 
 
 def check_request(request: Request, *, context: int | None, vocab_size: int, decodes: bool) -> None:
-    """
+    """Refuses a request that this engine cannot serve.
+
     Args:
         context: tokens of the model's context, if it has an end.
         decodes: tokens can be turned into text.

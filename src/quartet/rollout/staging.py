@@ -38,7 +38,7 @@ class StagedHandle:
     ties: tuple[tuple[str, str], ...]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """``(name, tensor)``, each tensor once, under its first name. They show what is staged: copy them.
+        """Yields ``(name, tensor)``, each tensor once, under its first name. They show what is staged: copy them.
 
         Raises:
             WeightSyncError: the process that staged them is gone, or out of reach.
@@ -76,11 +76,11 @@ class StagedWeights:
 
     @property
     def version(self) -> int | None:
-        """Of what is staged; None where that is nothing, or not whole."""
+        """The version of what is staged; None where that is nothing, or not whole."""
         return self._sink.version if self._sink.status is Status.READY else None
 
     def attach(self, load: Load) -> None:
-        """``load`` is called with the version of every commit, beside those of other engines, until ``detach``."""
+        """Has ``load`` called with the version of every commit, beside those of other engines, until ``detach``."""
         self._loads.append(load)
 
     def detach(self, load: Load) -> None:

@@ -44,18 +44,19 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def has_kernel(q: Tensor, v: Tensor, rule: LayerRule) -> bool:
-    """Whether the fused kernel of the CPU can express the layer."""
+    """Tells whether the fused kernel of the CPU can express the layer."""
     return rule.softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Of tokens to those among them that are no later: ``q [1, H, t, D]``, ``k, v [1, Hk, t, D]``."""
+    """Attends from tokens to those among them that are no later: ``q [1, H, t, D]``, ``k, v [1, Hk, t, D]``."""
     out, lse = _flash(q, k, v, 0.0, True, scale=scaling)
     return out, lse
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
-    """``q [b, Hk, r, D]``, ``k, v [b, Hk, K, D]`` → outputs ``[b, Hk, r, D]`` and log-sum-exps ``[b, Hk, r]``.
+    """Attends to some of the keys: ``q [b, Hk, r, D]``, ``k, v [b, Hk, K, D]`` → outputs ``[b, Hk, r, D]`` and
+    log-sum-exps ``[b, Hk, r]``.
 
     Args:
         mask: additive, fp32, broadcasts to ``[b, Hk, r, K]``. With the window already in it.
@@ -80,7 +81,8 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Laye
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
-    """As ``partial_attention`` by the formula, in fp32 at least whatever the dtypes, under autocast too."""
+    """Attends as ``partial_attention`` does, by the formula, in fp32 at least whatever the dtypes, under autocast
+    too."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     device = q.device.type
     whole = torch.autocast(device, enabled=False) if is_autocast_available(device) else contextlib.nullcontext()
@@ -89,7 +91,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: 
 
 
 def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """One output from two partial ones ``[..., D]`` with log-sum-exps ``[...]``; -inf contributes nothing."""
+    """Joins two partial outputs to one: ``[..., D]`` with log-sum-exps ``[...]``; -inf contributes nothing."""
     dtype = torch.promote_types(out.dtype, torch.float32)
     # In fp64, because how fp32 exponentials round depends on how many there are.
     share = torch.sigmoid((other_lse - lse).double()).to(dtype).unsqueeze(-1)
@@ -126,7 +128,7 @@ class _Buffers:
 
 
 def _joined_heads(stored: Tensor, row_range: RowRange, *, transposed: bool = False) -> Tensor:
-    """Of slots ``[S, Hk, C, D]`` what a stretch reads, as ``[m Hk, K, D]`` or ``[m Hk, D, K]``, by one view."""
+    """Returns what a stretch reads of slots ``[S, Hk, C, D]``, as ``[m Hk, K, D]`` or ``[m Hk, D, K]``, by one view."""
     _, num_kv, capacity, size = stored.shape
     num, num_keys, step = (row_range.end - row_range.start) * num_kv, round_up(row_range.longest), capacity * size
     shape, strides = (
@@ -152,11 +154,11 @@ class DecodeAttention:
         self.begin()
 
     def places_read(self, num_tokens: int) -> int:
-        """How many places of a slot are read for so many tokens."""
+        """Returns how many places of a slot are read for so many tokens."""
         return round_up(num_tokens)
 
     def begin(self) -> None:
-        """Before every step, once the rows are as they are to be decoded."""
+        """Begins a step, once the rows are as they are to be decoded."""
         self._places: dict[int, Tensor] = {}
         self._mask_pieces: dict[int, list[Tensor]] = {}
         self._shared_masks: dict[tuple[Block, int], Tensor] = {}
@@ -183,7 +185,8 @@ class DecodeAttention:
     # ---- the slots ----
 
     def _by_products(self, layer: int, q: Tensor, rule: LayerRule) -> tuple[Tensor, Tensor | None]:
-        """``q [B, Hk, n, D]`` → outputs alike and, if a shared block is to be joined, log-sum-exps ``[B, Hk, n]``."""
+        """Attends by matrix products: ``q [B, Hk, n, D]`` → outputs alike and, if a shared block is to be joined,
+        log-sum-exps ``[B, Hk, n]``."""
         views, size_v = self._views_of(layer), self.cache.values[layer].shape[3]
         kind = (q.shape[1], q.shape[2], size_v)
         buffers = self._buffers.get(kind)
@@ -213,7 +216,7 @@ class DecodeAttention:
         return buffers.whole, lse.view(q.shape[:3])
 
     def _views_of(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys ``[m Hk, D, K]`` and values ``[m Hk, K, D]`` that each stretch reads."""
+        """Returns the keys ``[m Hk, D, K]`` and values ``[m Hk, K, D]`` that each stretch reads."""
         views = self._views.get(layer)
         if views is None:
             keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -225,7 +228,7 @@ class DecodeAttention:
         return views
 
     def _by_kernel(self, layer: int, q: Tensor, rule: LayerRule) -> tuple[Tensor, Tensor]:
-        """As ``_by_products`` with the fused kernel, which keeps scores of half precision in fp32."""
+        """Attends as ``_by_products`` does, with the fused kernel, which keeps scores of half precision in fp32."""
         parts = []
         keys, values = self._cut(self.cache.keys[layer]), self._cut(self.cache.values[layer])
         masks = self._masks_of_stretches(rule.window)
@@ -236,7 +239,8 @@ class DecodeAttention:
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def _cut(self, x: Tensor) -> list[Tensor]:
-        """Of slots ``[S, Hk, C, D]`` what each stretch reads; of masks ``[S, C]`` the same as ``[m, 1, K]``."""
+        """Cuts out of slots ``[S, Hk, C, D]`` what each stretch reads; of masks ``[S, C]`` the same as ``[m, 1,
+        K]``."""
         pieces = []
         for row_range in self.rows.row_ranges:
             span, num_keys = slice(row_range.start, row_range.end), self.places_read(row_range.longest)
@@ -244,14 +248,14 @@ class DecodeAttention:
         return pieces
 
     def _stored(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's slots, with the new keys and values in them."""
+        """Returns the layer's slots, with the new keys and values in them."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         self._store(keys, k)
         self._store(values, v)
         return keys, values
 
     def _store(self, stored: Tensor, new: Tensor) -> None:
-        """``new [1, Hk, B, D]`` into its places of ``stored [S, Hk, C, D]``."""
+        """Stores ``new [1, Hk, B, D]`` in its places of ``stored [S, Hk, C, D]``."""
         num_kv, capacity, size = stored.shape[1:]
         places = self._places.get(num_kv)
         if places is None:
@@ -263,7 +267,8 @@ class DecodeAttention:
         stored.view(-1, size).index_copy_(0, places, new.squeeze(0).transpose(0, 1).reshape(-1, size))
 
     def _masks_of_stretches(self, window: int | None) -> list[Tensor]:
-        """Additive, ``[m, 1, K]`` of each stretch; those kept with the rows where the window cuts nothing off."""
+        """Returns the additive masks, ``[m, 1, K]``, of each stretch; those kept with the rows where the window cuts
+        nothing off."""
         rows = self.rows
         if window is None or window >= rows.longest:
             return self._whole_mask_pieces
@@ -278,8 +283,8 @@ class DecodeAttention:
     # ---- shared prompts ----
 
     def _read_shared(self, layer: int, q: Tensor, shared: SharedReads, rule: LayerRule) -> tuple[Tensor, Tensor]:
-        """As ``read_shared``. The query rows of a call are a multiple of 16, by rows of other blocks, because the bits
-        of fewer would depend on how many they are."""
+        """Attends as ``read_shared`` does. The query rows of a call are a multiple of 16, by rows of other blocks,
+        because the bits of fewer would depend on how many they are."""
 
         def attend(q: Tensor, block: Block, first: int) -> tuple[Tensor, Tensor]:
             mask = self._shared_mask(block, shared, first, rule.window, share, q.shape[2])
@@ -291,7 +296,7 @@ class DecodeAttention:
     def _shared_mask(
         self, block: Block, shared: SharedReads, first: int, window: int | None, share: int, computed: int
     ) -> Tensor | None:
-        """Additive ``[computed, P]``; None where the window reaches over the whole block."""
+        """Returns the additive mask ``[computed, P]``; None where the window reaches over the whole block."""
         if window is None or window >= len(block) + self.rows.longest:
             return None
         mask = self._shared_masks.get((block, window))
@@ -331,8 +336,8 @@ class SpanAttention:
         return by_token[self.spans.back].transpose(0, 1).unsqueeze(0).to(v.dtype)
 
     def _slot_mask(self, window: int | None, share: int) -> Tensor:
-        """Additive ``[B, 1, n k, K]``: what stands before a row's new tokens, those that each follows, and inside the
-        window.
+        """Returns the additive mask ``[B, 1, n k, K]``: what stands before a row's new tokens, those that each follows,
+        and inside the window.
         """
         mask = self._masks.get((window, share))
         if mask is None:
@@ -370,7 +375,8 @@ def read_shared(
     attend: Callable[[Tensor, Block, int], tuple[Tensor, Tensor]],
     multiple: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """``queries [B, Hk, r, D]`` → each row's part of the block it reads, with log-sum-exps ``[B, Hk, r]``.
+    """Attends to shared blocks: ``queries [B, Hk, r, D]`` → each row's part of the block it reads, with log-sum-exps
+    ``[B, Hk, r]``.
 
     All query rows that read one block stand together, as those of one call.
 
@@ -393,14 +399,14 @@ def read_shared(
 
 
 def span_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
-    """As ``kernel_attention``, in fp32 at least."""
+    """Attends as ``kernel_attention`` does, in fp32 at least."""
     if q.dtype == torch.float32 and has_kernel(q, v, rule):
         return kernel_attention(q, k, v, mask, rule)
     return plain_attention(q, k, v, mask, rule)
 
 
 def kernel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
-    """As ``partial_attention``; rows that see nothing get zeros and -inf."""
+    """Attends as ``partial_attention`` does; rows that see nothing get zeros and -inf."""
     out, lse = partial_attention(q, k, v, mask, rule)
     if mask is None:
         return out, lse
@@ -425,16 +431,17 @@ class Contexts:
         self._decode: DecodeAttention | None = None
 
     def padded_rows(self, num_rows: int) -> int:
-        """How many rows to compute where ``num_rows`` are wanted; the contexts never see those on top."""
+        """Returns how many rows to compute where ``num_rows`` are wanted; the contexts never see those on top."""
         # From so many on, the bits of a row of an fp32 product on one thread no longer depend on their number.
         return max(num_rows, MIN_ROWS)
 
     def slot_length(self, num_tokens: int) -> int:
-        """How many places a slot needs for ``num_tokens``."""
+        """Returns how many places a slot needs for ``num_tokens``."""
         return round_up(num_tokens)
 
     def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
-        """For one new token of each of ``rows``, or those of ``spans``; stores their keys and values in the cache."""
+        """Makes the context for one new token of each of ``rows``, or those of ``spans``, which stores their keys and
+        values in the cache."""
         if spans is not None:
             return SpanAttention(cache, rows, spans)
         context = self._decode
@@ -445,7 +452,8 @@ class Contexts:
         return context
 
     def prefill(self, prefills: Sequence[PrefillChunk]) -> AttentionContext:
-        """For the tokens of ``prefills``, one after the other; stores their keys and values in the blocks."""
+        """Makes the context for the tokens of ``prefills``, one after the other, which stores their keys and values in
+        the blocks."""
         return PrefillAttention(prefills)
 
 
@@ -494,7 +502,7 @@ class PrefillAttention:
         self._whole = self._whole_sequences(lengths) if lengths else None
 
     def _whole_sequences(self, lengths: Sequence[int]) -> AttentionContext:
-        """Of tokens that begin a sequence."""
+        """Makes the context for tokens that begin sequences."""
         return PackedAttention(lengths)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
@@ -515,7 +523,7 @@ class PrefillAttention:
         return torch.cat(parts, 2)
 
     def _continue(self, layer: int, prefill: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        """``[1, H, t, D]`` of tokens that follow others."""
+        """Returns the attention ``[1, H, t, D]`` of tokens that follow others."""
         before = stored_before(layer, prefill)
         last = prefill.block.start + prefill.end
         cut = rule.window is not None and rule.window < last
@@ -534,12 +542,12 @@ class PrefillAttention:
 
 
 def begins(prefill: PrefillChunk) -> bool:
-    """Whether nothing stands before the tokens of ``prefill``."""
+    """Tells whether nothing stands before the tokens of ``prefill``."""
     return prefill.start == 0 and prefill.block.parent is None
 
 
 def stored_before(layer: int, prefill: PrefillChunk) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values ``[1, Hk, *, D]`` of what stands before ``prefill``, in order."""
+    """Returns keys and values ``[1, Hk, *, D]`` of what stands before ``prefill``, in order."""
     found = []
     block: Block | None = prefill.block
     end = prefill.start
@@ -619,7 +627,7 @@ class ExactPrefillAttention(PrefillAttention):
 
 
 def _branching(q: Tensor, keys: Tensor, values: Tensor, start: int, tree: DraftTree, rule: LayerRule) -> Tensor:
-    """As ``_following``, each way through the tree as a sequence of its own."""
+    """Attends as ``_following`` does, each way through the tree as a sequence of its own."""
     if len(tree.paths) == 1:
         return _following(q, keys, values, start, rule)
     out = q.new_empty(*q.shape[:3], values.shape[2])
@@ -630,7 +638,8 @@ def _branching(q: Tensor, keys: Tensor, values: Tensor, start: int, tree: DraftT
 
 
 def _following(q: Tensor, keys: Tensor, values: Tensor, start: int, rule: LayerRule) -> Tensor:
-    """``q [1, H, t, D]`` of tokens from ``start`` on, over ``keys, values [Hk, *, D]`` stored from the first on."""
+    """Attends from ``q [1, H, t, D]`` of tokens from ``start`` on, over ``keys, values [Hk, *, D]`` stored from the
+    first on."""
     parts = []
     for offset in range(0, q.shape[2], CALL_ROWS):
         rows = q[:, :, offset : offset + CALL_ROWS]

@@ -45,7 +45,7 @@ class Condition:
 
 
 def now() -> float:
-    """Seconds on the running loop's clock, real or virtual; only differences mean something."""
+    """Returns the seconds on the running loop's clock, real or virtual; only differences mean something."""
     return asyncio.get_running_loop().time()
 
 
@@ -69,7 +69,8 @@ async def shielded(work: Awaitable[T], on_cancel: Callable[[], object] | None = 
 
 
 async def all_ended(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; the first failure is raised when all have ended. One alone is simply awaited."""
+    """Returns the results of ``works`` in order; the first failure is raised when all have ended. One alone is simply
+    awaited."""
     if len(works) == 1:
         return [await works[0]]
     found = await asyncio.gather(*works, return_exceptions=True)
@@ -100,7 +101,8 @@ class ComputeThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns or raises. Who is cancelled meanwhile is held until it has ended."""
+        """Runs ``work`` in the thread, and returns or raises what it does. Who is cancelled meanwhile is held until it
+        has ended."""
         end_pool()  # of what the calling thread has computed itself, or user code in it
         if self._thread is None:
             # A daemon: a program that is stopped at once does not wait for a call that takes minutes.
@@ -171,8 +173,8 @@ def _settle(done: asyncio.Future[Any], outcome: Any, error: BaseException | None
 
 
 def _presentable(error: BaseException) -> BaseException:
-    """The error as a future takes it: ``StopIteration`` is refused by futures, and ``CancelledError`` would look as if
-    the caller had been cancelled, so both come out as the cause of a ``RuntimeError``."""
+    """Returns the error as a future takes it: ``StopIteration`` is refused by futures, and ``CancelledError`` would
+    look as if the caller had been cancelled, so both come out as the cause of a ``RuntimeError``."""
     if not isinstance(error, (StopIteration, asyncio.CancelledError)):
         return error
     wrapped = RuntimeError(f"a computation raised {type(error).__name__}")

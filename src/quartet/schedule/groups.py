@@ -92,7 +92,7 @@ class Journal:
     # The engine's driver ---------------------------------------------------------------------------------
 
     def admit(self, index: int) -> bool:
-        """Whether the group may join the engine now, which is noted."""
+        """Tells whether the group may join the engine now, which is noted."""
         if self._script:
             due = self._due()
             if due is None or (due.kind, due.number) != ("admit", index):
@@ -103,7 +103,7 @@ class Journal:
         return True
 
     def is_due(self) -> bool:
-        """True while something that the script puts before the next tick has not happened."""
+        """Tells whether something that the script puts before the next tick has not happened."""
         return self._due() is not None
 
     async def change(self) -> None:
@@ -115,13 +115,13 @@ class Journal:
         self.tell()
 
     def tell(self) -> None:
-        """Something changed that may be waited for: a group asks to be admitted, a tick began."""
+        """Wakes those who wait for a change: a group asks to be admitted, a tick began."""
         self._changed.notify_all()
 
     # Weights, consumption --------------------------------------------------------------------------------
 
     async def turn(self, kind: Literal["pause", "swap"], version: int) -> None:
-        """Following: waits until it is the next event and the engine has come to its tick."""
+        """Waits, where a script is followed, until this event is the next and the engine has come to its tick."""
         while self._script:
             due = self._due()
             if due is not None and (due.kind, due.number) == (kind, version):
@@ -129,7 +129,7 @@ class Journal:
             await self.change()
 
     def note(self, kind: Literal["pause", "swap"], version: int) -> None:
-        """It has happened, before the next tick."""
+        """Notes that the event has happened, before the next tick."""
         if self._script:
             self._script.popleft()
         self._note(Event(kind, version, self.tick))
@@ -150,7 +150,7 @@ class Journal:
 
     @staticmethod
     def load(path: Path) -> list[Event]:
-        """A journal's events, one JSON object per line; a last line that a kill cut off is left out.
+        """Reads a journal's events, one JSON object per line; a last line that a kill cut off is left out.
 
         Raises:
             UserError: it cannot be read, or a line of it is damaged.
@@ -167,7 +167,7 @@ class Journal:
             self._rows.append(asdict(event))
 
     def _due(self) -> Event | None:
-        """The script's next event, if it belongs before the next tick."""
+        """Returns the script's next event, if it belongs before the next tick."""
         if not self._script or self._script[0].tick > self.tick:
             return None
         if self._script[0].tick < self.tick:
@@ -230,23 +230,24 @@ class Group:
 
     @classmethod
     def of(cls, index: int, prompt: Any, made: RaggedBatch) -> Group:
-        """The group of a batch that ``group_batch`` has made."""
+        """Makes the group of a batch that ``group_batch`` has made."""
         batch, states = made.pop(STATE)
         items = [prompt if state is None else replace(prompt, prompt=state) for state in states]
         return cls(index, prompt, batch.with_objects(prompt=items))
 
     def made(self) -> RaggedBatch:
-        """The batch that ``of`` makes this group of."""
+        """Returns the batch that ``of`` makes this group of."""
         batch, items = self.batch.pop("prompt")
         return batch.with_objects(**{STATE: [None if item is self.prompt else item.prompt for item in items]})
 
     @property
     def first_version(self) -> int:
-        """Of the oldest weights that a token was sampled with."""
+        """The version of the oldest weights that a token was sampled with."""
         return int(self.batch.sequence["version"].min())
 
     def consumed(self) -> Consumed:
-        """As the journal of an asynchronous run has it; parts are the policy's tokens, trajectory after trajectory."""
+        """Returns what is consumed, as the journal of an asynchronous run has it; parts are the policy's tokens,
+        trajectory after trajectory."""
         batch = self.batch
         if GREEDY in batch.sequence:
             batch = batch.select((~batch.sequence[GREEDY]).nonzero().squeeze(1).tolist())
@@ -260,7 +261,7 @@ def chunk_of(step: int, index: int, groups: Sequence[Group]) -> Chunk:
 
 
 def group_members(batch: RaggedBatch) -> dict[int, list[int]]:
-    """Sequences of each group among several, by its index."""
+    """Returns the sequences of each group among several, by its index."""
     members: dict[int, list[int]] = {}
     for s, group in enumerate(batch.sequence["group"].tolist()):
         members.setdefault(group, []).append(s)
@@ -268,19 +269,21 @@ def group_members(batch: RaggedBatch) -> dict[int, list[int]]:
 
 
 def by_group(batch: RaggedBatch) -> dict[int, RaggedBatch]:
-    """The batch of each group, by its index; of groups that were joined, as each was before."""
+    """Returns the batch of each group, by its index; of groups that were joined, as each was before."""
     return {group: batch.select(picked, keep_order=True) for group, picked in group_members(batch).items()}
 
 
 def without_texts(batch: RaggedBatch) -> RaggedBatch:
-    """Scored batches without texts: of their objects those that are none, and the prompts' names as ``prompt_id``."""
+    """Returns scored batches without texts: of their objects those that are none, and the prompts' names as
+    ``prompt_id``."""
     names = [item.prompt_id for item in batch.objects["prompt"]]
     kept = {name: batch.objects[name] for name in ("finish_reason", DIAGNOSED)}
     return batch.without_objects().with_objects(prompt_id=names, **kept)
 
 
 def staleness_metrics(batch: RaggedBatch, step: int) -> dict[str, float]:
-    """By how many versions the weights that are trained are newer than those that sampled, over action tokens."""
+    """Measures by how many versions the weights that are trained are newer than those that sampled, over action
+    tokens."""
     staleness = step - batch.token["policy_version"][batch.token["action_mask"]]
     return {"staleness/mean": float(staleness.double().mean()), "staleness/max": float(staleness.max())}
 
@@ -289,7 +292,7 @@ def staleness_metrics(batch: RaggedBatch, step: int) -> dict[str, float]:
 
 
 def answered(prompt_ids: Sequence[int], completion: Completion, text: str) -> Trajectory:
-    """A trajectory of one turn; ``text`` of the completion."""
+    """Makes a trajectory of one turn; ``text`` of the completion."""
     sequence = TrajectorySequence(
         prompt_ids=tuple(prompt_ids),
         token_ids=completion.token_ids,
@@ -305,7 +308,7 @@ def answered(prompt_ids: Sequence[int], completion: Completion, text: str) -> Tr
 
 
 def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajectory | None = None) -> RaggedBatch:
-    """One leaf per sequence of the group ``index``, behind the segments of its first state.
+    """Makes a batch with one leaf per sequence of the group ``index``, behind the segments of its first state.
 
     Token fields ``action_mask``, ``loss_mask`` (bool), ``rollout_logprobs``, ``policy_version`` (of the weights that
     sampled the token, -1 where none have) and the sequences' own ``columns`` (0 elsewhere); sequence fields ``group``
@@ -379,7 +382,7 @@ def _diagnosed(sequence: TrajectorySequence) -> dict[str, Any]:
 
 
 def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str]) -> tuple[str, ...]:
-    """Of the sequences' own columns."""
+    """Returns the names of the sequences' own columns."""
     names = sequences[0].columns.keys()
     other = next((s.columns.keys() for s in sequences if s.columns.keys() != names), names)
     if other != names or names & set(taken):
@@ -404,12 +407,13 @@ class AdmissionRule:
     max_staleness: int | None = None
 
     def num_admitted(self, *, open_steps: int, versions_published: int) -> int:
-        """Groups that may be accepted or in flight, counted since the run's first step."""
+        """Returns how many groups may be accepted or in flight, counted since the run's first step."""
         steps = open_steps if self.max_staleness is None else self.max_staleness + versions_published + 1
         return steps * self.prompts_per_step
 
     def check_restored(self, index: int, *, first_version: int, step: int, ahead: int) -> None:
-        """
+        """Checks that a restored group is not too old for its step.
+
         Args:
             index: of a group that a checkpoint holds.
             first_version: of the oldest weights that made it.
@@ -481,7 +485,7 @@ class GroupStream:
         return self._consumed + self._num_waiting
 
     async def chunks(self, step: int) -> AsyncIterator[list[Group]]:
-        """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
+        """Yields the next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
 
         The last chunk is smaller where `chunk_size` does not divide the step. `step` counts from 0 and only
         ever by one. Raises `UserError` when the filter leaves a step
@@ -500,7 +504,8 @@ class GroupStream:
                 yield full
 
     def buffered_chunks(self) -> Iterator[tuple[int, int, list[Group]]]:
-        """Chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in order.
+        """Yields chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in
+        order.
 
         They are what `chunks` will give.
         """
@@ -522,7 +527,7 @@ class GroupStream:
                 chunk = []
 
     async def change(self) -> None:
-        """Until another group was produced."""
+        """Waits until another group was produced."""
         await self._changed.wait()
 
     def published(self, version: int) -> None:
@@ -532,14 +537,14 @@ class GroupStream:
             self._launch()
 
     def state(self) -> dict[str, int]:
-        """The cursor at the end of the last step consumed whole, as plain numbers.
+        """Returns the cursor at the end of the last step consumed whole, as plain numbers.
 
         Groups waiting beyond it are `buffered()`; what is in flight then, a restored stream produces again.
         """
         return {**self._boundary, "versions_published": self._versions_published}
 
     def buffered(self) -> BufferedGroups:
-        """What is complete beyond `state()`."""
+        """Returns what is complete beyond `state()`."""
         decided = sorted({**self._passed, **self._decided}.items())
         groups = {index: group for index, group in decided if group is not None}
         return BufferedGroups(groups, tuple(index for index, _ in decided if index not in groups))
@@ -571,7 +576,8 @@ class GroupStream:
             self._num_waiting = len(buffered.groups)
 
     def _check_age(self, buffered: BufferedGroups) -> None:
-        """A group's step is at the latest the one that it comes into when all before it are accepted."""
+        """Checks the ages of restored groups: a group's step is at the latest the one that it comes into when all
+        before it are accepted."""
         rejected = sorted(buffered.rejected)
         for index, group in buffered.groups.items():
             ahead = (index - self._cursor - bisect_left(rejected, index)) // self.rule.prompts_per_step
@@ -603,7 +609,7 @@ class GroupStream:
             self._launch()
 
     async def _take(self, step: int, first_index: int, wanted: int) -> Group:
-        """The next accepted group in index order; `wanted` is its number within the step, from 1."""
+        """Returns the next accepted group in index order; `wanted` is its number within the step, from 1."""
         while True:
             if self._failure is not None:  # it comes out once; the stream stays closed after it
                 await self.close()
@@ -641,7 +647,8 @@ class GroupStream:
             self._next_launch += 1
 
     def _admits_another(self) -> bool:
-        """Whether the rule and ``max_attempts`` let one more group start; counts are since the run's first step."""
+        """Tells whether the rule and ``max_attempts`` let one more group start; counts are since the run's first
+        step."""
         admitted = self.rule.num_admitted(open_steps=self._open_steps, versions_published=self._versions_published)
         if self.num_accepted + len(self._running) >= admitted:
             return False
@@ -656,7 +663,7 @@ class GroupStream:
         return group if self.accept is None or self.accept(group) else None
 
     def _settle(self, index: int, task: asyncio.Task[Group | None]) -> None:
-        """A producer has ended: books its group, or stops the stream."""
+        """Books the group of a producer that has ended, or stops the stream."""
         del self._running[index]
         if task.cancelled():
             failure: BaseException | None = RuntimeError(f"producing group {index} was cancelled")

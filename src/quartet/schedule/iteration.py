@@ -83,12 +83,12 @@ class ScorePrefetcher:
         self._watch: asyncio.Task[None] | None = None
 
     def resume(self) -> None:
-        """The learners of a step are at work: from now on chunks are scored as soon as they are complete."""
+        """Scores chunks from now on as soon as they are complete, as the learners of a step are at work."""
         if self._watch is None:
             self._watch = asyncio.get_running_loop().create_task(self._look(), name="scoring ahead")
 
     async def pause(self) -> None:
-        """A step begins, whose own scoring comes first: no other chunk is begun.
+        """Begins no other chunk from now on, as a step begins, whose own scoring comes first.
 
         Raises:
             whatever collecting a chunk raised.
@@ -101,7 +101,7 @@ class ScorePrefetcher:
                 watch.result()
 
     def take(self, step: int, index: int) -> tuple[Chunk, Begun] | None:
-        """The chunk, and what scores it already."""
+        """Returns the chunk, and what scores it already."""
         return self._begun.pop((step, index), None)
 
     async def close(self) -> None:
@@ -140,12 +140,12 @@ Begun = Mapping[int, asyncio.Task[ColumnSet]]
 
 class Scorer(Protocol):
     async def score(self, chunk: Chunk) -> ColumnSet:
-        """Columns of one chunk, computed with the weights of version ``chunk.step``."""
+        """Computes the columns of one chunk with the weights of version ``chunk.step``."""
 
 
 class StepLearner(Protocol):
     async def train(self, experience: Any, step: int) -> Mapping[str, float]:
-        """All updates of one step; advances the role's weights by one version. Returns metrics."""
+        """Makes all updates of one step; advances the role's weights by one version. Returns metrics."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class IterationStages:
         on_chunk: Callable[[int, Sequence[Group]], object],
         num_steps: int | None = None,
     ) -> IterationStages:
-        """The stages of a run, be its roles real or simulated, with the edges that its placement adds.
+        """Makes the stages of a run, be its roles real or simulated, with the edges that its placement adds.
 
         Args:
             scorers: stage, scorer, and whether its columns depend on no weights that are trained.
@@ -234,12 +234,13 @@ async def _scored_chunks(step: int, stages: IterationStages) -> list[tuple[Chunk
 
 
 async def score_all(scorers: Sequence[Scorer], chunk: Chunk) -> list[ColumnSet]:
-    """Every scorer's columns of one chunk, computed side by side; errors as of ``side_by_side``."""
+    """Returns every scorer's columns of one chunk, computed side by side; errors as of ``side_by_side``."""
     return await side_by_side([scorer.score(chunk) for scorer in scorers])
 
 
 async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order. When one fails the others are cancelled; the error that came first comes out as it is."""
+    """Runs ``works`` side by side and returns their results in order. When one fails the others are cancelled; the
+    error that came first comes out as it is."""
     with _first_error():
         async with asyncio.TaskGroup() as tasks:
             begun = [tasks.create_task(work) for work in works]
@@ -285,7 +286,7 @@ class Barriers:
         self._changed = Condition()
 
     def collect(self, collect: Collect) -> Collect:
-        """The stage ``generate``: a chunk's groups are there when it is collected."""
+        """Makes the stage ``generate``: a chunk's groups are there when it is collected."""
         self._parts["generate"] += self._num_chunks
 
         def collected(step: int, index: int, groups: Sequence[Group]) -> Chunk:
@@ -298,7 +299,7 @@ class Barriers:
         return collected
 
     def scorer(self, stage: str, scorer: Scorer) -> Scorer:
-        """The scorer, with its waits where the stage has edges; several scorers may make up one stage."""
+        """Returns the scorer, with its waits where the stage has edges; several scorers may make up one stage."""
         return cast(Scorer, self._held(stage, scorer, self._num_chunks))
 
     def learner(self, stage: str, learner: StepLearner) -> StepLearner:
@@ -311,7 +312,7 @@ class Barriers:
         return _Held(self, stage, inner)
 
     async def run(self, stage: str, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
-        """A part of the stage, once everything that the stage comes after has ended in the step."""
+        """Runs a part of the stage, once everything that the stage comes after has ended in the step."""
         while any(self._ended[step][earlier] < self._parts[earlier] for earlier in self._after.get(stage, ())):
             await self._changed.wait()
         result = await work()
@@ -394,7 +395,7 @@ class ModelScorer:
         return columns
 
     def _named(self, found: ColumnSet) -> ColumnSet:
-        """The one field of a pass, and those beside it, under the names that the step knows them by."""
+        """Puts the one field of a pass, and those beside it, under the names that the step knows them by."""
         token = dict(found.token)
         beside = {column: token.pop(name) for name, column in self.beside.items()}
         (values,) = [*token.values(), *found.sequence.values()]
@@ -402,7 +403,7 @@ class ModelScorer:
         return ColumnSet(found.ids, {**own, **beside} if token else beside, {} if token else own)
 
     def _check_finite(self, columns: ColumnSet) -> None:
-        """A NaN among scores would pass for "does not apply"."""
+        """Refuses values that are not finite: a NaN among scores would pass for "does not apply"."""
         values = torch.cat([*columns.token.values(), *columns.sequence.values()])
         wrong = int((~torch.isfinite(values)).sum())
         if wrong:
@@ -414,7 +415,8 @@ class ModelScorer:
 
 
 def _with_texts(batch: RaggedBatch) -> RaggedBatch:
-    """The batch with objects ``prompt`` and ``completion``, both as text; other columns of a data row do not travel."""
+    """Returns the batch with objects ``prompt`` and ``completion``, both as text; other columns of a data row do not
+    travel."""
     prompts = [item.prompt for item in batch.objects["prompt"]]
     return batch.without_objects().with_objects(prompt=prompts, completion=batch.objects["completion"])
 
@@ -460,12 +462,13 @@ class UpdatePlan:
     seed: int
 
     def first_update(self, step: int) -> int:
-        """Number of the step's first update: a step has ``minibatches × epochs``, whether or not each has a token to
-        train."""
+        """Returns the number of the step's first update: a step has ``minibatches × epochs``, whether or not each has a
+        token to train."""
         return step * self.minibatches * self.epochs
 
     def selections(self, experience: RaggedBatch, step: int) -> list[tuple[int, ...]]:
-        """Sequences of each mini-batch, in the order of the updates; those without a trained token are left out."""
+        """Returns the sequences of each mini-batch, in the order of the updates; those without a trained token are left
+        out."""
         groups = list(group_members(experience).values())
         size = -(-len(groups) // self.minibatches)
         found: list[tuple[int, ...]] = []
@@ -521,7 +524,8 @@ class ModelLearner:
         return [Update(picked, self.objective(i == 0), first + i) for i, picked in picks]
 
     def _merge(self, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Means over the updates, maxima where the metric is one; the learning rate is the last update's."""
+        """Merges metrics: means over the updates, maxima where the metric is one; the learning rate is the last
+        update's."""
         merged: dict[str, float] = {}
         for name in sorted({name for row in rows for name in row}):
             values = [row[name] for row in rows if name in row]

@@ -68,7 +68,7 @@ class Access:
         return set(self.reads) | ({self.writes} if self.writes is not None else set())
 
     def conflicts(self, other: Access) -> bool:
-        """True when the two may not be held at once: one writes what the other reads or writes."""
+        """Tells whether the two may not be held at once: one writes what the other reads or writes."""
         return self.writes in other.states or other.writes in self.states
 
 
@@ -128,7 +128,7 @@ class Versions:
         return all(v is None or v == self.current(state) for state, v in access.reads.items())
 
     def is_reserved_against(self, role: str, access: Access) -> bool:
-        """True while another's reservation of the current version forbids this write."""
+        """Tells whether another's reservation of the current version forbids this write."""
         if access.writes is None:
             return False
         record = self._states[access.writes]
@@ -137,7 +137,7 @@ class Versions:
         return promised > (1 if own is not None else 0)
 
     def is_free(self, access: Access) -> bool:
-        """True when no active lease conflicts with this access."""
+        """Tells whether no active lease conflicts with this access."""
         if any(self._states[state].has_writer for state in access.states):
             return False
         return access.writes is None or self._states[access.writes].readers == 0
@@ -257,7 +257,7 @@ class Pool:
         return self._move is not None
 
     def is_resident(self, role: str, mode: LeaseMode) -> bool:
-        """True when `role` could work in `mode` without anything being moved."""
+        """Tells whether `role` could work in `mode` without anything being moved."""
         if self._move is not None and (role == self._move.role or role in self._move.evict):
             return False
         parts = self._parts[role]
@@ -268,7 +268,7 @@ class Pool:
         return role in busy or len(busy) < self.spec.slots
 
     def plan(self, role: str, mode: LeaseMode) -> Move | None:
-        """The move that lets `role` work in `mode` now (perhaps an empty one), or None if none does."""
+        """Returns the move that lets `role` work in `mode` now (perhaps an empty one), or None if none does."""
         parts = self._parts[role]
         if self.is_resident(role, mode):
             return Move(role, mode, evict=())
@@ -280,7 +280,7 @@ class Pool:
         return None if evict is None else Move(role, mode, evict)
 
     def has_room(self, claims: Mapping[str, int]) -> bool:
-        """True when these roles (name → bytes) could all work beside the busy ones, idle parts offloaded."""
+        """Tells whether these roles (name → bytes) could all work beside the busy ones, idle parts offloaded."""
         needed = {name: self._parts[name].claimed_bytes for name in self.busy_roles}
         for name, num_bytes in claims.items():
             needed[name] = max(num_bytes, needed.get(name, 0))
@@ -343,7 +343,7 @@ class Pool:
             self.drop(move)
 
     def _choose_evictions(self, besides: str, excess_bytes: int) -> tuple[str, ...] | None:
-        """Idle roles to offload to free `excess_bytes`, least recently used first; None if too few."""
+        """Chooses idle roles to offload to free `excess_bytes`, least recently used first; None if too few."""
         idle = [p for n, p in self._parts.items() if n != besides and p.resident_bytes and not p.num_leases]
         chosen: list[_Parts] = []
         for parts in sorted(idle, key=lambda p: p.last_used):
@@ -473,7 +473,7 @@ class Arbiter:
             await self._advanced.wait()
 
     def peak_bytes(self) -> dict[str, int]:
-        """Most bytes that were resident at a time, by pool."""
+        """Returns the most bytes that were resident at a time, by pool."""
         return {name: pool.peak_bytes for name, pool in self._pools.items()}
 
     @property
@@ -483,7 +483,7 @@ class Arbiter:
         return quiet and not (self._queue or self._held) and self._versions.is_idle
 
     def resident_bytes(self, pool: str) -> int:
-        """Bytes now on `pool`, parts on their way in or out included."""
+        """Returns the bytes now on `pool`, parts on their way in or out included."""
         return self._pools[pool].resident_bytes
 
     def _admit(self, role_name: str, mode: LeaseMode, access: Access) -> Lease:
@@ -521,7 +521,7 @@ class Arbiter:
         return None
 
     def _is_open(self, request: Lease) -> bool:
-        """Its version window is open: see the module's docstring."""
+        """Tells whether the request's version window is open: see the module's docstring."""
         versions, access = self._versions, request.access
         return (
             versions.reads_are_current(access)
@@ -530,7 +530,7 @@ class Arbiter:
         )
 
     def _is_promised(self, reader: Lease, writer: Lease) -> bool:
-        """True when queued `reader` names the version that `writer` would replace, and is to have it first.
+        """Tells whether queued `reader` names the version that `writer` would replace, and is to have it first.
 
         A reader that is also a writer has that right only if it came first: two of them could otherwise wait
         for each other.
@@ -543,7 +543,7 @@ class Arbiter:
         return self._versions.reads_are_current(reader.access)
 
     def _fits(self, request: Lease) -> bool:
-        """Everything it needs is there now."""
+        """Tells whether everything that a request needs is there now."""
         pool, role = self._pools[request.role.pool], request.role.name
         shares = request.shares_role and all(h.shares_role for h in self._held if h.role.name == role)
         return (
@@ -565,7 +565,7 @@ class Arbiter:
         return len(claims) > 1 and not self._pools[request.role.pool].has_room(claims)
 
     def _moves(self, request: Lease) -> bool:
-        """It needs parts moved in, and a pool moves those of one role at a time."""
+        """Tells whether a request needs parts moved in; a pool moves those of one role at a time."""
         return not self._pools[request.role.pool].is_resident(request.role.name, request.mode)
 
     def _grant(self, request: Lease) -> None:
@@ -662,7 +662,8 @@ LOCAL_POOL = "local"
 
 
 def local_placement(roles: Iterable[str]) -> ResolvedPlacement:
-    """What a run without a placement has: one pool with one slot, on which all roles take turns and nothing moves."""
+    """Returns what a run without a placement has: one pool with one slot, on which all roles take turns and nothing
+    moves."""
     pool = ResolvedPool(LOCAL_POOL, processes=1, nodes=1, slots=1, budget_bytes=None)
     return ResolvedPlacement("local", (pool,), dict.fromkeys(roles, LOCAL_POOL))
 
@@ -675,7 +676,7 @@ def placed_arbiter(
     offloader: Offloader | None = None,
     patience: int = 4,
 ) -> Arbiter:
-    """The arbiter of a placement.
+    """Makes the arbiter of a placement.
 
     Args:
         resident_bytes: role name → mode → bytes that must be on the role's pool in it; a role of ``resolve`` each.
@@ -698,5 +699,5 @@ def placed_arbiter(
 
 
 def local_arbiter(sizes: Mapping[str, Mapping[LeaseMode, int]], *, version: int) -> Arbiter:
-    """The arbiter of ``local_placement``; ``sizes``: role → mode → bytes."""
+    """Makes the arbiter of ``local_placement``; ``sizes``: role → mode → bytes."""
     return placed_arbiter(local_placement(sizes), sizes, version=version)

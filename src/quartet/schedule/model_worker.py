@@ -73,13 +73,13 @@ class Offloadable(ABC):
         return self._movable.onload(_PARTS_OF[mode])
 
     def offload(self) -> Moved:
-        """Everything leaves."""
+        """Moves everything off the device."""
         return self._movable.offload()
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
-        """Within, the parameters are there, whatever leases say: for the moments in which a model is read or replaced
-        as a whole."""
+        """Has the parameters on the device inside the block, whatever leases say: for the moments in which a model is
+        read or replaced as a whole."""
         away = self._parts is not None and not self._parts.is_resident(("params",))
         if away:
             self._movable.onload(("params",))
@@ -90,7 +90,7 @@ class Offloadable(ABC):
                 self._movable.offload(("params",))
 
     def stop_offloading(self) -> None:
-        """Parameters come back for good: the model is its owner's again. Nothing where it does not move."""
+        """Brings the parameters back for good: the model is its owner's again. Nothing where it does not move."""
         if self._parts is not None:
             self._parts.release()
 
@@ -102,11 +102,11 @@ class Offloadable(ABC):
     @dispatch(RANK_ZERO)
     @abstractmethod
     def sizes(self) -> dict[LeaseMode, int]:
-        """Bytes that must be on the device in each mode."""
+        """Returns the bytes that must be on the device in each mode."""
 
     @abstractmethod
     def _offload(self, store: Store) -> Offload:
-        """What moves this host's parts to ``store`` and back."""
+        """Makes what moves this host's parts to ``store`` and back."""
 
 
 def _with_rank(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -118,7 +118,7 @@ def same_for_all(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[
 
 
 def _all_files(layout: Layout, found: list[dict[str, FileDigest] | None]) -> dict[str, FileDigest] | None:
-    """Of all ranks together: None until all have theirs, empty where one never will."""
+    """Joins the files of all ranks: None until all have theirs, empty where one never will."""
     if any(files is None for files in found):
         return None
     return {name: digest for files in found for name, digest in (files or {}).items()} if all(found) else {}
@@ -130,7 +130,8 @@ class Checkpointed(ABC):
     _writer: ShareWriter | None = None
 
     def check_sees(self, directory: Path) -> None:
-        """
+        """Checks that this process sees the run's directory.
+
         Args:
             directory: which the driver has made.
 
@@ -160,7 +161,7 @@ class Checkpointed(ABC):
 
     @dispatch(Custom(same_for_all, _all_files))
     def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest] | None:
-        """Digests of the files in ``directory`` once they are written, until then None; does not wait.
+        """Returns the digests of the files in ``directory`` once they are written, until then None; does not wait.
 
         Empty where this process has not begun that share.
         """
@@ -179,13 +180,13 @@ class Checkpointed(ABC):
 
     @abstractmethod
     def checkpoint_state(self) -> dict[str, Any]:
-        """The state, named as in ``train.state``."""
+        """Returns the state, named as in ``train.state``."""
 
     @abstractmethod
     def loading(
         self, saved: Mapping[str, Shape], rest: Mapping[str, Any]
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """As ``TrainEngine.loading``."""
+        """Loads as ``TrainEngine.loading`` does."""
 
 
 _SEEN = "seen_token_ids"
@@ -209,7 +210,7 @@ class AddedLosses(Protocol):
         """Begins to prepare those of update ``number`` and of what follows it."""
 
     def terms(self, number: int) -> Sequence[LossTerm]:
-        """Those of update ``number``, of which they are a function."""
+        """Returns the losses of update ``number``, of which they are a function."""
 
 
 @dataclass(frozen=True)
@@ -245,12 +246,12 @@ class Described:
 
 
 def model_bytes(model: PackedModel) -> int:
-    """Of what is here of a model that several processes hold between them."""
+    """Counts the bytes of what is here of a model that several processes hold between them."""
     return sum(local(p).nbytes for p in model.model.parameters())
 
 
 def train_bytes(model: PackedModel) -> int:
-    """Gradients and two moments of the parameters that learn: all of them, or adapters."""
+    """Counts the bytes of gradients and two moments of the parameters that learn: all of them, or adapters."""
     return 3 * sum(local(p).nbytes for p in model.model.parameters() if p.requires_grad)
 
 
@@ -262,12 +263,12 @@ class ModelWorker(Checkpointed, Offloadable):
     @dispatch(SPLIT, blocking=False)
     @abstractmethod
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        """Forward-only pass; fields as in ``Outputs``."""
+        """Makes a forward-only pass; fields as in ``Outputs``."""
 
     @dispatch(Custom(same_for_all, _together))
     @abstractmethod
     def stats(self) -> ModelStats:
-        """Counters of rank 0, and the work of all ranks since the last call."""
+        """Returns counters of rank 0, and the work of all ranks since the last call."""
 
     def _taken_work(self) -> Work:
         return self.packed.work.take(self.packed.device, self.packed.precision)
@@ -275,11 +276,11 @@ class ModelWorker(Checkpointed, Offloadable):
     @dispatch(RANK_ZERO)
     @abstractmethod
     def describe(self) -> Described:
-        """What is to be said of the model now."""
+        """Returns what is to be said of the model now."""
 
     @dispatch(ONE_COPY)
     def weights(self) -> dict[str, Tensor]:
-        """The model's whole state, with its adapters merged, as copies in the first process of a copy."""
+        """Returns the model's whole state, with its adapters merged, as copies in the first process of a copy."""
         with self.present(), self.packed.with_merged_adapters():
             whole, state = self.packed.gather.whole, self.packed.model.state_dict()
             return {name: found.clone() for name, tensor in state.items() if (found := whole(tensor)) is not None}
@@ -357,11 +358,11 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         return self.engine.forward(batch, needs)
 
     def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
-        """The updates in their order; of each what ``TrainEngine.train_step`` returns."""
+        """Makes the updates in their order; returns of each what ``TrainEngine.train_step`` returns."""
         return [self._update_once(update, experience.select(update.sequences), len(updates)) for update in updates]
 
     def _update_once(self, update: Update, batch: RaggedBatch, num_updates: int) -> dict[str, float]:
-        """One of ``num_updates``, from ``batch``."""
+        """Makes one of ``num_updates`` updates, from ``batch``."""
         also = self._also.terms(update.number) if self._also is not None else ()
         return self.engine.train_step(batch, update.objective, also, rehearsal=update.rehearsal)
 
@@ -370,10 +371,10 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         return {}
 
     def note_drafts(self, drafted: int, kept: int) -> None:
-        """What became of the engines' drafted tokens in a step."""
+        """Notes what became of the engines' drafted tokens in a step."""
 
     def flip_bits(self, part: ModelPart) -> int:
-        """As ``TrainEngine.flip_bits``; new weights, which the engines are to be given."""
+        """Flips bits as ``TrainEngine.flip_bits`` does: new weights, which the engines are to be given."""
         return self.engine.flip_bits(part)
 
     def expect_update(self, number: int) -> None:
@@ -533,7 +534,8 @@ class Writer(Checkpointed):
             write()
 
     def finish_rollouts(self, step: int) -> bool | None:
-        """True once the file of ``step`` is written, until then None; False where this process has not begun it.
+        """Returns True once the file of ``step`` is written, until then None; False where this process has not begun
+        it.
 
         Raises:
             UserError: it could not be written.
@@ -562,12 +564,12 @@ class Writer(Checkpointed):
             self._buffered = {"input_ids": batch.input_ids, **tensors, REST: {**self._buffered[REST], "batch": rest}}
 
     def loaded_buffered(self) -> tuple[list[int], list[int]]:
-        """Indices of the groups in the share that was loaded, and of those that were rejected."""
+        """Returns the indices of the groups in the share that was loaded, and of those that were rejected."""
         indices = self._buffered["sequence.group"].tolist() if "input_ids" in self._buffered else []
         return list(dict.fromkeys(indices)), self._buffered[REST]["rejected"]
 
     def release_buffered(self, prompts: Sequence[PromptText], names: Sequence[str]) -> RaggedBatch:
-        """The loaded groups, one after the other, which are not kept here any longer.
+        """Returns the loaded groups, one after the other, which are not kept here any longer.
 
         Args:
             prompts, names: of each group, as they are now.
@@ -610,7 +612,7 @@ def _plain(values: Any) -> Any:
 
 
 def record_columns(batch: RaggedBatch) -> dict[str, Tensor]:
-    """``[T]`` of each column that is recorded: all that is to be computed of a record, apart from its texts."""
+    """Returns ``[T]`` of each column that is recorded: all that is to be computed of a record, apart from its texts."""
     own = [name for name in batch.token if name.startswith((STEP_PREFIX, STEP_SCORE_PREFIX))]
     columns = {name: batch.token[name].float() for name in (*_COLUMNS, *own) if name in batch.token}
     if "old_logprobs" in columns:
@@ -621,7 +623,7 @@ def record_columns(batch: RaggedBatch) -> dict[str, Tensor]:
 
 
 def rollout_records(batch: RaggedBatch, columns: Mapping[str, Tensor], codec: TextCodec) -> list[RolloutRecord]:
-    """One record per sequence, in the batch's order.
+    """Makes one record per sequence, in the batch's order.
 
     Args:
         batch: with its token ids, ``score`` and the objects ``prompt_id`` and ``finish_reason``.
@@ -662,13 +664,14 @@ def rollout_records(batch: RaggedBatch, columns: Mapping[str, Tensor], codec: Te
 
 
 def _response_text(batch: RaggedBatch, s: int, text: str) -> str:
-    """Of one turn up to its stop string; several turns as they are."""
+    """Returns the text of one turn up to its stop string; that of several turns as it is."""
     end = -1 if "observation_mask" in batch.token else int(batch.sequence[TEXT_END][s])
     return text if end < 0 else text[:end]
 
 
 def _mixes_versions(batch: RaggedBatch) -> bool:
-    """Whether new weights came into a response as it was generated; else its first token's version is all of it."""
+    """Tells whether new weights came into a response as it was generated; else its first token's version is all of
+    it."""
     actions = batch.token["action_mask"]
     first = batch.sequence["version"][batch.sequence_index()[actions]]
     return bool((batch.token["policy_version"][actions] != first).any())
@@ -679,5 +682,5 @@ def _number(value: float) -> float | None:
 
 
 def _rounded(values: Tensor) -> list[float]:
-    """Six significant digits: enough to read, and a third of the file."""
+    """Rounds to six significant digits: enough to read, and a third of the file."""
     return [float(f"{value:.6g}") for value in values.tolist()]

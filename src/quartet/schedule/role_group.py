@@ -46,7 +46,8 @@ class RoleGroup(ABC, Generic[W_co]):
 
     @abstractmethod
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The method's result, as of one worker: split calls are joined, of others (broadcast) rank 0's counts.
+        """Calls the method and returns its result, as of one worker: split calls are joined, of others (broadcast) rank
+        0's counts.
 
         Call it only inside the role's lease where it computes. Who is cancelled meanwhile is held until it has ended.
         An override in the worker's own class is what runs.
@@ -67,7 +68,8 @@ class RoleGroup(ABC, Generic[W_co]):
     async def leave(
         self, method: Callable[Concatenate[W_co, P], RaggedBatch], *args: P.args, **kwargs: P.kwargs
     ) -> RaggedBatch:
-        """The batch that one worker's method makes (of several workers, rank 0's), its token ids left where they are.
+        """Returns the batch that one worker's method makes (of several workers, rank 0's), its token ids left where
+        they are.
 
         From a worker in this process that is the batch itself; from one elsewhere an outline with all of the batch's
         fields. As an argument of a call it reaches a method with its ids, whatever was selected or joined in between.
@@ -100,13 +102,14 @@ class RolesWorker(Worker):
     roles: Mapping[str, Any]
 
     def run_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of a role's worker; paths of the driver come to it as this machine has them."""
+        """Runs a method of a role's worker; paths of the driver come to it as this machine has them."""
         return getattr(self.roles[role], method)(
             *map(local_path, args), **{name: local_path(value) for name, value in kwargs.items()}
         )
 
     def leave_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Noted:
-        """The segments and token ids of the batch that a role's method makes, noted with the batch's outline."""
+        """Returns the segments and token ids of the batch that a role's method makes, noted with the batch's
+        outline."""
         made: RaggedBatch = self.run_role(role, method, *args, **kwargs)
         return Noted(made.bare(), made.outline([role]))  # the caller knows the reference
 

@@ -63,12 +63,13 @@ class EngineClient:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests were admitted that have not ended."""
+        """Tells whether requests were admitted that have not ended."""
         return bool(self._running)
 
     @property
     def outstanding_tokens(self) -> int:
-        """That may still be made for what is waited for; those that are made already are not known."""
+        """The number of tokens that may still be made for what is waited for; those that are made already are not
+        known."""
         return sum(self._lengths.values())
 
     async def begin(self) -> None:
@@ -103,20 +104,20 @@ class EngineClient:
             raise
 
     async def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
-        """All at once, by an engine that does nothing else; inside a lease."""
+        """Returns the answers, made all at once by an engine that does nothing else; inside a lease."""
         await self._forget_cancelled()
         batch = await self.engine.leave(RolloutWorker.answers, requests, indices)
         self.stats = await self.engine.call(RolloutWorker.stats)
         return batch
 
     async def canary(self, probe: CanaryProbe, name: str) -> RaggedBatch:
-        """The engine's log-probabilities of the canary prompt; inside a lease."""
+        """Returns the engine's log-probabilities of the canary prompt; inside a lease."""
         await self._forget_cancelled()
         self._take(await self.engine.call(RolloutWorker.run_canary, probe, name))
         return await self.engine.leave(RolloutWorker.canary)
 
     async def stop_running(self) -> int:
-        """What runs begins anew with the next steps; inside a lease. Returns how many requests did."""
+        """Makes what runs begin anew with the next steps; inside a lease. Returns how many requests did."""
         await self._forget_cancelled()
         self._take(await self.engine.call(RolloutWorker.stop_running))
         return len(self._running) - sum(map(len, self._to_send))
@@ -142,7 +143,7 @@ class EngineClient:
                 raise Diverged(f"nothing runs at tick {journal.tick}, and the journal admits nothing")
 
     def _admit(self) -> None:
-        """In the order asked for, or in that of the journal that is followed."""
+        """Admits requests in the order asked for, or in that of the journal that is followed."""
         rollout, journal = self._rollout, self._rollout.journal
         goes_on = True
         while goes_on:
@@ -160,7 +161,7 @@ class EngineClient:
                     goes_on = True
 
     async def _run_steps(self) -> None:
-        """The steps of one lease, with what is to be submitted and cancelled.
+        """Runs the steps of one lease, with what is to be submitted and cancelled.
 
         Completed groups are handed out as soon as they are there. What is asked for meanwhile waits for the last step:
         which requests decode together is a matter of step counts, never of time.
@@ -211,14 +212,14 @@ class EngineClient:
                 future.set_exception(error)
 
     def _pop(self, request_id: str) -> asyncio.Future[FinishedRequest] | None:
-        """What waits for the request, which has ended."""
+        """Returns what waits for the request, which has ended."""
         self._running.discard(request_id)
         self._lengths.pop(request_id, None)
         future = self._waiting.pop(request_id, None)
         return None if future is None or future.done() else future
 
     def _abandon(self, ids: tuple[str, ...]) -> None:
-        """These are not waited for any more."""
+        """Gives up requests that are not waited for any more."""
         for request_id in ids:
             self._waiting.pop(request_id, None)
             self._lengths.pop(request_id, None)
@@ -233,7 +234,7 @@ class EngineClient:
             await self.engine.call(RolloutWorker.run_steps, (), cancel, 0)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """What ended the task early is raised in every ``complete`` that waits."""
+        """Raises what ended the task early in every ``complete`` that waits."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return
@@ -325,7 +326,8 @@ class Rollout:
         self._weights_stay = asyncio.Lock()
 
     def reads(self) -> dict[str, int | None]:
-        """Whatever weights the engines have; where they are the actor's own tensors, those of the same version."""
+        """Returns what a lease reads: whatever weights the engines have; where they are the actor's own tensors, those
+        of the same version."""
         return {"rollout": None, **({"actor": self.version} if self.shares_actor else {})}
 
     async def change(self) -> None:
@@ -333,7 +335,7 @@ class Rollout:
         await self._changed.wait()
 
     def tell(self) -> None:
-        """Something changed that a client or a pause may wait for."""
+        """Wakes clients and pauses that wait for a change."""
         self._changed.notify_all()
         if self.journal is not None:
             self.journal.tell()
@@ -352,7 +354,7 @@ class Rollout:
     # Generation ------------------------------------------------------------------------------------------
 
     async def generate(self, index: int) -> Group:
-        """The group at ``index`` of the stream."""
+        """Generates the group at ``index`` of the stream."""
         prompt, request = self.requests(index)
         client = self._client_of(index)
         await client.complete(request, index)
@@ -363,7 +365,7 @@ class Rollout:
         return Group.of(index, prompt, batch)
 
     async def act(self, index: int, request: TurnRequest) -> FinishedRequest:
-        """The next action of an episode of the group ``index``.
+        """Returns the next action of an episode of the group ``index``.
 
         Evaluations have negative indices, which no group of the stream has: theirs go on inside of ``quiet``.
         """
@@ -373,7 +375,7 @@ class Rollout:
         return ended
 
     async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group:
-        """The group ``index`` of episodes that have ended."""
+        """Makes the group ``index`` of episodes that have ended."""
         batch = await self._client_of(index).engine.leave(RolloutWorker.episodes, index, endings)
         self._homes.pop(index, None)
         return Group.of(index, prompt, batch)
@@ -386,7 +388,7 @@ class Rollout:
         return self._homes[index]
 
     def progress(self) -> dict[str, str]:
-        """Tokens made of those expected, by engine, where there are several or they are elsewhere."""
+        """Returns tokens made of those expected, by engine, where there are several or they are elsewhere."""
         of = [(i, client.progress) for i, client in enumerate(self._clients) if client.progress is not None]
         several = len(self._clients) > 1
         return {
@@ -403,7 +405,7 @@ class Rollout:
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
-        """Nothing is generated meanwhile but for evaluations: for figures of the present weights.
+        """Lets nothing be generated inside the block but for evaluations: for figures of the present weights.
 
         Groups that ask to be generated wait, and so do new weights.
         """
@@ -415,7 +417,8 @@ class Rollout:
                 self._beside = EngineStats.total([self._beside, before.sampling_less(self.stats())])
 
     async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[Group]:
-        """Inside of ``quiet``, groups of all responses to the prompts, by their places; an engine's in one lease."""
+        """Makes, inside of ``quiet``, groups of all responses to the prompts, by their places; an engine's in one
+        lease."""
         num = len(self._clients)
         shares = [{i: prompts[i][1] for i in range(p, len(prompts), num)} for p in range(num)]
         pairs = zip(self._clients, shares, strict=True)
@@ -492,7 +495,8 @@ class Rollout:
             self.tell()
 
     async def _difference(self, probed: Sequence[RaggedBatch], version: int) -> float:
-        """The largest between the engines' log-probabilities of the canary's tokens and the trainer's."""
+        """Returns the largest difference between the engines' log-probabilities of the canary's tokens and the
+        trainer's."""
         batch = RaggedBatch.concat(probed)
         turn = self.leases.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
         async with turn:

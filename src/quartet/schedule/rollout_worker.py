@@ -59,7 +59,7 @@ from quartet.train.state import REST, Shape
 
 
 def sampling_params(config: SamplingConfig, codec: TextCodec) -> SamplingParams:
-    """What the recipe says about every sample; end-of-text ends each, and each gets a seed of its own."""
+    """Returns what the recipe says about every sample; end-of-text ends each, and each gets a seed of its own."""
     return SamplingParams(**config.model_dump(), stop_token_ids=tuple(sorted(codec.eos_ids)))
 
 
@@ -76,8 +76,8 @@ class PromptRequest:
     def of(
         cls, name: str, item: PromptItem, params: SamplingParams, *, seed: int, draw: int, num: int
     ) -> PromptRequest:
-        """The request for ``num`` responses to a prompt. A response's random numbers depend on ``seed``, ``draw``, the
-        prompt's id and the response's place alone, so two models get the same ones."""
+        """Makes the request for ``num`` responses to a prompt. A response's random numbers depend on ``seed``,
+        ``draw``, the prompt's id and the response's place alone, so two models get the same ones."""
         seeds = [sample_seed(seed, draw, item.prompt_id, r) for r in range(num)]
         return cls(name, item.prompt, {f"{name}.{r}": replace(params, seed=one) for r, one in enumerate(seeds)})
 
@@ -128,7 +128,7 @@ class FinishedRequest:
 
 
 def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion | TrajectorySequence) -> str:
-    """What the completion adds to its prompt, up to a stop string and without end-of-text."""
+    """Returns what the completion adds to its prompt, up to a stop string and without end-of-text."""
     text = codec.decode_completion(prompt_ids, completion.token_ids)
     return text if completion.text_end is None else text[: completion.text_end]
 
@@ -144,7 +144,7 @@ class RequestStore:
         self._transcripts: dict[str, Transcript] = {}
 
     def engine_requests(self, asked: AnyRequest) -> list[Request] | FinishedRequest:
-        """What the engine is to do; at once an end where the state leaves no room for an action.
+        """Returns what the engine is to do; at once an end where the state leaves no room for an action.
 
         Raises:
             StateError: a state that cannot be tokenised.
@@ -180,7 +180,7 @@ class RequestStore:
         return FinishedRequest(made.request_id, text=self._transcripts[episode].act(action))
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Requests that are not waited for any more, and the episodes that they belong to."""
+        """Forgets requests that are not waited for any more, and the episodes that they belong to."""
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
             self._completions.pop(request_id, None)
@@ -188,7 +188,7 @@ class RequestStore:
                 self._transcripts.pop(episode, None)
 
     def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
-        """The group of these completions, which are not kept any longer; ``greedy`` is the baseline's."""
+        """Makes the group of these completions, which are not kept any longer; ``greedy`` is the baseline's."""
         made = tuple(self._response(request_id) for request_id in request_ids)
         return group_batch(index, made, None if greedy is None else self._response(greedy))
 
@@ -197,7 +197,8 @@ class RequestStore:
         return answered(ids, made, completion_text(self._codec, ids, made))
 
     def episodes(self, index: int, endings: Sequence[FinishedEpisode], version: int) -> RaggedBatch:
-        """The group of these episodes, which are not kept any longer; ``version`` is that of the present weights."""
+        """Makes the group of these episodes, which are not kept any longer; ``version`` is that of the present
+        weights."""
         played = []
         for ending in endings:
             transcript = self._transcripts.pop(ending.episode, None)
@@ -210,7 +211,7 @@ class RequestStore:
         return group_batch(index, played)
 
     def _failed(self, ending: FinishedEpisode, version: int) -> TrajectorySequence:
-        """What stands for an episode that failed, at whatever turn: one token, which nothing is learned from."""
+        """Makes what stands for an episode that failed, at whatever turn: one token, which nothing is learned from."""
         assert ending.prompt is not None, "only failed episodes have no transcript"
         ids = tuple(self._codec.encode_prompt(ending.prompt))
         columns = {STEP_PREFIX + SOURCE: (0.0,)}
@@ -253,7 +254,7 @@ class RolloutWorker(WeightReceiverMixin):
         self._stats = engine.stats()  # at the end of the last call
 
     def begin(self) -> EngineStats:
-        """The counts so far, for a new driver; what a former one left is given up."""
+        """Gives up what a former driver left; returns the counts so far, for a new one."""
         self.engine.cancel(tuple(self._running))
         self._running.clear()
         self._again.clear()
@@ -342,15 +343,17 @@ class RolloutWorker(WeightReceiverMixin):
         self._again = [request for request in self._again if request.request_id not in request_ids]
 
     def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
-        """The batch of a group whose requests have all ended: see ``group_batch``; ``greedy`` is the baseline's."""
+        """Makes the batch of a group whose requests have all ended: see ``group_batch``; ``greedy`` is the
+        baseline's."""
         return self._requests.responses(index, request_ids, greedy)
 
     def episodes(self, index: int, endings: Sequence[FinishedEpisode]) -> RaggedBatch:
-        """The batch of a group of episodes that have ended."""
+        """Makes the batch of a group of episodes that have ended."""
         return self._requests.episodes(index, endings, self._stats.policy_version)
 
     def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
-        """The groups of these requests under these indices, one after the other, by an engine that does nothing else.
+        """Returns the groups of these requests under these indices, one after the other, by an engine that does nothing
+        else.
 
         Raises:
             UserError: the engine refuses a request.
@@ -374,15 +377,16 @@ class RolloutWorker(WeightReceiverMixin):
         return RaggedBatch.concat([self._requests.responses(index, asked.request_ids) for index, asked in pairs])
 
     def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
-        """The group of this request by each engine behind this one, by their names; errors as of ``answers``."""
+        """Returns the group of this request by each engine behind this one, by their names; errors as of
+        ``answers``."""
         return {"engine": self.answers([asked], [0])}
 
     def progress(self) -> Progress | None:
-        """Tokens of each of several engines; None of one whose requests say enough."""
+        """Returns the tokens of each of several engines; None of one whose requests say enough."""
         return None
 
     def share(self, version: int) -> None:
-        """The trainer's tensors, which this engine computes with, have become those of ``version``."""
+        """Notes that the trainer's tensors, which this engine computes with, have become those of ``version``."""
         self.engine.update_weights(None, version)
 
     def run_canary(self, probe: CanaryProbe, name: str) -> EngineOutputs:
@@ -402,7 +406,7 @@ class RolloutWorker(WeightReceiverMixin):
     def _answers_of_engines(
         self, request: Request, probe: CanaryProbe | None = None
     ) -> tuple[list[Completion], list[FinishedRequest]]:
-        """What each engine behind this one answers, and what else ended meanwhile."""
+        """Returns what each engine behind this one answers, and what else ended meanwhile."""
         asked, answers, others = self._ask_engines(request), dict[str, Completion](), list[FinishedRequest]()
         while len(answers) < len(asked):
             for made in self._ended(self.engine.step()):
@@ -419,7 +423,8 @@ class RolloutWorker(WeightReceiverMixin):
         return [request.request_id]
 
     def canary(self) -> RaggedBatch:
-        """What ``run_canary`` made of its probe: ``loss_mask`` and ``rollout_logprobs`` (fp64) of its tokens."""
+        """Returns what ``run_canary`` made of its probe: ``loss_mask`` and ``rollout_logprobs`` (fp64) of its
+        tokens."""
         return self._canary
 
     def stats(self) -> EngineStats:
@@ -438,11 +443,13 @@ class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
         self.engine: NativeEngine = engine
 
     def sizes(self) -> dict[LeaseMode, int]:
-        """Bytes that must be on the device to generate: its own weights; the cache grows with the requests."""
+        """Returns the bytes that must be on the device to generate: its own weights; the cache grows with the
+        requests."""
         return {"generate": model_bytes(self.engine.packed) if self.engine.owns_weights else 0}
 
     def offload(self) -> Moved:
-        """The cache is destroyed, the weights leave. Requests are kept: their keys and values are computed again."""
+        """Destroys the cache and moves the weights away. Requests are kept: their keys and values are computed
+        again."""
         before, device = held_bytes(self.engine.packed.device), self.engine.packed.device
         cached = self.engine.release_cache()
         moved = super().offload()
@@ -459,11 +466,12 @@ class NativeRolloutWorker(RolloutWorker, Offloadable, Checkpointed):
         return self.engine.drafter
 
     def mark(self) -> dict[str, Any]:
-        """What is saved from now on is the state of this moment, which is returned."""
+        """Marks the state of this moment, which is what is saved from now on, and returns it."""
         return self._drafter.mark()
 
     def rewind(self, marked: Mapping[str, Any]) -> None:
-        """Drafts are made from the state of a ``mark`` again, which may be of an engine before this one."""
+        """Goes back to the state of a ``mark``, from which drafts are made again; it may be of an engine before this
+        one."""
         self._drafter.load(marked)
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -526,7 +534,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         return stats
 
     def run_steps(self, submit: Sequence[AnyRequest], cancel: Sequence[str], num_steps: int) -> EngineOutputs:
-        """As any rollout worker's; ``num_steps`` above 0 is one slice of time."""
+        """Runs steps as any rollout worker does; ``num_steps`` above 0 is one slice of time."""
         if not num_steps:
             return super().run_steps(submit, cancel, 0)
         self._resume()
@@ -627,10 +635,10 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         self._canary_of = None
 
     def make_offloadable(self, config: OffloadConfig) -> None:
-        """The engines keep by themselves what leaves the devices."""
+        """Does nothing: the engines keep by themselves what leaves the devices."""
 
     def sizes(self) -> dict[LeaseMode, int]:
-        """Bytes of weights; what the engines take beside them for their caches is the recipe's to bound."""
+        """Returns the bytes of weights; what the engines take beside them for their caches is the recipe's to bound."""
         return {"generate": self._weight_bytes}
 
     def onload(self, mode: LeaseMode) -> Moved:
@@ -651,14 +659,15 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         return Moved(self._weight_bytes, self._weight_bytes, time.perf_counter() - began)
 
     def stop_offloading(self) -> None:
-        """The engines end with the run."""
+        """Does nothing: the engines end with the run."""
 
     def _offload(self, store: Store) -> Offload:
         raise AssertionError("engines move their own parts")
 
 
 def _difference(one: Completion, other: Completion) -> float:
-    """Largest between the log-probabilities of two greedy answers, up to where their tokens differ, in nats."""
+    """Returns the largest difference between the log-probabilities of two greedy answers, up to where their tokens
+    differ, in nats."""
     largest = 0.0
     for a, b, x, y in zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False):
         largest = max(largest, abs(x - y))

@@ -55,7 +55,7 @@ Calls = dict[int | None, Awaitable[Any]]
 
 
 class WeightSenderMixin:
-    """For the worker of a trainer, which has its ``engine``.
+    """The weight sender of the worker of a trainer, which has its ``engine``.
 
     Attributes:
         sends_everywhere: of a sharded model every rank sends, to an engine beside it, all of them at once; else the
@@ -74,27 +74,27 @@ class WeightSenderMixin:
         return WeightSender(self.sent_weights, device=device, rank=rank, everywhere=everywhere)
 
     def sent_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Named as engines take them."""
+        """Returns the weights, named as engines take them."""
         return self.engine.weights()
 
     @dispatch(ONE_COPY)
     def connect_weights(self, engines: Sequence[Endpoint], transport: Choice, timeout_s: float) -> Any:
-        """As ``WeightSender.connect``."""
+        """Connects as ``WeightSender.connect`` does."""
         return self.weight_sender.connect(engines, transport, timeout_s)
 
     @dispatch(ONE_COPY)
     def offer_weights(self, version: int) -> Any:
-        """As ``WeightSender.offer``."""
+        """Offers weights as ``WeightSender.offer`` does."""
         return self.weight_sender.offer(version)
 
     @dispatch(ONE_COPY)
     def send_weights(self) -> WeightSyncError | None:
-        """As ``WeightSender.send``."""
+        """Sends weights as ``WeightSender.send`` does."""
         return self.weight_sender.send()
 
 
 class WeightReceiverMixin:
-    """For the worker of a rollout engine with its own weights."""
+    """The weight receiver of the worker of a rollout engine with its own weights."""
 
     engine: StepEngine
 
@@ -103,14 +103,14 @@ class WeightReceiverMixin:
         return WeightReceiver(self.engine.weight_sink(), self.before_weights)
 
     def before_weights(self) -> None:
-        """Called when new weights are about to come."""
+        """Prepares for new weights, which are about to come."""
 
     def describe_weights(self) -> Endpoint:
-        """As ``WeightReceiver.describe``."""
+        """Describes this end as ``WeightReceiver.describe`` does."""
         return self.weight_receiver.describe()
 
     def receive_weights(self, offer: Offer, rank: int) -> WeightSyncError | None:
-        """As ``WeightReceiver.receive``."""
+        """Receives weights as ``WeightReceiver.receive`` does."""
         return self.weight_receiver.receive(offer, rank)
 
 
@@ -181,14 +181,14 @@ async def sync_weights(
 
 
 async def _soon(group: RoleGroup[Any], call: Awaitable[Any]) -> Any:
-    """The answer of a call of ``group``."""
+    """Awaits the answer of a call of ``group``."""
     if isinstance(group, LocalGroup):
         await asyncio.sleep(0)  # it may compute at once: calls to other processes go before
     return await call
 
 
 async def _answers(calls: Calls, limit_s: float, *, silence_s: float = 0.0) -> list[Any]:
-    """What several ends answer that are called side by side.
+    """Returns what several ends answer that are called side by side.
 
     Args:
         limit_s: for all of them.
@@ -296,7 +296,8 @@ class CanaryProbe:
 
 
 def canary_difference(probed: RaggedBatch, columns: ColumnSet) -> float:
-    """The largest between an engine's ``rollout_logprobs`` of the canary's tokens and the trainer's, in nats."""
+    """Returns the largest difference between an engine's ``rollout_logprobs`` of the canary's tokens and the trainer's,
+    in nats."""
     mask = probed.token["loss_mask"]
     expected: Tensor = columns.token["logprobs"][mask]
     return float((probed.token["rollout_logprobs"][mask] - expected.double()).abs().max())

@@ -23,18 +23,18 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def answer_turn(answer: AnswerText) -> Message:
-    """An answer as the assistant's turn."""
+    """Returns an answer as the assistant's turn."""
     return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 
 def is_empty(answer: AnswerText) -> bool:
-    """Whether an answer says nothing: neither text nor thoughts nor tool calls."""
+    """Tells whether an answer says nothing: neither text nor thoughts nor tool calls."""
     turn = answer_turn(answer)
     return not (turn["content"].strip() or turn.get("tool_calls") or any(turn.get(name) for name in THOUGHTS))
 
 
 def is_learned(message: Message) -> bool:
-    """Whether a message is an assistant's turn that carries loss."""
+    """Tells whether a message is an assistant's turn that carries loss."""
     return message["role"] == "assistant" and bool(message.get("train", True))
 
 

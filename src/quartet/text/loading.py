@@ -19,7 +19,8 @@ from quartet.remote.hub import fetch, split_name
 
 
 def local_or_hub(name: str | Path, what: str, part: str = "model") -> str:
-    """The directory that ``name`` stands for: a local one, or the cache's with a model of the hub, which is fetched.
+    """Finds the directory that ``name`` stands for: a local one, or the cache's with a model of the hub, which is
+    fetched.
 
     Args:
         name: a path, or ``owner/name`` or ``owner/name@revision`` of the hub.
@@ -33,8 +34,8 @@ def local_or_hub(name: str | Path, what: str, part: str = "model") -> str:
 
 
 def local_directory(name: str | Path, what: str, part: str = "model") -> str | None:
-    """``name`` with ``~`` expanded where it is a path, of a run the model that it has exported, of a URL the copy on
-    this machine; None of names of the hub.
+    """Returns ``name`` with ``~`` expanded where it is a path, of a run the model that it has exported, of a URL the
+    copy on this machine; None of names of the hub.
 
     Raises:
         UserError: a local path that does not exist, or a file; a URL that cannot be read.
@@ -83,7 +84,9 @@ def local_directory(name: str | Path, what: str, part: str = "model") -> str | N
 
 
 def needs_own_code(error: BaseException, name: str) -> UserError | None:
-    """The error for a model or tokenizer that brings its own code, where ``error`` is transformers' refusal of it."""
+    """Returns the error for a model or tokenizer that brings its own code, where ``error`` is transformers' refusal of
+    it.
+    """
     if "trust_remote_code" not in str(error):
         return None
     return UserError(
@@ -95,8 +98,9 @@ def needs_own_code(error: BaseException, name: str) -> UserError | None:
 
 
 def brings_code(value: object) -> bool:
-    """Whether a model or tokenizer is of a class of its own: from its directory, which was trusted when it was loaded,
-    or from Python code that registered it to be saved with its models."""
+    """Tells whether a model or tokenizer is of a class of its own: from its directory, which was trusted when it was
+    loaded, or from Python code that registered it to be saved with its models.
+    """
     return type(value).__module__.startswith("transformers_modules") or getattr(value, "_auto_class", None) is not None
 
 
@@ -115,7 +119,7 @@ PAD_TOKEN = "<|quartet_pad|>"
 
 
 def reads_the_same(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether ids of the one are ids of the other; a pad token that saving added does not count."""
+    """Tells whether ids of the one are ids of the other; a pad token that saving added does not count."""
     vocabularies = [{t: i for t, i in each.get_vocab().items() if t != PAD_TOKEN} for each in (tokenizer, other)]
     return vocabularies[0] == vocabularies[1]
 
@@ -125,7 +129,7 @@ _VOCABULARIES = {"tokenizer.json", "tekken.json", "tiktoken.model"}
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub name; with a ``tokenizer.json`` there, texts get that file's ids.
+    """Loads the tokenizer of a model directory or hub name; with a ``tokenizer.json`` there, texts get that file's ids.
 
     Args:
         trust_remote_code: run Python code that comes with it, where it needs that.
@@ -172,7 +176,7 @@ def _read(read: Callable[[], Any], source: str) -> Any:
 
 
 def _file(source: str, name: str) -> Path | None:
-    """``name`` in a directory; None where there is none."""
+    """Finds ``name`` in a directory; None where there is none."""
     file = Path(source, name)
     return file if file.is_file() else None
 
@@ -195,7 +199,8 @@ PROBE_TEXTS = (
 
 
 def _as_its_file(tokenizer: PreTrainedTokenizerBase, file: Path, source: str) -> PreTrainedTokenizerBase:
-    """``tokenizer`` if it gives the ids of ``tokenizer.json``, else that file without the class that changes them.
+    """Returns ``tokenizer`` if it gives the ids of ``tokenizer.json``, else that file without the class that changes
+    them.
 
     transformers takes a directory's ``tokenizer_class`` at its word: classes with rules of their own are built from the
     file's vocabulary, with their normaliser and pre-tokeniser in the place of the file's.
@@ -224,7 +229,9 @@ def _as_its_file(tokenizer: PreTrainedTokenizerBase, file: Path, source: str) ->
 
 
 def differing_text(tokenizer: PreTrainedTokenizerBase, other: Tokenizer | PreTrainedTokenizerBase) -> str | None:
-    """The first probe text of which the two make different ids, with or without what they put around it, or None."""
+    """Finds the first probe text of which the two make different ids, with or without what they put around
+    it, or None.
+    """
     special = [token for token in tokenizer.all_special_tokens if token in other.get_vocab()][:20]
     texts = [*PROBE_TEXTS, *(f"a{token} b {token}c" for token in special)]
     for text in texts:
@@ -234,7 +241,7 @@ def differing_text(tokenizer: PreTrainedTokenizerBase, other: Tokenizer | PreTra
 
 
 def _ids(tokenizer: Tokenizer | PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
-    """Ids of ``text``; none where it cannot be tokenised (an unknown word without an unknown token)."""
+    """Returns the ids of ``text``; none where it cannot be tokenised (an unknown word without an unknown token)."""
     try:
         if isinstance(tokenizer, Tokenizer):
             tokenizer.no_truncation()
@@ -286,7 +293,7 @@ def save_tokenizer(
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:
-    """The model's generation config (its end-of-text ids), or None where the model has none.
+    """Loads the model's generation config (its end-of-text ids), or None where the model has none.
 
     A model directory may hold only ``config.json``; its end-of-text ids are read from there then.
     """

@@ -31,7 +31,7 @@ MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None) -> str:
-    """The tokenizer's chat template; of several the one for conversations with ``tools``.
+    """Returns the tokenizer's chat template; of several the one for conversations with ``tools``.
 
     Raises:
         UserError: it has none.
@@ -53,13 +53,13 @@ def _no_template(tokenizer: PreTrainedTokenizerBase, found: str) -> UserError:
 
 
 def not_jinja(error: TemplateSyntaxError, whose: str) -> UserError:
-    """The error for a template that is no program."""
+    """Makes the error for a template that is no program."""
     found = f"{whose}, line {error.lineno}: {error.message}"
     return UserError("the chat template is not valid Jinja", found=found, remedy="mend that line")
 
 
 def tools_of(messages: Messages) -> list[dict[str, Any]] | None:
-    """The tools of a conversation, which stand in its first message; None where it has none."""
+    """Returns the tools of a conversation, which stand in its first message; None where it has none."""
     tools = messages[0].get("tools") if messages else None
     return tools if isinstance(tools, list) and tools else None
 
@@ -71,7 +71,7 @@ def render(
     generation_prompt: bool,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Messages as text.
+    """Writes messages as text.
 
     Args:
         variables: of the template, for this conversation; they come before the template's own defaults.
@@ -107,8 +107,9 @@ def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: 
 
 
 def _with_arguments(tokenizer: PreTrainedTokenizerBase, messages: Messages, options: Mapping[str, Any]) -> Messages:
-    """The messages, with objects for arguments of tool calls that are JSON text, as OpenAI has them, where the template
-    would encode that text once more or cannot read it."""
+    """Returns the messages, with objects for arguments of tool calls that are JSON text, as OpenAI has them, where the
+    template would encode that text once more or cannot read it.
+    """
     texts: list[str] = []
 
     def parsed(call: Any) -> Any:
@@ -141,7 +142,7 @@ def _with_arguments(tokenizer: PreTrainedTokenizerBase, messages: Messages, opti
 
 
 def continuation(head: str, whole: str, what: str, where: str) -> str:
-    """What ``whole`` adds to ``head``.
+    """Returns what ``whole`` adds to ``head``.
 
     Raises:
         UserError: ``whole`` does not begin with ``head``: the template rewrites what it wrote before.
@@ -157,7 +158,7 @@ def continuation(head: str, whole: str, what: str, where: str) -> str:
 
 
 def marked_by_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
-    """Ids and assistant mask from the template's own ``{% generation %}`` marks.
+    """Returns the ids and assistant mask from the template's own ``{% generation %}`` marks.
 
     Raises:
         UserError: the marks cover nothing, or it is not clear which of them belong to a turn that is not learned.
@@ -184,7 +185,7 @@ def marked_by_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -
 
 
 def until_last_learned(messages: Messages) -> Messages:
-    """A conversation up to the last turn that carries loss.
+    """Returns a conversation up to the last turn that carries loss.
 
     Raises:
         UserError: there is none behind another turn.
@@ -206,7 +207,7 @@ _THOUGHT_END = "</think>"
 def with_template(
     tokenizer: PreTrainedTokenizerBase, file: str | None, variables: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer with the template in ``file`` (None: its own), whose ``variables`` have these defaults.
+    """Copies the tokenizer with the template in ``file`` (None: its own), whose ``variables`` have these defaults.
 
     Raises:
         UserError: the file cannot be read or is not Jinja, or there is no template.
@@ -251,7 +252,7 @@ def _with_defaults(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def split_defaults(template: str) -> tuple[dict[str, str], str]:
-    """Defaults at its head, as they are written, and the rest."""
+    """Splits a template into the defaults at its head, as they are written, and the rest."""
     values: dict[str, str] = {}
     at = 0
     while (found := _DEFAULT.match(template, at)) is not None:
@@ -261,7 +262,7 @@ def split_defaults(template: str) -> tuple[dict[str, str], str]:
 
 @lru_cache(maxsize=16)
 def free_variables(template: str) -> frozenset[str]:
-    """What a template reads and does not set itself.
+    """Returns what a template reads and does not set itself.
 
     Raises:
         TemplateSyntaxError: it is not Jinja as transformers has it.
@@ -273,7 +274,7 @@ def free_variables(template: str) -> frozenset[str]:
 def template_warnings(
     tokenizer: PreTrainedTokenizerBase, variables: Iterable[str] | None = None, *, has_tools: bool
 ) -> list[str]:
-    """What is given to a template that does not read it, in words.
+    """Tells in words what is given to a template that does not read it.
 
     Args:
         variables: names of those that are given; the defaults that it was saved with when left out.
@@ -296,7 +297,7 @@ def template_warnings(
 
 
 def left_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool) -> list[str]:
-    """What the template does not write of a conversation, in words: thoughts, tool calls, text beside them.
+    """Tells in words what the template does not write of a conversation: thoughts, tool calls, text beside them.
 
     Raises:
         UserError: it leaves out a whole message.
@@ -332,7 +333,7 @@ def left_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generati
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
-    """The texts of a message that a template may write or leave out, each by what it is."""
+    """Yields the texts of a message that a template may write or leave out, each by what it is."""
     thought, said = "", message["content"]
     if message["role"] == "assistant":
         thought, _, said = said.rpartition(_THOUGHT_END)
@@ -342,5 +343,5 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def _spaced(text: str) -> str:
-    """With one space wherever there is white space: templates trim texts and change line breaks around them."""
+    """Leaves one space wherever there is white space: templates trim texts and change line breaks around them."""
     return " ".join(text.split())

@@ -55,7 +55,7 @@ _LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, each possibly a token of i
 
 @lru_cache(maxsize=1 << 16)
 def _decode_window(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> str:
-    """Windows are a token or two long and come again and again, so they are worth remembering."""
+    """Decodes a window: these are a token or two long and come again and again, so they are worth remembering."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -76,7 +76,7 @@ class TextCodec:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> TextCodec:
-        """A codec over objects that exist already."""
+        """Makes a codec over objects that exist already."""
         eos = getattr(generation_config, "eos_token_id", None)
         return cls(tokenizer, tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),))
 
@@ -89,12 +89,14 @@ class TextCodec:
         *,
         trust_remote_code: bool = False,
     ) -> TextCodec:
-        """The codec of a model directory or hub name; ``tokenizer`` and the template's file where they are others."""
+        """Loads the codec of a model directory or hub name; ``tokenizer`` and the template's file where they are
+        others.
+        """
         own = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)
         return cls.of(with_template(own, chat_template, {}), load_generation_config(model))
 
     def limited(self, max_tokens: int) -> TextCodec:
-        """The same, for a caller that throws away what has more than ``max_tokens``.
+        """Returns the same codec, for a caller that throws away what has more than ``max_tokens``.
 
         Of a very long text whose beginning alone has more, only the beginning is tokenised.
         """
@@ -134,11 +136,11 @@ class TextCodec:
         return tuple(filter(None, (self.decode([token], skip_special=False).strip() for token in self.eos_ids)))
 
     def holds_end(self, text: str) -> bool:
-        """Whether the ids of a text hold an end-of-text token, at which generation would stop."""
+        """Tells whether the ids of a text hold an end-of-text token, at which generation would stop."""
         return any(end in text for end in self._ends) and not self.eos_ids.isdisjoint(self._plain(text))
 
     def without_end(self, text: str) -> str:
-        """An answer without the end-of-text tokens that it ends with: encoding adds one."""
+        """Returns an answer without the end-of-text tokens that it ends with: encoding adds one."""
         while self.holds_end(text) and text.rstrip().endswith(self._ends):
             end = max((end for end in self._ends if text.rstrip().endswith(end)), key=len)
             text = text.rstrip().removesuffix(end)
@@ -147,7 +149,7 @@ class TextCodec:
     # Encoding --------------------------------------------------------------------------------------------
 
     def encode_prompt(self, prompt: PromptText, variables: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a prompt, ready to be continued.
+        """Returns the token ids of a prompt, ready to be continued.
 
         Plain text gets what the tokenizer adds in front (a begin-of-text token) and nothing behind; messages
         go through the chat template with its generation prompt and these ``variables``.
@@ -164,7 +166,7 @@ class TextCodec:
         return ids
 
     def encode_completion(self, prompt: PromptText, completion: AnswerText) -> tuple[list[int], list[int]]:
-        """``encode_prompt(prompt)`` and the ids of its completion, which end with an end-of-text id.
+        """Returns ``encode_prompt(prompt)`` and the ids of its completion, which end with an end-of-text id.
 
         The completion's tokens are those it has in the joined text where the prompt's tokens do not change by
         joining; otherwise (a token would span the boundary) it is tokenised as text that continues something.
@@ -179,7 +181,9 @@ class TextCodec:
         return prompt_ids, self._end(self._continue(prompt_ids, self._plain, head, text))
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Ids of text that follows tokens which stay as they are, such as an observation after an action."""
+        """Returns the ids of text that follows tokens which stay as they are, such as an observation after
+        an action.
+        """
         # A prepending tokenizer would write a space before text tokenised alone, so put a character before it
         # and take that one's tokens away again.
         for sentinel in _SENTINELS:
@@ -189,9 +193,9 @@ class TextCodec:
         return self._plain(text)
 
     def encode_example(self, example: Example) -> tuple[list[int], list[bool]]:
-        """``(input_ids, loss_mask)`` of equal length for SFT: completions and assistant turns carry loss,
-        with their end-of-text token, and nothing else does. Of a document everything does but the first token, which
-        nothing predicts; token ids stay as they are.
+        """Returns ``(input_ids, loss_mask)`` of equal length for SFT: completions and assistant turns carry loss, with
+        their end-of-text token, and nothing else does. Of a document everything does but the first token, which nothing
+        predicts; token ids stay as they are.
         """
         if isinstance(example, Conversation):
             return self.encode_conversation(example.messages)
@@ -217,7 +221,7 @@ class TextCodec:
         return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """``(input_ids, loss_mask)`` of a conversation whose assistant turns carry loss.
+        """Returns ``(input_ids, loss_mask)`` of a conversation whose assistant turns carry loss.
 
         Those with ``train`` False do not. A template with ``{% generation %}`` marks decides itself. Otherwise the
         conversation is rendered turn by turn; loss begins behind the generation prompt and ends with the turn's
@@ -245,20 +249,20 @@ class TextCodec:
     def render(
         self, messages: Messages, *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Messages as the chat template writes them."""
+        """Writes messages as the chat template does."""
         return templates.render(self.tokenizer, messages, generation_prompt=generation_prompt, variables=variables)
 
     # Decoding --------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of whole token ids; special tokens such as end-of-text are left out unless asked for."""
+        """Returns the text of whole token ids; special tokens such as end-of-text are left out unless asked for."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         return str(text)
 
     def decode_completion(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, whole: bool = False
     ) -> str:
-        """What a completion adds to its prompt's text: the text that stop strings, rewards and readers have of it.
+        """Returns what a completion adds to its prompt's text: the text that stop strings, rewards and readers have.
 
         End-of-text, padding and the unknown token are left out unless ``whole``; other special tokens (``<think>``)
         are text. Decoders of the SentencePiece kind strip the first token's space, so the prompt's end is decoded as
@@ -273,7 +277,7 @@ class TextCodec:
         return self.decode(completion_ids, skip_special=False)  # its bytes make the prompt's no characters
 
     def completion_pieces(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[str]:
-        """The text that each token adds to ``decode_completion``, which is their concatenation."""
+        """Returns the text that each token adds to ``decode_completion``, which is their concatenation."""
         text = self.decode_completion(prompt_ids, completion_ids)
         context, _ = self._context(prompt_ids)
         pieces, place = list[str](), 0
@@ -288,7 +292,7 @@ class TextCodec:
         return [*pieces[:-1], pieces[-1] + text[place:]] if pieces else []
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text that each token adds, special tokens included.
+        """Returns the text that each token adds, special tokens included.
 
         A character spread over several tokens belongs to the token that completes it; the tokens before it add
         ``""``. Bytes that never become a character show as U+FFFD.
@@ -338,7 +342,7 @@ class TextCodec:
         return self._special & (self.eos_ids | {self.tokenizer.pad_token_id, self.tokenizer.unk_token_id})
 
     def _context(self, prompt_ids: Sequence[int]) -> tuple[Sequence[int], str]:
-        """The prompt's last tokens that are text by themselves, and the text; nothing where there are none."""
+        """Returns the prompt's last tokens that are text by themselves, and the text; nothing where there are none."""
         silent = self._silent | {self.tokenizer.bos_token_id}
         for start in range(len(prompt_ids) - 1, max(-1, len(prompt_ids) - 1 - _CONTEXT), -1):
             # From the first byte of a character on.
@@ -381,7 +385,7 @@ class TextCodec:
         return self._tokenize(text, special=False)
 
     def _encode_text(self, text: str) -> list[int]:
-        """Ids of plain text with what the tokenizer adds in front, unless the text begins with it already.
+        """Returns the ids of plain text with what the tokenizer adds in front, unless the text begins with it already.
 
         What it adds behind is cut off: a prompt must not end with end-of-text.
         """
@@ -392,7 +396,7 @@ class TextCodec:
         return ids[: len(ids) - self._num_added_behind]
 
     def _continue(self, before: list[int], encode: Callable[[str], list[int]], head: str, tail: str) -> list[int]:
-        """Ids of ``tail`` after the ids ``before`` of ``head``, which stay as they are."""
+        """Returns the ids of ``tail`` after the ids ``before`` of ``head``, which stay as they are."""
         whole = encode(head + tail)
         if whole[: len(before)] == before:
             return whole[len(before) :]
@@ -403,7 +407,7 @@ class TextCodec:
         return 1 + max(self.tokenizer.get_vocab().values())
 
     def _end(self, ids: list[int]) -> list[int]:
-        """A turn up to its first end-of-text token, which is added where the template wrote none.
+        """Returns a turn up to its first end-of-text token, which is added where the template wrote none.
 
         What templates write behind it (a line break) is never generated, because generation stops there.
         """

@@ -84,7 +84,7 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 
 def path_of_draft(draft: Path) -> Path:
-    """Where a draft goes when it is complete."""
+    """Returns where a draft goes when it is complete."""
     return checkpoint_path(draft.parent, int(draft.name.removeprefix(_DRAFT).partition("_")[0]))
 
 
@@ -92,7 +92,7 @@ def path_of_draft(draft: Path) -> Path:
 
 
 def begin_checkpoint(root: Path, step: int) -> Path:
-    """A new, empty directory for the shares of a checkpoint; it does not count until ``complete_checkpoint``.
+    """Makes a new, empty directory for the shares of a checkpoint; it does not count until ``complete_checkpoint``.
 
     Raises:
         UserError: the disk is full or not writable.
@@ -184,14 +184,16 @@ def set_aside_after(root: Path, step: int) -> None:
 
 
 def claimed_steps(root: Path) -> list[int]:
-    """Steps of everything that has a checkpoint's name, good or not, ascending."""
+    """Returns the steps of everything that has a checkpoint's name, good or not, ascending."""
     names = os.listdir(root) if root.is_dir() else []
     steps = (step_of(Path(name)) for name in names)
     return sorted(step for step in steps if step is not None and checkpoint_path(root, step).name in names)
 
 
 def list_checkpoints(root: Path) -> list[int]:
-    """Steps of the checkpoints that have all their files in the right sizes, ascending; contents are not read."""
+    """Returns the steps of the checkpoints that have all their files in the right sizes, ascending; contents are not
+    read.
+    """
     found = []
     for step in claimed_steps(root):
         with contextlib.suppress(Damage, OSError):
@@ -204,7 +206,8 @@ def newest_checkpoint(
     root: Path,
     accept: Callable[[Collection[str], Mapping[str, Any]], str | None] = lambda names, info: None,
 ) -> Checkpoint | None:
-    """The newest good checkpoint, with a warning for everything newer that is not; None where none was ever written.
+    """Finds the newest good checkpoint, with a warning for everything newer that is not; None where none was ever
+    written.
 
     Args:
         accept: given the names of shares and the info, what is wrong with them for the run, or None.
@@ -237,7 +240,7 @@ def newest_checkpoint(
 
 
 def find_checkpoint(root: Path, step: int | None) -> Checkpoint:
-    """The checkpoint of ``step``, or the newest good one.
+    """Finds the checkpoint of ``step``, or the newest good one.
 
     Raises:
         UserError: there is none, it is damaged, or it cannot be read.
@@ -260,7 +263,7 @@ def find_checkpoint(root: Path, step: int | None) -> Checkpoint:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a path that is named as a checkpoint is, None of others."""
+    """Returns the step of a path that is named as a checkpoint is, None of others."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -277,7 +280,7 @@ def _load(root: Path, step: int, accept: Callable[[Collection[str], Mapping[str,
 
 
 def _check_names(root: Path, step: int) -> CheckpointManifest:
-    """The manifest, which agrees with the names and sizes that are there."""
+    """Reads the manifest, and checks that it agrees with the names and sizes that are there."""
     path = checkpoint_path(root, step)
     if path.is_symlink() or not path.is_dir():
         raise Damage("is a symbolic link" if path.is_symlink() else "is no directory")
@@ -354,7 +357,7 @@ class CheckpointManifest(BaseModel):
     files: dict[str, FileDigest]
 
     def write(self, path: Path) -> None:
-        """Into the file ``path``, synced."""
+        """Writes the manifest into the file ``path``, synced."""
         with digested_file(path) as file:
             file.write(seal(self.model_dump()))
 
@@ -394,7 +397,7 @@ class CheckpointManifest(BaseModel):
 
 
 def sizes(directory: Path) -> dict[str, int]:
-    """Size in bytes of every file in ``directory`` by its path inside.
+    """Returns the size in bytes of every file in ``directory`` by its path inside.
 
     Raises:
         Damage: there is a symbolic link or a device among them.
@@ -449,7 +452,7 @@ class ShareWriter:
         writer.shutdown(wait=False)
 
     def finish(self, directory: Path) -> dict[str, FileDigest] | None:
-        """The files in ``directory`` with their digests once they are written and synced, until then None.
+        """Returns the files in ``directory`` with their digests once they are written and synced, until then None.
 
         Empty where this process has not begun that share: it was started after another one's death.
 
@@ -462,7 +465,7 @@ class ShareWriter:
 
 
 def own_part(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """What ``rank`` writes: of sharded tensors what it is the first to hold, and rank 0 everything else."""
+    """Returns what ``rank`` writes: of sharded tensors what it is the first to hold, and rank 0 everything else."""
     return {n: v for n, v in state.items() if (is_first_holder(v) if isinstance(v, DTensor) else rank == 0)}
 
 
@@ -521,7 +524,7 @@ class _Writer(dcp.FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, rank=self._own_rank, use_collectives=self._own_rank == 0)
 
     def storage_meta(self) -> None:
-        """Nothing: it would say where the draft was, and a random number."""
+        """Returns nothing: it would say where the draft was, and a random number."""
 
 
 class _Part(Tensor):
@@ -532,7 +535,7 @@ class _Part(Tensor):
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """Of a DTensor; anything else as it is."""
+        """Makes the part of a DTensor that is here; returns anything else as it is."""
         if not isinstance(value, DTensor):
             return value
         part, slices = local(value).as_subclass(cls), local_slices(value)
@@ -543,7 +546,7 @@ class _Part(Tensor):
         return part
 
     def size(self, *args: Any) -> Any:
-        """Of the whole tensor, which is what dcp compares."""
+        """Returns the size of the whole tensor, which is what dcp compares."""
         return self.whole
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -583,18 +586,18 @@ class Share:
         }
 
     def rest(self) -> dict[str, Any]:
-        """The part of the state that is no tensor."""
+        """Returns the part of the state that is no tensor."""
         found: dict[str, Any] = self._load({REST: 0})[REST]
         return found
 
     def state(self) -> dict[str, Any]:
-        """All of it, in memory of its own."""
+        """Reads the whole state into memory of its own."""
         tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in self.shapes.items()}
         self.read_into(tensors)
         return {**tensors, REST: self.rest()}
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Every tensor to where it is in ``tensors``, which have this share's names and shapes; one at a time."""
+        """Reads every tensor to where it is in ``tensors``, which have this share's names and shapes; one at a time."""
         self._load({name: _Part.of(tensor) for name, tensor in tensors.items()})
 
     def _load(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -629,7 +632,7 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
 
 @contextlib.contextmanager
 def _cause_raised() -> Iterator[None]:
-    """What was raised inside of ``dcp``, in the place of its own exception for it."""
+    """Raises what was raised inside of ``dcp``, in the place of its own exception for it."""
     try:
         yield
     except CheckpointException as error:
@@ -640,7 +643,7 @@ def _cause_raised() -> Iterator[None]:
 
 
 def load_metadata(path: Path) -> formats.Metadata:
-    """What the file says; takes nothing but metadata from its pickle.
+    """Reads the metadata that a file holds; takes nothing but metadata from its pickle.
 
     Raises:
         OSError, pickle.UnpicklingError: it cannot be read.

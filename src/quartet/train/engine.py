@@ -50,7 +50,9 @@ from quartet.train.token_budget import TokenBudget
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of update ``step`` (from 0): linear warm-up, then the schedule down to ``min_lr_ratio``."""
+    """Returns the learning rate of update ``step`` (from 0): linear warm-up, then the schedule down to
+    ``min_lr_ratio``.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -62,7 +64,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Matrices are decayed, vectors (norms, biases) are not."""
+    """Makes the optimizer; it decays matrices, and not vectors (norms, biases)."""
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -103,14 +105,14 @@ class Objective(Protocol):
     def needs(self) -> Needs: ...
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        """Sequences that must stay in one micro-batch; each alone where nothing else is said."""
+        """Returns the sequences that must stay in one micro-batch; each alone where nothing else is said."""
         return [[s] for s in range(len(batch))]
 
     def denominators(self, batch: RaggedBatch) -> Any:
-        """Global denominators of the whole batch: a number, or a dataclass of numbers and tensors."""
+        """Computes global denominators of the whole batch: a number, or a dataclass of numbers and tensors."""
 
     def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: Any, sums: MetricSums) -> Tensor:
-        """This micro-batch's part of the loss (scalar); adds its metrics to ``sums``."""
+        """Computes this micro-batch's part of the loss (scalar); adds its metrics to ``sums``."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class TrainEngine(Generic[Model]):
     # Forward ---------------------------------------------------------------------------------------------
 
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        """Forward-only pass over ``batch``; fields as in ``Outputs``, without gradients, where ``batch`` lies.
+        """Makes a forward-only pass over ``batch``; fields as in ``Outputs``, without gradients, where ``batch`` lies.
 
         Raises:
             RuntimeError: the parameters are offloaded.
@@ -200,8 +202,8 @@ class TrainEngine(Generic[Model]):
     def in_shares(
         self, batches: Iterable[RaggedBatch], forward: Callable[[RaggedBatch], ColumnSet]
     ) -> list[tuple[RaggedBatch, ColumnSet]]:
-        """The batches, which every rank has, with the columns that ``forward`` gives of them: each data rank computes
-        its share of every batch, and all get the columns of the others. Collective.
+        """Returns the batches, which every rank has, with the columns that ``forward`` gives of them: each data rank
+        computes its share of every batch, and all get the columns of the others. Collective.
 
         Raises:
             RankFailed: another rank failed.
@@ -220,7 +222,7 @@ class TrainEngine(Generic[Model]):
         return [(batch, merge_results(found, shares, table)) for (batch, shares, table), found in by_batch]
 
     def of_first_rank(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns on the first rank, which alone calls it, on all of them. Collective.
+        """Returns on all ranks what ``function`` returns on the first one, which alone calls it. Collective.
 
         Raises:
             RankFailed: it raised there.
@@ -233,7 +235,7 @@ class TrainEngine(Generic[Model]):
         return first
 
     def of_all_ranks(self, value: T) -> list[T]:
-        """Every data rank's value, in their order. Collective.
+        """Returns every data rank's value, in their order. Collective.
 
         Raises:
             RankFailed: another rank failed.
@@ -245,7 +247,7 @@ class TrainEngine(Generic[Model]):
     def train_step(
         self, batch: RaggedBatch, objective: Objective, also: Sequence[LossTerm] = (), *, rehearsal: bool = False
     ) -> dict[str, float]:
-        """One optimizer update on ``batch``. A step whose gradient is not finite is skipped and counted.
+        """Makes one optimizer update on ``batch``. A step whose gradient is not finite is skipped and counted.
 
         Args:
             rehearsal: everything is computed, and nothing changed by it: neither weights nor the optimizer's state.
@@ -273,7 +275,9 @@ class TrainEngine(Generic[Model]):
         return metrics
 
     def reporting_failures(self) -> AbstractContextManager[None]:
-        """Around what goes before an update: a failure inside is told to the other ranks, which wait for this one."""
+        """Tells the other ranks, which wait for this one, of a failure in the ``with`` block, which goes before an
+        update.
+        """
         return self._exchange.reporting_failures() if self._exchange is not None else nullcontext()
 
     def _optimizer_step(self, rehearsal: bool) -> dict[str, float]:
@@ -298,7 +302,9 @@ class TrainEngine(Generic[Model]):
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
 
     def _accumulate(self, terms: Sequence[LossTerm]) -> MetricSums:
-        """Gradients of all terms, and their metrics; those of all ranks together where there are several."""
+        """Computes the gradients of all terms, and their metrics; those of all ranks together where there
+        are several.
+        """
         device, share = self.packed.device, shares(self.packed, self.config.share_prefixes)
         # Batches stay on the host, where tokens are counted and packs laid out without waiting for the device.
         denominators = [_on(device, term.objective.denominators(term.batch)) for term in terms]
@@ -313,7 +319,7 @@ class TrainEngine(Generic[Model]):
     def _backward(
         self, terms: Sequence[LossTerm], denominators: Sequence[Any], plans: Sequence[Sequence[Sequence[int]]]
     ) -> MetricSums:
-        """Gradients of all terms, and their metrics."""
+        """Computes the gradients of all terms, and their metrics."""
         # An attempt that failed may have left gradients behind.
         self.optimizer.zero_grad(set_to_none=True)
         sums = MetricSums()
@@ -331,7 +337,7 @@ class TrainEngine(Generic[Model]):
         return sums
 
     def _backward_part(self, term: LossTerm, indices: Sequence[int], denominators: Any, sums: MetricSums) -> None:
-        """A function of its own, so that nothing of one micro-batch lives on in the next."""
+        """Computes the gradients of one micro-batch; apart, so that nothing of one lives on in the next."""
         config, objective, root, batch = self.config, term.objective, self._root, term.batch.select(indices)
         # The backward within, too: with activation checkpointing it computes layers again.
         with self._compiled():
@@ -366,7 +372,7 @@ class TrainEngine(Generic[Model]):
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything an exact resume needs, named as in ``train.state``, wherever it lies now.
+        """Returns everything an exact resume needs, named as in ``train.state``, wherever it lies now.
 
         Of a model with adapters only what is trained, and which base it belongs to.
         """
@@ -429,7 +435,7 @@ class TrainEngine(Generic[Model]):
         return model_tensors(self.packed.model.state_dict() if self.packed.adapters is None else self.trained)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Named parameters, detached, for a rollout engine that keeps its own copy; with adapters only those.
+        """Yields named parameters, detached, for a rollout engine that keeps its own copy; with adapters only those.
 
         What is offloaded comes from host memory.
         """
@@ -438,7 +444,7 @@ class TrainEngine(Generic[Model]):
     # Room on the device ----------------------------------------------------------------------------------
 
     def offloading(self, store: Store | None = None) -> Offload:
-        """What moves this engine's parts; made the first time, which says where they go.
+        """Returns what moves this engine's parts; made by the first call, which says where they go.
 
         Raises:
             RuntimeError: no store was given yet, or another one.
@@ -457,7 +463,7 @@ class TrainEngine(Generic[Model]):
 
 
 def _on(device: torch.device, denominators: Any) -> Any:
-    """Denominators with their tensors on ``device``."""
+    """Returns the denominators with their tensors on ``device``."""
     if not is_dataclass(denominators) or isinstance(denominators, type):
         return denominators
     values = {field.name: getattr(denominators, field.name) for field in fields(denominators)}

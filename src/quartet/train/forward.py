@@ -42,11 +42,11 @@ class Outputs:
     hidden: Tensor | None = None
 
     def fields(self) -> dict[str, Tensor]:
-        """What was computed, by name."""
+        """Returns what was computed, by name."""
         return {name: values for name, values in vars(self).items() if values is not None}
 
     def nothing(self) -> Tensor:
-        """A scalar that is 0 times everything, to run a backward that weighs nothing."""
+        """Returns a scalar that is 0 times everything, to run a backward that weighs nothing."""
         return torch.stack([(values * 0).sum() for values in self.fields().values() if values.requires_grad]).sum()
 
 
@@ -83,7 +83,7 @@ def forward_only(
     *,
     share: bool = True,
 ) -> ColumnSet:
-    """As ``TrainEngine.forward``, for a model that is never trained (reference, reward model).
+    """Does what ``TrainEngine.forward`` does, for a model that is never trained (reference, reward model).
 
     Args:
         token_budget: most tokens of a micro-batch; a ``TokenBudget`` remembers from pass to pass what memory allowed.
@@ -132,8 +132,8 @@ def _columns(
     logprob_chunk: int,
     share: bool,
 ) -> Columns:
-    """Of the whole batch. The ranks that hold a model between them call it at once, each with a batch of its own or an
-    empty one, peers with the same.
+    """Computes the columns of the whole batch. The ranks that hold a model between them call it at once, each with a
+    batch of its own or an empty one, peers with the same.
     """
     found: Columns = ({}, {})
     passes: list[Callable[[], None] | None] = [
@@ -158,7 +158,7 @@ def _columns(
 
 
 def _exchange(packed: PackedModel) -> RankExchange | None:
-    """Between the ranks that hold a model between them; None where this one holds all of it."""
+    """Makes the exchange between the ranks that hold a model between them; None where this one holds all of it."""
     root = sharded(packed)
     return None if root is None or root.mesh.copy.size == 1 else RankExchange(root, root.mesh.copy)
 
@@ -172,7 +172,7 @@ def _add_part(
     logprob_chunk: int,
     share: bool,
 ) -> None:
-    """A function of its own, so that nothing of one micro-batch lives on in the next."""
+    """Computes one micro-batch; apart, so that nothing of one lives on in the next."""
     part = batch.select(indices)
     outputs = compute(packed, part, needs, logprob_chunk, share=share)
     home = sent(leaf_rows(batch, indices), packed.device)
@@ -187,20 +187,20 @@ def _add_part(
 
 
 def idle_pass(packed: PackedModel, needs: Needs, logprob_chunk: int) -> Outputs:
-    """A pass over two tokens, for a rank that has nothing to compute while others have."""
+    """Makes a pass over two tokens, for a rank that has nothing to compute while others have."""
     mask = {needs.mask: torch.tensor([False, True])}
     return compute(packed, RaggedBatch.from_sequences([[0, 0]], ["idle"], token=mask), needs, logprob_chunk)
 
 
 def shares(packed: PackedModel, asked: bool) -> bool:
-    """Whether prompts are computed once: asked for and possible."""
+    """Tells whether prompts are computed once: asked for and possible."""
     return asked and packed.shares_prefixes
 
 
 def compute(
     packed: PackedModel, batch: RaggedBatch, needs: Needs, logprob_chunk: int, *, share: bool = True
 ) -> Outputs:
-    """One packed forward pass over the whole of ``batch``, with gradients where they are enabled.
+    """Makes one packed forward pass over the whole of ``batch``, with gradients where they are enabled.
 
     Outputs are on the model's device. What is selected is counted where ``batch`` lies: from the CPU no step of it
     waits for a GPU.
@@ -256,7 +256,9 @@ def compute(
 def _logprobs(
     packed: PackedModel, hidden: Tensor, read: RowRead, labels: Tensor, needs: Needs, chunk: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Of ``labels [M]``, and entropies where asked for; positions without a label go no further than their rank."""
+    """Computes the log-probabilities of ``labels [M]``, and entropies where asked for; positions without a label go no
+    further than their rank.
+    """
     assert isinstance(packed, PackedCausalLM), "log-probabilities need a causal LM"
     logprobs, entropies = packed.token_logprobs(
         read.of_tensor_ranks(read.own(hidden)),
@@ -276,7 +278,7 @@ def _scalars(packed: PackedModel, hidden: Tensor, read: RowRead) -> Tensor:
 
 
 def leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:
-    """Tokens of the sequences' own segments, one after the other."""
+    """Returns the tokens of the sequences' own segments, one after the other."""
     offsets = batch.segment_offsets
     spans = [(offsets[k], offsets[k + 1]) for k in (batch.leaves[s] for s in indices)]
     return torch.cat([torch.arange(a, b, device=batch.device) for a, b in spans])

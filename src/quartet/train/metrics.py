@@ -48,7 +48,7 @@ class MetricSums:
         _add(self._weights, name, weight)
 
     def total(self, name: str, value: Tensor) -> None:
-        """A sum over micro-batches (a loss already divided by its global denominator)."""
+        """Adds to a sum over micro-batches (a loss already divided by its global denominator)."""
         _add(self._totals, name, value)
 
     def maximum(self, name: str, values: Tensor, mask: Tensor) -> None:
@@ -58,14 +58,14 @@ class MetricSums:
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def plain(self) -> PlainSums:
-        """The sums as numbers, which travel; waits for the device."""
+        """Returns the sums as numbers, which travel; waits for the device."""
         return PlainSums(
             *({name: float(value) for name, value in of.items()} for of in (self._totals, self._weights, self._maxima))
         )
 
     @classmethod
     def joined(cls, parts: Iterable[PlainSums]) -> MetricSums:
-        """Sums of all parts; a part may lack names that others have."""
+        """Joins the sums of all parts; a part may lack names that others have."""
         sums = cls()
         for part in parts:
             for name, total in part.totals.items():

@@ -112,14 +112,14 @@ HIGH_ENTROPY, HIGH_COVARIANCE = "high_entropy", "high_covariance"
 
 
 def trajectory_index(batch: RaggedBatch) -> Tensor:
-    """``[T]`` trajectory that owns each token, -1 for shared ancestors."""
+    """Returns ``[T]`` trajectory that owns each token, -1 for shared ancestors."""
     sequence_T = batch.sequence_index()
     trajectory_S = batch.sequence["trajectory"]
     return torch.where(sequence_T >= 0, trajectory_S[sequence_T.clamp(min=0)], -1)
 
 
 def by_field(batch: RaggedBatch, name: str) -> list[list[int]]:
-    """Sequences with an equal value of a sequence field, as atoms of a micro-batch."""
+    """Groups sequences with an equal value of a sequence field, as atoms of a micro-batch."""
     atoms: dict[int, list[int]] = {}
     for s, owner in enumerate(batch.sequence[name].tolist()):
         atoms.setdefault(owner, []).append(s)
@@ -133,7 +133,7 @@ def required(tensor: Tensor | None, name: str) -> Tensor:
 
 
 def sampler_agreement(logprobs: Tensor, batch: RaggedBatch, sums: MetricSums) -> None:
-    """By how much trainer and sampler differ about the tokens that are trained on."""
+    """Measures by how much trainer and sampler differ about the tokens that are trained on."""
     difference, mask = (logprobs - batch.token["rollout_logprobs"]).abs(), batch.token["loss_mask"]
     sums.mean("agreement/logprob_diff_mean", difference, mask)
     sums.maximum("agreement/logprob_diff_max", difference, mask)
@@ -239,8 +239,9 @@ class PolicyObjective(Objective):
     def _weights(
         self, old: Tensor, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor | None:
-        """``[T]`` factors of the tokens' losses, where the recipe asks for any: importance weights, and 0 for tokens
-        that the policy loss leaves out."""
+        """Returns ``[T]`` factors of the tokens' losses, where the recipe asks for any: importance weights, and 0 for
+        tokens that the policy loss leaves out.
+        """
         config, mask, weights = self.config, batch.token["loss_mask"], None
         if config.off_policy is not None:
             found = _importance(config.off_policy, self._sampled(old, batch))
@@ -330,7 +331,7 @@ class ValueObjective(Objective):
 
 
 def pair_sides(batch: RaggedBatch) -> tuple[Tensor, Tensor]:
-    """Sequences of the chosen and of the rejected sides, each ``[P]``, in the order of the pairs' numbers.
+    """Returns the sequences of the chosen and of the rejected sides, each ``[P]``, in the order of the pairs' numbers.
 
     Raises:
         ValueError: a pair is not one chosen and one rejected sequence.
@@ -345,7 +346,7 @@ def pair_sides(batch: RaggedBatch) -> tuple[Tensor, Tensor]:
 
 
 def answer_logprobs(logprobs_T: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
-    """Of each answer the sum of its tokens' log-probabilities ``[S]``, and the number of its loss tokens ``[S]``."""
+    """Sums up the log-probabilities of each answer's tokens ``[S]``, and counts its loss tokens ``[S]``."""
     owner = masked_owner(batch.sequence_index(), batch.token["loss_mask"])
     return segment_sum(logprobs_T, owner, len(batch)), segment_count(owner, len(batch))
 
@@ -406,7 +407,7 @@ class _Answers:
         return Pairs(*self.of_sides(ratios / self.lengths.clamp(min=1) if per_token else ratios), self.num_pairs)
 
     def means(self) -> Pairs:
-        """Log-probabilities per token."""
+        """Returns the log-probabilities per token."""
         return Pairs(*self.of_sides(self.logprobs / self.lengths.clamp(min=1)), self.num_pairs)
 
 

@@ -51,7 +51,7 @@ class Store(ABC):
     _where = ""
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Tensors ``uint8 [size]``, each with a storage of its own, which live as long as they are held.
+        """Makes tensors ``uint8 [size]``, each with a storage of its own, which live as long as they are held.
 
         Raises:
             UserError: there is no room; nothing is taken then.
@@ -74,7 +74,7 @@ class Store(ABC):
 
     @abstractmethod
     def _memory(self, num_bytes: int) -> mmap.mmap:
-        """One piece. Raises OSError or RuntimeError where there is no room."""
+        """Makes the memory for one piece. Raises OSError or RuntimeError where there is no room."""
 
 
 class PinnedMemory(Store):
@@ -204,7 +204,7 @@ class _Piece:
         return self.storage.nbytes()
 
     def state(self) -> tuple[StorageWeakRef, tuple[int, ...]]:
-        """Compares equal until a tensor is changed in place or lies elsewhere."""
+        """Returns what compares equal until a tensor is changed in place or lies elsewhere."""
         return StorageWeakRef(self.storage), tuple(t._version for t in self.tensors)
 
 
@@ -238,7 +238,7 @@ class Offload:
         self._barriers: dict[nn.Module, Any] = {}
 
     def offload(self, parts: Parts = PARTS) -> Moved:
-        """Parts leave the device; those that are away stay there.
+        """Moves parts off the device; those that are away stay there.
 
         Raises:
             UserError: the store has no room; everything stays where it is.
@@ -247,7 +247,7 @@ class Offload:
         return self._move(parts, away=True)
 
     def onload(self, parts: Parts = PARTS) -> Moved:
-        """Parts come back; those that are there stay.
+        """Brings parts back; those that are there stay.
 
         Raises:
             RuntimeError: the device has no room, then everything stays where it is; or the adapters are switched off.
@@ -255,7 +255,7 @@ class Offload:
         return self._move(parts, away=False)
 
     def release(self) -> None:
-        """The model is its owner's again, to compute with as they like; afterwards nothing here moves it.
+        """Gives the model back to its owner, to compute with as they like; afterwards nothing here moves it.
 
         Parameters come back; where the device has no room they stay in host memory, as those of a model on the CPU.
         Gradients and the optimizer's part stay where they are.
@@ -272,7 +272,7 @@ class Offload:
         self.onload([part for part in PARTS if part not in self._away])
 
     def is_resident(self, parts: Parts) -> bool:
-        """Whether all of ``parts`` may be computed with."""
+        """Tells whether all of ``parts`` may be computed with."""
         return self._away.isdisjoint(_checked(parts))
 
     def require(self, parts: Parts) -> None:
@@ -306,7 +306,7 @@ class Offload:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _point_elsewhere(self, parts: Sequence[OffloadPart], *, away: bool) -> int:
-        """Bytes of what moved."""
+        """Returns the bytes of what moved."""
         homes = self._home_keys()
         pieces = [piece for part in parts for piece in self._pieces(part)]
         if away:
@@ -328,7 +328,7 @@ class Offload:
         return sum(piece.num_bytes for piece in moving)
 
     def _stored(self, pieces: Sequence[_Piece]) -> list[Tensor]:
-        """Copies of ``pieces`` in their homes."""
+        """Returns copies of ``pieces`` in their homes."""
         homeless = [piece for piece in pieces if not self._has_home(piece)]
         fresh = self.store.allocate([piece.num_bytes for piece in homeless]) if homeless else []
         for piece, memory in zip(homeless, fresh, strict=True):
@@ -344,20 +344,21 @@ class Offload:
         return [home.memory for home in homes]
 
     def _has_home(self, piece: _Piece) -> bool:
-        """Whether it may be written to its home: tensors of a former stay that are still referenced are left as they
-        are."""
+        """Tells whether a piece may be written to its home: tensors of a former stay that are still referenced are left
+        as they are.
+        """
         home = self._homes.get(piece.name)
         return home is not None and home.memory.numel() == piece.num_bytes and not _is_shared(home.memory)
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """All of them at once, and waits."""
+        """Copies the first tensor of each pair to the second, all at once, and waits."""
         for source, target in pairs:
             target.copy_(source, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _remember(self, moved: Sequence[_Piece]) -> None:
-        """What came back from its home needs not be written there again until it changes."""
+        """Notes what came back from its home: it needs not be written there again until it changes."""
         for old in moved:
             home = self._homes.get(old.name)
             if home is not None and _key(home.memory) == old.key:
@@ -400,13 +401,16 @@ class Offload:
     # Guards ----------------------------------------------------------------------------------------------
 
     def _check_switch(self) -> None:
-        """While adapters are out, their factors are no parameters of the model and would be missed."""
+        """Checks that adapters are in: while they are out, their factors are no parameters of the model and would be
+        missed.
+        """
         if self.packed.adapters is not None:
             self.packed.adapters.check_in()
 
     def _guard(self) -> None:
-        """The model refuses to compute while its parameters are offloaded: its body, and the root of a sharded one
-        before it gathers anything."""
+        """Has the model refuse to compute while its parameters are offloaded: its body, and the root of a sharded one
+        before it gathers anything.
+        """
         root = sharded(self.packed)
         for module in (self.packed.body, *([] if root is None else [root])):
             if "params" in self._away:
@@ -431,17 +435,17 @@ def _away_error(model: nn.Module, parts: Sequence[OffloadPart]) -> RuntimeError:
 
 
 def _checked(parts: Parts) -> list[OffloadPart]:
-    """Known parts, in their order, each once."""
+    """Returns known parts, in their order, each once."""
     return [part for part in PARTS if part in parts]
 
 
 def _key(tensor: Tensor) -> int:
-    """Identity of its storage, while that lives."""
+    """Returns the identity of a tensor's storage, while that lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _is_shared(memory: Tensor) -> bool:
-    """Whether another tensor lies in its storage."""
+    """Tells whether another tensor lies in the storage of ``memory``."""
     storage = memory.untyped_storage()
     # One is that of ``memory``, one that of ``storage``.
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2

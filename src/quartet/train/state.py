@@ -30,7 +30,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Everything but the rest."""
+    """Returns everything but the rest."""
     return {name: value for name, value in state.items() if name != REST}
 
 
@@ -39,7 +39,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 
 def model_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under their names in a state; of tensors that are one (tied weights) only the first."""
+    """Returns tensors under their names in a state; of those that are one (tied weights) only the first."""
     found: dict[str, Tensor] = {}
     seen = set()
     for name, tensor in named.items():
@@ -54,7 +54,9 @@ def model_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under their names in a state; of a parameter that was never updated there are none."""
+    """Returns the optimizer's tensors under their names in a state; of a parameter that was never updated there are
+    none.
+    """
     return {
         f"{OPTIMIZER}{name}.{key}": value
         for name, parameter in parameters.items()
@@ -65,7 +67,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
 def make_optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Shape]
 ) -> None:
-    """The optimizer has the tensors that ``saved`` names and no others, new ones with any values, to be loaded into."""
+    """Gives the optimizer the tensors that ``saved`` names and no others, new ones with any values, to be
+    loaded into.
+    """
     wanted: dict[str, dict[str, Shape]] = {}
     for full, shape in saved.items():
         if full.startswith(OPTIMIZER):
@@ -110,8 +114,9 @@ def _said(shape: Shape | None) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Within, what reading the saved state at ``path`` fails with, although its digest was compared, becomes a
-    UserError."""
+    """Turns into a UserError what the ``with`` block fails with as it reads the saved state at ``path``, although its
+    digest was compared.
+    """
     try:
         yield
     except MemoryError:
@@ -135,7 +140,7 @@ def fill(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
 
 
 def snapshot(value: Any) -> Any:
-    """A copy of a state in host memory that later updates do not change: what ``torch.save`` takes, nested.
+    """Copies a state to host memory, where later updates do not change it: what ``torch.save`` takes, nested.
 
     Tensors that share a storage share one in the copy, so that it takes its room once. Of sharded ones this rank's part
     is copied.
@@ -156,6 +161,6 @@ def snapshot(value: Any) -> Any:
 
 
 def state_bytes(value: Any) -> int:
-    """What ``snapshot`` takes."""
+    """Counts the bytes that ``snapshot`` takes."""
     storages = [local(leaf).untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return sum({(source.device, source.data_ptr()): source.nbytes() for source in storages}.values())

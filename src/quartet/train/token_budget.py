@@ -19,7 +19,9 @@ class OutOfMemoryElsewhere(torch.OutOfMemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an accelerator's or the host's memory ran out; torch's CPU allocator raises a plain RuntimeError."""
+    """Tells whether an accelerator's or the host's memory ran out, for which torch's CPU allocator raises a plain
+    RuntimeError.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
@@ -29,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _largest(batch: RaggedBatch, parts: Sequence[Sequence[int]], share: bool) -> int:
-    """Tokens of the largest part."""
+    """Counts the tokens of the largest part."""
     return max((block.tokens for block in AtomTree(batch, parts, share=share).alone), default=0)
 
 
@@ -67,8 +69,8 @@ class TokenBudget:
         rank: int = 0,
         num_ranks: int = 1,
     ) -> T:
-        """``work(plans)`` with one list of parts per batch, each part the sequences of a micro-batch; from its start
-        with smaller parts where memory ran out. The result is that of the budget which was enough, and the budget
+        """Runs ``work(plans)`` with one list of parts per batch, each part the sequences of a micro-batch; from its
+        start with smaller parts where memory ran out. The result is that of the budget which was enough, and the budget
         stays there.
 
         With several ranks all plan for all, so that they come to the same budget. ``work`` is given the parts of
@@ -116,11 +118,11 @@ class TokenBudget:
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, int]:
-        """What a resumed run must know to cut its batches in the same way."""
+        """Returns what a resumed run must know to cut its batches in the same way."""
         return {"tokens": self.tokens, "num_oom": self.num_oom}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """A budget that memory has lowered stays low; otherwise the recipe's counts."""
+        """Keeps a budget low that memory has lowered; otherwise the recipe's counts."""
         self.num_oom = int(state["num_oom"])
         if self.num_oom:
             self.tokens = min(self.tokens, int(state["tokens"]))

@@ -71,7 +71,8 @@ _log = logging.getLogger(__name__)
 
 
 async def check_storage(run: RunDirectory, workers: Workers) -> None:
-    """Of a run at a URL, has machines of Ray that do not see its directory reach it through the store.
+    """Checks that every worker sees the run's directory; of a run at a URL, has machines of Ray that do not see it
+    reach it through the store.
 
     Raises:
         UserError: a worker of any other run does not see it, or it cannot be written to.
@@ -146,7 +147,7 @@ async def save(run: RunDirectory, workers: Workers, step: int, info: Mapping[str
 
 
 async def load_states(workers: Workers, checkpoint: Checkpoint) -> None:
-    """Every worker takes up its share.
+    """Has every worker take up its share.
 
     Raises:
         UserError: it belongs to another model, or cannot be read.
@@ -156,7 +157,8 @@ async def load_states(workers: Workers, checkpoint: Checkpoint) -> None:
 
 
 async def load_drafts(engines: Sequence[RoleGroup[Checkpointed]], checkpoint: Checkpoint) -> None:
-    """As ``load_states``; as many engines as there are now share what there was, as drafts change no answer."""
+    """Has every engine take up its share as ``load_states`` does; as many engines as there are now share what there
+    was, as drafts change no answer."""
     path = checkpoint.path.absolute()
     num_saved = len(list(path.glob(f"{DRAFTS}*")))
     if num_saved:
@@ -173,7 +175,8 @@ async def bring(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:
 
 
 async def _written(run: RunDirectory, workers: Workers, draft: Path) -> Shares | None:
-    """Digests of all shares once they are written and on the driver's machine; None where one never will be."""
+    """Returns the digests of all shares once they are written and on the driver's machine; None where one never will
+    be."""
     asked = [partial(worker.call, Checkpointed.finish_checkpoint, draft / role) for role, worker in workers.items()]
     try:
         found = dict(zip(workers, await all_ended([told(ask) for ask in asked]), strict=True))
@@ -243,7 +246,7 @@ async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups) -> 
 async def restored_buffered(
     writer: RoleGroup[Writer], checkpoint: Checkpoint, item: Callable[[int], PromptItem]
 ) -> BufferedGroups | None:
-    """The groups that were ahead, which a resumed run neither loses nor repeats; None where there were none.
+    """Returns the groups that were ahead, which a resumed run neither loses nor repeats; None where there were none.
 
     Args:
         item: the data set's item of a stream index.
@@ -324,7 +327,7 @@ class TrainResult:
 
 
 def exported(run: Path) -> Path:
-    """The directory that the run in ``run`` has exported: ``model``, or ``adapter`` where it is alone.
+    """Returns the directory that the run in ``run`` has exported: ``model``, or ``adapter`` where it is alone.
 
     Raises:
         UserError: there is none.
@@ -394,7 +397,8 @@ def export(
 
 
 def model_directory(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> str:
-    """The model directory that ``name`` means, once its weights were compared with their digests where it has some.
+    """Returns the model directory that ``name`` means, once its weights were compared with their digests where it has
+    some.
 
     Of a run that is the model it has exported, or where there is none yet that of its newest checkpoint; of
     ``RUN/checkpoints/step_N`` the model of that step. What is made of a checkpoint is gone when this process ends.
@@ -462,7 +466,7 @@ def _write_checkpoint(checkpoint: Checkpoint, target: Path, base: str | None, tr
 
 
 def _commits(run: Path) -> Mapping[str, str]:
-    """Of the run's models on the hub, by their keys."""
+    """Returns the commits of the run's models on the hub, by their keys."""
     try:
         return dict(read_json(run / MARKER).get("commits", {}))
     except (UserError, ValueError, AttributeError):
@@ -472,7 +476,7 @@ def _commits(run: Path) -> Mapping[str, str]:
 def _trained_model(
     recipe: RLRecipe | SupervisedRecipe, section: ModelConfig, train: TrainConfig, share: Path
 ) -> tuple[PackedCausalLM | PackedScalarModel, TextCodec]:
-    """The model of a checkpoint's share, whatever ranks wrote it, with its adapters if it has any."""
+    """Loads the model of a checkpoint's share, whatever ranks wrote it, with its adapters if it has any."""
     packed: PackedCausalLM | PackedScalarModel
     if isinstance(recipe, SupervisedRecipe) and recipe.is_scalar:
         model, generation = resolve_scalar_model(section, None, seed=recipe.seed)

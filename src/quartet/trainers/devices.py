@@ -41,7 +41,7 @@ META = torch.device("meta")
 
 
 def compute_device(recipe: Recipe, passed: PreTrainedModel | None = None) -> torch.device:
-    """Where the models of a run lie: those of its workers under Ray, else those of this process.
+    """Returns where the models of a run lie: those of its workers under Ray, else those of this process.
 
     Under Ray it has no number, as each worker sees the GPUs that it was granted.
 
@@ -63,7 +63,7 @@ def compute_device(recipe: Recipe, passed: PreTrainedModel | None = None) -> tor
 
 
 def find_device(asked: str) -> torch.device:
-    """What ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for in this process.
+    """Returns what ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for in this process.
 
     Raises:
         UserError: it is not there.
@@ -94,7 +94,8 @@ def _in_words(count: int) -> str:
 
 
 def worker_device(seen: torch.device, recipe: RLRecipe | SupervisedRecipe) -> torch.device:
-    """Where a worker's models go: of Ray the GPU it was granted, of torchrun its own, or the CPU where there is none.
+    """Returns where a worker's models go: of Ray the GPU it was granted, of torchrun its own, or the CPU where there is
+    none.
 
     Args:
         seen: what the worker would take by itself.
@@ -175,7 +176,7 @@ def enter_process(
 
 
 def precision_on(device: torch.device, asked: PrecisionChoice) -> Precision:
-    """The compute dtype of models on ``device``; ``auto``: bf16 on a GPU that has it, fp32 elsewhere."""
+    """Returns the compute dtype of models on ``device``; ``auto``: bf16 on a GPU that has it, fp32 elsewhere."""
     if asked != "auto":
         return asked
     return "bf16" if device.type == "cuda" and _has_bf16(device) else "fp32"
@@ -222,8 +223,8 @@ class FrozenModels:
 
 
 def resolved(recipe: Recipe, device: torch.device) -> dict[str, str]:
-    """What a run has in the place of ``auto``: ``device`` and every ``precision`` by its key; ``gpu``, its name; and
-    every ``compile`` that is on."""
+    """Returns what a run has in the place of ``auto``: ``device`` and every ``precision`` by its key; ``gpu``, its
+    name; and every ``compile`` that is on."""
     found = {"device": str(device)}
     if device.index is not None:
         found["gpu"] = torch.cuda.get_device_name(device)
@@ -237,7 +238,7 @@ def _keys_named(name: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def device_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Remarks on a run that goes on elsewhere; both as ``run.json`` has them."""
+    """Returns remarks on a run that goes on elsewhere; both as ``run.json`` has them."""
     former, present = before.get("resolved"), now.get("resolved")
     if not isinstance(former, Mapping) or not isinstance(present, Mapping):
         return []
@@ -252,7 +253,8 @@ _MASTER_BYTES = 4
 
 
 def check_engine_fits(recipe: RLRecipe, path: str, device: torch.device, processes: int = 1) -> None:
-    """What is counted is the least: the policy, and keys and values of ``cache_tokens``, or of one response (native).
+    """Checks that the device holds what an engine needs at least: the policy, and keys and values of ``cache_tokens``,
+    or of one response (native).
 
     Args:
         path: of the policy, a directory or hub name.
@@ -292,7 +294,7 @@ def check_engine_fits(recipe: RLRecipe, path: str, device: torch.device, process
 
 
 def numbers_per_token(config: PreTrainedConfig) -> int:
-    """Keys and values that a token has in all layers."""
+    """Counts the keys and values that a token has in all layers."""
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", 1)
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -300,7 +302,8 @@ def numbers_per_token(config: PreTrainedConfig) -> int:
 
 
 def _room(device: torch.device, processes: int) -> float:
-    """Bytes of a GPU, or of this machine's memory what is free, and not more than each process's part of it."""
+    """Returns the bytes of a GPU, or of this machine's memory what is free, and not more than each process's part of
+    it."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[1])
     try:
@@ -312,7 +315,7 @@ def _room(device: torch.device, processes: int) -> float:
 def throughput(
     seconds: float, *, samples: int, tokens: int, devices: int, works: Mapping[str, Work]
 ) -> dict[str, float]:
-    """Metrics of a step.
+    """Computes the throughput metrics of a step.
 
     Args:
         samples: responses, or rows of a supervised job, that the step trained on.

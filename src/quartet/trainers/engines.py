@@ -41,8 +41,8 @@ def native_engine(
     speculation: Speculation | None = None,
     model: DrafterModel | None = None,
 ) -> NativeEngine:
-    """The native engine in this process, which computes with ``packed``; where it owns the weights they are yet to
-    come.
+    """Makes the native engine in this process, which computes with ``packed``; where it owns the weights they are yet
+    to come.
 
     Args:
         model: the trainer's own of the drafter, where the engine shares the policy with it.
@@ -91,12 +91,12 @@ class Policy:
 
     @property
     def version(self) -> int | None:
-        """Of the weights that an engine loads: none that count, where others are sent."""
+        """The version of the weights that an engine loads: none that count, where others are sent."""
         return None if self.staging is not None else 0
 
 
 def open_engine(config: EngineConfig, policy: Policy) -> Router:
-    """The engines of a recipe, ready, or ready once weights were staged. The caller closes it.
+    """Opens the engines of a recipe, ready, or ready once weights were staged. The caller closes them.
 
     Raises:
         UserError: an engine cannot be had, in its own words.
@@ -175,7 +175,7 @@ def vllm_dtype(config: VLLMEngineConfig, precision: Precision) -> str:
 
 
 def visible_devices() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Returns the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
@@ -183,12 +183,13 @@ def visible_devices() -> list[str]:
 
 
 def _threads() -> dict[str, str]:
-    """As many for an engine on the CPU as its worker has."""
+    """Returns the variables that give an engine on the CPU as many threads as its worker has."""
     return {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def _devices_of(number: int, config: VLLMEngineConfig, visible: Sequence[str]) -> dict[str, str]:
-    """Variables that give one of several engines its devices: the next ones, from the first again at the end."""
+    """Returns the variables that give one of several engines its devices: the next ones, from the first again at the
+    end."""
     if not visible:
         return _threads()
     size = config.tensor_parallel_size
@@ -203,14 +204,14 @@ def _devices_of(number: int, config: VLLMEngineConfig, visible: Sequence[str]) -
 
 
 def has_folder(config: ModelConfig | None) -> bool:
-    """Whether the recipe names a directory, or a model of the hub, that has the model and its tokenizer."""
+    """Tells whether the recipe names a directory, or a model of the hub, that has the model and its tokenizer."""
     return config is not None and config.tokenizer is None
 
 
 @contextmanager
 def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
-    """A directory with the model as it started and its tokenizer: the recipe's, the hub cache's, or one that is gone
-    afterwards."""
+    """Yields a directory with the model as it started and its tokenizer: the recipe's, the hub cache's, or one that is
+    gone afterwards."""
     if config is not None and has_folder(config):
         yield local_or_hub(config.path, "model")
         return
@@ -222,7 +223,8 @@ def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: Text
 
 
 def runs_own_code(config: ModelConfig | None, packed: PackedCausalLM) -> bool:
-    """Whether code that comes with the model may run: as the recipe says; of a model from Python, where its does."""
+    """Tells whether code that comes with the model may run: as the recipe says; of a model from Python, where its
+    does."""
     return brings_code(packed.model) if config is None else config.trust_remote_code
 
 
@@ -230,7 +232,7 @@ def runs_own_code(config: ModelConfig | None, packed: PackedCausalLM) -> bool:
 def step_engine(
     config: EngineConfig, packed: PackedCausalLM, codec: TextCodec, model: ModelConfig | None, device: torch.device
 ) -> Iterator[StepEngine]:
-    """An engine for a model that stays as it is, until the block ends; ``packed`` itself where it is native.
+    """Yields an engine for a model that stays as it is, until the block ends; ``packed`` itself where it is native.
 
     Args:
         packed: on the meta device where the engine reads the weights itself.

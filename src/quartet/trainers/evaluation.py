@@ -111,7 +111,7 @@ CHUNK = 64
 def prompt_requests(
     prompts: PromptData, codec: TextCodec, sampling: SamplingConfig, *, seed: int, samples: int
 ) -> list[tuple[PromptItem, PromptRequest]]:
-    """What an evaluation asks for each prompt."""
+    """Returns what an evaluation asks for each prompt."""
     params = sampling_params(sampling, codec)
     return [
         (item, PromptRequest.of(f"eval.{i}", item, params, seed=seed, draw=-1, num=samples))
@@ -120,7 +120,7 @@ def prompt_requests(
 
 
 def _name(place: int, sample: int) -> str:
-    """Of a sample, in requests and files."""
+    """Names a sample, in requests and files."""
     return f"eval.{place}.{sample}"
 
 
@@ -130,8 +130,8 @@ def _name(place: int, sample: int) -> str:
 async def score_groups(
     groups: Sequence[Group], scorers: Sequence[Scorer], *, step: int, cache: EvaluationCache | None = None
 ) -> list[Answer]:
-    """Every trajectory as an answer with the scores of all ``scorers``, prompt after prompt; of several turns the last
-    action is the text.
+    """Returns every trajectory as an answer with the scores of all ``scorers``, prompt after prompt; of several turns
+    the last action is the text.
 
     Args:
         step: the step that the spans of scoring belong to.
@@ -161,7 +161,7 @@ async def score_groups(
 
 
 async def _scored(chunk: Chunk, scorers: Sequence[Scorer]) -> list[tuple[dict[str, float], bool]]:
-    """Scores of each trajectory by source, and whether a source has left it out."""
+    """Returns the scores of each trajectory by source, and whether a source has left it out."""
     batch = join(chunk.data, *await score_all(scorers, chunk))
     final_N = Trajectories.of(batch).final_N
     columns = {name: column[final_N].tolist() for name, column in batch.sequence.items()}
@@ -211,7 +211,7 @@ def generate(
     engine: StepEngine | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> list[list[Generated]]:
-    """Completions of every prompt, ``num_responses`` each, in order.
+    """Generates completions of every prompt, ``num_responses`` each, in order.
 
     Args:
         sampling: applies to all; every response gets its own seed, derived from ``seed``, prompt place and place.
@@ -243,7 +243,7 @@ def run_to_end(
     requests: Sequence[Request],
     on_done: Callable[[Sequence[Completion]], None] | None = None,
 ) -> list[Completion]:
-    """Completions of the requests, in their order, by an engine that does nothing else meanwhile.
+    """Returns the completions of the requests, in their order, by an engine that does nothing else meanwhile.
 
     Args:
         on_done: called with the completions of each engine step that finished any.
@@ -264,7 +264,8 @@ def run_to_end(
 def answers_of(
     codec: TextCodec, index: int, item: PromptItem, completions: Sequence[Completion], texts: Sequence[str] = ()
 ) -> Group:
-    """Completions of one prompt as trajectories of one turn, with their texts; those given where they are known."""
+    """Makes a group of completions of one prompt as trajectories of one turn, with their texts; those given where they
+    are known."""
     ids = tuple(codec.encode_prompt(item.prompt))
     texts = texts or [completion_text(codec, ids, one) for one in completions]
     made = [answered(ids, one, text) for one, text in zip(completions, texts, strict=True)]
@@ -272,7 +273,7 @@ def answers_of(
 
 
 def as_completion(codec: TextCodec, answer: Answer) -> Completion:
-    """A completion for an answer of which only the text is known, to be scored, never to be trained on.
+    """Makes a completion for an answer of which only the text is known, to be scored, never to be trained on.
 
     Its token ids are those the text has after its prompt; end-of-text stands behind it only where it ended by itself.
     """
@@ -329,13 +330,14 @@ class EvaluationModel:
         self.rewards.close()
 
     def warnings(self) -> list[str]:
-        """Rows left out or converted, what is changed about the model, and samples that rewards left out, in words."""
+        """Tells of rows left out or converted, what is changed about the model, and samples that rewards left out, in
+        words."""
         found = [*self.prompts.remarks, *self.packed.warnings]
         found += [warning for role in self.rewards.models for warning in load_warnings(role.model.model)]
         return found + self.rewards.warnings()
 
     def cut_short(self, sampling: SamplingConfig, key: str) -> list[str]:
-        """What is to be said where ``key``'s answers end at the model's context."""
+        """Returns what is to be said where ``key``'s answers end at the model's context."""
         lengths = self.prompts.lengths[:, 0].tolist()
         return cut_short(lengths, sampling.max_new_tokens, context_length(self.packed.model), key)
 
@@ -349,7 +351,7 @@ class EvaluationModel:
         seed: int,
         cache: EvaluationCache | None = None,
     ) -> list[Answer]:
-        """``samples`` answers to every prompt, scored. ``bar`` is told how many are generated.
+        """Returns ``samples`` answers to every prompt, scored. ``bar`` is told how many are generated.
 
         Args:
             cache: what an evaluation before this one has; this one's work is kept there.
@@ -381,7 +383,7 @@ class EvaluationModel:
     def score_stored(
         self, stored: Sequence[Answer], recorder: SpanRecorder, cache: EvaluationCache | None = None
     ) -> list[Answer]:
-        """Answers of an earlier evaluation to the same prompts, scored by these rewards."""
+        """Scores answers of an earlier evaluation to the same prompts by these rewards."""
         by_prompt_id = matched(stored, self.prompts.items)
         groups: list[Group] = []
         for item in self.prompts:
@@ -473,7 +475,8 @@ class Evaluator:
         self._notes: list[str] = []
 
     def _check_comparison(self, config: ComparisonConfig | None) -> list[Answer]:
-        """Everything about the comparison that can be known before the first answer; returns the answers of a file."""
+        """Checks everything about the comparison that can be known before the first answer; returns the answers of a
+        file."""
         if config is None:
             if self.judge is not None:
                 raise UserError(
@@ -498,7 +501,7 @@ class Evaluator:
         return stored
 
     def run(self) -> EvaluationResult:
-        """All answers, scores and figures.
+        """Makes all answers, scores and figures.
 
         Raises:
             Interrupted: Ctrl-C, SIGTERM or SIGUSR1; what is finished is saved, and resumable.
@@ -554,7 +557,7 @@ class Evaluator:
     # Answers -----------------------------------------------------------------------------------------------
 
     def _answers(self, recorder: SpanRecorder) -> tuple[list[Answer], list[Answer]]:
-        """Those of the model, and those it is compared with (none without a comparison)."""
+        """Returns the answers of the model, and those they are compared with (none without a comparison)."""
         evaluation_model, self._evaluation_model = self._evaluation_model, None
         if evaluation_model is None:
             raise RuntimeError("an evaluation runs once; make another Evaluator")
@@ -611,7 +614,7 @@ class Evaluator:
 
 
 def _found(config: ModelConfig | None) -> ModelConfig | None:
-    """The section with the directory of the run or checkpoint that it names."""
+    """Returns the section with the directory of the run or checkpoint that it names."""
     if config is None or config.revision is not None:
         return config
     path = model_directory(config.path, trust_remote_code=config.trust_remote_code)
@@ -619,12 +622,12 @@ def _found(config: ModelConfig | None) -> ModelConfig | None:
 
 
 def _identity(answers: Sequence[Answer]) -> list[list[Any]]:
-    """What makes these answers others than those of another evaluation."""
+    """Returns what makes these answers others than those of another evaluation."""
     return [[answer.prompt_id, answer.sample, answer.completion] for answer in answers]
 
 
 def _figure_row(figure: EvaluationMetric) -> dict[str, Any]:
-    """A row of the summary's table."""
+    """Makes a row of the summary's table."""
     return {
         "figure": figure.name,
         "value": figure.value,

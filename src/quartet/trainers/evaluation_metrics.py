@@ -75,7 +75,7 @@ _REQUIRED = _KEYS - {"length", "rewards"}
 
 
 def or_null(value: float) -> float | None:
-    """None for NaN, which JSON does not have."""
+    """Returns the value, or None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value
 
 
@@ -99,7 +99,7 @@ def write_answers(path: Path, answers: Sequence[Answer]) -> None:
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers of an evaluation.
+    """Reads the answers of an evaluation.
 
     Raises:
         UserError: no such file, or one that no evaluation has written.
@@ -127,7 +127,7 @@ def as_text(prompt: PromptText) -> str:
 
 
 def answer_rows(path: Path, num: int) -> list[Row]:
-    """The first ``num`` answers of a file for people to read; none where it is gone."""
+    """Returns the first ``num`` answers of a file for people to read; none where it is gone."""
     answers = read_answers(path)[:num] if path.is_file() else []
     return [
         {
@@ -142,7 +142,7 @@ def answer_rows(path: Path, num: int) -> list[Row]:
 
 
 def matched(stored: Sequence[Answer], items: Sequence[PromptItem]) -> dict[str, list[Answer]]:
-    """The stored samples of each prompt that has any, by prompt id.
+    """Returns the stored samples of each prompt that has any, by prompt id.
 
     Raises:
         UserError: no prompt has any, or an id stands for another prompt.
@@ -291,7 +291,8 @@ def measure(
     seed: int,
     intervals: bool = True,
 ) -> list[EvaluationMetric]:
-    """Every figure of the answers. A prompt to which a source does not apply has no part in that source's figures.
+    """Computes every figure of the answers. A prompt to which a source does not apply has no part in that source's
+    figures.
 
     ======================================= =====================================================================
     ``eval/<source>``                       mean score of a prompt's samples
@@ -331,7 +332,7 @@ def metrics_of(figures: Sequence[EvaluationMetric]) -> dict[str, float]:
 
 
 def by_prompt(answers: Sequence[Answer]) -> list[list[Answer]]:
-    """The samples of each prompt, in order."""
+    """Returns the samples of each prompt, in order."""
     found: dict[str, list[Answer]] = {}
     for answer in answers:
         found.setdefault(answer.prompt_id, []).append(answer)
@@ -339,7 +340,8 @@ def by_prompt(answers: Sequence[Answer]) -> list[list[Answer]]:
 
 
 def weighted_scores(answers: Sequence[Answer], weights: Mapping[str, float], source: str | None = None) -> list[float]:
-    """Each answer's weighted sum of the sources that apply, under their gates, as in training; NaN where none does.
+    """Returns each answer's weighted sum of the sources that apply, under their gates, as in training; NaN where none
+    does.
 
     Args:
         source: the score of this source alone.
@@ -354,7 +356,7 @@ def weighted_scores(answers: Sequence[Answer], weights: Mapping[str, float], sou
 
 
 def prompt_means(answers: Sequence[Answer], scores: Sequence[float]) -> dict[str, float]:
-    """Mean score of the samples of each prompt by its id, one score per answer; NaN where none has one."""
+    """Returns the mean score of the samples of each prompt by its id, one score per answer; NaN where none has one."""
     found: dict[str, list[float]] = {}
     for answer, score in zip(answers, scores, strict=True):
         found.setdefault(answer.prompt_id, []).append(score)
@@ -362,13 +364,13 @@ def prompt_means(answers: Sequence[Answer], scores: Sequence[float]) -> dict[str
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of those that are not NaN; NaN for fewer than two."""
+    """Returns the standard error of the mean of the values that are not NaN; NaN for fewer than two."""
     kept = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
     return float(kept.std() / math.sqrt(len(kept))) if len(kept) > 1 else math.nan
 
 
 def check_graded(grading: GradingConfig, sources: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
-    """The sources that judge right and wrong: those named, or all but reward models.
+    """Returns the sources that judge right and wrong: those named, or all but reward models.
 
     Raises:
         UserError: a name that no source has.
@@ -394,7 +396,8 @@ def check_named(key: str, source: str | None, sources: Sequence[str], otherwise:
 def _graded(
     groups: Sequence[Sequence[Answer]], source: str, grading: GradingConfig, samples: int, extract: Extract
 ) -> dict[str, list[float]]:
-    """Values per prompt; a prompt with fewer samples that the source applies to than a k has no value at that k."""
+    """Returns the values per prompt; a prompt with fewer samples that the source applies to than a k has no value at
+    that k."""
     applying = [[a for a in group if not math.isnan(a.rewards.get(source, math.nan))] for group in groups]
     right = [[a.rewards[source] >= grading.threshold for a in group] for group in applying]
     found = {f"eval/{source}/exact_match": [_mean([float(r) for r in row]) for row in right]}
@@ -414,7 +417,7 @@ def _graded(
 def _votes(
     groups: Sequence[Sequence[Answer]], right: Sequence[Sequence[bool]], k: int, extract: Extract
 ) -> tuple[list[float], list[float]]:
-    """Per prompt the mean over its votes: samples 1 … k, k + 1 … 2k and so on, as many as are complete.
+    """Returns per prompt the mean over its votes: samples 1 … k, k + 1 … 2k and so on, as many as are complete.
 
     Votes of disjoint samples are independent, so their mean is unbiased, and no draw of samples is needed.
     """
@@ -435,7 +438,7 @@ def _votes(
 
 
 def extractor(config: AnswerConfig) -> Extract:
-    """``completion → answer``, None where there is none; equal answers give equal text."""
+    """Makes the function ``completion → answer``, None where there is none; equal answers give equal text."""
     if isinstance(config, NumberAnswer):
         return _last_number
     if isinstance(config, RegexAnswer):
@@ -467,7 +470,8 @@ def _last_number(text: str) -> str | None:
 
 
 def _with_interval(figure: EvaluationMetric, values: Sequence[float], confidence: float, seed: int) -> EvaluationMetric:
-    """Proportions (every prompt 0 or 1) get Wilson's interval, other means of two prompts or more the bootstrap's."""
+    """Adds the interval: proportions (every prompt 0 or 1) get Wilson's interval, other means of two prompts or more
+    the bootstrap's."""
     if figure.name != LENGTH and all(value in (0.0, 1.0) for value in values):
         low, high = wilson_interval(figure.value, len(values), confidence)
         return replace(figure, low=low, high=high, interval="wilson")
@@ -479,7 +483,7 @@ def _with_interval(figure: EvaluationMetric, values: Sequence[float], confidence
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Of those that are not NaN; NaN where there are none."""
+    """Returns the mean of the values that are not NaN; NaN where there are none."""
     kept = [value for value in values if not math.isnan(value)]
     return sum(kept) / len(kept) if kept else math.nan
 
@@ -496,7 +500,7 @@ class AnswerJudge(Protocol):
     async def compare(
         self, prompts: Sequence[PromptText], answers_a: Sequence[str], answers_b: Sequence[str]
     ) -> list[float | None]:
-        """Preference for answer A in [-1, 1], 0 for none; None where there is no verdict."""
+        """Returns the preference for answer A in [-1, 1], 0 for none; None where there is no verdict."""
 
 
 @dataclass(frozen=True)
@@ -529,7 +533,7 @@ class Comparison:
     verdict: PairwiseVerdict | None
 
     def row(self) -> dict[str, Any]:
-        """What ``comparison.jsonl`` keeps."""
+        """Returns what ``comparison.jsonl`` keeps."""
         return {
             "prompt_id": self.first.prompt_id,
             "sample": self.first.sample,
@@ -574,7 +578,8 @@ def compare_scores(
     source: str | None,
     tie_margin: float,
 ) -> list[Comparison]:
-    """The higher score wins (``weighted_scores``); scores that differ by no more than ``tie_margin`` are the same."""
+    """Compares by scores: the higher score wins (``weighted_scores``); scores that differ by no more than
+    ``tie_margin`` are the same."""
     both = pairs(first, second)
     ours, theirs = (weighted_scores([pair[k] for pair in both], weights, source) for k in (0, 1))
     return [_decided(a, b, x - y, tie_margin) for (a, b), x, y in zip(both, ours, theirs, strict=True)]
@@ -587,7 +592,7 @@ async def compare_by_judge(
     tie_margin: float,
     cache: EvaluationCache | None = None,
 ) -> list[Comparison]:
-    """The judge's preference wins, beyond ``tie_margin``.
+    """Compares by a judge: the judge's preference wins, beyond ``tie_margin``.
 
     Args:
         cache: pairs that it has a preference for are not asked about again; those of the others are kept there.
@@ -642,7 +647,7 @@ def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) ->
 
 
 def pairs(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
-    """Answers to the same prompt and of the same place, which have the same random numbers."""
+    """Pairs answers to the same prompt and of the same place, which have the same random numbers."""
     others = {(b.prompt_id, b.sample): b for b in second}
     return [(a, others[key]) for a in first if (key := (a.prompt_id, a.sample)) in others]
 

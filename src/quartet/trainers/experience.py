@@ -153,7 +153,7 @@ class Scored:
         return self.owner_T >= 0
 
     def summed(self, values_T: Tensor) -> Tensor:
-        """``[N]`` a token field over the action tokens of each trajectory."""
+        """Sums a token field over the action tokens of each trajectory, ``[N]``."""
         return segment_sum(values_T, self.owner_T, len(self.scores_N))
 
 
@@ -177,7 +177,7 @@ def shaped_scores(
     length_N: Tensor,
     max_new_tokens: int | None,
 ) -> Tensor:
-    """``[N]`` scores within ``config.reward_clip_range``, less the penalties for a missing end and for length.
+    """Returns ``[N]`` scores within ``config.reward_clip_range``, less the penalties for a missing end and for length.
 
     Args:
         ended_N: ``[N]`` bool, True where the policy emitted its end of text.
@@ -193,7 +193,7 @@ def shaped_scores(
 
 
 def length_penalty(config: ScoredAlgorithm, length_N: Tensor, max_new_tokens: int | None) -> Tensor:
-    """``[N]`` what ``config.overlong`` takes off the scores; 0 without it."""
+    """Returns what ``config.overlong`` takes off the scores, ``[N]``; 0 without it."""
     if config.overlong is None:
         return torch.zeros(len(length_N))
     assert max_new_tokens is not None, "a run has a longest response"
@@ -201,7 +201,7 @@ def length_penalty(config: ScoredAlgorithm, length_N: Tensor, max_new_tokens: in
 
 
 def sampled_logprobs(batch: RaggedBatch) -> Tensor:
-    """``[T]`` the trainer's own log-probabilities where it computed them, else the engine's."""
+    """Returns the trainer's own log-probabilities ``[T]`` where it computed them, else the engine's."""
     return batch.token["old_logprobs"] if "old_logprobs" in batch.token else batch.token["rollout_logprobs"]
 
 
@@ -209,7 +209,7 @@ def sampled_logprobs(batch: RaggedBatch) -> Tensor:
 
 
 def estimate(config: PolicyGradientConfig | SelectionConfig, scored: Scored) -> Estimate:
-    """Advantages of one step; those of trajectories that do not take part are 0."""
+    """Computes the advantages of one step; those of trajectories that do not take part are 0."""
     match config:
         case PPO():
             return _ppo(config, scored)
@@ -239,14 +239,15 @@ def _ppo(config: PPO, scored: Scored) -> Estimate:
 
 
 def _whitened(config: RewardedAlgorithm, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Over all action tokens of the step, as the recipe has it."""
+    """Whitens advantages over all action tokens of the step, as the recipe has it."""
     if not config.whiten_advantages:
         return advantages_T
     return masked_whiten(advantages_T, mask_T, scale=config.whiten_advantages is True)
 
 
 def _values_behind(scored: Scored) -> Tensor:
-    """``[N]`` value of the state behind the last action of each trajectory that did not end by itself, 0 for others."""
+    """Returns the value ``[N]`` of the state behind the last action of each trajectory that did not end by itself, 0
+    for others."""
     last_N = last_token(scored.owner_T, len(scored.scores_N))
     values_N = scored.batch.token["next_values"][last_N.clamp(min=0)]
     return torch.where((last_N >= 0) & ~scored.ended_N, values_N, 0.0)
@@ -276,7 +277,8 @@ def _optimal_tokens(config: OptimalTokenBaseline, scored: Scored) -> Estimate:
 
 
 def _token_rewards(scored: Scored) -> Tensor:
-    """``[T]`` what each action token earned: steps where they were taken, the rest of the score at the end, less KL."""
+    """Returns what each action token earned, ``[T]``: steps where they were taken, the rest of the score at the end,
+    less KL."""
     rest_N, steps_T = scored.shaped_N, scored.step_rewards_T
     if steps_T is not None:
         steps_T = torch.where(scored.action_mask_T, steps_T, 0.0)
@@ -286,7 +288,7 @@ def _token_rewards(scored: Scored) -> Tensor:
 
 
 def _within_groups(config: PolicyGradientConfig | SelectionConfig, scored: Scored) -> Estimate:
-    """Trajectories compared with the others of their group that take part; one advantage on all their tokens."""
+    """Compares trajectories with the others of their group that take part; one advantage on all their tokens."""
     owner_T, group_N, shaped_N = scored.owner_T, scored.group_N, scored.shaped_N
     if isinstance(config, Selection):
         rewards_N = shaped_N  # KL takes no part in what is best
@@ -307,7 +309,7 @@ def _within_groups(config: PolicyGradientConfig | SelectionConfig, scored: Score
 
 
 def _in_equal_group(scored: Scored, acting_N: Tensor) -> Tensor:
-    """``[N]`` bool: takes part in a group whose scores are all equal."""
+    """Tells of each trajectory, ``[N]`` bool, whether it takes part in a group whose scores are all equal."""
     labels_N = torch.unique(scored.group_N, return_inverse=True)[1]
     compared_N = torch.where(acting_N, labels_N, -1)
     is_constant = segment_is_constant(scored.shaped_N, compared_N, int(labels_N.max()) + 1)
@@ -321,7 +323,7 @@ def _group_advantages(
     shaped_N: Tensor,
     length_N: Tensor,
 ) -> Tensor:
-    """``[N]`` of trajectories that take part.
+    """Returns the advantages ``[N]`` of trajectories that take part.
 
     Which groups are equal is judged before KL enters, but with the recipe's penalties: these are a signal.
     """
@@ -352,7 +354,7 @@ def _group_advantages(
 
 
 def learned_from(config: Selection, batch: RaggedBatch) -> RaggedBatch:
-    """The selected sequences of an experience; all of them without loss tokens where nothing was selected.
+    """Returns the selected sequences of an experience; all of them without loss tokens where nothing was selected.
 
     Pairs have the sequence fields ``pair``, ``chosen``, ``margin`` (the difference of their total rewards) and, where
     the loss has a reference, ``ref_logprobs``.
@@ -389,8 +391,8 @@ ENTROPIES = "old_entropies"
 def with_selected_tokens(
     config: Strict, batch: RaggedBatch, num_trajectories: int, draw: int
 ) -> tuple[RaggedBatch, dict[str, float]]:
-    """The batch with ``loss_mask`` less the responses that were rejected, and the columns by which the loss tells
-    tokens apart; and the step's figures about them.
+    """Returns the batch with ``loss_mask`` less the responses that were rejected, and the columns by which the loss
+    tells tokens apart; and the step's figures about them.
 
     Args:
         batch: with ``old_logprobs`` where the recipe asks for a choice, ``advantages`` and the field ``trajectory``.
@@ -426,7 +428,7 @@ def with_selected_tokens(
 
 
 def _kept(config: RejectionConfig, batch: RaggedBatch, owner_T: Tensor, num_trajectories: int) -> Tensor:
-    """``[N]`` bool."""
+    """Tells of each trajectory, ``[N]`` bool, whether it is kept."""
     logprobs = batch.token["old_logprobs"], batch.token["rollout_logprobs"]
     sampled = SampledTokens(*logprobs, owner_T >= 0, owner_T, num_trajectories)
     lower = config.lower if config.lower is not None else 1 / config.upper
@@ -563,7 +565,7 @@ class Assembler:
         return {name: value for of in figures for name, value in of(batch, judged.rewards, self.weights).items()}
 
     def judge(self, batch: RaggedBatch, step: int | None = None) -> ScoredGroups:
-        """Scores of a batch that has the columns of rewards; it needs no others.
+        """Computes the scores of a batch that has the columns of rewards; it needs no others.
 
         Args:
             step: whose scores are shuffled, in a control experiment; None leaves them.
@@ -597,8 +599,8 @@ class Assembler:
         return ScoredGroups(trajectories, trajectory_T, rewards, scores_N, shaped_N, applies_N, length_N, ended_N)
 
     def _with_baseline(self, batch: RaggedBatch) -> tuple[RaggedBatch, RaggedBatch | None]:
-        """The sampled sequences with the column ``baseline`` ``[S]``, and the greedy ones, with their ``score`` and as
-        they were sampled; where the method has none, the batch as it is."""
+        """Returns the sampled sequences with the column ``baseline`` ``[S]``, and the greedy ones, with their ``score``
+        and as they were sampled; where the method has none, the batch as it is."""
         if GREEDY not in batch.sequence:
             return batch, None
         sampled, greedy = (batch.select(part).pop(GREEDY)[0] for part in sampled_and_greedy(batch))
@@ -612,7 +614,7 @@ class Assembler:
         return sampled.with_sequence(**{BASELINE: baseline_N[owner_S]}), greedy
 
     def _taking_part(self, applies_N: Tensor, group_N: Tensor, baseline_N: Tensor | None) -> Tensor:
-        """``[N]`` bool trajectories that are learned from: those with a score, and what it is compared with."""
+        """Tells which trajectories are learned from, ``[N]`` bool: those with a score, and what it is compared with."""
         if isinstance(self.config, Distillation):
             return torch.ones_like(applies_N)
         if isinstance(self.config, GroupAlgorithm | Selection):
@@ -622,7 +624,8 @@ class Assembler:
         return applies_N if baseline_N is None else applies_N & ~baseline_N.isnan()
 
     def _step_rewards(self, batch: RaggedBatch, judged: ScoredGroups) -> Tensor | None:
-        """``[T]`` weighted sum over the sources that say where their score was earned; None without such a source.
+        """Returns the weighted sum ``[T]`` over the sources that say where their score was earned; None without such a
+        source.
 
         Shuffled scores belong to other trajectories, so nothing of them was earned on the way.
         """
@@ -694,14 +697,14 @@ class Assembler:
 
 
 def failed_episodes(batch: RaggedBatch, final_N: Tensor) -> Tensor:
-    """``[N]`` bool trajectories in which the environment failed: no source scores them."""
+    """Tells in which trajectories the environment failed, ``[N]`` bool: no source scores them."""
     reasons = batch.objects.get("finish_reason")
     failed = [reasons is not None and reasons[s] == TrajectoryEnd.FAILED for s in final_N.tolist()]
     return torch.tensor(failed, dtype=torch.bool)
 
 
 def sampled_and_greedy(batch: RaggedBatch) -> list[list[int]]:
-    """Places of the sequences that were sampled, and of the greedy ones."""
+    """Returns the places of the sequences that were sampled, and of the greedy ones."""
     is_greedy = batch.sequence[GREEDY].tolist()
     return [[s for s, found in enumerate(is_greedy) if found == wanted] for wanted in (False, True)]
 
@@ -711,7 +714,7 @@ def sampled_only(batch: RaggedBatch) -> list[list[int]]:
 
 
 def _wide_enough(scores_N: Tensor) -> Tensor:
-    """``[N]`` in fp32, or in fp64 where sums of squares would leave the range of fp32."""
+    """Returns scores ``[N]`` in fp32, or in fp64 where sums of squares would leave the range of fp32."""
     return scores_N.to(torch.float64 if bool((scores_N.abs() > _LARGE).any()) else torch.float32)
 
 

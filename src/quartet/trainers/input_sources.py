@@ -68,8 +68,8 @@ def check_recipe(recipe: object, kind: type[Recipe]) -> None:
 def with_names(
     recipe: R, model: ModelLike | None, tokenizer: TokenizerLike | None, section: str = "model"
 ) -> tuple[R, PreTrainedModel | None, PreTrainedTokenizerBase | None]:
-    """The recipe in which ``section`` names the model and tokenizer that were passed by name, and those passed as
-    objects.
+    """Returns the recipe in which ``section`` names the model and tokenizer that were passed by name, and those passed
+    as objects.
 
     Raises:
         UserError: the recipe names another model, or there is no such tokenizer.
@@ -84,7 +84,7 @@ def with_names(
 
 
 def with_name(recipe: R, model: ModelLike | None, key: str) -> tuple[R, PreTrainedModel | None]:
-    """The recipe whose ``key`` (``reference.path``, ``critic.path``) is the name passed, and the object passed.
+    """Returns the recipe whose ``key`` (``reference.path``, ``critic.path``) is the name passed, and the object passed.
 
     A name is written into the recipe, so that the run's record and ``--resume`` know it.
 
@@ -140,7 +140,7 @@ def _check_object(model: PreTrainedModel) -> None:
 
 
 def as_rewards(rewards: Reward | Sequence[Reward], name: str = "rewards") -> tuple[Reward, ...]:
-    """Rewards passed from Python, one or several, as a tuple.
+    """Returns rewards passed from Python, one or several, as a tuple.
 
     Raises:
         UserError: one of them cannot be called.
@@ -173,7 +173,7 @@ def _set(recipe: Any, dotted: str, value: Any) -> Any:
 def resolve_model(
     config: ModelConfig | None, model: PreTrainedModel | None, load: Callable[..., PreTrainedModel], key: str
 ) -> PreTrainedModel:
-    """The object if there is one, else what the recipe's path names.
+    """Returns the object if there is one, else what the recipe's path names.
 
     Raises:
         UserError: there is neither, or ``save_pretrained`` would refuse the model after training.
@@ -199,8 +199,8 @@ def resolve_model(
 def resolve_scalar_model(
     config: ModelConfig | None, model: PreTrainedModel | None, *, seed: int, empty: bool = False
 ) -> tuple[PreTrainedModel, GenerationConfig | None]:
-    """The model with a scalar head to train, and the generation config that names its end-of-text ids where there is
-    one.
+    """Returns the model with a scalar head to train, and the generation config that names its end-of-text ids where
+    there is one.
 
     A sequence-classification model is trained itself; of a causal LM the body is copied and a head drawn from ``seed``.
 
@@ -218,7 +218,7 @@ def resolve_scalar_model(
 
 
 def is_scalar(given: ModelConfig) -> bool:
-    """Whether the directory holds a sequence-classification model already."""
+    """Tells whether the directory holds a sequence-classification model already."""
     try:
         source = local_or_hub(given.path, "model")
         config = AutoConfig.from_pretrained(source, trust_remote_code=given.trust_remote_code)
@@ -228,7 +228,8 @@ def is_scalar(given: ModelConfig) -> bool:
 
 
 def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The object if there is one, else what the recipe names; with the recipe's chat template where it has one."""
+    """Returns the object if there is one, else what the recipe names; with the recipe's chat template where it has
+    one."""
     if config is None:
         if tokenizer is None:
             found = "neither a path nor an object"
@@ -242,12 +243,12 @@ def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizer
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Rows of the embedding: one more than the largest id that the model can read."""
+    """Returns how many rows the embedding has: one more than the largest id that the model can read."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Longest sequence the model's positions allow in packed runs, in tokens."""
+    """Returns the longest sequence the model's positions allow in packed runs, in tokens."""
     return model_context_length(model) or UNLIMITED
 
 
@@ -262,7 +263,7 @@ def check_context(model: PreTrainedModel, longest: int, what: str) -> None:
 
 
 def cut_short(lengths: Iterable[int], max_new_tokens: int, context: int, key: str) -> list[str]:
-    """What is to be said where answers end at the model's context, before ``max_new_tokens``.
+    """Returns what is to be said where answers end at the model's context, before ``max_new_tokens``.
 
     Args:
         lengths: of the prompts, in tokens.
@@ -305,8 +306,8 @@ def read_data(
     *,
     check_all: bool = False,
 ) -> D:
-    """The tokenised rows of ``key`` in the recipe, of all sources, mixed where they have weights; or the rows that
-    Python code passes, where a string or a message list is a prompt.
+    """Reads and tokenises the rows of ``key`` in the recipe, of all sources, mixed where they have weights; or the rows
+    that Python code passes, where a string or a message list is a prompt.
 
     The recipe's ``check_rows`` are checked and tokenised here; the others are when they are drawn.
 
@@ -362,7 +363,7 @@ def read_data(
 
 
 def readings(config: DataConfig | None, key: str) -> list[tuple[SourceConfig, Reading]]:
-    """The sources of ``key`` in the recipe, and how the rows of each are read.
+    """Returns the sources of ``key`` in the recipe, and how the rows of each are read.
 
     Raises:
         UserError: there are none, or weights in an evaluation.
@@ -377,12 +378,12 @@ def readings(config: DataConfig | None, key: str) -> list[tuple[SourceConfig, Re
 
 
 def limit_of(options: DataConfig, room: int, key: str) -> TokenLimit:
-    """The longest sequence of ``key``, where ``room`` is the longest that the model allows."""
+    """Returns the longest sequence of ``key``, where ``room`` is the longest that the model allows."""
     return TokenLimit(min(room, options.max_tokens or room), options.overlong, key)
 
 
 def shares(options: DataConfig, sizes: Sequence[int]) -> list[str]:
-    """How many rows of each of several sources an epoch has, in words.
+    """Tells how many rows of each of several sources an epoch has, in words.
 
     Args:
         sizes: rows of each that are used.
@@ -398,7 +399,7 @@ def shares(options: DataConfig, sizes: Sequence[int]) -> list[str]:
 def _read_source(
     rows: Iterator[Row], source: SourceConfig | None, num: int | None, read: Callable[[Iterator[Row], int], D]
 ) -> D:
-    """The data of one source, of which the first ``num`` rows are checked; all where that is None."""
+    """Reads the data of one source, of which the first ``num`` rows are checked; all where that is None."""
     data = read(islice(rows, num), 0)
     rest = Spool[Row](rows if num is not None else ())
     if num is None or not rest:
@@ -446,7 +447,7 @@ def prompt_data(
     *,
     check_all: bool = False,
 ) -> PromptData:
-    """Tokenised prompts that leave room for at least one token of ``context``."""
+    """Reads and tokenises prompts that leave room for at least one token of ``context``."""
     # One per source, in their order. Prompts of a single source keep their ids when others join it as further sources.
     prefixes = chain(["p"], (f"s{n}p" for n in count(1)))
     of_section = defaultdict[str, str](lambda: next(prefixes))
@@ -468,7 +469,7 @@ def pair_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData]:
 
 
 def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData | JudgedData]:
-    """Pairs, or answers judged one by one, as the first row has it."""
+    """Makes a reader of pairs, or of answers judged one by one, as the first row has it."""
     pairs = pair_reader(doubtful)
 
     def read(
@@ -490,7 +491,7 @@ def prompt_reader(
 
 
 def reader_of(recipe: Recipe) -> Reader[Any]:
-    """How a job reads the rows that it trains on; prompts are those of the jobs that sample."""
+    """Returns how a job reads the rows that it trains on; prompts are those of the jobs that sample."""
     match recipe:
         case SFTRecipe():
             return demonstration_reader
@@ -504,6 +505,7 @@ def reader_of(recipe: Recipe) -> Reader[Any]:
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:
-    """Most tokens that have to stay in one micro-batch: a row's answers and its prompt, once for all where shared."""
+    """Returns the most tokens that have to stay in one micro-batch: a row's answers and its prompt, once for all where
+    shared."""
     prompts_R, answers_RA = data.lengths[:, 0], data.lengths[:, 1:]
     return int(((1 if share else answers_RA.shape[1]) * prompts_R + answers_RA.sum(1)).max())

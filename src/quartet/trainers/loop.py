@@ -98,8 +98,8 @@ class DynamicSampling:
         self._outcomes: dict[int, tuple[bool, Tensor]] = {}  # by group: whether its scores differ, and they themselves
 
     def stream(self, rule: AdmissionRule, *, chunk_size: int) -> GroupStream:
-        """The stream of groups with variance, replaced in rounds, as which requests share the engine's batch must not
-        depend on how long a reward takes."""
+        """Makes the stream of groups with variance, replaced in rounds, as which requests share the engine's batch must
+        not depend on how long a reward takes."""
         return GroupStream(
             self.produce,
             rule,
@@ -110,7 +110,7 @@ class DynamicSampling:
         )
 
     async def produce(self, index: int) -> Group:
-        """The group at ``index`` with its reward columns."""
+        """Produces the group at ``index`` with its reward columns."""
         group = await self._source(index)
         chunk = chunk_of(self._version(), index, [group])
         scored = join(chunk.data, *await score_all(self._scorers, chunk))
@@ -124,7 +124,7 @@ class DynamicSampling:
         return self._outcomes[group.index][0]
 
     def take_metrics(self) -> dict[str, float]:
-        """Figures of the groups sampled since the last call."""
+        """Returns figures of the groups sampled since the last call."""
         # In the order of the stream: sums must not depend on which group was scored first.
         outcomes = [self._outcomes[index] for index in sorted(self._outcomes)]
         self._outcomes.clear()
@@ -224,7 +224,7 @@ class RLLoop:
         self._before = self._generated if self._runs_ahead else self.rollout.stats()
 
     async def metrics(self, step: int, experience: Experience, watch: Stopwatch) -> dict[str, float]:
-        """Metrics of a complete iteration, beside those that scorers and learners return."""
+        """Returns metrics of a complete iteration, beside those that scorers and learners return."""
         batch, before, after = experience.batch, self._before, self._generated
         generated = after.generated_tokens - before.generated_tokens
         done, minibatches = step + 1, self.recipe.minibatches * self.recipe.epochs
@@ -261,7 +261,8 @@ class RLLoop:
         }
 
     def _engine_metrics(self) -> dict[str, float]:
-        """What happened to engines and running responses since the run, or the loop after a worker's death, began."""
+        """Tells what happened to engines and running responses since the run, or the loop after a worker's death,
+        began."""
         found, stats = {}, self.rollout.stats()
         if self._workers.placement.in_flight == "start_over":
             found["rollout/started_over"] = float(self.rollout.num_started_over)
@@ -291,9 +292,9 @@ class RLLoop:
         )
 
     def _open_journal(self, step: int) -> Journal | None:
-        """The record of what depends on timing when generation runs ahead, so that another run can repeat it: in
-        ``journal.jsonl``, of a loop that begins after ``step`` steps in ``journal_<step>.jsonl``. None where it
-        cannot be repeated."""
+        """Opens the record of what depends on timing when generation runs ahead, so that another run can repeat it: in
+        ``journal.jsonl``, of a loop that begins after ``step`` steps in ``journal_<step>.jsonl``. None where it cannot
+        be repeated."""
         placement = self.recipe.placement
         if not isinstance(placement, AsynchronousPlacement):
             return None
@@ -338,8 +339,8 @@ class RLLoop:
         self._sampled = self.rollout.stats()
 
     def _scorers(self) -> list[tuple[str, Scorer, bool]]:
-        """Stage, scorer, and whether its columns stay the same while the actor trains. Rewards are left out where
-        groups are scored as they are sampled; greedy responses have rewards, but no columns of models."""
+        """Returns stage, scorer, and whether its columns stay the same while the actor trains. Rewards are left out
+        where groups are scored as they are sampled; greedy responses have rewards, but no columns of models."""
         has_greedy = needs_greedy(self.recipe)
         found: list[tuple[str, Scorer, bool]] = []
         for reward in self.roles.reward_scorers(self.leases) if self._sampling is None else []:
@@ -372,7 +373,7 @@ class RLLoop:
         return [*critic, actor, *heads]
 
     def learned(self, experience: Experience) -> RaggedBatch:
-        """What the actor learns from."""
+        """Returns what the actor learns from."""
         algorithm = self.recipe.algorithm
         return learned_from(algorithm, experience.batch) if isinstance(algorithm, Selection) else experience.batch
 
@@ -382,7 +383,7 @@ class RLLoop:
         return ValueObjective(algorithm, self.recipe.prompts_per_step * self.recipe.responses_per_prompt)
 
     def policy_objective(self, is_first: bool) -> Objective:
-        """Of a mini-batch of the actor, the first of its step or not."""
+        """Makes the objective of a mini-batch of the actor, the first of its step or not."""
         recipe, algorithm = self.recipe, self.recipe.algorithm
         num = recipe.prompts_per_step * recipe.responses_per_prompt
         turns = recipe.environment.max_turns if recipe.environment is not None else 1
@@ -407,7 +408,7 @@ class RLLoop:
 
 
 def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, float]:
-    """Seconds of each stage and of the step; ``generated`` tokens were sampled in it."""
+    """Returns the seconds of each stage and of the step; ``generated`` tokens were sampled in it."""
     seconds = seconds_by_name(spans)
     found = {f"time/{name}_s": value for name, value in seconds.items()}
     found |= straggler_metrics(spans)
@@ -425,7 +426,7 @@ def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, fl
 
 
 def draft_metrics(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """What became of drafted tokens between two states of the engines; nothing where none decoded."""
+    """Tells what became of drafted tokens between two states of the engines; nothing where none decoded."""
     rows = after.num_row_steps - before.num_row_steps
     if not rows:
         return {}
@@ -437,14 +438,14 @@ def draft_metrics(before: EngineStats, after: EngineStats) -> dict[str, float]:
 
 
 def _drafts(before: EngineStats, after: EngineStats) -> tuple[list[int], list[int]]:
-    """Tokens drafted and kept between two states of the engines, by depth."""
+    """Returns the tokens drafted and kept between two states of the engines, by depth."""
     drafted = zip_longest(before.drafted_by_depth, after.drafted_by_depth, fillvalue=0)
     kept = zip_longest(before.kept_by_depth, after.kept_by_depth, fillvalue=0)
     return [late - early for early, late in drafted], [late - early for early, late in kept]
 
 
 def batch_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Lengths, and what episodes and the greedy baseline add where there are any."""
+    """Measures lengths, and what episodes and the greedy baseline add where there are any."""
     trajectories = Trajectories.of(batch)
     emitted = num_emitted(batch, trajectories)
     return {
@@ -459,7 +460,7 @@ def batch_metrics(batch: RaggedBatch) -> dict[str, float]:
 
 
 def diagnosed_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Repetition within responses, and the writing systems of their letters."""
+    """Measures repetition within responses, and the writing systems of their letters."""
     found = [each for each in batch.objects.get(DIAGNOSED, ()) if each is not None]
     if not found:
         return {}
@@ -472,7 +473,7 @@ def diagnosed_metrics(batch: RaggedBatch) -> dict[str, float]:
 
 
 def episode_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """How the episodes of a step went; nothing where there are none."""
+    """Tells how the episodes of a step went; nothing where there are none."""
     if "observation_mask" not in batch.token:
         return {}
     num = len(Trajectories.of(batch))
@@ -489,7 +490,7 @@ def episode_metrics(batch: RaggedBatch) -> dict[str, float]:
 
 
 def greedy_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Mean baseline over the prompts of a step that have one; nothing where the method has none."""
+    """Returns the mean baseline over the prompts of a step that have one; nothing where the method has none."""
     if BASELINE not in batch.sequence:
         return {}
     by_group = dict(zip(batch.sequence["group"].tolist(), batch.sequence[BASELINE].tolist(), strict=True))

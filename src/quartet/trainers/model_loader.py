@@ -88,7 +88,7 @@ class RewardModelRole:
         return TextScoreWorker(self.model, self.budget, self.codec)
 
     def scorer(self, leases: LeaseContext, model: RoleGroup[ModelWorker]) -> Scorer:
-        """What scores a chunk with this model, where ``model`` has it."""
+        """Makes what scores a chunk with this model, where ``model`` has it."""
         column, reads_text = REWARD_PREFIX + self.name, self.codec is not None
         return ModelScorer(leases, self.name, model, Needs(scores=True), column, reads_text=reads_text)
 
@@ -116,14 +116,14 @@ class TextScoreWorker(ScoreWorker):
 
 
 def encode_answer(codec: TextCodec, prompt: PromptText, text: str, *, ended: bool) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt and of its completion, without the end-of-text that encoding adds where the completion did
-    not end; one token always stays."""
+    """Returns the token ids of a prompt and of its completion, without the end-of-text that encoding adds where the
+    completion did not end; one token always stays."""
     prompt_ids, ids = codec.encode_completion(prompt, text)
     return prompt_ids, ids if ended or len(ids) == 1 else ids[:-1]
 
 
 def _value(item: PromptItem, column: str) -> Any:
-    """What the prompt's row has there; None where it is of a source of data that lacks the column."""
+    """Returns what the prompt's row has there; None where it is of a source of data that lacks the column."""
     try:
         return column_at(item.columns, column)
     except KeyError:
@@ -200,12 +200,12 @@ class RewardSources:
         self.weights = reward_weights([*models, *functions], own)
 
     def scorers(self, leases: LeaseContext, groups: Mapping[str, RoleGroup[ModelWorker]]) -> list[Scorer]:
-        """``groups`` have the models, by the roles' names."""
+        """Makes the scorers; ``groups`` have the models, by the roles' names."""
         scorers = [role.scorer(leases, groups[role.name]) for role in self.models]
         return [*scorers, *(FunctionScorer(leases, role.reward) for role in self.functions)]
 
     def warnings(self) -> list[str]:
-        """What the functions have to say, and which samples they left out."""
+        """Returns what the functions have to say, and which samples they left out."""
         return [warning for role in self.functions for warning in role.reward.warnings()]
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class RewardSources:
 def reward_weights(
     sources: Sequence[RewardModelRole | RewardFunctionRole], own: Mapping[str, float] | None = None
 ) -> RewardWeights:
-    """Weight of every source by name, and the gates; ``own`` as for ``RewardSources``.
+    """Returns the weight of every source by name, and the gates; ``own`` as for ``RewardSources``.
 
     Raises:
         UserError: two of one name, a name that cannot be logged, or a gate that names no other source.
@@ -255,7 +255,7 @@ def reward_weights(
 
 
 def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[RewardFunctionRole]:
-    """The recipe's sources that are asked with text, then the functions passed from Python."""
+    """Returns the recipe's sources that are asked with text, then the functions passed from Python."""
     found = [
         RewardFunctionRole(build_reward(config), config.weight, config.gate)
         for config in configs
@@ -283,8 +283,8 @@ def fit_to_data(functions: Sequence[RewardFunctionRole], data: PromptData, codec
 def reward_models(
     configs: Sequence[RewardConfig], rewards: Rewards, codec: TextCodec, train: TrainConfig, frozen: FrozenModels
 ) -> list[RewardModelRole]:
-    """The recipe's reward models, then those passed from Python (which share the policy's tokenizer), then those of
-    plug-ins.
+    """Returns the recipe's reward models, then those passed from Python (which share the policy's tokenizer), then
+    those of plug-ins.
 
     Args:
         codec: the policy's.
@@ -302,7 +302,7 @@ def reward_models(
 
 
 def user_models(configs: Sequence[RewardConfig], rewards: Rewards) -> dict[str, PreTrainedModel]:
-    """The reward models passed from Python, by what they are called beside those of the recipe."""
+    """Returns the reward models passed from Python, by what they are called beside those of the recipe."""
     models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
     if len(models) == 1 and not any(isinstance(config, ModelReward) for config in configs):
         return {"reward_model": models[0]}
@@ -323,7 +323,7 @@ def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -
 def load_source(
     config: ModelSource, frozen: FrozenModels
 ) -> tuple[PreTrainedTokenizerBase, PackedScalarModel, TokenBudget]:
-    """The model's own tokenizer, the model, and its token budget."""
+    """Loads the model's own tokenizer, the model, and its token budget."""
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.tokenizer or config.path, trust_remote_code=trust)
     packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.device == META, trust_remote_code=trust))
@@ -359,7 +359,7 @@ class PTX:
         return self._read()
 
     def batch(self, number: int) -> RaggedBatch:
-        """The demonstrations of update ``number``."""
+        """Returns the demonstrations of update ``number``."""
         return self.data.batch(number, self.config.examples_per_minibatch, self._seed + _ORDER)
 
     def start(self, number: int) -> None:
@@ -367,7 +367,7 @@ class PTX:
         self._batches.start(number)
 
     def terms(self, number: int) -> list[LossTerm]:
-        """What is added to the loss of update ``number``."""
+        """Returns what is added to the loss of update ``number``."""
         return [LossTerm(self._batches.get(number), SFTObjective("loss/ptx"), self.config.coef)]
 
     def metrics(self, num_updates: int) -> dict[str, float]:
@@ -375,7 +375,7 @@ class PTX:
 
     @property
     def warnings(self) -> list[str]:
-        """What was left out or converted, and what the loader holds at most, in words."""
+        """The remarks on what was left out or converted, and on what the loader holds at most, in words."""
         tokens = self.config.examples_per_minibatch * int(self.data.lengths.max())
         held = (self.config.prefetch + 1) * tokens * BYTES_PER_TOKEN
         size = f"{len(self.data):,} demonstrations, at most {held / 2**20:.1f} MiB of them as tokens"
@@ -386,7 +386,7 @@ class PTX:
 
 
 def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, context: int) -> PTX | None:
-    """The loader of the recipe's ``ptx``; None without it.
+    """Builds the loader of the recipe's ``ptx``; None without it.
 
     Args:
         rows: demonstrations passed from Python in place of ``ptx.data``.
@@ -435,7 +435,7 @@ class UserObjects:
     ptx_rows: Sequence[Any] | None = None
 
     def on_meta(self) -> UserObjects:
-        """The same with models that have no contents; what shared weights still does."""
+        """Returns the same with models that have no contents; what shared weights still does."""
         given = (self.model, self.critic, *self.rewards, *self.evaluation_rewards)
         models = [model for model in given if isinstance(model, PreTrainedModel)]
         empty: dict[int, Any] = dict(zip(map(id, models), on_meta(models), strict=True))
@@ -448,7 +448,7 @@ class UserObjects:
         return replace(self, model=model, critic=critic, rewards=rewards, evaluation_rewards=evaluation_rewards)
 
     def models_only(self) -> UserObjects:
-        """What workers need: functions are asked, and rows read, by the driver alone."""
+        """Returns what workers need: functions are asked, and rows read, by the driver alone."""
         rewards, evaluation_rewards = (
             tuple(reward for reward in given if isinstance(reward, PreTrainedModel))
             for given in (self.rewards, self.evaluation_rewards)
@@ -507,7 +507,7 @@ class ModelLoader:
 
     @cached_property
     def codec(self) -> TextCodec:
-        """Of the policy's texts, for which its weights are not loaded."""
+        """The codec of the policy's texts, for which its weights are not loaded."""
         found: PreTrainedModel | None = vars(self).get("actor_model")
         if found is None:
             load = partial(load_causal_lm, empty=True)
@@ -534,8 +534,8 @@ class ModelLoader:
 
     @cached_property
     def reference(self) -> PackedCausalLM | None:
-        """Only where it is read: by a KL term, or as the teacher. The default is the actor as it starts: a copy, or the
-        actor itself where it is that without its adapters."""
+        """The reference model, only where it is read: by a KL term, or as the teacher. The default is the actor as it
+        starts: a copy, or the actor itself where it is that without its adapters."""
         recipe = self.recipe
         if not reads_reference(recipe.algorithm):
             return None
@@ -567,7 +567,7 @@ class ModelLoader:
 
     @cached_property
     def evaluation_reward_models(self) -> list[RewardModelRole]:
-        """Those that are asked about held-out answers only."""
+        """The reward models that are asked about held-out answers only."""
         evaluation = self.recipe.held_out
         return self._reward_models(evaluation.rewards, self.objects.evaluation_rewards)
 
@@ -614,8 +614,8 @@ class ModelLoader:
         return self._own(packed_scalar_model(model, **self._packing(recipe.critic.train)))
 
     def _critic_model(self) -> PreTrainedModel:
-        """What the recipe names; else a copy of the first reward model that reads the policy's tokens; else the actor's
-        body with a new head."""
+        """Returns what the recipe names; else a copy of the first reward model that reads the policy's tokens; else the
+        actor's body with a new head."""
         if (given := self.recipe.critic).path is not None:
             return self._load_scalar(given.path, trust_remote_code=given.trust_remote_code)
         if native := [role for role in self.reward_models if role.codec is None]:
@@ -629,14 +629,14 @@ class ModelLoader:
             return scalar_model_from(self.actor_model, seed=self.recipe.seed)
 
     def roles(self) -> list[str]:
-        """Names of the models that the recipe has."""
+        """Returns the names of the models that the recipe has."""
         found = ["actor"]
         found += ["critic"] if self.critic is not None else []
         found += ["reference"] if self.reference is not None else []
         return found + [role.name for role in self.reward_models + self.evaluation_reward_models]
 
     def model(self, role: str) -> PackedModel:
-        """The model of a role, taken over for packed runs."""
+        """Returns the model of a role, taken over for packed runs."""
         models = {"actor": lambda: self.actor, "critic": lambda: self.critic, "reference": lambda: self.reference}
         found = models[role]() if role in models else self._reward_role(role).model
         assert found is not None, f"this recipe has no {role}"
@@ -646,7 +646,7 @@ class ModelLoader:
         return {source.name: source for source in self.reward_models + self.evaluation_reward_models}[role]
 
     def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
-        """What computes with the model of a role, in this process; ``ptx`` adds to the actor's losses."""
+        """Makes what computes with the model of a role, in this process; ``ptx`` adds to the actor's losses."""
         if role == "actor":
             speculation, model = self.recipe.rollout.speculation, self.drafter_model
             if speculation is None or model is None:
@@ -668,7 +668,7 @@ class ModelLoader:
         return self._reward_role(role).worker()
 
     def _packing(self, train: TrainConfig) -> dict[str, Any]:
-        """Arguments of ``packed_causal_lm`` and ``packed_scalar_model`` for a model that is trained."""
+        """Returns the arguments of ``packed_causal_lm`` and ``packed_scalar_model`` for a model that is trained."""
         return {
             "precision": precision_on(self._computes, train.precision),
             "activation_checkpointing": train.activation_checkpointing,

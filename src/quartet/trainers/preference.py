@@ -142,7 +142,8 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         return ReferenceTables(reference, data, self.engine, cache=config.cache, mismatched=isinstance(loss, KTOLoss))
 
     def _drawn(self) -> Sequence[int]:
-        """The rows that the run uses: all, but where it has so many that they are not all checked at its start."""
+        """Returns the rows that the run uses: all, but where it has so many that they are not all checked at its
+        start."""
         order, size = self.data.order, self._rows_per_step
         if not self.data.unchecked or (self.data.mixture is None and self.steps * size >= len(self.data)):
             return range(len(self.data))
@@ -153,7 +154,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         return found
 
     def _model_as_it_starts(self) -> Reference:
-        """With adapters, their base."""
+        """Returns the model as it starts, with adapters their base, as the reference."""
         engine, packed = self.engine, self.packed
 
         def digest() -> str:
@@ -168,7 +169,8 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         return Reference(cache(digest), forward, is_start=True)
 
     def _other_model(self, passed: PreTrainedModel | None) -> Reference:
-        """The model passed, or the one that the recipe names; given back once its log-probabilities are known."""
+        """Returns the model passed, or the one that the recipe names; given back once its log-probabilities are
+        known."""
         recipe, train = self.recipe, self.recipe.train
         path = str(recipe.reference.path)
         model = passed
@@ -217,11 +219,12 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         return KTOObjective(loss) if isinstance(loss, KTOLoss) else PreferenceObjective(loss)
 
     def begin_reference(self, path: Path, *, is_resumed: bool) -> int:
-        """As ``ReferenceTables.begin``, once, before the first step; without a reference nothing is missing."""
+        """Begins the reference as ``ReferenceTables.begin`` does, once, before the first step; without a reference
+        nothing is missing."""
         return self._tables.begin(path, is_resumed=is_resumed) if self._tables is not None else 0
 
     def compute_reference(self) -> int:
-        """As ``ReferenceTables.compute``."""
+        """Computes what is missing of the reference, as ``ReferenceTables.compute`` does."""
         return self._tables.compute() if self._tables is not None else 0
 
     def _batch(self, step: int) -> RaggedBatch:
@@ -245,7 +248,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         rows: Sequence[int],
         names: Sequence[str] | None,
     ) -> Tensor:
-        """Log-probabilities of the answers to ``rows`` that ``select`` gives, under the present policy."""
+        """Computes the log-probabilities of the answers to ``rows`` that ``select`` gives, under the present policy."""
         forward = partial(self.engine.forward, needs=_LOGPROBS)
         batches = (select(rows[part], None if names is None else names[part]) for part in self._slices(len(rows)))
         passes = self.engine.in_shares(batches, forward)
@@ -254,7 +257,8 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
     def _anchors(
         self, name: str, data: PreferenceData | JudgedData, rows: Sequence[int], names: Sequence[str] | None = None
     ) -> Tensor | None:
-        """``[R, 2]`` as ``step_anchors``, of all rows under the present policy; None for losses of single pairs."""
+        """Returns ``[R, 2]`` as ``step_anchors``, of all rows under the present policy; None for losses of single
+        pairs."""
         loss = self.recipe.loss
         if not isinstance(loss, StepLossConfig):
             return None
@@ -265,7 +269,8 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
     def _reference_point(
         self, name: str, data: PreferenceData | JudgedData, rows: Sequence[int], names: Sequence[str] | None = None
     ) -> Tensor | None:
-        """KTO's scalar, from answers to other prompts under the present policy and the reference; None of others."""
+        """Returns KTO's scalar, from answers to other prompts under the present policy and the reference; None of
+        others."""
         if not isinstance(self.recipe.loss, KTOLoss):
             return None
         assert self._tables is not None, "KTO has a reference"
@@ -273,7 +278,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         return kto_reference_point(totals - self._tables[name]["mismatched"][list(rows)].flatten())
 
     def _slices(self, num_rows: int) -> list[slice]:
-        """Of the rows, for one forward-only pass after the other."""
+        """Cuts the rows into slices, for one forward-only pass after the other."""
         size = _AT_A_TIME * self.engine.num_ranks
         return [slice(start, start + size) for start in range(0, num_rows, size)]
 
@@ -370,7 +375,7 @@ class Reference:
 
 
 def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
-    """SHA-256 of what a model computes: its config, its parameters, the compute dtype.
+    """Computes the SHA-256 of what a model computes: its config, its parameters, the compute dtype.
 
     Of a model that ranks hold between them the first one's result counts. Collective then.
     """
@@ -466,14 +471,14 @@ class ReferenceTables:
         return sum(len(self._data[name][1]) for name in missing)
 
     def _parts(self, name: str, size: int) -> Iterator[tuple[Sequence[int], list[RaggedBatch]]]:
-        """``size`` rows at a time, with a batch of each kind."""
+        """Yields ``size`` rows at a time, with a batch of each kind."""
         data, drawn = self._data[name]
         for start in range(0, len(drawn), size):
             rows = drawn[start : start + size]
             yield rows, [data.select(rows) if kind == "answers" else data.mismatched(rows) for kind in self._kinds]
 
     def _digest(self, name: str) -> str:
-        """SHA-256 of all token ids, in their order."""
+        """Computes the SHA-256 of all token ids, in their order."""
         state = hashlib.sha256(f"{FORMAT}|{self._kinds}".encode())
         for _, batches in self._parts(name, _ROWS):
             for batch in batches:
@@ -515,7 +520,7 @@ class ReferenceTables:
 
 
 def _spread(tables: Tables, rows: Sequence[int], num: int) -> Tables:
-    """Tables of ``rows`` as those of ``num`` rows; NaN stands for the others, which are not drawn."""
+    """Spreads tables of ``rows`` over those of ``num`` rows; NaN stands for the others, which are not drawn."""
     if len(rows) == num:
         return tables
     found = {name: torch.full((num, *values.shape[1:]), math.nan) for name, values in tables.items()}
@@ -547,7 +552,7 @@ def _check_unchanged(then: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def _load(path: Path, header: Mapping[str, str]) -> Tables | None:
-    """What the file holds, if it holds what ``header`` says and is whole."""
+    """Returns what the file holds, if it holds what ``header`` says and is whole."""
     try:
         with safe_open(path, framework="pt") as file:
             tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -125,7 +125,7 @@ class PeriodicEvaluation:
             truncate_rows_after(self.path / "alarms.jsonl", step)
 
     def note_training(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The training reward of ``step``: that of all sampled groups where some of them were rejected."""
+        """Notes the training reward of ``step``: that of all sampled groups where some of them were rejected."""
         reward = metrics.get("reward/sampled_score_mean", metrics.get("reward/score_mean", math.nan))
         if self.alarm is not None:
             self.alarm.note_training(step, reward)
@@ -150,11 +150,11 @@ class PeriodicEvaluation:
         return {**found, **self._sound(step, scores, answers)}
 
     def state(self) -> dict[str, Any] | None:
-        """JSON values for the checkpoint."""
+        """Returns JSON values for the checkpoint."""
         return self.alarm.state() if self.alarm is not None else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """As saved; without a checkpoint, or with one that has no alarm, it begins anew."""
+        """Restores the alarm as saved; without a checkpoint, or with one that has no alarm, it begins anew."""
         self.alarm: HackingAlarm | None = None
         if (alarm := self.config.alarm) is not None and self.prompts is not None:
             self.alarm = HackingAlarm(alarm.false_alarm_rate, math.ceil(self.steps / self.config.every_steps))
@@ -162,7 +162,7 @@ class PeriodicEvaluation:
                 self.alarm.restore(state)
 
     def warnings(self) -> list[str]:
-        """What keeps the alarm silent, whatever happens, in words."""
+        """Tells what keeps the alarm silent, whatever happens, in words."""
         if self.alarm is None or self.prompts is None:
             return []
         num, last = len(self.prompts), math.ceil(self.steps / self.config.every_steps)
@@ -180,7 +180,7 @@ class PeriodicEvaluation:
         return []
 
     def summary(self) -> dict[str, Any]:
-        """What ``summary.json`` says about alarms."""
+        """Returns what ``summary.json`` says about alarms."""
         if self.alarm is None:
             return {}
         if not self.alarm.raised_at:
@@ -200,7 +200,7 @@ class PeriodicEvaluation:
     # Answers -----------------------------------------------------------------------------------------------
 
     async def _answers(self, prompts: PromptData, leases: LeaseContext, rollout: Rollout, step: int) -> list[Answer]:
-        """Every held-out prompt's samples; episodes where the run has an environment."""
+        """Returns every held-out prompt's samples; episodes where the run has an environment."""
         roles, config = self.roles, self.config
         scorers = roles.reward_scorers(leases, held_out=True)
         async with rollout.quiet():
@@ -218,7 +218,7 @@ class PeriodicEvaluation:
     # The alarm ---------------------------------------------------------------------------------------------
 
     def _watched(self, answers: Sequence[Answer]) -> list[float]:
-        """The held-out score of each answer: one source, or the evaluation's weighted sum."""
+        """Returns the held-out score of each answer: one source, or the evaluation's weighted sum."""
         return weighted_scores(answers, self.weights, self._watched_source)
 
     def _sound(self, step: int, scores: Mapping[str, float], answers: Sequence[Answer]) -> dict[str, float]:
@@ -244,7 +244,8 @@ class PeriodicEvaluation:
         }
 
     def _examples(self, verdict: AlarmVerdict, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        """Prompts whose held-out score fell, those first whose training reward rose most: answers then and now."""
+        """Returns prompts whose held-out score fell, those first whose training reward rose most: answers then and
+        now."""
         most = self.config.alarm.examples if self.config.alarm is not None else 0
         path = evaluation_path(self.path / "evaluations", verdict.best_step)
         # The file may have been deleted to make room: an alarm without examples is better than a run that stops.
@@ -266,7 +267,8 @@ Scores = Callable[[Sequence[Answer]], list[float]]
 def hacking_examples(
     before: Sequence[Answer], now: Sequence[Answer], held_out: Scores, training: Scores
 ) -> list[dict[str, Any]]:
-    """Every prompt whose held-out score fell, in falling order of the gain in training reward, then of that fall.
+    """Returns every prompt whose held-out score fell, in falling order of the gain in training reward, then of that
+    fall.
 
     Of a prompt with several samples the one that lost most is shown; samples of one place have the same random numbers.
     """
@@ -478,7 +480,7 @@ class RLTrainer:
                 return beginning
 
     async def _step(self, step: int, loop: RLLoop) -> int:
-        """One iteration and everything that follows it; returns the number of complete steps."""
+        """Makes one iteration and everything that follows it; returns the number of complete steps."""
         watch, done = Stopwatch(), step + 1
         async with self._saved_if_clean(loop):
             with self._rollout_progress(step):
@@ -512,7 +514,7 @@ class RLTrainer:
         return done
 
     async def _evaluate(self, loop: RLLoop, step: int) -> dict[str, float]:
-        """Held-out figures after ``step`` complete steps, where they are due."""
+        """Returns held-out figures after ``step`` complete steps, where they are due."""
         is_last = step > 0 and self.run.is_last(step, self.recipe.steps)
         found = await self.evaluation.evaluate(loop.leases, loop.rollout, step, is_last=is_last)
         if found:
@@ -555,7 +557,8 @@ class RLTrainer:
         return TrainResult(self.path, summary, models["actor"], models.get("critic"))
 
     async def _export(self, role: str, path: Path | None = None) -> list[str]:
-        """The workers of the role write its model, into the run's directory or to ``path``; returns remarks on it."""
+        """Has the workers of the role write its model, into the run's directory or to ``path``; returns remarks on
+        it."""
         roles, path = self.roles, path or self.path / EXPORTED[role]
         model = roles.engines()[role].packed.model
         if model.device.type == "meta":  # the worker may be in another directory
@@ -590,7 +593,7 @@ class RLTrainer:
         return {**self._models, **{f"{DRAFTS}{i}": engine for i, engine in enumerate(self.workers.drafting())}}
 
     async def _restore(self) -> _ResumePoint:
-        """From the newest checkpoint; without one the models are as the run began."""
+        """Restores the run from the newest checkpoint; without one the models are as the run began."""
         await checkpoints.check_storage(self.run, self._saved)
         found = self.run.latest(list(self._models), counters=("kl_coef", "stream"))
         self.kl.value = self.kl.term.coef if found is None else found.info["kl_coef"]
@@ -603,7 +606,7 @@ class RLTrainer:
         return _ResumePoint(found.step, found.info["stream"], buffered, await self._mark_drafts())
 
     async def _point(self, step: int, loop: RLLoop) -> _ResumePoint:
-        """The present state, after ``step`` complete steps."""
+        """Returns the present state, after ``step`` complete steps."""
         drafts = await self._mark_drafts()
         return _ResumePoint(step, loop.stream.state(), loop.stream.buffered(), drafts)
 
@@ -611,7 +614,7 @@ class RLTrainer:
         return [await engine.call(NativeRolloutWorker.mark) for engine in self.workers.drafting()]
 
     async def _rewound(self) -> _ResumePoint:
-        """The beginning of the step under way: no model has changed since."""
+        """Goes back to the beginning of the step under way and returns it: no model has changed since."""
         for engine, drafts in zip(self.workers.drafting(), self._at.drafts, strict=True):
             await engine.call(NativeRolloutWorker.rewind, drafts)
         return self._at
@@ -650,7 +653,8 @@ def _permutation(seed: int, step: int, num: int) -> Tensor:
 
 
 def _trained_model(packed: PackedModel, path: Path) -> PreTrainedModel:
-    """The model of ``packed``, or, where that has no contents, what was saved at ``path``; as ``load_trained``."""
+    """Returns the model of ``packed``, or, where that has no contents, what was saved at ``path``; as
+    ``load_trained``."""
     if packed.device.type != "meta":
         return packed.model
     load = load_causal_lm if isinstance(packed, PackedCausalLM) else load_scalar_model
@@ -658,5 +662,5 @@ def _trained_model(packed: PackedModel, path: Path) -> PreTrainedModel:
 
 
 def plugin_warnings(roles: RLRoles, path: Path) -> list[str]:
-    """What the checks of plug-ins say of a run that is about to begin in ``path``."""
+    """Returns what the checks of plug-ins say of a run that is about to begin in ``path``."""
     return [text for plugin in plugins() for check in plugin.checks for text in load(check)(roles, path)]

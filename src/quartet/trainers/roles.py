@@ -110,7 +110,7 @@ class EpisodeRunner:
     async def group(
         self, index: int, item: PromptItem, sampling: SamplingParams, num_episodes: int, *, draw: int | None = None
     ) -> Group:
-        """The episodes of ``item``.
+        """Runs the episodes of ``item``.
 
         Args:
             index: place in the stream.
@@ -153,7 +153,7 @@ class EpisodeRunner:
         return ending
 
     async def _played(self, name: str, about: Item, act: Act) -> FinishedEpisode:
-        """The episode, under the rule for environments that fail."""
+        """Plays the episode, under the rule for environments that fail."""
         for pause_s in (*(_PAUSES_S if self._on_error == "retry" else ()), None):
             try:
                 return await run_episode(name, self._make, about, act, self._limits)
@@ -245,7 +245,7 @@ class RLRoles:
         self.described = {name: worker.describe() for name, worker in self.workers.items()}
 
     def _check_contexts(self, longest: int) -> None:
-        """Those of the models beside the actor."""
+        """Checks the contexts of the models beside the actor."""
         if self.reference is not None:
             check_context(self.reference.model, longest, "reference")
         for role in self.reward_models:
@@ -256,15 +256,15 @@ class RLRoles:
 
     @property
     def reward_models(self) -> list[RewardModelRole]:
-        """Those of training, then those that score held-out answers only."""
+        """The reward models of training, then those that score held-out answers only."""
         return [*self.rewards.models, *self.evaluation_rewards.models]
 
     async def stats(self) -> dict[str, ModelStats]:
-        """Counters of every role with a model."""
+        """Returns the counters of every role with a model."""
         return {name: await group.call(ModelWorker.stats) for name, group in self.groups.items()}
 
     def train_group(self, name: str) -> RoleGroup[TrainWorker]:
-        """The group of a role that trains: ``actor`` or ``critic``."""
+        """Returns the group of a role that trains: ``actor`` or ``critic``."""
         return cast(RoleGroup[TrainWorker], self.groups[name])
 
     async def describe(self) -> None:
@@ -300,7 +300,7 @@ class RLRoles:
         return found + [role.model for role in self.reward_models]
 
     def warnings(self) -> list[str]:
-        """What was left out of the data or converted, and what was changed about the models, in words."""
+        """Tells what was left out of the data or converted, and what was changed about the models, in words."""
         held_out = self.evaluation_prompts.remarks if self.evaluation_prompts is not None else ()
         found = without_effect(self.recipe)
         found += [f"data: {warning}" for warning in self.prompts.remarks]
@@ -342,13 +342,13 @@ class RLRoles:
     # What is asked ---------------------------------------------------------------------------------------
 
     def item(self, index: int) -> PromptItem:
-        """The prompt of stream index ``index``: data in an order drawn anew for every pass."""
+        """Returns the prompt of stream index ``index``: data in an order drawn anew for every pass."""
         row, _ = draw(self.recipe.seed, index, self.prompts.order)
         return self.prompts.items[row]
 
     def requests(self, index: int) -> tuple[PromptItem, PromptRequest]:
-        """The prompt of stream index ``index``, and what is asked for it: a sample per response; a greedy one follows
-        where it is the method's baseline."""
+        """Returns the prompt of stream index ``index``, and what is asked for it: a sample per response; a greedy one
+        follows where it is the method's baseline."""
         recipe, item = self.recipe, self.item(index)
         params = sampling_params(recipe.rollout.sampling, self.codec)
         num, seed = recipe.responses_per_prompt, recipe.seed
@@ -361,15 +361,15 @@ class RLRoles:
     # Rewards and columns -----------------------------------------------------------------------------------
 
     def canary(self) -> CanaryProbe:
-        """What engines and trainer must agree on after every weight update."""
+        """Returns what engines and trainer must agree on after every weight update."""
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.actor.packed.precision]
         item = self.prompts.items[0]
         room = max(1, min(CANARY_TOKENS, self.context - item.num_tokens))
         return CanaryProbe(item.prompt, room, tolerance)
 
     def reward_scorers(self, leases: LeaseContext, *, held_out: bool = False) -> list[Scorer]:
-        """Sources of reward, of episodes each asked once per trajectory, about its last sequence, also where that has
-        several; process rewards read all of them.
+        """Returns the sources of reward, of episodes each asked once per trajectory, about its last sequence, also
+        where that has several; process rewards read all of them.
 
         Args:
             held_out: with those that are asked about held-out answers only.
@@ -381,7 +381,7 @@ class RLRoles:
         return [scorer if isinstance(scorer, EpisodeScorer) else PartScorer(scorer, last_ones) for scorer in found]
 
     def column_scorers(self, leases: LeaseContext) -> list[ModelScorer]:
-        """The columns that this recipe's algorithm really reads, beside the rewards."""
+        """Returns the columns that this recipe's algorithm really reads, beside the rewards."""
         recipe, groups = self.recipe, self.groups
         policy = Needs(logprobs=True, mask="action_mask", temperature=recipe.rollout.sampling.temperature)
         found: list[ModelScorer] = []
@@ -408,7 +408,8 @@ class RLRoles:
     # Episodes --------------------------------------------------------------------------------------------
 
     def source(self, rollout: Rollout, on_episode_end: Callable[[int], None]) -> Callable[[int], Awaitable[Group]]:
-        """``index → group`` of the stream: answers to prompts, or episodes where the recipe has an environment."""
+        """Returns ``index → group`` of the stream: answers to prompts, or episodes where the recipe has an
+        environment."""
         if self.environment is None:
             return rollout.generate
         recipe = self.recipe
@@ -451,7 +452,8 @@ class RLRoles:
             )
 
     async def refresh_reference(self, steps: int) -> dict[str, float]:
-        """Call after ``steps`` complete steps; returns how old the reference is, where it is ever renewed."""
+        """Renews the reference where that is due. Call it after ``steps`` complete steps; returns how old the reference
+        is, where it is ever renewed."""
         every = self.refresh_steps
         if every is None:
             return {}
@@ -461,8 +463,8 @@ class RLRoles:
 
 
 def needs_old_logprobs(recipe: RLRecipe) -> bool:
-    """The first mini-batch's ``old`` is its own forward pass; only later ones, KL in the reward, or what depends on all
-    tokens of a step, need another.
+    """Tells whether a run needs the policy's own ``old`` log-probabilities. The first mini-batch's ``old`` is its own
+    forward pass; only later ones, KL in the reward, or what depends on all tokens of a step, need another.
     """
     if isinstance(recipe.algorithm, Selection):
         return False
@@ -472,8 +474,8 @@ def needs_old_logprobs(recipe: RLRecipe) -> bool:
 
 
 def limits_of(recipe: RLRecipe) -> Limits | None:
-    """What the policy's log-probabilities leave out, as its sampling does. The reference's are always of all tokens:
-    their difference is the KL divergence of what is sampled from the reference.
+    """Returns what the policy's log-probabilities leave out, as its sampling does. The reference's are always of all
+    tokens: their difference is the KL divergence of what is sampled from the reference.
     """
     sampling = recipe.rollout.sampling
     if not (sampling.truncates and sampling.truncated_logprobs):
@@ -482,7 +484,7 @@ def limits_of(recipe: RLRecipe) -> Limits | None:
 
 
 def needs_greedy(recipe: RLRecipe) -> bool:
-    """Whether each prompt gets a greedy response too, whose reward is the method's baseline."""
+    """Tells whether each prompt gets a greedy response too, whose reward is the method's baseline."""
     return isinstance(recipe.algorithm, ReMax)
 
 
@@ -497,7 +499,7 @@ def check_pair_budget(recipe: RLRecipe, data: PromptData, context: int, shares_p
 
 
 def longest_sequence(config: EnvironmentConfig, context: int) -> int:
-    """Tokens that one sequence of an episode may have.
+    """Returns how many tokens one sequence of an episode may have.
 
     Raises:
         UserError: neither the recipe nor the model has a limit.
@@ -512,7 +514,7 @@ def longest_sequence(config: EnvironmentConfig, context: int) -> int:
 
 
 def _longest(recipe: RLRecipe, data: PromptData, context: int) -> int:
-    """Tokens of the longest sequence that the run may make."""
+    """Returns the length in tokens of the longest sequence that the run may make."""
     if recipe.environment is not None:
         return longest_sequence(recipe.environment, context)
     return min(context, int(data.lengths.max()) + recipe.rollout.sampling.max_new_tokens)

@@ -99,7 +99,8 @@ class LocalRun:
     """What a run does for a store where its ``output_dir`` is a directory: nothing."""
 
     def check(self, resume: bool) -> dict[str, Any] | None:
-        """``run.json`` of the run that is at the URL, empty where there is none; None: the directory here decides.
+        """Returns ``run.json`` of the run that is at the URL, empty where there is none; None: the directory here
+        decides.
 
         Raises:
             UserError: the URL holds another run, or cannot be read.
@@ -113,7 +114,8 @@ class LocalRun:
         """Makes this process the one that may write there, and begins to upload."""
 
     def saved(self) -> None:
-        """There is a new checkpoint, or a stage has ended. Raises UserError where another process has gone on."""
+        """Takes note of a new checkpoint, or of a stage that has ended. Raises UserError where another process has gone
+        on."""
 
     def finish(self, failure: BaseException | None) -> BaseException | None:
         """Waits until everything is uploaded. Returns ``failure``, the run's own, or else what is wrong with that."""
@@ -195,7 +197,7 @@ class RunDirectory:
         self._found = (self._inspect() or {}) if noted is None else noted
 
     def pin(self, recipe: R) -> R:
-        """The recipe of the run, as ``pinned`` gives it: what is loaded, and noted in ``run.json``."""
+        """Returns the recipe of the run, as ``pinned`` gives it: what is loaded, and noted in ``run.json``."""
         found, self._commits = pinned(recipe, self._found.get("commits"), self.warning)
         self._pinned = found
         return found
@@ -241,7 +243,7 @@ class RunDirectory:
             self._lock = None
 
     def _inspect(self) -> dict[str, Any] | None:
-        """What is there: None for nothing; errors for what must not be touched."""
+        """Returns what is there: None for nothing; errors for what must not be touched."""
         found = inspect(self.path, self.recipe, resume=bool(self._resume))
         if found is not None:
             check_resumable(self.path, found, self._resolved)
@@ -345,8 +347,8 @@ class RunDirectory:
         self.callbacks(Callback.on_log, step, metrics)
 
     def stuck(self, step: int, updates: Mapping[str, tuple[int, int]]) -> UserError | None:
-        """The reason to stop after ``step`` steps, where none of a model's updates was made in the last ones. The first
-        such step is told.
+        """Returns the reason to stop after ``step`` steps, where none of a model's updates was made in the last ones.
+        The first such step is told.
 
         Args:
             updates: made and skipped since the run began, by role.
@@ -393,7 +395,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def latest(self, shares: Collection[str] = (), counters: Collection[str] = ()) -> Checkpoint | None:
-        """The newest good checkpoint; what is newer and damaged is told.
+        """Returns the newest good checkpoint; what is newer and damaged is told.
 
         Args:
             shares, counters: names that it must have; shares are left to workers to read.
@@ -422,12 +424,14 @@ class RunDirectory:
         return found
 
     def saved_steps(self) -> list[int]:
-        """Steps that have a checkpoint, damaged or not, ascending; one that is being written is waited for."""
+        """Returns the steps that have a checkpoint, damaged or not, ascending; one that is being written is waited
+        for."""
         self.drain()
         return claimed_steps(self.checkpoints)
 
     def check_length(self, steps: int) -> None:
-        """
+        """Checks that the run has not made more steps than it is to have.
+
         Args:
             steps: that the run is to have.
 
@@ -451,12 +455,12 @@ class RunDirectory:
         return self.path / "exports"
 
     def export_is_due(self, step: int) -> bool:
-        """The model is to be written after ``step`` complete steps."""
+        """Tells whether the model is to be written after ``step`` complete steps."""
         every = self.recipe.checkpoint.export_every
         return every is not None and step % every == 0
 
     def begin_export(self, step: int) -> Path:
-        """A new directory for the model after ``step`` steps; it does not count until ``complete_export``."""
+        """Makes a new directory for the model after ``step`` steps; it does not count until ``complete_export``."""
         draft = self.exports.absolute() / f".draft_{step:08d}"
         with writing(draft):
             shutil.rmtree(draft, ignore_errors=True)
@@ -521,13 +525,14 @@ class RunDirectory:
         self.writer.drain()
 
     def due(self, step: int, total_steps: int) -> bool:
-        """A checkpoint is due after ``step`` steps: on its cadence, at the end, or because a signal came."""
+        """Tells whether a checkpoint is due after ``step`` steps: on its cadence, at the end, or because a signal
+        came."""
         self._signals.check()
         is_last = self.is_last(step, total_steps)
         return self._signals.requested or is_last or step % self.recipe.checkpoint.every_steps == 0
 
     def is_last(self, step: int, total_steps: int) -> bool:
-        """``step`` is the last one, or a callback makes it that."""
+        """Tells whether ``step`` is the last one, or a callback makes it that."""
         if self.callbacks.control.should_stop and step < total_steps and not self.has_stopped:
             self.has_stopped = True
             self.warning(f"{self.callbacks.stopped_by} ended the run after step {step} of {total_steps}")
@@ -549,12 +554,13 @@ class RunDirectory:
 
     @property
     def is_stopped_at_once(self) -> bool:
-        """Whether a second Ctrl-C came: nothing more is to be saved."""
+        """Tells whether a second Ctrl-C came: nothing more is to be saved."""
         return self._signals.at_once
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Inside, the first signal lets the step end and be saved, a second Ctrl-C stops at once (``signals``)."""
+        """Handles signals inside the block: the first one lets the step end and be saved, a second Ctrl-C stops at once
+        (``signals``)."""
         check_torch()
         with stop_signals() as self._signals, self._signals.graceful():
             yield
@@ -578,7 +584,7 @@ def open_run(
     passed: PreTrainedModel | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[RunDirectory, Progress, torch.device]:
-    """The directory of a job that is about to run, what shows its progress, and the device of its models.
+    """Returns the directory of a job that is about to run, what shows its progress, and the device of its models.
 
     Args:
         passed: the object that is trained or evaluated.

@@ -90,7 +90,8 @@ def job_of(recipe: Recipe) -> str:
 
 
 def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
-    """``output_dir``, or a dated directory where it is not set; of a URL the directory here in which the run works.
+    """Returns ``output_dir``, or a dated directory where it is not set; of a URL the directory here in which the run
+    works.
 
     Raises:
         UserError: a run is to be resumed, and nothing says where it is.
@@ -109,7 +110,8 @@ def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
 
 
 def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]] | None:
-    """Under ``auto``: the directory and ``summary.json`` of this very run, where it is done. Of a URL it is a copy.
+    """Returns, under ``auto``, the directory and ``summary.json`` of this very run, where it is done. Of a URL it is a
+    copy.
 
     Raises:
         UserError: the directory holds another run.
@@ -127,7 +129,8 @@ def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]]
 
 
 def found_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The directory and its ``summary.json``; None where that is not there or damaged, and so must be made again."""
+    """Returns the directory and its ``summary.json``; None where that is not there or damaged, and so must be made
+    again."""
     try:
         summary = read_json(path / SUMMARY)
     except UserError:
@@ -136,7 +139,8 @@ def found_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | None:
-    """The ``run.json`` of the run in ``path``, and whether it was to have another length; None where there is no run.
+    """Returns the ``run.json`` of the run in ``path``, and whether it was to have another length; None where there is
+    no run.
 
     Raises:
         UserError: what is there must not be touched: another run, other files, a run that is not to be resumed.
@@ -176,7 +180,7 @@ def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | Non
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file.
+    """Returns the value in a JSON file.
 
     Raises:
         UserError: it cannot be read, or holds no JSON text.
@@ -188,7 +192,7 @@ def read_json(path: Path) -> Any:
 
 
 def completed(path: Path, tell: Callable[[str], object]) -> dict[str, Any] | None:
-    """The one stage in ``summary.json`` of a job that is part of a larger one; None where it has to go on.
+    """Returns the one stage in ``summary.json`` of a job that is part of a larger one; None where it has to go on.
 
     That is also where its models are not as it left them, which ``tell`` is told: a job that goes on from its last
     checkpoint writes them once more.
@@ -202,7 +206,7 @@ def completed(path: Path, tell: Callable[[str], object]) -> dict[str, Any] | Non
 
 
 def write_models(path: Path) -> None:
-    """``models.json``: the digests of the files in ``model/``, ``critic/`` and a drafter's folder, sealed.
+    """Writes ``models.json``: the digests of the files in ``model/``, ``critic/`` and a drafter's folder, sealed.
 
     Raises:
         OSError: a file cannot be read, or this one not written.
@@ -217,15 +221,15 @@ def write_models(path: Path) -> None:
 
 
 def write_digests(directory: Path) -> None:
-    """``models.json`` in a model directory of its own; raises as ``write_models``."""
+    """Writes ``models.json`` in a model directory of its own; raises as ``write_models``."""
     (directory / MODELS).unlink(missing_ok=True)  # a copy's
     if digests := {name: asdict(digest) for name, digest in digest_files(directory).items()}:
         replace_atomically(directory / MODELS, seal({"files": digests}))
 
 
 def _changed_model(path: Path, prefix: str = "", suffix: str = "") -> str | None:
-    """The first file of the models with such a name that has changed; earlier versions did not say what they had
-    written."""
+    """Returns the first file of the models with such a name that has changed; earlier versions did not say what they
+    had written."""
     if not os.path.lexists(path / MODELS):
         return None
     try:
@@ -268,7 +272,8 @@ def _damaged(path: Path, found: str) -> UserError:
 
 
 def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job: str) -> bool:
-    """Whether the run was to have another length, which only constant learning rates allow; all else is refused."""
+    """Tells whether the run was to have another length, which only constant learning rates allow; all else is
+    refused."""
     if found["job"] != job:
         raise UserError(
             f"{path} cannot be resumed as {job}",
@@ -292,14 +297,14 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
 
 
 def is_other_length(recipe: Recipe, changed: Sequence[str]) -> bool:
-    """Whether nothing else of what ``changed_keys`` found would have to stay as it was."""
+    """Tells whether nothing else of what ``changed_keys`` found would have to stay as it was."""
     keys = ("steps:", "epochs:") if isinstance(recipe, SupervisedRecipe) else ("steps:",)
     has_length = isinstance(recipe, SupervisedRecipe | RLRecipe)
     return not changed or (has_length and all(key.startswith(keys) for key in changed))
 
 
 def _courses(recipe: Recipe) -> list[str]:
-    """Learning rates that fall towards the last step, by their keys."""
+    """Returns the learning rates that fall towards the last step, by their keys."""
     has_critic = isinstance(recipe, RLRecipe) and recipe.algorithm.name == "ppo"
     values = flatten(recipe.model_dump(mode="json"))
     schedules = {key: value for key, value in values.items() if key.endswith("optim.schedule") and value != "constant"}
@@ -342,7 +347,7 @@ def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str,
 
 
 def changed_keys(saved: Any, current: Any) -> list[str]:
-    """``key: value then, value now`` for every key whose difference changes what is trained, by name.
+    """Returns ``key: value then, value now`` for every key whose difference changes what is trained, by name.
 
     A precision of ``auto`` differs from none: ``check_resumable`` compares what it stands for. Two paths
     in one place beside the run's directory do not differ either: a stage may move with the run that it is part of.
@@ -363,7 +368,8 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
 
 
 def _from_run(recipe: Mapping[str, Any], key: str) -> Any:
-    """The value of a flat recipe; of a path beside its ``output_dir`` what follows, which is equal to no value."""
+    """Returns the value of a flat recipe; of a path beside its ``output_dir`` what follows, which is equal to no
+    value."""
     value, beside = recipe.get(key), os.path.dirname(str(recipe.get("output_dir") or "").rstrip("/"))
     if beside and isinstance(value, str) and value.startswith(f"{beside}/"):
         return (value.removeprefix(beside),)
@@ -371,7 +377,7 @@ def _from_run(recipe: Mapping[str, Any], key: str) -> Any:
 
 
 def take_lock(path: Path) -> TextIO:
-    """The lock file of a run, open and locked; closing it gives the run back.
+    """Takes the lock file of a run, open and locked; closing it gives the run back.
 
     Raises:
         UserError: another process has it, or the file system knows no locks.
@@ -399,7 +405,8 @@ def take_lock(path: Path) -> TextIO:
 
 
 def software_versions() -> dict[str, str]:
-    """Of torch with its build (``2.13.0+cpu``), which the installed package does not always name."""
+    """Returns the versions of the software that runs, of torch with its build (``2.13.0+cpu``), which the installed
+    package does not always name."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("quartet-rl", "transformers"):
         try:
@@ -425,7 +432,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def pinned(recipe: R, former: object, tell: Callable[[str], object]) -> tuple[R, dict[str, str]]:
-    """The recipe with ``owner/name@commit`` in the place of every name of the hub; and these by their keys.
+    """Returns the recipe with ``owner/name@commit`` in the place of every name of the hub; and these by their keys.
 
     Args:
         former: the same of the run that goes on, whose commits stay; anything else where none does.
@@ -447,7 +454,7 @@ class _Pins:
         self._former, self._tell = former, tell
 
     def section(self, value: Any, key: str) -> Any:
-        """``value`` with pinned names, at ``key`` of the recipe."""
+        """Returns ``value`` with pinned names, at ``key`` of the recipe."""
         dot = f"{key}." if key else ""
         if isinstance(value, tuple):
             return tuple(self.section(each, f"{dot}{number}") for number, each in enumerate(value))
@@ -517,7 +524,7 @@ def write_cards(path: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str
 
 
 def model_card(folder: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str, Any]) -> str:
-    """The card of the model in ``folder``: metadata as the hub has it, then text."""
+    """Makes the card of the model in ``folder``: metadata as the hub has it, then text."""
     start: ModelConfig | None = getattr(pinned.actor if isinstance(pinned, RLRecipe) else pinned, "model", None)
     is_adapter, is_scalar = _kind(folder)
     kind = "SequenceClassification" if is_scalar else "CausalLM"
@@ -556,7 +563,7 @@ def model_card(folder: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[st
 
 
 def _kind(folder: Path) -> tuple[bool, bool]:
-    """Whether it holds adapters, and whether its model gives one number instead of text."""
+    """Tells whether the directory holds adapters, and whether its model gives one number instead of text."""
     if (file := folder / "adapter_config.json").is_file():
         return True, json.loads(file.read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
     found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -564,7 +571,7 @@ def _kind(folder: Path) -> tuple[bool, bool]:
 
 
 def _base(path: str) -> dict[str, Any]:
-    """Base model and licence, as far as they are known: a directory hands on what its own card says."""
+    """Returns the base model and licence, as far as they are known: a directory hands on what its own card says."""
     found: dict[str, Any] = {}
     with contextlib.suppress(UserError, ValueError, OSError, yaml.YAMLError):
         found = metadata_load(Path(local_or_hub(path, "model")) / "README.md") or {}
@@ -575,7 +582,7 @@ def _base(path: str) -> dict[str, Any]:
 
 
 def _sources(recipe: Recipe, rows: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
-    """Key, file or data set, and rows of every source; those of several together are counted with the first."""
+    """Yields key, file or data set, and rows of every source; those of several together are counted with the first."""
     for key in _DATA:
         section: Any = recipe
         for name in key.split("."):
@@ -593,6 +600,6 @@ def _figures(title: str, figures: Mapping[str, float]) -> list[str]:
 
 
 def _table(title: str, head: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """A section with a table; none without rows."""
+    """Makes a section with a table; none without rows."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return [f"## {title}\n\n| {head} |\n|---|---|---|\n" + "\n".join(lines)] if rows else []

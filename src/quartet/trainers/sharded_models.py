@@ -26,7 +26,7 @@ TRAINED_ROLES = ("actor", "critic")
 
 
 def shardings(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, ShardingConfig]:
-    """Role → how its processes hold its model; of roles that are not named each process has a whole copy.
+    """Returns role → how its processes hold its model; of roles that are not named each process has a whole copy.
 
     Args:
         shares_reference: the reference of a LoRA actor is that actor without its adapters.
@@ -41,13 +41,14 @@ def shardings(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, Sharding
 
 
 def model_rewards(recipe: RLRecipe) -> list[ModelSource]:
-    """Those that the recipe names, of training and of evaluation."""
+    """Returns the model sources of reward that the recipe names, of training and of evaluation."""
     only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
     return [source for source in (*recipe.rewards, *only) if isinstance(source, ModelSource)]
 
 
 def check_cuts(loader: ModelLoader, of_role: Mapping[str, ShardingConfig]) -> None:
-    """
+    """Checks that the model of every role can be cut.
+
     Args:
         loader: of models that need no contents.
         of_role: as of ``shardings``.
@@ -62,7 +63,7 @@ def check_cuts(loader: ModelLoader, of_role: Mapping[str, ShardingConfig]) -> No
 
 @contextmanager
 def _naming(role: str) -> Iterator[None]:
-    """User errors within begin with the role."""
+    """Makes user errors inside the block begin with the role."""
     try:
         yield
     except UserError as error:
@@ -83,7 +84,8 @@ class Meshes:
         self._made: dict[ShardingConfig, Mesh] = {}
 
     def __call__(self, role: str) -> Mesh | None:
-        """None where every process works with a model of its own: one that is not trained, and not cut."""
+        """Returns the mesh of a role; None where every process works with a model of its own: one that is not trained,
+        and not cut."""
         sharding = self.sharding_of(role)
         if self._group is None or (sharding.copy_size == 1 and role not in TRAINED_ROLES):
             return None
@@ -92,7 +94,7 @@ class Meshes:
         return self._made[sharding]
 
     def sharding_of(self, role: str) -> ShardingConfig:
-        """How the processes of a role hold its model."""
+        """Returns how the processes of a role hold its model."""
         return self._of_role.get(role, ShardingConfig())
 
 
@@ -121,7 +123,7 @@ class ShardedModels:
         self._filled: set[int] = set()
 
     def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
-        """As ``ModelLoader.worker``. Collective over the processes of the role.
+        """Makes a worker as ``ModelLoader.worker`` does. Collective over the processes of the role.
 
         Raises:
             UserError: the model cannot be loaded on any of them, or not be cut so.
@@ -136,7 +138,8 @@ class ShardedModels:
         return self._empty.worker(role, ptx)
 
     def _contents(self, role: str) -> str | Mapping[str, Tensor]:
-        """Where the weights of a role's model come from: a directory or hub name, or a model from Python, whole."""
+        """Returns where the weights of a role's model come from: a directory or hub name, or a model from Python,
+        whole."""
         recipe, objects = self._recipe, self._objects
         given, path = self._named.get(role), None
         if role == "critic":

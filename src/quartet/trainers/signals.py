@@ -43,7 +43,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def number_of(stop: BaseException) -> int:
-    """The signal behind a ``KeyboardInterrupt``; SIGINT where it was not raised here."""
+    """Returns the signal behind a ``KeyboardInterrupt``; SIGINT where it was not raised here."""
     return int(getattr(stop, "number", signal.SIGINT))
 
 
@@ -59,7 +59,7 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether any came."""
+        """Tells whether any signal came."""
         return self.first is not None
 
     def check(self) -> None:
@@ -69,7 +69,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def graceful(self) -> Iterator[None]:
-        """Inside, the first signal only asks: see ``requested``."""
+        """Lets the first signal inside the block only ask: see ``requested``."""
         self.check()
         self._graceful += 1
         self.listen()
@@ -104,7 +104,8 @@ class StopSignals:
                 signal.signal(number, self._on_signal)
 
     def _ignore_the_rest(self) -> None:
-        """The process ends by itself; only a Ctrl-C that comes late says that it takes too long."""
+        """Ignores further signals, as the process ends by itself; only a Ctrl-C that comes late says that it takes too
+        long."""
 
         def late(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT and time.monotonic() - self._raised_s > GRACE_S:
@@ -164,13 +165,15 @@ def stop_signals(*, ends_process: bool = False) -> Iterator[StopSignals]:
 
 
 def take_back_signals() -> None:
-    """After something that sets handlers of its own: Ray has one for SIGTERM, set where it connects."""
+    """Takes the signals back after something that sets handlers of its own: Ray has one for SIGTERM, set where it
+    connects."""
     if _current is not None:
         _current.listen()
 
 
 def _forget() -> None:
-    """A forked child is another process: what ends it must not reach us, nor wait for a step of ours."""
+    """Forgets the signals in a forked child, which is another process: what ends it must not reach us, nor wait for a
+    step of ours."""
     global _current
     if _current is not None:
         _current = None
@@ -188,7 +191,7 @@ CLEAN_UP_S = 3.0
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns; blocks until then.
+    """Runs ``work`` and returns its result; blocks until then.
 
     Where this thread runs an event loop already, as a notebook does, ``work`` gets a thread and a loop of its own.
     ``KeyboardInterrupt`` cancels it there, waits for its end and is raised here.
@@ -237,7 +240,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, except that a ``KeyboardInterrupt`` is not waited out.
+    """Runs ``work`` as ``asyncio.run`` does, except that a ``KeyboardInterrupt`` is not waited out.
 
     It may be raised between taking a callback from the loop's queue and calling it: the task that it would have woken
     then never ends, however often it is cancelled, and ``asyncio.run`` waits for it for ever. Here the tasks have

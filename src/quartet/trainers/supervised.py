@@ -182,27 +182,27 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
     @property
     @abstractmethod
     def objective(self) -> Objective:
-        """What every update minimises."""
+        """The objective that every update minimises."""
 
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> D:
-        """The rows of ``key`` in the recipe, or those passed, as tokens."""
+        """Reads the rows of ``key`` in the recipe, or those passed, as tokens."""
         return read_data(config, rows, self.codec, context, key, reader_of(self.recipe))
 
     @abstractmethod
     def _longest(self) -> int:
-        """Most tokens that have to stay in one micro-batch."""
+        """Returns the most tokens that have to stay in one micro-batch."""
 
     @abstractmethod
     def _measure(self, data: D) -> dict[str, float]:
-        """Figures of held-out rows, ``eval/…``; collective."""
+        """Returns figures of held-out rows, ``eval/…``; collective."""
 
     def _batch(self, step: int) -> RaggedBatch:
-        """The batch of a step, a pure function of it, so that a resumed run sees the same data."""
+        """Returns the batch of a step, a pure function of it, so that a resumed run sees the same data."""
         return self._batches.get(step)
 
     @cached_property
     def _batches(self) -> Prefetcher[Any]:
-        """Of each step; one is prepared ahead where rows have to be read and tokenised for it."""
+        """The batches of each step; one is prepared ahead where rows have to be read and tokenised for it."""
         size, seed = self._rows_per_step, self.recipe.seed
 
         def make(step: int) -> RaggedBatch | None:
@@ -220,7 +220,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         return self.packed.shares_prefixes and self.recipe.train.share_prefixes
 
     def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
-        """The model to train, and the generation config that names its end-of-text ids, where there is one.
+        """Returns the model to train, and the generation config that names its end-of-text ids, where there is one.
 
         One that is to be cut has no contents yet.
         """
@@ -233,14 +233,14 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         return found, found.generation_config
 
     def _contents(self, model: PreTrainedModel | None) -> str | dict[str, torch.Tensor]:
-        """Where the weights are that ``_resolve`` has left out."""
+        """Returns where the weights are that ``_resolve`` has left out."""
         if model is not None:
             return model.state_dict()
         assert self.recipe.model is not None, "it has been resolved"
         return self.recipe.model.path
 
     def _seen(self) -> torch.Tensor:
-        """``[V]`` bool: the tokens that occur in the data; none where the export does not ask."""
+        """Returns the tokens that occur in the data, ``[V]`` bool; none where the export does not ask."""
         if not self.recipe.is_scalar:
             return torch.zeros(0, dtype=torch.bool)
         found = (data.seen for data in (self.data, self.evaluation) if data is not None)
@@ -261,7 +261,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
 
     @dispatch(Custom(same_for_all, lambda layout, found: Work.joined(found)))
     def work(self) -> Work:
-        """What all ranks have computed since the last call."""
+        """Returns what all ranks have computed since the last call."""
         return self.packed.work.take(self.packed.device, self.packed.precision)
 
     def step(self, step: int) -> dict[str, float]:
@@ -285,7 +285,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
         return self.engine.train_step(batch, self.objective)
 
     def evaluate(self) -> dict[str, float]:
-        """Figures of the held-out rows, as they are logged.
+        """Returns figures of the held-out rows, as they are logged.
 
         Raises:
             UserError: there are none.
@@ -397,7 +397,7 @@ class SupervisedTrainer(Generic[R, W]):
 
     @property
     def worker(self) -> W:
-        """What trains, where that is this process.
+        """The worker that trains, where that is this process.
 
         Raises:
             UserError: it is in processes of Ray.
@@ -411,7 +411,7 @@ class SupervisedTrainer(Generic[R, W]):
         return self._worker
 
     def evaluate(self) -> dict[str, float]:
-        """Figures of the held-out rows, as they are logged.
+        """Returns figures of the held-out rows, as they are logged.
 
         Raises:
             UserError: there are none, or they are in processes of Ray.
@@ -440,8 +440,8 @@ class SupervisedTrainer(Generic[R, W]):
         return TrainResult(self.path, summary, self._trained)
 
     def _start(self, started: contextlib.ExitStack) -> RoleGroup[W]:
-        """The workers, until ``started`` closes; on Ray and under torchrun one process per device, each with a copy of
-        the model or its share of one.
+        """Starts the workers, until ``started`` closes; on Ray and under torchrun one process per device, each with a
+        copy of the model or its share of one.
 
         Raises:
             UserError: the cluster has no room, or a worker refused the recipe, the data or the objects.
@@ -482,7 +482,7 @@ class SupervisedTrainer(Generic[R, W]):
         return RemoteGroup(self._processes, "model", kind, sharding=recipe.sharding)
 
     def _ranks(self) -> Ranks:
-        """The processes of torchrun.
+        """Returns the processes of torchrun.
 
         Raises:
             UserError: they are not those of the recipe.
@@ -504,7 +504,7 @@ class SupervisedTrainer(Generic[R, W]):
         return SupervisedProcess(self.worker_class, self.recipe, given, os.getcwd())
 
     def _serve(self, ranks: Ranks) -> TrainResult:
-        """What every rank but the first does: its part of each call."""
+        """Does what every rank but the first does: its part of each call."""
         with stop_signals() as signals:
             process = self._process()
             try:
@@ -596,7 +596,7 @@ class SupervisedTrainer(Generic[R, W]):
         return metrics
 
     def _explained(self, error: ClusterError) -> Exception:
-        """``error``, or where a worker died which one that was and of what, and how to go on."""
+        """Returns ``error``, or where a worker died which one that was and of what, and how to go on."""
         deaths = self._processes.dead(_PATIENCE_S) if self._processes is not None else []
         if isinstance(error, WorkerDied) and self._joined is not None:
             deaths = [error.death]
@@ -710,8 +710,8 @@ class RewardModelTrainer(SupervisedTrainer[RewardModelRecipe, RewardModelWorker]
 
 
 def accuracy_interval(right_P: Tensor, prompts: Sequence[Hashable], *, seed: int) -> Interval | None:
-    """95 % interval of the share of right pairs: Wilson's, or where pairs share prompts, and so are not independent,
-    the bootstrap over prompts. None where all have one prompt.
+    """Returns the 95 % interval of the share of right pairs: Wilson's, or where pairs share prompts, and so are not
+    independent, the bootstrap over prompts. None where all have one prompt.
 
     Args:
         right_P: bool.
@@ -730,13 +730,13 @@ def accuracy_interval(right_P: Tensor, prompts: Sequence[Hashable], *, seed: int
 
 
 def longer_answer_accuracy(data: PreferenceData) -> float:
-    """Share of pairs whose chosen answer has more tokens; equal lengths count half."""
+    """Returns the share of pairs whose chosen answer has more tokens; equal lengths count half."""
     chosen_P, rejected_P = data.lengths[:, 1], data.lengths[:, 2]
     return float((chosen_P > rejected_P).sum() + 0.5 * (chosen_P == rejected_P).sum()) / len(data)
 
 
 def score_pairs(engine: TrainEngine[Any], data: PreferenceData) -> tuple[Tensor, Tensor]:
-    """Scores ``[P]`` of the chosen and the rejected sides; collective."""
+    """Returns the scores ``[P]`` of the chosen and the rejected sides; collective."""
     batches = data.in_parts(_PAIRS_PER_PASS * engine.num_ranks)
     scored = engine.in_shares(batches, partial(engine.forward, needs=Needs(scores=True)))
     both = torch.cat([found.sequence["scores"] for _, found in scored]).view(-1, 2)

@@ -64,7 +64,7 @@ AnyRolloutWorker = NativeRolloutWorker | ServedRolloutWorker
 
 
 def shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
-    """Whether the engine uses the actor's weights without a copy: both share a pool, and nothing is offloaded."""
+    """Tells whether the engine uses the actor's weights without a copy: both share a pool, and nothing is offloaded."""
     pool = placement.pool(placement.pool_of["rollout"])
     is_alone = pool.slots == 1 and pool.budget_bytes is None and pool.num_processes == 1
     ahead = isinstance(recipe.placement, AsynchronousPlacement)
@@ -81,7 +81,8 @@ def rollout_worker(
     drafter_model: DrafterModel | None,
     is_own: bool = False,
 ) -> AnyRolloutWorker:
-    """Around an engine in this process, or engines elsewhere, which are started now and wait for weights.
+    """Makes the rollout worker around an engine in this process, or engines elsewhere, which are started now and wait
+    for weights.
 
     Args:
         actor: the model that a native engine computes with, itself or a copy; of served engines its names and shapes
@@ -196,12 +197,13 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
 
 
 def roles_in(placement: ResolvedPlacement, pool: str) -> list[str]:
-    """Names of the roles that are placed in a pool, ``rollout`` and ``heads`` among them."""
+    """Returns the names of the roles that are placed in a pool, ``rollout`` and ``heads`` among them."""
     return [role for role, home in placement.pool_of.items() if home == pool]
 
 
 def shares_reference(placement: ResolvedPlacement) -> bool:
-    """Whether a LoRA actor's reference may be that actor without its adapters: where both lie, and nothing moves."""
+    """Tells whether a LoRA actor's reference may be that actor without its adapters: where both lie, and nothing
+    moves."""
     if "reference" not in placement.pool_of:
         return True
     pool = placement.pool(placement.pool_of["reference"])
@@ -270,7 +272,7 @@ class PoolWorker(RolesWorker):
 
     @staticmethod
     def _names_only(recipe: RLRecipe, objects: UserObjects, device: torch.device) -> ModelLoader:
-        """Of the actor without contents, where a directory has them for the engines."""
+        """Makes a loader of the actor without contents, where a directory has them for the engines."""
         if not has_folder(recipe.actor.model):
             # A model from Python may be the actor's, too, which is taken over for itself.
             return ModelLoader(recipe, replace(objects, model=copy.deepcopy(objects.model)))
@@ -296,13 +298,13 @@ class RunWorkers:
         self.writer: RoleGroup[Writer]
 
     def drafting(self) -> Sequence[RoleGroup[NativeRolloutWorker]]:
-        """The engines that later drafts depend on; one in a process of its own keeps nothing."""
+        """Returns the engines that later drafts depend on; one in a process of its own keeps nothing."""
         if self.recipe.rollout.speculation is None or is_served(self.recipe.rollout.engine):
             return []
         return cast(list[RoleGroup[NativeRolloutWorker]], self.engines)
 
     def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[AnyRolloutWorker]]]]:
-        """Whose weights come to which engines."""
+        """Tells whose weights come to which engines."""
         return [(cast(RoleGroup[TrainWorker], self.models["actor"]), self.engines)]
 
     async def connect_engines(self) -> None:
@@ -312,7 +314,8 @@ class RunWorkers:
             await open_weight_sync(trainer, engines, sync.transport, timeout_s=sync.timeout_s)
 
     async def update_engine_weights(self, version: int) -> int:
-        """The actor's weights of ``version`` into all engines; returns the bytes that these received together."""
+        """Brings the actor's weights of ``version`` into all engines; returns the bytes that these received
+        together."""
         if self.shares_actor:
             for engine in self.engines:
                 await engine.call(RolloutWorker.share, version)
@@ -324,7 +327,7 @@ class RunWorkers:
         return sum(len(engines) * sent for (_, engines), sent in zip(senders, to_each, strict=True))
 
     async def sizes(self) -> Sizes:
-        """Role → mode → bytes that must be on its pool's devices, over all its processes."""
+        """Returns role → mode → bytes that must be on its pool's devices, over all its processes."""
         found: Sizes = {}
         for role in [*self.models, "rollout"]:
             num = self.placement.pool(self.placement.pool_of[role]).num_processes
@@ -333,7 +336,7 @@ class RunWorkers:
         return found
 
     def describe(self) -> str:
-        """What is about to be started, in words; nothing where it is this process alone."""
+        """Tells what is about to be started, in words; nothing where it is this process alone."""
         return ""
 
     def start(self, ptx: PTX | None = None) -> None:
@@ -352,7 +355,7 @@ class RunWorkers:
         return self.engines if role == "rollout" else [self.models[role]]
 
     def replace_dead(self, error: Exception, is_learning: bool) -> tuple[str, bool]:
-        """New workers in the place of dead ones.
+        """Puts new workers in the place of dead ones.
 
         Args:
             error: what the run ended with.
@@ -368,7 +371,7 @@ class RunWorkers:
         raise error
 
     def offloaded_roles(self) -> set[str]:
-        """Roles whose parts leave their devices for others."""
+        """Returns the roles whose parts leave their devices for others."""
         limited = {pool.name for pool in self.placement.pools if pool.budget_bytes is not None}
         return {role for role, pool in self.placement.pool_of.items() if pool in limited and role != HEADS}
 
@@ -397,7 +400,7 @@ class LocalRunWorkers(RunWorkers):
         self._workers = list(roles.workers.values())
 
     def close(self) -> None:
-        """Models that a run was given are as usable after it as before."""
+        """Closes the workers; models that a run was given are as usable after it as before."""
         self._closing.close()
         self.compute.close()
         for worker in self._workers:
@@ -446,7 +449,7 @@ class RayRunWorkers(RunWorkers):
         self._connect()
 
     def replace_dead(self, error: Exception, is_learning: bool) -> tuple[str, bool]:
-        """A pool with a dead worker starts anew. Where weights were lost, or are between two steps, the pools of all
+        """Starts a pool with a dead worker anew. Where weights were lost, or are between two steps, the pools of all
         roles whose weights change do: they go back to one consistent point together."""
         deaths = {name: found[0] for name, group in self._groups.items() if (found := group.dead(_PATIENCE_S))}
         if not deaths:
@@ -511,7 +514,7 @@ class RayRunWorkers(RunWorkers):
         self.engines = [RemoteGroup(group, "rollout", NativeRolloutWorker, rank) for rank in range(group.world_size)]
 
     def _check_room(self) -> None:
-        """All pools at once, before any is granted."""
+        """Checks all pools at once, before any is granted."""
         needs = self._resources([1]).needs
         if not needs:
             return
@@ -573,6 +576,6 @@ class RoleOffloader:
                     self._totals["handover/freed_bytes"] += moved.freed_bytes
 
     def take_metrics(self) -> dict[str, float]:
-        """Totals over all roles since the last call."""
+        """Returns the totals over all roles since the last call."""
         taken, self._totals = dict(self._totals), defaultdict(float)
         return taken

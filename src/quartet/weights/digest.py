@@ -51,7 +51,7 @@ def _splitmix64(n: int) -> list[int]:
 
 @cache
 def _constants() -> tuple[Words, Words, int]:
-    """``a``; ``c = b - 2^32 a``, with which ``lower a + upper b = f a + upper c``; and ``P``."""
+    """Returns ``a``; ``c = b - 2^32 a``, with which ``lower a + upper b = f a + upper c``; and ``P``."""
     numbers = _splitmix64(2 * _NUM_SUMS + 1)
     pairs = np.array(numbers[:-1], dtype=np.uint64).reshape(_NUM_SUMS, 2) | np.uint64(1)
     a = np.ascontiguousarray(pairs[:, 0])
@@ -59,13 +59,13 @@ def _constants() -> tuple[Words, Words, int]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor as a flat uint8 view."""
+    """Returns the bytes of a contiguous tensor as a flat uint8 view."""
     # A single element counts as contiguous with any stride, but only with 1 can its bytes be viewed.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def partial_digest(data: Bytes, first_block: int = 0, copy: Bytes | None = None) -> int:
-    """The part of the sum that ``data`` gives, where it begins at block ``first_block`` of its tensor.
+    """Returns the part of the sum that ``data`` gives, where it begins at block ``first_block`` of its tensor.
 
     Args:
         copy: filled with ``data`` on the way, while that is in the cache.
@@ -80,7 +80,7 @@ def partial_digest(data: Bytes, first_block: int = 0, copy: Bytes | None = None)
 
 
 def _sums_of_blocks(data: Bytes, copy: Bytes | None) -> Words:
-    """``f`` of whole blocks, ``[blocks, 1088]``."""
+    """Returns ``f`` of whole blocks, ``[blocks, 1088]``."""
     lines = data.view(np.uint64).reshape(-1, COLUMNS)
     written = None if copy is None else copy.view(np.uint64).reshape(-1, COLUMNS)
     sums = np.empty((len(lines) // ROWS, _NUM_SUMS), dtype=np.uint64)
@@ -95,7 +95,7 @@ def _sums_of_blocks(data: Bytes, copy: Bytes | None) -> Words:
 
 
 def _sums_of_rest(data: Bytes) -> Words:
-    """``f`` of what is less than a block, ``[1, 1088]``: of whole rows, the last one filled up with zeros."""
+    """Returns ``f`` of what is less than a block, ``[1, 1088]``: of whole rows, the last one filled up with zeros."""
     rows = -(-len(data) // (8 * COLUMNS))
     block = np.zeros((rows, COLUMNS), dtype=np.uint64)
     block.view(np.uint8).reshape(-1)[: len(data)] = data
@@ -106,7 +106,7 @@ def _sums_of_rest(data: Bytes) -> Words:
 
 
 def _combine(sums: Words, first_block: int) -> int:
-    """The last line of the digest's definition, for ``sums [blocks, 1088]``."""
+    """Computes the last line of the digest's definition, for ``sums [blocks, 1088]``."""
     a, c, p = _constants()
     total, power = 0, pow(p, first_block, 2**64)
     for block_sum in (np.dot(sums, a) + np.dot(sums >> np.uint64(32), c)).tolist():
@@ -116,7 +116,7 @@ def _combine(sums: Words, first_block: int) -> int:
 
 
 def _device_digest(data: Tensor, first_block: int = 0) -> int:
-    """``partial_digest`` where the tensor is, in torch's wrapping int64; only the sums travel."""
+    """Computes ``partial_digest`` where the tensor is, in torch's wrapping int64; only the sums travel."""
     total = 0
     for start in range(0, data.numel(), _DEVICE_PIECE_BLOCKS * BLOCK_BYTES):
         piece = data[start : start + _DEVICE_PIECE_BLOCKS * BLOCK_BYTES]
@@ -132,7 +132,7 @@ def _device_digest(data: Tensor, first_block: int = 0) -> int:
 
 
 def as_text(total: int) -> str:
-    """A digest from the sum of its pieces: 16 hex digits."""
+    """Writes a digest from the sum of its pieces: 16 hex digits."""
     return f"{total & _MASK:016x}"
 
 
@@ -146,12 +146,12 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def tensor_digest(tensor: Tensor, threads: int | None = None) -> str:
-    """16 hex digits. A strided tensor is copied first."""
+    """Returns the digest, 16 hex digits. A strided tensor is copied first."""
     return as_text(piece_digest(bytes_of(tensor.contiguous()), threads=threads))
 
 
 def piece_digest(data: Tensor, first_block: int = 0, target: Tensor | None = None, threads: int | None = None) -> int:
-    """The part of a tensor's sum that a piece gives; the sum of all its pieces is its digest.
+    """Returns the part of a tensor's sum that a piece gives; the sum of all its pieces is its digest.
 
     Args:
         data: flat uint8; begins at block ``first_block`` and ends with a block or with the tensor.

@@ -32,7 +32,9 @@ class WeightSyncError(UserError):
 
 
 def at_rank(error: WeightSyncError, rank: int | None) -> WeightSyncError:
-    """The error as one of the receiver of this rank, which reported it, where it names no rank; None: the sender."""
+    """Returns the error as one of the receiver of this rank, which reported it, where it names no rank; None: the
+    sender.
+    """
     if rank is None or error.rank is not None:
         return error
     named = copy(error)
@@ -78,7 +80,7 @@ class WeightsUnusable(WeightSyncError):
 
 
 def at_tensor(name: str | None) -> str:
-    """The end of a sentence about a sync."""
+    """Writes the end of a sentence about a sync."""
     return "" if name is None else f", at tensor {name!r}"
 
 
@@ -101,7 +103,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A key of ``DTYPES``."""
+    """Returns a key of ``DTYPES``."""
     return _NAMES[dtype]
 
 
@@ -119,7 +121,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
-        """Of ``tensor``, unsharded if it is a DTensor, cast to ``dtype``.
+        """Describes ``tensor``, unsharded if it is a DTensor, cast to ``dtype``.
 
         Raises:
             WeightSyncError: a dtype that the wire format has no name for.

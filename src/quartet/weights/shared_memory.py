@@ -39,7 +39,7 @@ ALIGNMENT = 64
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[dict[str, int], int]:
-    """Where each tensor begins, in bytes, and the bytes of all."""
+    """Decides where each tensor begins, in bytes, and counts the bytes of all."""
     offsets, used = {}, 0
     for spec in specs:
         offsets[spec.name] = used
@@ -90,7 +90,7 @@ class Segment:
 
     @classmethod
     def open(cls, path: str, num_bytes: int) -> Segment:
-        """Another process's, by its ``path``.
+        """Opens another process's, by its ``path``.
 
         Raises:
             WeightSyncError: it is not within reach.
@@ -110,12 +110,12 @@ class Segment:
 
 
 def path_of(descriptor: int) -> str:
-    """By which other processes of this machine open nameless memory."""
+    """Returns the path by which other processes of this machine open nameless memory."""
     return f"/proc/{os.getpid()}/fd/{descriptor}#{os.fstat(descriptor).st_ino}"
 
 
 def open_shared(path: str, flags: int) -> int:
-    """A descriptor of another process's nameless memory.
+    """Opens a descriptor of another process's nameless memory.
 
     Raises:
         WeightSyncError: it is not within reach.
@@ -249,7 +249,7 @@ class Progress:
         self.note()
 
     def note(self, **changes: int) -> None:
-        """This end has come so far: it is through with a ``step``, or at a ``tensor``."""
+        """Notes how far this end has come: it is through with a ``step``, or at a ``tensor``."""
         self._mine = replace(self._mine, **changes)
         try:
             self._board.write(self._end, self._mine)
@@ -257,14 +257,14 @@ class Progress:
             raise self._gone(SENDER, replace(self._mine, pid=0), str(error)) from error
 
     def fail(self) -> None:
-        """This end has failed; the others notice at their next look."""
+        """Notes that this end has failed; the others notice at their next look."""
         try:
             self._board.write(self._end, replace(self._mine, failed=1))
         except RuntimeError:
             return  # the others notice that, too
 
     def wait(self, step: int, ready: Callable[[], bool] | None = None) -> None:
-        """Until every other end is through with ``step``, or ``ready`` gives True.
+        """Waits until every other end is through with ``step``, or ``ready`` gives True.
 
         Raises:
             WeightSyncTimeout: of the one that stands still and holds things up.
@@ -293,7 +293,7 @@ class Progress:
             time.sleep(_POLL_S)
 
     def broke(self, error: RuntimeError) -> WeightSyncError:
-        """What to raise when the transport breaks: what the board says about it, if it says so soon."""
+        """Returns what to raise when the transport breaks: what the board says about it, if it says so soon."""
         soon = time.monotonic() + _EXPLANATION_S
         try:
             self.wait(0, lambda: time.monotonic() > soon)
@@ -349,7 +349,7 @@ class Progress:
 
 
 def machine_id() -> str:
-    """The same for processes that can open each other's memory: one boot, one process namespace, one user."""
+    """Returns the same for processes that can open each other's memory: one boot, one process namespace, one user."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return f"{platform.node()} {os.getuid()}"
@@ -357,7 +357,7 @@ def machine_id() -> str:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and was not waited for yet does not."""
+    """Tells whether a process of this machine runs; one that has ended and was not waited for yet does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -56,7 +56,7 @@ class TensorSink:
         self._end()
 
     def _end(self) -> None:
-        """No sync is under way."""
+        """Forgets the sync: none is under way."""
         self._specs: tuple[TensorSpec, ...] = ()
         self._incoming: int | None = None
         self._touched = self._overtaken = False
@@ -82,7 +82,7 @@ class TensorSink:
         return Status.EMPTY if self.version is None else Status.READY
 
     def require(self, version: int | None = None) -> None:
-        """What an engine asks before it computes.
+        """Raises where the weights are not what an engine needs before it computes.
 
         Raises:
             WeightsUnusable: the weights are not whole, or not of ``version``.
@@ -103,7 +103,7 @@ class TensorSink:
         )
 
     def invalidate(self, reason: str) -> None:
-        """The destinations no longer hold the weights (the engine slept, say): unusable until the next sync.
+        """Notes that the destinations no longer hold the weights (the engine slept, say): unusable until the next sync.
 
         One that is under way does not count: it may have written to memory that is gone.
         """
@@ -113,7 +113,9 @@ class TensorSink:
     # A sync -----------------------------------------------------------------------------------------------
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """What the tensors must come in, by the names that are sent: for ``NamedSource(like=…)`` at the other end."""
+        """Returns what the tensors must come in, by the names that are sent: for the other end's
+        ``NamedSource(like=…)``.
+        """
         return {name: tensor.dtype for name, tensor in self._views().items()}
 
     def begin(self, specs: Sequence[TensorSpec], version: int) -> None:
@@ -130,7 +132,7 @@ class TensorSink:
         self._specs, self._incoming, self._targets, self._ties = tuple(specs), version, views, ties
 
     def _views(self) -> dict[str, Tensor]:
-        """The destinations in the memory that they have now."""
+        """Returns the destinations in the memory that they have now."""
         return {name: tensor.detach() for name, tensor in self._owners.items()}
 
     def write(self, name: str, start: int, values: Tensor) -> None:
@@ -146,7 +148,7 @@ class TensorSink:
         self.arrived(name, start + values.numel())
 
     def arrived(self, name: str, stop: int) -> None:
-        """All elements of the flattened tensor before ``stop`` are there: they are digested while others come."""
+        """Notes that all elements of the flattened tensor before ``stop`` are there: digests them while others come."""
         target = self._targets[name]
         if not target.is_contiguous():
             if stop == target.numel():
@@ -184,7 +186,7 @@ class TensorSink:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """From now on the version that has been verified is served."""
+        """Serves from now on the version that has been verified."""
         version = self._incoming
         assert version is not None
         if self._overtaken:
@@ -199,7 +201,7 @@ class TensorSink:
         self._end()
 
     def abort(self, reason: str) -> None:
-        """The sync failed: back to the old version as a whole, or unusable until a sync succeeds."""
+        """Ends a sync that failed: back to the old version as a whole, or unusable until a sync succeeds."""
         if self._touched and self._reason is None:
             self._reason = f"the sync of version {self._incoming} broke off halfway: {reason}"
         self._end()
@@ -225,7 +227,7 @@ def _check_fit(specs: Sequence[TensorSpec], own: Mapping[str, Tensor], ties: Map
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for each name, the same for all names of one piece of memory."""
+    """Returns a number for each name, the same for all names of one piece of memory."""
     places: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
     ties = {}
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -243,7 +245,7 @@ Place = tuple[int, ...]
 
 
 def slices_at(tensor: DTensor, place: Sequence[int]) -> tuple[slice, ...]:
-    """Which part of the whole tensor is on the rank at ``place`` of its mesh.
+    """Returns which part of the whole tensor is on the rank at ``place`` of its mesh.
 
     For a dimension that is cut twice torch's own answer is only right where it divides.
     """
@@ -260,7 +262,7 @@ def slices_at(tensor: DTensor, place: Sequence[int]) -> tuple[slice, ...]:
 
 @torch.no_grad()
 def gather(tensor: Tensor, *, everywhere: bool = False) -> Tensor | None:
-    """The whole tensor on the first rank of its mesh, None on the others; a plain tensor as it is. Collective.
+    """Gathers the whole tensor on the first rank of its mesh, None on the others; a plain tensor as it is. Collective.
 
     All ranks of the mesh make the same calls in the same order. The first one holds one whole tensor at a time beside
     its own shards. The others hold nothing, or where a tensor is cut along two dimensions of the mesh, as by FSDP and
@@ -299,8 +301,9 @@ def gather(tensor: Tensor, *, everywhere: bool = False) -> Tensor | None:
 def _joined(
     tensor: DTensor, parts: dict[Place, Tensor], dim: int, whole: Tensor | None, *, everywhere: bool
 ) -> dict[Place, Tensor]:
-    """``parts``, by place, and those that the other ranks along ``dim`` of the mesh have, on the first of them or on
-    all; nothing on those that have given theirs away. In ``whole``, if it is here, they come to their place."""
+    """Joins ``parts``, by place, with those that the other ranks along ``dim`` of the mesh have, on the first of them
+    or on all; nothing on those that have given theirs away. In ``whole``, if it is here, they come to their place.
+    """
     group, index = tensor.device_mesh.get_group(dim), tensor.device_mesh.get_local_rank(dim)
     ranks, found = dist.get_process_group_ranks(group), dict(parts)
     for distance in range(1, len(ranks)):
@@ -351,12 +354,12 @@ class NamedSource:
         self._like = dict(like or {})
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What will be sent, in order. No collective."""
+        """Describes what will be sent, in order. No collective."""
         return tuple(TensorSpec.of(name, tensor, self._like.get(name)) for name, tensor in self._named())
 
     @torch.no_grad()
     def tensors(self) -> Iterator[Tensor]:
-        """Their contents in that order, each whole and contiguous, valid until the next one is asked for.
+        """Yields the tensors' contents in that order, each whole and contiguous, valid until the next one is asked for.
 
         Collective where the weights are sharded: all ranks go through them to the end, and the first one gets them.
         """

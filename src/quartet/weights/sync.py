@@ -82,7 +82,7 @@ class BucketSpan:
     offset: int
 
     def of(self, bucket: Tensor) -> Tensor:
-        """Its bytes in ``bucket``."""
+        """Returns the span's bytes in ``bucket``."""
         return bucket[self.offset : self.offset + self.num_bytes]
 
 
@@ -102,7 +102,7 @@ class Bucket:
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Every byte of every tensor once, in order, and then a digest of 16 hex digits for each.
+    """Plans every byte of every tensor once, in order, and then a digest of 16 hex digits for each.
 
     A tensor is cut between two blocks of its digest. One without elements needs no bucket.
 
@@ -216,17 +216,17 @@ class MemorySend:
         return board, {"board": board.path, "handles": self._handles, "bytes": self.bucket_bytes}
 
     def empty(self, bucket: Bucket, at: Progress) -> Tensor:
-        """A buffer for this bucket, waited for until what stood there before is not needed any more."""
+        """Returns a buffer for this bucket, waited for until what stood there before is not needed any more."""
         at.wait(bucket.step - self._num)
         return self._rooms[bucket.number % self._num][0]
 
     def ship(self, bucket: Bucket, at: Progress) -> None:
-        """The bucket is full. Notes that; whether the receivers have it is seen later."""
+        """Notes that the bucket is full; whether the receivers have it is seen later."""
         _synchronize(self._device)
         at.note(step=bucket.step)
 
     def finish(self, at: Progress) -> None:
-        """All buckets are shipped; ``at`` sees that they arrive."""
+        """Does nothing once all buckets are shipped: ``at`` sees that they arrive."""
 
     def drop(self) -> None:
         """Lets go of what the data stand in: the next sync makes other room."""
@@ -251,7 +251,7 @@ class MemoryReceive:
             self._handles = handles
 
     def full(self, plan: Sequence[Bucket], at: Progress) -> Iterator[tuple[Bucket, Tensor]]:
-        """Every bucket, and what it stands in until the next one is asked for."""
+        """Yields every bucket, and what it stands in until the next one is asked for."""
         for bucket in plan:
             at.wait(bucket.step)
             yield bucket, self._buffers[bucket.number % len(self._buffers)]
@@ -261,7 +261,7 @@ class MemoryReceive:
 
 
 def _room(device: torch.device, num_bytes: int) -> tuple[Tensor, Callable[[], Any]]:
-    """A buffer, and what makes a handle by which one other process opens it."""
+    """Makes a buffer, and what makes a handle by which one other process opens it."""
     if device.type == "cpu":
         segment = Segment.create(num_bytes)
         return segment.bytes, lambda: segment.path
@@ -464,7 +464,7 @@ class Endpoint:
 
     @classmethod
     def here(cls, device: torch.device, dtypes: Mapping[str, str] | None = None) -> Endpoint:
-        """The end in this process that computes on ``device``."""
+        """Describes the end in this process that computes on ``device``."""
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
         return cls(machine_id(), os.getpid(), _own_address(), uuid, dtypes)
 
@@ -493,7 +493,7 @@ class Offer:
 
 
 def told(method: Callable[P, R]) -> Callable[P, R | WeightSyncError]:
-    """A ``WeightSyncError`` is returned: what is raised in another process may arrive as text only."""
+    """Makes a method return a ``WeightSyncError``: what is raised in another process may arrive as text only."""
 
     @wraps(method)
     def answer(*args: P.args, **kwargs: P.kwargs) -> R | WeightSyncError:
@@ -559,7 +559,7 @@ class WeightSender:
 
     @told
     def offer(self, version: int) -> Offer | None:
-        """What receivers need; None of ranks that only take part in gathers."""
+        """Returns what receivers need; None on ranks that only take part in gathers."""
         if self._rank:
             return None
         if self._transport is None:
@@ -640,7 +640,7 @@ class WeightReceiver:
         self._halves: dict[Transport, ReceiveTransport] = {}
 
     def describe(self) -> Endpoint:
-        """Where this end is, and what it takes."""
+        """Tells where this end is, and what it takes."""
         dtypes = {name: dtype_name(dtype) for name, dtype in self._sink.dtypes().items()}
         return Endpoint.here(self._sink.device, dtypes)
 
@@ -680,7 +680,7 @@ class WeightReceiver:
             raise
 
     def _half_of(self, transport: Transport) -> ReceiveTransport:
-        """The one that was used before, where it may be."""
+        """Returns the receiver's half that was used before, where it may be."""
         if transport not in self._halves:
             device = CPU if transport == "shared_memory" else self._sink.device
             half = CollectiveReceive(device) if transport == "collective" else MemoryReceive(device)
@@ -689,7 +689,9 @@ class WeightReceiver:
 
 
 def _verified(plan: Sequence[Bucket]) -> int:
-    """The step behind the last bucket: a receiver has found every digest right, the sender has seen that of all."""
+    """Returns the step behind the last bucket: a receiver has found every digest right, the sender has seen that of
+    all.
+    """
     return READY + len(plan) + 1
 
 
@@ -705,7 +707,7 @@ def _sender_here(offer: Offer) -> WeightSender:
 
 
 def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transport:
-    """The nearest way that leads to all receivers, if there is one."""
+    """Chooses the nearest way that leads to all receivers, if there is one."""
     if any((end.machine, end.pid) == (sender.machine, sender.pid) for end in receivers):
         return "shared"
     here = all(end.machine == sender.machine for end in receivers)
@@ -739,7 +741,7 @@ def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[End
 
 
 def _wanted(receivers: Sequence[Endpoint]) -> dict[str, torch.dtype]:
-    """The dtypes that all receivers take."""
+    """Returns the dtypes that all receivers take."""
     wanted = [dict(end.dtypes or {}) for end in receivers]
     if differing := next((rank for rank, dtypes in enumerate(wanted) if dtypes != wanted[0]), None):
         raise UserError(
@@ -751,7 +753,7 @@ def _wanted(receivers: Sequence[Endpoint]) -> dict[str, torch.dtype]:
 
 
 def _own_address() -> str:
-    """Of the interface that the default route takes, else of this machine's name; nothing is sent."""
+    """Returns the address of the interface that the default route takes, else the loopback's; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)

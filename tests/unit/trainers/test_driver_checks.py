@@ -1,4 +1,4 @@
-"""Models that cannot be cut as a recipe says are refused by the driver, before a process starts or Ray is asked.
+"""Models of an RL run that cannot be cut as its recipe says are refused by the driver, before Ray is asked.
 
 Workers that died are made anew so often, and no more.
 """
@@ -15,17 +15,13 @@ import pytest
 from quartet.cluster import WorkerDied, WorkerError
 from quartet.cluster.errors import Death, Failure
 from quartet.config import UserError
-from quartet.config.preference import PreferenceRecipe
-from quartet.config.recipe import RLRecipe, SFTRecipe
+from quartet.config.recipe import RLRecipe
 from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.supervised import SFTTrainer
 from quartet.trainers.workers import RayRunWorkers
 
 NOWHERE = {"type": "ray", "address": "127.0.0.1:1"}
-THREE = {"cluster": NOWHERE, "processes": 3, "log": {"tensorboard": False}}
 
 
 def expect_refusal(raised: pytest.ExceptionInfo[UserError], sizes: dict[str, int]) -> None:
@@ -55,31 +51,6 @@ def test_every_role_of_rl(
     with pytest.raises(UserError, match=rf"^{role}(_model)?: Qwen2\w+ cannot") as raised:
         RLRoles(recipe, objects)
     expect_refusal(raised, sizes)
-
-
-@pytest.mark.parametrize("is_object", [True, False])
-def test_the_model_of_a_supervised_job(
-    is_object: bool, causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
-) -> None:
-    model, path = causal_lm(), tmp_path / "m"
-    model.save_pretrained(path)
-    (path / "model.safetensors").unlink()  # config.json says enough
-    recipe = SFTRecipe(**THREE, sharding={"tensor": 3}, output_dir=str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"^Qwen2ForCausalLM cannot") as raised:
-        SFTTrainer(recipe, model=model if is_object else path, tokenizer=tokenizer, rows=demonstrations)
-    expect_refusal(raised, {"tensor": 3})
-    assert not (tmp_path / "run").exists() and model.device.type == "cpu"
-
-
-def test_the_reference_of_a_preference_job(causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path) -> None:
-    reference = causal_lm()
-    reference.save_pretrained(tmp_path / "reference")
-    recipe = PreferenceRecipe(**THREE, sharding={"context": 3}, output_dir=str(tmp_path / "run"))
-    fits = causal_lm(num_attention_heads=3, hidden_size=48, num_key_value_heads=3)
-    for given in (reference, tmp_path / "reference"):
-        with pytest.raises(UserError, match=r"^Qwen2ForCausalLM cannot") as raised:
-            PreferenceTrainer(recipe, model=fits, reference=given, tokenizer=tokenizer, rows=pairs)
-        expect_refusal(raised, {"context": 3})
 
 
 def test_a_worker_that_cannot_be_made_anew_ends_the_run_after_its_restarts() -> None:

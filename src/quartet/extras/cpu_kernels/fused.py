@@ -39,7 +39,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 
 def install_on_cpu(model: nn.Module) -> list[nn.Module]:
-    """As ``install_fused`` where the model is on the CPU; one without contents may get them there.
+    """Does what ``install_fused`` does where the model is on the CPU; one without contents may get them there.
 
     On a GPU whole layers may be compiled instead.
     """
@@ -67,7 +67,7 @@ def install_fused(model: nn.Module) -> list[nn.Module]:
 
 
 def _chunks(width: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The tensors' rows, as many at a time as fit the cache with ``width`` numbers each."""
+    """Yields the tensors' rows, as many at a time as fit the cache with ``width`` numbers each."""
     step = max(_CACHED_NUMEL // width, 1)
     if len(tensors[0]) <= step:
         return [tensors]
@@ -78,7 +78,7 @@ def _chunks(width: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _describe_norm(module: nn.Module) -> Hashable | None:
-    """What a normalisation's formula depends on, if the module can be one: a weight vector and an epsilon."""
+    """Tells what a normalisation's formula depends on, if the module can be one: a weight vector and an epsilon."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weights = dict(module.named_parameters())
     if not isinstance(eps, float) or list(weights) != ["weight"] or weights["weight"].dim() != 1:
@@ -88,7 +88,7 @@ def _describe_norm(module: nn.Module) -> Hashable | None:
 
 
 def _build_norm(module: nn.Module) -> Forward | None:
-    """A forward that gives what the module's own gives in fp32, or None where neither known formula does."""
+    """Makes a forward that gives what the module's own gives in fp32, or None where neither known formula does."""
     eps = float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
     # Also rows so small that epsilon decides.
     width, generator = 24, torch.Generator().manual_seed(0)
@@ -111,7 +111,9 @@ def _build_norm(module: nn.Module) -> Forward | None:
 
 
 def _norm_forward(own: Forward, eps: float, offset: float) -> Forward:
-    """``x / sqrt(mean(x²) + eps) * (offset + weight)`` for fp32 on the CPU; the module's own forward for the rest."""
+    """Makes a forward of ``x / sqrt(mean(x²) + eps) * (offset + weight)`` for fp32 on the CPU; the module's own for the
+    rest.
+    """
     epsilon = torch.tensor(eps, device="cpu")
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +137,7 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 
 
 def _by_rows(normalise: Callable[..., tuple[Tensor, Tensor]], x: Tensor, scale: Tensor, epsilon: Tensor) -> Tensor:
-    """``normalise`` takes ``[R, D]``; keeps the memory order of a transposed view ``[B, H, T, D]``."""
+    """Applies ``normalise``, which takes ``[R, D]``; keeps the memory order of a transposed view ``[B, H, T, D]``."""
     swapped = x.dim() == 4 and not x.is_contiguous()
     rows = x.transpose(1, 2) if swapped else x
     out = normalise(rows.reshape(-1, x.shape[-1]), scale, epsilon)[0].view(rows.shape)
@@ -143,7 +145,7 @@ def _by_rows(normalise: Callable[..., tuple[Tensor, Tensor]], x: Tensor, scale: 
 
 
 def _normalise(x: Tensor, scale: Tensor, epsilon: Tensor) -> tuple[Tensor, Tensor]:
-    """``x [R, D]`` → the same normalised and scaled, and the factor of each row ``[R, 1]``."""
+    """Normalises and scales ``x [R, D]``; returns that and the factor of each row ``[R, 1]``."""
     width = x.shape[1]
     out, factors = torch.empty_like(x), x.new_empty(len(x), 1)
     for rows, normalised, factor in _chunks(width, x, out, factors):
@@ -186,7 +188,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _describe_rotary(module: nn.Module) -> Hashable | None:
-    """The module's forward, if it calls a function of the name that transformers gives the rotary embedding."""
+    """Returns the module's forward, if it calls a function of the name that transformers gives the rotary embedding."""
     own = type(module).forward
     if not isinstance(own, types.FunctionType) or _ROTARY not in own.__code__.co_names:
         return None
@@ -198,7 +200,7 @@ def _describe_rotary(module: nn.Module) -> Hashable | None:
 
 
 def _build_rotary(module: nn.Module) -> Forward | None:
-    """The module's own forward with a quicker rotary function, or None where that computes something else."""
+    """Makes the module's own forward with a quicker rotary function, or None where that computes something else."""
     own: Any = type(module).forward
     rotary = _Rotary(own.__globals__[_ROTARY])
     if not rotary.agrees():
@@ -276,7 +278,9 @@ class _Rotary:
 
 
 def _turn(x: Tensor, cos: Tensor, signed: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x [B, H, T, Dh] * cos`` plus ``x`` with its halves exchanged ``* signed``, both of these ``[B, 1, T, Dh]``."""
+    """Computes ``x [B, H, T, Dh] * cos`` plus ``x`` with its halves exchanged ``* signed``, both of these
+    ``[B, 1, T, Dh]``.
+    """
     half, step = x.shape[-1] // 2, max(_CACHED_NUMEL // (x.shape[0] * x.shape[1] * x.shape[3]), 1)
     if out is None:
         if x.shape[2] <= step:
@@ -308,6 +312,6 @@ class _Turn(torch.autograd.Function):
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:
-    """Of one dtype, and to its rounding the same."""
+    """Tells whether both are of one dtype, and to its rounding the same."""
     tolerance = 16 * torch.finfo(expected.dtype).eps
     return found.dtype == expected.dtype and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)

@@ -47,7 +47,7 @@ def transposed(weight: Tensor) -> Tensor:
 
 
 def packed_for(num_rows: int) -> Form:
-    """In the blocks that oneDNN's kernel reads for products of about ``num_rows`` rows.
+    """Makes the form in the blocks that oneDNN's kernel reads for products of about ``num_rows`` rows.
 
     A row's bits do not depend on the number of rows, from two rows on, whatever the number of threads.
     """
@@ -55,18 +55,18 @@ def packed_for(num_rows: int) -> Form:
 
 
 def is_packed_best(num_numbers: int) -> bool:
-    """Whether a packed product of an fp32 weight on the CPU can be had and is quicker."""
+    """Tells whether a packed product of an fp32 weight on the CPU can be had and is quicker."""
     mkldnn = torch.backends.mkldnn
     return num_numbers >= MIN_PACKED and bool(mkldnn.is_available() and mkldnn.enabled)
 
 
 def plain_form(num_inputs: int) -> Form:
-    """Transposed where that gives a row the same bits in any batch."""
+    """Returns the transposed form where that gives a row the same bits in any batch, else the weight as it is."""
     return transposed if num_inputs <= MAX_TRANSPOSED_INPUTS or torch.get_num_threads() > 1 else as_it_is
 
 
 def product(weight: Tensor | None, x: Tensor, bias: Tensor | None) -> Tensor:
-    """``x Wᵀ + bias``: ``[..., D] → [..., O]``."""
+    """Computes ``x Wᵀ + bias``: ``[..., D] → [..., O]``."""
     assert weight is not None
     if weight.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -106,7 +106,7 @@ class MergedLayers:
         self._signed_sin = SignedSin()
 
     def merge(self, layer: nn.Module, num_rows: int, adapted: Mapping[nn.Module, AdaptedLayer]) -> MergedLayer | None:
-        """None where ``layer`` is of another kind.
+        """Makes the merged layer; None where ``layer`` is of another kind.
 
         Args:
             num_rows: rows that most products have.
@@ -124,7 +124,7 @@ class MergedLayers:
 
     @torch.no_grad()
     def _compare(self, layer: nn.Module, rule: LayerRule) -> bool:
-        """Whether a copy with random weights gives the same merged and on its own."""
+        """Tells whether a copy with random weights gives the same merged and on its own."""
         twin = copy.deepcopy(layer)
         generator = torch.Generator().manual_seed(0)
         for parameter in twin.parameters():
@@ -203,7 +203,7 @@ class MergedLayer(WeightCopy):
         quartet_attention: AttentionContext,
         **_: Any,
     ) -> Tensor:
-        """``[1, R, D] → [1, R, D]``"""
+        """Maps ``[1, R, D] → [1, R, D]``."""
         layer, hidden = self._layer, hidden_states.squeeze(0)
         attended = self._attend(layer.input_layernorm(hidden), position_embeddings, quartet_attention)
         hidden = self._product(1, attended).add_(hidden)
@@ -214,7 +214,7 @@ class MergedLayer(WeightCopy):
         return product(self.tensors[i], x, self._biases[i])
 
     def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
-        """``[R, D] → [R, H Dh]``"""
+        """Maps ``[R, D] → [R, H Dh]``."""
         attention, heads = self._layer.self_attn, self._num_heads
         qkv = self._product(0, x).view(len(x), sum(heads), self._head_size)
         qk = qkv[:, : heads[0] + heads[1]]
@@ -236,7 +236,7 @@ def _joined(weights: list[Tensor]) -> Tensor:
 
 
 def _has_the_parts(layer: Any) -> bool:
-    """Whether the layer has the parts of the common kind, and nothing else."""
+    """Tells whether the layer has the parts of the common kind, and nothing else."""
     if {name for name, _ in layer.named_children()} != _LAYER:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -257,7 +257,7 @@ def _has_the_parts(layer: Any) -> bool:
 
 @torch.no_grad()
 def _rule_of(layer: nn.Module) -> LayerRule | None:
-    """What the layer asks of its context; None where it cannot be called as layers of the common kind are."""
+    """Returns what the layer asks of its context; None where it cannot be called as layers of the common kind are."""
     context = RecordedAttention([1])
     try:
         _own(layer, *_example(layer, 1, torch.Generator().manual_seed(0)), context)
@@ -268,7 +268,9 @@ def _rule_of(layer: nn.Module) -> LayerRule | None:
 
 
 def _example(layer: Any, num_rows: int, generator: torch.Generator) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Random hidden states ``[1, R, D]`` and angles ``[1, R, Dh]`` twice alike, as a rotary embedding gives them."""
+    """Draws random hidden states ``[1, R, D]`` and angles ``[1, R, Dh]`` twice alike, as a rotary embedding
+    gives them.
+    """
     hidden = torch.randn(1, num_rows, layer.self_attn.q_proj.in_features, generator=generator)
     half = torch.randn(1, num_rows, layer.self_attn.head_dim // 2, generator=generator)
     angles = torch.cat((half, half), -1)
@@ -283,7 +285,7 @@ def _own(layer: nn.Module, hidden: Tensor, angles: tuple[Tensor, Tensor], contex
 
 
 def copies(packed: PackedCausalLM, adapted: Adapted, num_rows: int, in_place: bool) -> Iterator[WeightCopy]:
-    """The copies of what computes in fp32 on the CPU.
+    """Yields the copies of what computes in fp32 on the CPU.
 
     Args:
         adapted: adapters by the layer that they add to.
@@ -317,7 +319,7 @@ def copies(packed: PackedCausalLM, adapted: Adapted, num_rows: int, in_place: bo
 
 
 def _packs(module: nn.Linear) -> bool:
-    """Whether a packed product can be had and is quicker."""
+    """Tells whether a packed product can be had and is quicker."""
     weight = module.weight
     return (
         "forward" not in vars(module)

@@ -97,7 +97,8 @@ def show(found: DataRows, title: str, rows: int, start: int, tokens: int, consol
 
 
 def _row_lines(row: ShownRow, found: DataRows, tokens: int, width: int | None) -> Iterator[Text]:
-    """A row: its place and lengths, what is said of it, its tokens in runs that are learned or are not.
+    """Yields the lines of a row: its place and lengths, what is said of it, its tokens in runs that are learned or are
+    not.
 
     Without a ``width`` nothing is folded, and a character instead of shades stands between tokens.
     """
@@ -131,7 +132,7 @@ def _kind(span: Span, is_scored: bool) -> str:
 
 
 def _token_lines(span: Span, run: range, special: set[int], most: int, width: int | None) -> list[Text]:
-    """The tokens of a run, each in another shade than the one before; of a long run both ends."""
+    """Returns the tokens of a run, each in another shade than the one before; of a long run both ends."""
     lines, styles = [Text()], _LEARNED if span.mask[run.start] else _CONTEXT
     hidden = range(run.start + most - most // 4, run.stop - most // 4) if 0 < most < len(run) else range(0)
     for n in run:
@@ -152,7 +153,7 @@ def _token_lines(span: Span, run: range, special: set[int], most: int, width: in
 
 
 def _figures(found: DataRows) -> list[str]:
-    """Rows by what becomes of them, tokens, and a histogram of lengths."""
+    """Tells what becomes of the rows, how long they are in tokens, and shows a histogram of lengths."""
     used, skipped, stopping = len(found.lengths), found.told.skipped.total(), found.stopping.skipped.total()
     lines = [f"{found.num_rows:,} rows: {used:,} used, {skipped:,} left out, {stopping:,} that stop the run"]
     if not used:

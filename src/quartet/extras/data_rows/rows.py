@@ -56,7 +56,9 @@ def _talk(thought: str = "") -> Messages:
 
 
 def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What the tokenizer's template does to conversations and to the masks of their tokens, seen on a small one."""
+    """Tells what the tokenizer's template does to conversations and to the masks of their tokens, seen on a
+    small one.
+    """
     try:
         template = template_of(tokenizer)
         defaults, own = split_defaults(template)
@@ -95,7 +97,7 @@ def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _is_dated(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template writes today's date into a prompt."""
+    """Tells whether the template writes today's date into a prompt."""
     given = {**tokenizer.special_tokens_map, "messages": _talk()[:1], "add_generation_prompt": True}
     program = _compile_jinja_template(template)  # apply_chat_template passes no functions on
     one, other = (program.render(given, strftime_now=lambda form, day=day: day) for day in ("one", "another"))
@@ -121,7 +123,7 @@ class Section:
 
 
 def sections_of(recipe: Recipe) -> dict[str, Section]:
-    """The sections of data that a recipe has, by their keys."""
+    """Returns the sections of data that a recipe has, by their keys."""
     found: dict[str, Section] = {}
     match recipe:
         case SupervisedRecipe():
@@ -246,7 +248,7 @@ class DataRows:
             return replace(shown, error=error)
 
     def _spans(self, data: Ordered) -> tuple[Span, ...]:
-        """The row's tokens with their masks, as its batch has them."""
+        """Returns the row's tokens with their masks, as its batch has them."""
         item = data.items[0]
         if isinstance(item, PromptItem):
             ids = self.codec.encode_prompt(item.prompt)
@@ -267,7 +269,7 @@ class DataRows:
         return tuple(spans)
 
     def stops(self) -> str:
-        """At what the answers to prompts end; '' for rows that have their answers."""
+        """Tells at what the answers to prompts end; '' for rows that have their answers."""
         if self.section.sampling is None:
             return ""
         params = sampling_params(self.section.sampling, self.codec)
@@ -280,11 +282,13 @@ class DataRows:
         )
 
     def errors(self) -> list[str]:
-        """Rows that would stop the run, by reason with their first places."""
+        """Returns the rows that would stop the run, by reason with their first places."""
         return [line.replace("rows left out: ", "rows stop the run: ", 1) for line in self.stopping.report()]
 
     def notes(self) -> list[str]:
-        """Rows left out or converted, by reason with their first places; the sources' shares of what is drawn."""
+        """Returns the rows left out or converted, by reason with their first places; the sources' shares of what is
+        drawn.
+        """
         remarks = template_warnings(self.codec.tokenizer, has_tools=TOOLS_TOLD in self.told.notes)
         config = self.section.config
         is_mixed = config is not None and len(self.parts) > 1 and all(self.sizes)
@@ -292,7 +296,7 @@ class DataRows:
 
 
 def _codec(model: ModelConfig | None) -> tuple[TextCodec, int]:
-    """The codec that the job has, and the model's context, both from config and tokenizer."""
+    """Returns the codec that the job has, and the model's context, both from config and tokenizer."""
     if model is None:
         raise UserError(
             "there is no model", found="its path is missing", remedy="set model.path (rl: actor.model.path)"
@@ -315,5 +319,5 @@ def _titles(item: Any) -> Sequence[str]:
 
 
 def _reason(line: str, place: str) -> str:
-    """What a warning about one row says, without count and place."""
+    """Returns what a warning about one row says, without count and place."""
     return line.removeprefix("1 rows: ").removesuffix(f" ({place})")

@@ -93,12 +93,12 @@ class Finding:
     remedy: str = ""
 
     def line(self) -> str:
-        """As the terminal shows it."""
+        """Returns the finding as the terminal shows it."""
         return f"{self.status:<7}  {self.name:<17}  {self.found}{f'; do: {self.remedy}' if self.remedy else ''}"
 
 
 def judged(name: str, found: str, *, failure: bool = False, warning: bool = False) -> Finding:
-    """What the check ``name`` found; ``ok`` where neither is set."""
+    """Makes the finding of the check ``name``; ``ok`` where neither is set."""
     if not (failure or warning):
         return Finding(name, "ok", found)
     return Finding(name, "failure" if failure else "warning", found, _REMEDIES[name])
@@ -118,7 +118,7 @@ class Findings:
 
     @contextmanager
     def errors_of(self, name: str, status: Literal["warning", "failure"] = "failure") -> Iterator[None]:
-        """A ``UserError`` inside is what the check ``name`` found; what follows it is not done."""
+        """Notes a ``UserError`` inside as what the check ``name`` found; what follows it is not done."""
         try:
             yield
         except UserError as error:
@@ -126,7 +126,7 @@ class Findings:
 
 
 def quick_findings(roles: RLRoles, directory: Path) -> list[Finding]:
-    """All checks of this module.
+    """Runs all checks of this module.
 
     Args:
         directory: where the run will write; it need not be there yet.
@@ -147,7 +147,7 @@ def quick_findings(roles: RLRoles, directory: Path) -> list[Finding]:
 
 
 def quick_warnings(roles: RLRoles, directory: Path) -> list[str]:
-    """What of it a run should say as it begins."""
+    """Returns what a run should say of the quick findings as it begins."""
     found = [finding for finding in quick_findings(roles, directory) if finding.status != "ok"]
     return [f"{one.status}: {one.name}: {one.found}; do: {one.remedy}" for one in found]
 
@@ -156,7 +156,7 @@ def quick_warnings(roles: RLRoles, directory: Path) -> list[str]:
 
 
 def check_template(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
-    """The template leaves the assistant the next word."""
+    """Checks that the template leaves the assistant the next word."""
     name, silent, num = "template", 0, 0
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -169,7 +169,7 @@ def check_template(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
 
 
 def check_turn_end(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
-    """What the template writes behind an answer is what ends one."""
+    """Checks that what the template writes behind an answer is what ends one."""
     name, stops, tokenizer = "turn_end", codec.eos_ids, codec.tokenizer
     if not stops:
         return judged(name, "neither tokenizer nor model names an end-of-text token: no answer ends", failure=True)
@@ -190,7 +190,7 @@ def check_turn_end(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
 
 
 def check_begin_of_text(codec: TextCodec, prompts: Sequence[Sequence[int]]) -> Finding:
-    """At most one begin-of-text token, and one where the tokenizer adds it to plain text."""
+    """Checks that there is at most one begin-of-text token, and one where the tokenizer adds it to plain text."""
     name, bos, token = "begin_of_text", codec.tokenizer.bos_token_id, codec.tokenizer.bos_token
     if bos is None:
         return judged(name, "the tokenizer has no begin-of-text token")
@@ -203,7 +203,7 @@ def check_begin_of_text(codec: TextCodec, prompts: Sequence[Sequence[int]]) -> F
 
 
 def check_round_trip(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
-    """Text → ids → text comes back. Blanks that some decoders move are no more than a warning; the one that
+    """Checks that text → ids → text comes back. Blanks that some decoders move are no more than a warning; the one that
     SentencePiece puts before every text, also behind a special token, is none.
     """
     added = [*codec.tokenizer.all_special_tokens, *map(str, codec.tokenizer.get_added_vocab())]
@@ -241,7 +241,7 @@ def _plain(codec: TextCodec, text: str) -> list[int]:
 
 
 def check_prompt_lengths(roles: RLRoles) -> Finding:
-    """Prompts that are too long, or leave an answer no room."""
+    """Finds prompts that are too long, or leave an answer no room."""
     recipe, lengths = roles.recipe, roles.prompts.lengths[:, 0]
     counts = [re.match(r"([\d,]+) rows left out: prompt longer", text) for text in roles.prompts.warnings]
     left_out = sum(int(count[1].replace(",", "")) for count in counts if count)
@@ -255,7 +255,9 @@ def check_prompt_lengths(roles: RLRoles) -> Finding:
 
 
 def check_answers(recipe: RLRecipe, codec: TextCodec, items: Sequence[PromptItem]) -> list[Finding]:
-    """Answers that the data know can be given: in the tokens allowed, and without a stop string in their middle."""
+    """Checks that answers that the data know can be given: in the tokens allowed, and without a stop string in their
+    middle.
+    """
     column, sampling = answer_column(recipe, items), recipe.rollout.sampling
     texts = [text for item in items if (text := answer_text(item, column))] if column is not None else []
     if not texts:
@@ -282,7 +284,7 @@ def check_duplicates(prompts: PromptData) -> Finding:
 
 
 def check_held_out(roles: RLRoles) -> Finding:
-    """Prompts of the evaluation are not trained on."""
+    """Checks that prompts of the evaluation are not trained on."""
     if roles.evaluation_prompts is None:
         return judged("held_out", "no held-out prompts")
     held_out = roles.evaluation_prompts.hashes
@@ -291,7 +293,9 @@ def check_held_out(roles: RLRoles) -> Finding:
 
 
 def check_disk(roles: RLRoles, directory: Path) -> Finding:
-    """Room for the checkpoints that are kept, one that is being written, and the models at the end."""
+    """Checks that there is room for the checkpoints that are kept, one that is being written, and the models at the
+    end.
+    """
     trained = [p for engine in roles.engines().values() for p in engine.packed.model.parameters()]
     state = sum(4 * p.numel() for p in trained if p.requires_grad)
     needed = (roles.recipe.checkpoint.keep + 1) * 3 * state + sum(4 * p.numel() for p in trained)
@@ -305,7 +309,7 @@ def check_disk(roles: RLRoles, directory: Path) -> Finding:
 
 
 def compared_reward(recipe: RLRecipe, items: Sequence[PromptItem]) -> Compared | None:
-    """The first rule that compares with a column of the data."""
+    """Returns the first rule that compares with a column of the data."""
     for reward in recipe.rewards if items else ():
         if isinstance(reward, Compared) and reward.column and answer_text(items[0], reward.column) is not None:
             return reward
@@ -313,13 +317,15 @@ def compared_reward(recipe: RLRecipe, items: Sequence[PromptItem]) -> Compared |
 
 
 def answer_column(recipe: RLRecipe, items: Sequence[PromptItem]) -> str | None:
-    """The column with right answers: what a rule compares with, else one with a usual name; None: there is none."""
+    """Returns the column with right answers: what a rule compares with, else one with a usual name; None: there is
+    none.
+    """
     compared = compared_reward(recipe, items)
     return compared.column if compared is not None else usual_column(items)
 
 
 def answer_text(item: PromptItem, column: str) -> str | None:
-    """The first of the row's right answers in ``column``; None where that holds anything else."""
+    """Returns the first of the row's right answers in ``column``; None where that holds anything else."""
     try:
         value = column_at(item.columns, column)
         return None if isinstance(value, bool) else next(iter(right_answers(value)), None)

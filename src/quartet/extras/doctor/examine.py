@@ -68,7 +68,7 @@ class ExaminedRun:
         return self.roles.recipe.rollout.sampling.temperature
 
     async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
-        """What each engine answers, with token ids, by each of ``params``; by the engines' names."""
+        """Returns what each engine answers, with token ids, by each of ``params``; by the engines' names."""
         rollout, found = self.loop.rollout, dict[str, RaggedBatch]()
         asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
@@ -79,7 +79,7 @@ class ExaminedRun:
         return found
 
     async def canaries(self) -> list[RaggedBatch]:
-        """Each engine's answer to the canary prompt."""
+        """Returns each engine's answer to the canary prompt."""
         rollout, found = self.loop.rollout, list[RaggedBatch]()
         async with rollout.leases.turn("rollout", "generate", "canary", step=0, reads=rollout.reads()):
             for engine in self.workers.engines:
@@ -89,18 +89,18 @@ class ExaminedRun:
         return found
 
     def needs(self, *, temperature: float | None = None) -> Needs:
-        """Log-probabilities of what was sampled, at the recipe's temperature if no other is given."""
+        """Asks for log-probabilities of what was sampled, at the recipe's temperature if no other is given."""
         limits = limits_of(self.roles.recipe)
         return Needs(logprobs=True, mask="action_mask", temperature=temperature or self.temperature, limits=limits)
 
     async def logprobs(self, batch: RaggedBatch, needs: Needs) -> Tensor:
-        """``[T]`` the actor's."""
+        """Returns the actor's log-probabilities ``[T]``."""
         async with self.loop.leases.turn("actor", "forward", "doctor", step=0, reads={"actor": None}):
             found = await self.roles.groups["actor"].call(ModelWorker.forward, batch.without_objects(), needs)
         return found.token["logprobs"]
 
     def largest(self, difference: Tensor) -> float:
-        """The largest difference; with bf16, whose tails are long, what 99 of 100 stay below."""
+        """Returns the largest difference; with bf16, whose tails are long, what 99 of 100 stay below."""
         if not difference.numel():
             return 0.0
         if self.roles.actor.packed.precision == "fp32":
@@ -126,7 +126,8 @@ class Learned:
 
 
 async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet]) -> Learned:
-    """Scores, advantages, and an update that changes nothing, against the log-probabilities of a pass without gradient.
+    """Rehearses scores, advantages, and an update that changes nothing, against the log-probabilities of a pass without
+    gradient.
 
     Raises:
         UserError: a model's values are not finite, or memory is too small.
@@ -146,7 +147,7 @@ async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet])
 
 
 async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
-    """What the rehearsed update measured; nothing where no token is learned from."""
+    """Returns what the rehearsed update measured; nothing where no token is learned from."""
     roles, loop = run.roles, run.loop
     picked = UpdatePlan(1, 1, roles.recipe.seed).selections(batch, 0)
     if not picked:
@@ -162,7 +163,7 @@ async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
 
 
 def check_signal(learned: Learned) -> Finding:
-    """Advantages are numbers, and not all 0 where scores of a group differ."""
+    """Checks that advantages are numbers, and not all 0 where scores of a group differ."""
     batch = learned.experience.batch
     groups, scores = batch.sequence["group"].tolist(), batch.sequence["score"].nan_to_num().tolist()
     differ = len({*zip(groups, scores, strict=True)}) > len(set(groups))
@@ -173,7 +174,7 @@ def check_signal(learned: Learned) -> Finding:
 
 
 def check_first_ratio(run: ExaminedRun, learned: Learned) -> Finding:
-    """The first mini-batch's policy is the one that the step began with."""
+    """Checks that the first mini-batch's policy is the one that the step began with."""
     name, metrics = "first_ratio", learned.metrics
     if "policy/ratio_max" not in metrics:
         return judged(name, "the method has no ratio" if metrics else "no token was trained on")
@@ -185,7 +186,7 @@ def check_first_ratio(run: ExaminedRun, learned: Learned) -> Finding:
 
 
 def check_gradient(learned: Learned) -> Finding:
-    """The first update's gradient is finite, and there where there is something to learn."""
+    """Checks that the first update's gradient is finite, and there where there is something to learn."""
     name, norm = "gradient", learned.metrics.get("grad_norm")
     if norm is None:
         return judged(name, "no token was trained on")
@@ -195,7 +196,7 @@ def check_gradient(learned: Learned) -> Finding:
 
 
 def check_reference(run: ExaminedRun, learned: Learned) -> Finding:
-    """The reference is the actor as it starts, or is meant to be another model."""
+    """Checks that the reference is the actor as it starts, or is meant to be another model."""
     name, batch = "reference_kl", learned.experience.batch
     if "ref_logprobs" not in batch.token:
         return judged(name, "nothing reads a reference")
@@ -209,7 +210,7 @@ def check_reference(run: ExaminedRun, learned: Learned) -> Finding:
 
 
 def check_critic(learned: Learned) -> Finding:
-    """Values are numbers, of the size of returns."""
+    """Checks that values are numbers, of the size of returns."""
     name, batch = "critic_values", learned.experience.batch
     if "values" not in batch.token:
         return judged(name, "the method has no critic")
@@ -226,7 +227,9 @@ _LONG_HOURS = 24 * 7
 
 
 async def check_memory(run: ExaminedRun) -> Finding:
-    """Bytes that each role must have in its largest mode, against its pool's budget and what this machine has."""
+    """Compares the bytes that each role must have in its largest mode with its pool's budget and what this
+    machine has.
+    """
     name, placement, device = "memory", run.workers.placement, run.roles.actor.packed.device
     sizes = await run.workers.sizes()
     found, is_tight = "GiB by role: ", False
@@ -247,7 +250,9 @@ async def check_memory(run: ExaminedRun) -> Finding:
 
 
 def _coming_bytes(run: ExaminedRun, sizes: Sizes) -> float:
-    """Gradients, moments, activations and logits of a micro-batch, and the cache of the answers that run at a time."""
+    """Estimates bytes of gradients, moments, activations and logits of a micro-batch, and the cache of the answers that
+    run at a time.
+    """
     recipe, roles = run.roles.recipe, run.roles
     state = sum(of["train"] - of["forward"] for of in sizes.values() if "train" in of)
     packed, train = roles.actor.packed, recipe.actor.train
@@ -265,7 +270,9 @@ def _coming_bytes(run: ExaminedRun, sizes: Sizes) -> float:
 
 
 def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
-    """Of the native engine, with as many of the longest answers as it decodes together; others keep to their own."""
+    """Counts cache tokens of the native engine, for as many of the longest answers as it decodes together; others keep
+    to their own.
+    """
     engine = recipe.rollout.engine
     if not isinstance(engine, NativeEngineConfig):
         return 0
@@ -276,8 +283,9 @@ def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
 def check_duration(
     run: ExaminedRun, batch: RaggedBatch, generate_s: float, score_s: float, update_s: float, publish_s: float
 ) -> Finding:
-    """Seconds per step and hours per run, if every answer took as long as those of ``batch`` did, and nothing
-    overlapped: larger batches are faster."""
+    """Estimates seconds per step and hours per run, if every answer took as long as those of ``batch`` did, and nothing
+    overlapped: larger batches are faster.
+    """
     num = len(Trajectories.of(batch))
     sampled = int(batch.token["action_mask"].sum())
     recipe = run.roles.recipe
@@ -300,7 +308,7 @@ _GREEDY = Needs(logprobs=True, mask="action_mask")
 
 
 async def check_stops(run: ExaminedRun) -> list[Finding]:
-    """A stop token ends an answer where it comes, and a stop string does; by every engine."""
+    """Checks that a stop token ends an answer where it comes, and a stop string does; by every engine."""
     item, codec = run.roles.prompts.items[0], run.roles.codec
     room = max(1, min(_PROBED, run.roles.context - item.num_tokens))
     plain = SamplingParams(temperature=0.0, max_new_tokens=room)
@@ -325,13 +333,14 @@ async def check_stops(run: ExaminedRun) -> list[Finding]:
 
 
 def _some(these: Sequence[str], engines: Sized) -> str:
-    """How many of the engines, and which."""
+    """Tells how many of the engines, and which."""
     names = f" ({', '.join(these)})" if these else ""
     return f"{len(these)} of {len(engines)} engines{names}"
 
 
 def check_ends(run: ExaminedRun, batch: RaggedBatch, trained: RaggedBatch) -> list[Finding]:
-    """Nothing follows an end-of-text token, and the token itself is trained on; most answers end by themselves.
+    """Checks that nothing follows an end-of-text token, and the token itself is trained on; most answers end by
+    themselves.
 
     Args:
         batch: as sampled.
@@ -359,7 +368,7 @@ def check_ends(run: ExaminedRun, batch: RaggedBatch, trained: RaggedBatch) -> li
 
 
 def check_diversity(batch: RaggedBatch) -> Finding:
-    """Answers to one prompt differ."""
+    """Checks that answers to one prompt differ."""
     texts = dict[int, list[str]]()
     picked = batch.select(sampled_only(batch)[0]) if GREEDY in batch.sequence else batch
     for group, text in zip(picked.sequence["group"].tolist(), picked.objects["completion"], strict=True):
@@ -371,7 +380,7 @@ def check_diversity(batch: RaggedBatch) -> Finding:
 
 
 def check_versions(run: ExaminedRun, batch: RaggedBatch) -> Finding:
-    """Tokens carry the version of the weights that sampled them."""
+    """Checks that tokens carry the version of the weights that sampled them."""
     versions, version = batch.token["policy_version"][batch.token["action_mask"]], run.loop.rollout.version
     wrong = int((versions != version).sum())
     return judged("versions", f"{wrong} of {len(versions)} tokens do not carry version {version}", failure=wrong > 0)
@@ -381,7 +390,9 @@ def check_versions(run: ExaminedRun, batch: RaggedBatch) -> Finding:
 
 
 async def check_agreement(run: ExaminedRun, batch: RaggedBatch) -> list[Finding]:
-    """Sampler and trainer give every sampled token the same log-probability, both at the recipe's temperature."""
+    """Checks that sampler and trainer give every sampled token the same log-probability, both at the recipe's
+    temperature.
+    """
     mask, temperature = batch.token["action_mask"], run.temperature
     sampled = batch.token["rollout_logprobs"][mask]
     trained = (await run.logprobs(batch, run.needs()))[mask]
@@ -403,7 +414,7 @@ async def check_agreement(run: ExaminedRun, batch: RaggedBatch) -> list[Finding]
 
 
 async def check_packing(run: ExaminedRun, batch: RaggedBatch) -> Finding:
-    """A sequence alone has the log-probabilities that it has among others, behind a shared prompt."""
+    """Checks that a sequence alone has the log-probabilities that it has among others, behind a shared prompt."""
     together, apart = await run.logprobs(batch, run.needs()), 0.0
     for s in {0, len(batch) - 1}:
         alone, leaf = batch.select([s]), slice(*batch.leaf_span(s))
@@ -414,7 +425,7 @@ async def check_packing(run: ExaminedRun, batch: RaggedBatch) -> Finding:
 
 
 async def check_pad_token(run: ExaminedRun) -> Finding:
-    """A token that happens to be the pad token's counts where it stands in a text."""
+    """Checks that a token that happens to be the pad token's counts where it stands in a text."""
     name, codec = "pad_by_mask", run.roles.codec
     pad = codec.tokenizer.pad_token or codec.tokenizer.eos_token or ""
     prompt = run.roles.prompts.items[0].prompt
@@ -442,7 +453,7 @@ async def check_pad_token(run: ExaminedRun) -> Finding:
 
 
 def _with_inside(prompt: PromptText, text: str) -> PromptText:
-    """The prompt with ``text`` in the middle of its last text."""
+    """Returns the prompt with ``text`` in the middle of its last text."""
     if isinstance(prompt, str):
         middle = len(prompt) // 2
         return prompt[:middle] + text + prompt[middle:]
@@ -451,7 +462,7 @@ def _with_inside(prompt: PromptText, text: str) -> PromptText:
 
 
 def _leaf(batch: RaggedBatch, s: int) -> list[int]:
-    """Ids of a sequence's answer."""
+    """Returns the ids of a sequence's answer."""
     found: list[int] = batch.input_ids[slice(*batch.leaf_span(s))].tolist()
     return found
 
@@ -495,7 +506,8 @@ async def check_weights(run: ExaminedRun, findings: Findings) -> float:
 async def _check_part(
     run: ExaminedRun, name: str, part: ModelPart, allowed: float, flipped: list[ModelPart]
 ) -> Finding:
-    """A change of ``part`` moves every engine's canary, and brings it to the trainer's, but for ``allowed`` nats.
+    """Checks that a change of ``part`` moves every engine's canary, and brings it to the trainer's, but for ``allowed``
+    nats.
 
     Raises:
         UserError: they differ by more than the run allows.
@@ -514,7 +526,7 @@ async def _check_part(
 
 
 async def _check_sleep(run: ExaminedRun) -> Finding:
-    """Engines that give up their memory for others come back with the same weights."""
+    """Checks that engines that give up their memory for others come back with the same weights."""
     name, rollout = "after_sleep", run.loop.rollout
     if "rollout" not in run.workers.offloaded_roles():
         return judged(name, "engines never sleep in this placement")
@@ -542,12 +554,12 @@ async def _flip(run: ExaminedRun, part: ModelPart) -> int:
 
 
 def _version(run: ExaminedRun) -> int:
-    """Of the actor's weights."""
+    """Returns the version of the actor's weights."""
     return run.loop.leases.arbiter.version("actor")
 
 
 def _pairs(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> list[tuple[RaggedBatch, RaggedBatch]]:
-    """Each engine's two answers.
+    """Pairs each engine's two answers.
 
     Raises:
         UserError: an engine failed or came back in between.
@@ -562,7 +574,9 @@ def _pairs(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> list[
 
 
 def _apart(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> float:
-    """The most that answers to the canary prompt differ by, in nats; infinity where other tokens were chosen."""
+    """Returns the most that answers to the canary prompt differ by, in nats; infinity where other tokens
+    were chosen.
+    """
     differences = [0.0]
     for old, new in _pairs(before, after):
         mask, key = old.token["loss_mask"], "rollout_logprobs"
@@ -583,8 +597,8 @@ def examine(
     tell: Callable[[Finding], object] = lambda finding: None,
     **objects: Any,
 ) -> list[Finding]:
-    """Everything that is found, in the order of the checks. Nothing is written into the run's directory, and models
-    that were passed are afterwards what they were before.
+    """Returns everything that is found, in the order of the checks. Nothing is written into the run's directory, and
+    models that were passed are afterwards what they were before.
 
     Args:
         recipe: of ``quartet rl``.
@@ -609,7 +623,7 @@ def examine(
 
 
 def _scratch_recipe(recipe: RLRecipe, directory: Path) -> RLRecipe:
-    """The recipe with another directory, without a journal to follow, and without anybody who is told."""
+    """Returns the recipe with another directory, without a journal to follow, and without anybody who is told."""
     changes: dict[str, Any] = {
         "output_dir": str(directory / "run"),
         "log": recipe.log.model_copy(update={"trackers": (), "notify": None}),
@@ -677,7 +691,7 @@ class _Examination:
         return learned
 
     async def _sample(self, run: ExaminedRun) -> Chunk:
-        """Groups of the first prompts, by the run's own way of asking for them."""
+        """Samples groups of the first prompts, by the run's own way of asking for them."""
         roles, rollout = run.roles, run.loop.rollout
         asked = rollout.requests
 

@@ -63,13 +63,13 @@ class KnownAnswer:
     elsewhere: str | None = None
 
     def texts(self) -> list[tuple[str, str]]:
-        """Kind and text of each."""
+        """Returns the kind and text of each."""
         elsewhere = [] if self.elsewhere is None else [("elsewhere", self.elsewhere)]
         return [("right", self.right), ("wrong", self.wrong), *(("part", part) for part in self.parts), *elsewhere]
 
 
 def known_answers(recipe: RLRecipe, items: Sequence[PromptItem], num: int) -> list[KnownAnswer]:
-    """Of the first items that have any, at most ``num``."""
+    """Returns the known answers of the first items that have any, at most ``num``."""
     column = answer_column(recipe, items)
     if column is None:
         return []
@@ -77,7 +77,7 @@ def known_answers(recipe: RLRecipe, items: Sequence[PromptItem], num: int) -> li
     rows = [(item, text) for item in items[: 8 * num] if (text := answer_text(item, column)) is not None]
 
     def given(text: str) -> str:
-        """As a completion has it: of bare LaTeX math would read a part."""
+        """Writes an answer as a completion has it: of bare LaTeX math would read a part."""
         return f"\\boxed{{{text}}}" if is_math and not stands_alone(text) else text
 
     found = []
@@ -92,7 +92,7 @@ def known_answers(recipe: RLRecipe, items: Sequence[PromptItem], num: int) -> li
 
 
 def parts_of(answer: str) -> list[str]:
-    """Wrong answers made from a right one: its first and last number, and what stands before its first comma or sign.
+    """Makes wrong answers from a right one: its first and last number, and what stands before its first comma or sign.
 
     A number with its unit has none, a sentence, which ends with the answer, at most the first number.
     """
@@ -133,7 +133,7 @@ class Scored:
 
 
 async def score(run: ExaminedRun, chunk: Chunk) -> Scored:
-    """The recipe's rewards of a chunk.
+    """Computes the recipe's rewards of a chunk.
 
     Raises:
         UserError: a source failed.
@@ -154,7 +154,7 @@ async def score(run: ExaminedRun, chunk: Chunk) -> Scored:
 
 
 def check_values(scored: Scored, known: KnownScores | None) -> list[Finding]:
-    """Every source gives numbers, at least for some answers, and answers differ in their score.
+    """Checks that every source gives numbers, at least for some answers, and answers differ in their score.
 
     Args:
         known: of answers that the data know; where their scores differ, sampled ones may be alike by chance.
@@ -180,7 +180,7 @@ def check_values(scored: Scored, known: KnownScores | None) -> list[Finding]:
 
 
 async def check_repeats(run: ExaminedRun, chunk: Chunk, scored: Scored) -> Finding:
-    """A score belongs to its answer: the same in another order, and once more."""
+    """Checks that a score belongs to its answer: the same in another order, and once more."""
     name, batch = "reward_repeats", chunk.data
     if run.roles.environment is not None or GREEDY in batch.sequence or not scored.rewards:
         return judged(name, "not asked twice")
@@ -209,14 +209,14 @@ class KnownScores:
         return [place for place, (_, found, _) in enumerate(self.texts) if found == kind]
 
     def beyond(self, values: Tensor, kind: str) -> list[tuple[bool, int]]:
-        """Of each answer of this ``kind`` whether it scores more than its row's wrong one, and its place."""
+        """Tells of each answer of this ``kind`` whether it scores more than its row's wrong one, and its place."""
         wrong = {self.texts[place][0]: values[place] for place in self.places("wrong")}
         return [(bool(values[place] > wrong[self.texts[place][0]]), place) for place in self.places(kind)]
 
 
 async def score_known_answers(run: ExaminedRun) -> KnownScores | None:
-    """Of right answers, wrong ones, parts of the right ones and what another column says; None where the data have no
-    answers.
+    """Scores right answers, wrong ones, parts of the right ones and what another column says; None where the data have
+    no answers.
 
     Raises:
         UserError: a source failed.
@@ -235,8 +235,8 @@ async def score_known_answers(run: ExaminedRun) -> KnownScores | None:
 
 
 def check_known_answers(run: ExaminedRun, known: KnownScores | None) -> Finding:
-    """What the data call right scores no less than what is wrong, and more than a part of it; and another column than
-    the one that is compared with knows the same answers.
+    """Checks that what the data call right scores no less than what is wrong, and more than a part of it; and that
+    another column than the one that is compared with knows the same answers.
     """
     name, roles = "reward_answers", run.roles
     if known is None:
@@ -257,8 +257,8 @@ def check_known_answers(run: ExaminedRun, known: KnownScores | None) -> Finding:
 
 
 def _parts(known: KnownScores, source: str, *, is_rule: bool) -> tuple[bool, str]:
-    """Whether it is a failure, and in words, that the source takes parts of answers for the whole. Asked of rules, and
-    of others that give all right answers one score, and all wrong ones less: these compare, too.
+    """Tells whether it is a failure, and in words, that the source takes parts of answers for the whole. Asked of
+    rules, and of others that give all right answers one score, and all wrong ones less: these compare, too.
     """
     values = known.scored.rewards[source]
     right, wrong = values[known.places("right")], values[known.places("wrong")]
@@ -274,7 +274,7 @@ def _parts(known: KnownScores, source: str, *, is_rule: bool) -> tuple[bool, str
 
 
 def _other_column(run: ExaminedRun, known: KnownScores) -> tuple[bool, str]:
-    """The same of the compared column, which may be the wrong one: answers are not known from it alone."""
+    """Tells the same of the compared column, which may be the wrong one: answers are not known from it alone."""
     rule = compared_reward(run.roles.recipe, run.roles.prompts.items)
     if rule is None:
         return _FINE
@@ -290,12 +290,14 @@ def _other_column(run: ExaminedRun, known: KnownScores) -> tuple[bool, str]:
 
 
 def _is_turned(right: Tensor, wrong: Tensor) -> bool:
-    """Whether what is right scores less, row after row: sources that do not read the answer's contents vary."""
+    """Tells whether what is right scores less, row after row: sources that do not read the answer's contents vary."""
     return int((right < wrong).sum()) >= max(2, 0.75 * len(right))
 
 
 def check_time(run: ExaminedRun, scored: Scored) -> Finding:
-    """Seconds of the rewards in a step, if they take as long for every answer as for those sampled here."""
+    """Estimates the seconds of the rewards in a step, if they take as long for every answer as for those
+    sampled here.
+    """
     recipe, num = run.roles.recipe, len(scored.total_N)
     whole = scored.seconds * recipe.prompts_per_step * recipe.responses_per_prompt / num
     found = f"{scored.seconds:.2g} s for {num} answers, at most {whole:.3g} s per step"

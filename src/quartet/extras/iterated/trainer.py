@@ -84,7 +84,7 @@ class IteratedTrainer:
         self._signals = StopSignals()
 
     def train(self) -> TrainResult:
-        """All rounds.
+        """Runs all rounds.
 
         Raises:
             Interrupted: Ctrl-C, SIGTERM or SIGUSR1; every stage is saved, and resumable.
@@ -124,7 +124,9 @@ class IteratedTrainer:
     # Stages ------------------------------------------------------------------------------------------------
 
     def _policy(self, number: int) -> ModelConfig:
-        """The policy that the round starts with: the recipe's, then the one that the round before has trained."""
+        """Returns the policy that the round starts with: the recipe's, then the one that the round before
+        has trained.
+        """
         first = self.recipe.rl.actor.model
         assert first is not None, "checked by the recipe"
         if number == 1:
@@ -165,7 +167,7 @@ class IteratedTrainer:
         return metrics
 
     def _answers(self, number: int) -> tuple[list[Answer], str]:
-        """The policy's answers to the round's prompts, and the labeller's name among their scores."""
+        """Returns the policy's answers to the round's prompts, and the labeller's name among their scores."""
         recipe, config = self.recipe, self.recipe.collect
         previous = (ModelReward(path=str(self._model("reward_model", number - 1)), name=PREVIOUS),)
         sources = (config.labeller, *(previous if number > 1 else ()))
@@ -188,7 +190,7 @@ class IteratedTrainer:
         return self.path / "data" / f"pairs_until_{number}.jsonl"
 
     def _old_pairs(self, number: int) -> Iterator[dict[str, Any]]:
-        """What the round before was trained on; in the first round the recipe's own pairs."""
+        """Returns what the round before was trained on; in the first round the recipe's own pairs."""
         if number > 1:
             return (dict(row.values) for row in iter_rows(DataConfig(path=str(self._pairs_until(number - 1)))))
         data = self.recipe.reward_model.data
@@ -262,7 +264,7 @@ class LabelledPair(NamedTuple):
 
 
 def make_pair(group: Sequence[Answer], label: str, config: CollectConfig, seed: str) -> LabelledPair | None:
-    """The pair of one prompt, None where its labels do not differ by enough.
+    """Makes the pair of one prompt, None where its labels do not differ by enough.
 
     Args:
         label: name of the labeller's score; answers to which it does not apply take no part.
@@ -280,7 +282,7 @@ def make_pair(group: Sequence[Answer], label: str, config: CollectConfig, seed: 
 
 
 def _sides(pair: Preference) -> dict[str, AnswerText]:
-    """The answers of a pair as a row has them: both as messages where one is more than text."""
+    """Returns the answers of a pair as a row has them: both as messages where one is more than text."""
     sides = {"chosen": pair.chosen, "rejected": pair.rejected}
     is_text = all(isinstance(answer, str) for answer in sides.values())
     return sides if is_text else {name: answer_turn(answer) for name, answer in sides.items()}

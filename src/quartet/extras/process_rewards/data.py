@@ -58,7 +58,7 @@ class Step:
 
 
 def split_steps(text: str, separator: str) -> list[Step]:
-    """The steps of ``text``, at least one."""
+    """Splits ``text`` into its steps, at least one."""
     found: list[Step] = []
     start = 0
     while (place := text.find(separator, start)) >= 0:
@@ -71,12 +71,12 @@ def split_steps(text: str, separator: str) -> list[Step]:
 
 
 def join_steps(steps: Sequence[Step], separator: str) -> str:
-    """Text that has these steps under another separator."""
+    """Writes text that has these steps under another separator."""
     return separator.join(step.text for step in steps) + (separator if steps[-1].end is not None else "")
 
 
 def last_tokens(pieces: Sequence[str], steps: Sequence[Step]) -> list[int]:
-    """Index of the token that ends each step.
+    """Returns the index of the token that ends each step.
 
     Args:
         pieces: what each token adds to the text.
@@ -87,7 +87,7 @@ def last_tokens(pieces: Sequence[str], steps: Sequence[Step]) -> list[int]:
 
 
 def answer_pieces(codec: TextCodec, before: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """What each token of an answer adds to its text; end-of-text tokens add nothing.
+    """Returns what each token of an answer adds to its text; end-of-text tokens add nothing.
 
     Args:
         before: token ids that the answer continues.
@@ -111,7 +111,7 @@ def save_step_separator(separator: str, directory: Path) -> None:
 
 
 def load_step_separator(path: str) -> str | None:
-    """The separator of a model directory or hub name; None where it has none.
+    """Reads the separator of a model directory or hub name; None where it has none.
 
     Raises:
         UserError: the file is there, but does not say how steps end.
@@ -175,7 +175,7 @@ def _refuse(faults: Sequence[tuple[str, str]], num_rows: int) -> None:
 
 
 def step_labelled(rows: Iterable[Row], separator: str, reading: Reading = AS_GIVEN) -> Parsed[StepLabelled]:
-    """Typed examples. Left out and counted: answers of which no step has a label.
+    """Reads typed examples. Left out and counted: answers of which no step has a label.
 
     Raises:
         UserError: missing columns or empty values; labels that do not match the steps or are out of range (all such
@@ -220,7 +220,7 @@ def _list(fields: Fields, name: str) -> list[Any]:
 
 
 def _label(value: Any, number: int) -> float | None:
-    """The probability that a step is right."""
+    """Returns the probability that a step is right."""
     if value is None:
         return None
     if isinstance(value, str) and value in _WORDS:
@@ -235,7 +235,7 @@ def _label(value: Any, number: int) -> float | None:
 
 
 def _joined(steps: Sequence[Any], separator: str) -> str:
-    """The steps as one text, each but the last ended by the separator."""
+    """Joins the steps to one text, each but the last ended by the separator."""
     for number, step in enumerate(steps, start=1):
         if not isinstance(step, str) or not step.removesuffix(separator).strip():
             raise RowFault(f"step {number} is {'empty' if isinstance(step, str) else 'not text'}")
@@ -302,7 +302,8 @@ class ProcessData(Batches):
         return cls(**kept.fields(parsed.report()))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """Answers by index; those of one prompt stand together, at the place of the first, and share its tokens.
+        """Selects answers by index; those of one prompt stand together, at the place of the first, and share its
+        tokens.
 
         Token fields: ``step_mask`` ``[T]`` bool, last tokens of labelled steps; ``step_labels`` ``[T]`` float32, 0
         elsewhere.
@@ -325,7 +326,7 @@ class ProcessData(Batches):
 
 
 def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_tokens: int) -> ProcessItem:
-    """Of a row that is too long the length alone counts, so its steps are not looked for."""
+    """Makes the item of a row; of one that is too long the length alone counts, so its steps are not looked for."""
     prompt_ids, completion_ids = codec.encode_completion(example.prompt, example.completion)
     if len(prompt_ids) + len(completion_ids) > max_tokens:
         return ProcessItem(tuple(prompt_ids), tuple(completion_ids), (), (), example.place)
@@ -349,12 +350,12 @@ def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_toke
 
 
 def reader(recipe: ProcessRewardRecipe) -> Reader[ProcessData]:
-    """Step-labelled answers, whose steps end with the recipe's separator."""
+    """Makes a reader of step-labelled answers, whose steps end with the recipe's separator."""
     return step_reader(recipe.separator)
 
 
 def step_reader(separator: str) -> Reader[ProcessData]:
-    """Step-labelled answers, whose steps end with ``separator``."""
+    """Makes a reader of step-labelled answers, whose steps end with ``separator``."""
     return lambda rows, how, codec, limit, _: ProcessData.build(
         step_labelled(rows, separator, how), codec, separator, limit
     )

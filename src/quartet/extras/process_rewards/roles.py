@@ -79,7 +79,7 @@ class AnswerSteps:
 
 
 def steps_of(batch: RaggedBatch, s: int, codec: TextCodec, separator: str) -> tuple[AnswerSteps, ...]:
-    """The steps of sequence ``s``, one entry per turn (a run of action tokens): a turn ends its last step."""
+    """Returns the steps of sequence ``s``, one entry per turn (a run of action tokens): a turn ends its last step."""
     start, stop = batch.leaf_span(s)
     ids = batch.token_ids(s)
     shift = stop - len(ids)  # the leaf's tokens stand at the end of ``ids``
@@ -99,7 +99,8 @@ def steps_of(batch: RaggedBatch, s: int, codec: TextCodec, separator: str) -> tu
 def _rendered(
     batch: RaggedBatch, turns: Sequence[Sequence[AnswerSteps]], codec: TextCodec, separator: str
 ) -> tuple[RaggedBatch, Tensor, Tensor]:
-    """The same steps under the model's tokenizer and separator; sequences whose steps it does not give back have none.
+    """Returns the same steps under the model's tokenizer and separator; sequences whose steps it does not give back
+    have none.
 
     Returns:
         What the model reads; ``[M]`` tokens of it that end steps; ``[M]`` the policy's tokens that do, each once.
@@ -136,7 +137,7 @@ def _rendered(
 
 
 def _mask(batch: RaggedBatch, tokens: Tensor) -> Tensor:
-    """``[T]`` bool, true on ``tokens``."""
+    """Returns ``[T]`` bool, true on ``tokens``."""
     return torch.zeros(batch.num_tokens, dtype=torch.bool).index_fill(0, tokens, True)
 
 
@@ -215,7 +216,7 @@ class ProcessScorer(EpisodeScorer):
 
 
 def process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenModels) -> ProcessModelRole:
-    """The role of one source of a recipe.
+    """Makes the role of one source of a recipe.
 
     Args:
         codec: the policy's.
@@ -262,7 +263,7 @@ def process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenMo
 def process_metrics(
     batch: RaggedBatch, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Figures of the process reward models among the sources; none without such a model.
+    """Returns the figures of the process reward models among the sources; none without such a model.
 
     The gaps compare mean rewards of right and wrong answers, under the outcome sources and under the process reward
     models; several sources of a kind are added up with their weights (without, where all of these are 0). An answer is
@@ -294,7 +295,7 @@ def process_metrics(
 def _combined(
     rewards: Mapping[str, Tensor], weights: Mapping[str, float], names: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """``[N]`` weighted sum of the sources that apply, and whether any does."""
+    """Returns ``[N]`` weighted sum of the sources that apply, and whether any does."""
     if not names:
         num = len(next(iter(rewards.values())))
         return torch.zeros(num, dtype=torch.float64), torch.zeros(num, dtype=torch.bool)

@@ -54,7 +54,7 @@ ScoreKind = Literal["probability", "signed", "logit"]
 
 
 def step_scores(logits_T: Tensor, kind: ScoreKind) -> Tensor:
-    """``[T]`` scores of steps from a process reward model's outputs, the logits of "this step is right".
+    """Returns ``[T]`` scores of steps from a process reward model's outputs, the logits of "this step is right".
 
     ``probability`` in (0, 1), ``signed`` is ``2 * probability - 1`` in (-1, 1), ``logit`` as it is.
     """
@@ -72,7 +72,7 @@ def step_scores(logits_T: Tensor, kind: ScoreKind) -> Tensor:
 def step_credits(
     scores_T: Tensor, step_mask_T: Tensor, owner_T: Tensor, rule: CombinationRule, gamma: float = 1.0
 ) -> Tensor:
-    """``[T]`` each step's credit on its last token, 0 elsewhere; see this module's head.
+    """Returns ``[T]`` each step's credit on its last token, 0 elsewhere; see this module's head.
 
     Args:
         scores_T: ``[T]``; ignored where no step ends.
@@ -101,7 +101,8 @@ def step_credits(
 def process_rewards(
     scores_T: Tensor, step_mask_T: Tensor, owner_T: Tensor, num_owners: int, rule: CombinationRule, gamma: float = 1.0
 ) -> Tensor:
-    """``[N]`` the process reward of each trajectory, 0 for one without steps. Arguments as for ``step_credits``.
+    """Returns ``[N]`` the process reward of each trajectory, 0 for one without steps. Arguments as for
+    ``step_credits``.
 
     The minimum is taken itself, not added up from credits: equal minima must be equal numbers.
     """
@@ -114,7 +115,7 @@ def process_rewards(
 
 
 def _place(owner_A: Tensor) -> Tensor:
-    """``[A]`` int64 the step's number within its trajectory, from 0; owners stand together."""
+    """Returns ``[A]`` int64 the step's number within its trajectory, from 0; owners stand together."""
     position_A = torch.arange(owner_A.shape[0], device=owner_A.device)
     is_first_A = torch.ones_like(owner_A, dtype=torch.bool)
     is_first_A[1:] = owner_A[1:] != owner_A[:-1]
@@ -122,7 +123,7 @@ def _place(owner_A: Tensor) -> Tensor:
 
 
 def _minimum_so_far(scores_A: Tensor, owner_A: Tensor) -> Tensor:
-    """``[A]`` the smallest score of the owner up to and with each place; owners stand together."""
+    """Returns ``[A]`` the smallest score of the owner up to and with each place; owners stand together."""
     if not scores_A.numel():
         return scores_A
     values, rank_A = torch.unique(scores_A, return_inverse=True)
@@ -153,7 +154,7 @@ class StepLossOutput:
 
 
 def step_loss(logits_T: Tensor, labels_T: Tensor, step_mask_T: Tensor, num_steps: Tensor | int) -> StepLossOutput:
-    """Binary cross-entropy of step labels, the mean over steps (Lightman et al., 2023; Wang et al., 2024).
+    """Computes binary cross-entropy of step labels, the mean over steps (Lightman et al., 2023; Wang et al., 2024).
 
     Args:
         logits_T: ``[T]`` of "this step is right"; ignored where no labelled step ends.
@@ -179,7 +180,8 @@ def step_loss(logits_T: Tensor, labels_T: Tensor, step_mask_T: Tensor, num_steps
 
 
 def calibration_error(probabilities_M: Tensor, labels_M: Tensor, num_bins: int = 10) -> Tensor:
-    """Expected calibration error (Guo et al., 2017): the mean distance of probability and label by bins of equal width.
+    """Computes the expected calibration error (Guo et al., 2017): the mean distance of probability and label by bins of
+    equal width.
 
     Args:
         probabilities_M: ``[M]`` in [0, 1].
@@ -197,7 +199,7 @@ def calibration_error(probabilities_M: Tensor, labels_M: Tensor, num_bins: int =
 
 
 def right_answers(outcomes_N: Tensor, applies_N: Tensor) -> Tensor | None:
-    """``[N]`` bool: the outcome lies above the middle of the smallest and the largest one.
+    """Returns ``[N]`` bool: the outcome lies above the middle of the smallest and the largest one.
 
     Args:
         outcomes_N: ``[N]`` outcome rewards.
@@ -213,7 +215,7 @@ def right_answers(outcomes_N: Tensor, applies_N: Tensor) -> Tensor | None:
 
 
 def mean_gap(rewards_N: Tensor, is_right_N: Tensor, applies_N: Tensor) -> Tensor:
-    """Scalar: mean reward of the right trajectories less that of the others that ``applies [N]`` keeps."""
+    """Returns a scalar: mean reward of the right trajectories less that of the others that ``applies [N]`` keeps."""
     wrong_N = applies_N & ~is_right_N
     return rewards_N[applies_N & is_right_N].mean() - rewards_N[wrong_N].mean()
 
@@ -283,7 +285,7 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessRewardRecipe, ProcessRewardW
 
 
 def score_steps(engine: TrainEngine[Any], data: ProcessData) -> tuple[Tensor, Tensor]:
-    """Logits and labels ``[M]`` of all labelled steps, answer after answer; collective."""
+    """Returns the logits and labels ``[M]`` of all labelled steps, answer after answer; collective."""
     rows, logits, labels = _ANSWERS_PER_PASS * engine.num_ranks, [], []
     for batch, found in engine.in_shares(data.in_parts(rows), partial(engine.forward, needs=STEP_NEEDS)):
         mask = batch.token["step_mask"]

@@ -16,8 +16,8 @@ JUDGE_ERROR_RATE = 0.1
 
 
 def is_correct(prompt: str, completion: str) -> bool:
-    """Whether the final answer is the sum, digit for digit (no leading zero, nothing after it). It stands behind the
-    last ``;``; where there is none it is the whole completion.
+    """Tells whether the final answer is the sum, digit for digit (no leading zero, nothing after it). It stands behind
+    the last ``;``; where there is none it is the whole completion.
 
     The working is not judged: a right answer under wrong working counts as right.
 
@@ -31,7 +31,7 @@ def is_correct(prompt: str, completion: str) -> bool:
 def judge_pairs(
     seed: int, groups: Iterable[tuple[str, Sequence[str]]], error_rate: float = JUDGE_ERROR_RATE
 ) -> list[dict[str, str]]:
-    """One preference row per group that holds both a right and a wrong completion, labelled by a judge who errs.
+    """Makes one preference row per group that holds both a right and a wrong completion, labelled by a judge who errs.
 
     Args:
         seed: decides which completions meet and where the judge errs; each prompt is judged independently of

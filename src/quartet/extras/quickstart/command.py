@@ -50,7 +50,7 @@ def quickstart(
 
 
 def _show(result: QuickstartResult) -> None:
-    """The table of the three stages, completions side by side, and what to try next."""
+    """Prints the table of the three stages, completions side by side, and what to try next."""
     console, summary, model = Console(), result.summary, result.path / "rl" / "model"
     match = summary["exact_match"]
     table = metric_table(f"Exact match on {summary['num_prompts']} held-out sums", "decoding", "after SFT", "after PPO")

@@ -82,7 +82,7 @@ class Quickstart:
         self._signals = StopSignals()
 
     def run(self) -> QuickstartResult:
-        """All stages, evaluation and report.
+        """Runs all stages, evaluation and report.
 
         Raises:
             UserError: the directory holds another run.
@@ -148,7 +148,7 @@ class Quickstart:
     # Directory -------------------------------------------------------------------------------------------
 
     def _found(self) -> dict[str, Any] | None:
-        """``run.json`` of the run that is there; None where there is none yet."""
+        """Reads ``run.json`` of the run that is there; None where there is none yet."""
         if found := run_info(self.path):
             same = all(found.get(key) == value for key, value in self._identity().items())
             if not self.resume or not same:
@@ -181,7 +181,7 @@ class Quickstart:
         self._mark("running")
 
     def finished(self) -> QuickstartResult | None:
-        """What is there already, where this very quickstart is done.
+        """Returns what is there already, where this very quickstart is done.
 
         Raises:
             UserError: the directory holds another run.
@@ -196,7 +196,7 @@ class Quickstart:
         return QuickstartResult(*done, examples)
 
     def _identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one it goes on with."""
+        """Returns what a resumed run must have in common with the one it goes on with."""
         size = asdict(self.size)
         return {"job": "quickstart", "seed": self.seed, "shuffled_scores": self.shuffle_scores, "size": size}
 
@@ -205,7 +205,7 @@ class Quickstart:
         write_json(self.path / "run.json", {"name": self.path.name, **self._identity(), **state})
 
     def _rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """A JSONL file that `quartet sft` and the others read, too."""
+        """Writes a JSONL file that `quartet sft` and the others read, too."""
         path = self.path / "data" / f"{name}.jsonl"
         with writing(path):
             write_rows(path, rows)
@@ -256,7 +256,9 @@ class Quickstart:
         return RewardModelTrainer(recipe, resume=self._resume_stage, progress=self.progress)
 
     def _pairs(self) -> tuple[Path, Path]:
-        """Completions of the SFT model, compared by a judge who errs; and clean pairs on held-out prompts."""
+        """Makes pairs of completions of the SFT model, compared by a judge who errs; and clean pairs on held-out
+        prompts.
+        """
         num, answers = self.size.pair_prompts, self.size.responses_per_pair_prompt
         found = []
         with self._sampling("sft", "sample pairs", (num + num // 4) * answers) as sample:
@@ -268,7 +270,7 @@ class Quickstart:
 
     @contextlib.contextmanager
     def _sampling(self, stage: str, title: str, total: int) -> Iterator[Callable[..., list[list[str]]]]:
-        """Within: a function of prompts, temperature and answers per prompt that samples texts from a stage's model."""
+        """Gives a function of prompts, temperature and answers per prompt that samples texts from a stage's model."""
         path = self.path / stage / "model"
         packed, codec = packed_causal_lm(load_causal_lm(str(path))), TextCodec.from_pretrained(path)
         with self.progress.stage(title, total) as bar:
@@ -301,7 +303,7 @@ class Quickstart:
         return RLTrainer(recipe, resume=self._resume_stage, progress=self.progress, shuffle_scores=self.shuffle_scores)
 
     def _measure(self, stage: str) -> tuple[dict[float, float], list[str]]:
-        """Exact match on held-out prompts at each temperature, and the greedy completions."""
+        """Measures exact match on held-out prompts at each temperature, and returns the greedy completions, too."""
         watch, prompts = Stopwatch(), self._held_out
         with self._sampling(stage, f"evaluate {stage}", len(prompts) * len(TEMPERATURES)) as sample:
             texts = {t: [text for (text,) in sample(prompts, t)] for t in TEMPERATURES}
@@ -312,7 +314,7 @@ class Quickstart:
 
 
 def _headline(before: Mapping[float, float], after: Mapping[float, float], best: float) -> list[dict[str, Any]]:
-    """What the report shows large."""
+    """Returns what the report shows large."""
     rows = [{"label": "Exact match, greedy, against the best of SFT", "before": best, "after": after[0.0]}]
     for temperature in TEMPERATURES[1:]:
         label = f"Exact match at temperature {temperature}"
@@ -321,5 +323,5 @@ def _headline(before: Mapping[float, float], after: Mapping[float, float], best:
 
 
 def _change(prompt: str, before: str, after: str) -> str:
-    """Whether the prompt is now answered right that was wrong, wrong that was right, or neither."""
+    """Tells whether the prompt is now answered right that was wrong, wrong that was right, or neither."""
     return ("same", "good", "bad")[int(is_correct(prompt, after)) - int(is_correct(prompt, before))]

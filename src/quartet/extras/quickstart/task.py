@@ -43,12 +43,12 @@ COLUMN_END = ";"
 
 
 def prompt_of(first: int, second: int) -> str:
-    """``47, 85`` to ``"47+85="``."""
+    """Turns ``47, 85`` into ``"47+85="``."""
     return f"{first}+{second}="
 
 
 def operands(prompt: str) -> tuple[int, int]:
-    """``"47+85="`` to ``(47, 85)``.
+    """Turns ``"47+85="`` into ``(47, 85)``.
 
     Raises:
         ValueError: ``prompt`` is not of that form.
@@ -60,7 +60,7 @@ def operands(prompt: str) -> tuple[int, int]:
 
 
 def work(first: int, second: int, habit: Habit = "careful") -> str:
-    """The completion of a demonstrator with ``habit`` for ``first + second``, without end-of-text."""
+    """Writes the completion of a demonstrator with ``habit`` for ``first + second``, without end-of-text."""
     num_columns = max(len(str(first)), len(str(second)))
     steps: list[str] = []
     written = ""
@@ -77,7 +77,7 @@ def work(first: int, second: int, habit: Habit = "careful") -> str:
 
 
 def split_of(first: int, second: int) -> TaskSplit:
-    """The split an input belongs to, whatever the seed; ``a + b`` and ``b + a`` belong together."""
+    """Returns the split an input belongs to, whatever the seed; ``a + b`` and ``b + a`` belong together."""
     low, high = sorted((first, second))
     digest = hashlib.sha256(f"{low}+{high}".encode()).digest()
     return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0 else "train"
@@ -85,15 +85,16 @@ def split_of(first: int, second: int) -> TaskSplit:
 
 @lru_cache
 def num_inputs(split: TaskSplit) -> int:
-    """How many distinct inputs a split has."""
+    """Counts the distinct inputs of a split."""
     upper = range(1, 10)
     firsts = [10 * tens + ones for tens in upper for ones in upper]
     return sum(split_of(first, second) == split for first in firsts for second in [*upper, *firsts])
 
 
 def toy_demonstrations(seed: int, n: int) -> list[dict[str, str]]:
-    """``n`` rows for supervised training (``prompt``, ``completion``, to which the trainer appends end-of-text), of the
-    training split; an input may come up more than once."""
+    """Makes ``n`` rows for supervised training (``prompt``, ``completion``, to which the trainer appends end-of-text),
+    of the training split; an input may come up more than once.
+    """
     rng = random.Random(f"demonstrations {seed}")
     rows = []
     for _ in range(n):
@@ -104,7 +105,7 @@ def toy_demonstrations(seed: int, n: int) -> list[dict[str, str]]:
 
 
 def toy_prompts(seed: int, n: int, split: TaskSplit = "train") -> list[str]:
-    """``n`` distinct prompts of ``split``.
+    """Draws ``n`` distinct prompts of ``split``.
 
     Raises:
         ValueError: the split has fewer than ``n`` inputs.
@@ -126,5 +127,5 @@ def _draw(rng: random.Random, split: TaskSplit) -> tuple[int, int]:
 
 
 def _operand(rng: random.Random, num_digits: int) -> int:
-    """Digits are 1 to 9: without zeros, 5 of 9 inputs have a carry."""
+    """Draws an operand of digits 1 to 9: without zeros, 5 of 9 inputs have a carry."""
     return sum(rng.randint(1, 9) * 10**place for place in range(num_digits))

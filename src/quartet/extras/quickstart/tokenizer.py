@@ -11,7 +11,7 @@ SPECIAL_TOKENS = (PAD, EOS, UNK)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of ``ALPHABET``, and three distinct others: padding, end-of-text, unknown.
+    """Makes one token per character of ``ALPHABET``, and three distinct others: padding, end-of-text, unknown.
 
     Text over the alphabet survives encoding and decoding unchanged; any other character becomes ``<unk>``.
     Nothing is added around the text: there is no begin-of-text token, and trainers append end-of-text.

@@ -231,7 +231,7 @@ def _walk(
 
 
 def _is_same(place: _Place, models: Mapping[str, type[BaseModel]], default: BaseModel | None) -> bool:
-    """Whether a place has the keys of one that is listed; choices list none of their defaults."""
+    """Tells whether a place has the keys of one that is listed; choices list none of their defaults."""
     return place.models == models and (place.is_choice or place.default in (None, default))
 
 

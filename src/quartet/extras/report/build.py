@@ -49,7 +49,7 @@ class ReportLimits:
 
 
 def evenly(items: Sequence[Item], count: int) -> list[Item]:
-    """``count`` of ``items`` at even distances, first and last among them; all when there are fewer."""
+    """Picks ``count`` of ``items`` at even distances, first and last among them; all when there are fewer."""
     if len(items) <= count:
         return list(items)
     if count == 1:
@@ -58,7 +58,7 @@ def evenly(items: Sequence[Item], count: int) -> list[Item]:
 
 
 def compact(value: float | None, digits: int = 5) -> float | int | str | None:
-    """A number with ``digits`` significant digits, the text ``nan``, ``inf`` or ``-inf``, or None."""
+    """Returns a number with ``digits`` significant digits, the text ``nan``, ``inf`` or ``-inf``, or None."""
     if value is None:
         return None
     if not math.isfinite(value):
@@ -70,7 +70,7 @@ def compact(value: float | None, digits: int = 5) -> float | int | str | None:
 def collect_rollouts(
     directory: Path, limits: ReportLimits, warn: Callable[[str], None], only: Sequence[int] | None = None
 ) -> dict[str, Any] | None:
-    """What the token viewer shows, as plain JSON data; None where the run kept no rollouts.
+    """Returns what the token viewer shows, as plain JSON data; None where the run kept no rollouts.
 
     ``warn`` is told of files that cannot be read; the report does without them. ``only``: of these steps alone.
     """
@@ -110,8 +110,9 @@ def num_trajectories(records: Iterable[RolloutRecord]) -> int:
 
 
 def _prompt_key(record: RolloutRecord, keys: dict[tuple[str, tuple[int, ...]], str]) -> str:
-    """The prompt's id on the page; other states that are found under an id (an environment gives a row several) have a
-    number behind it."""
+    """Returns the prompt's id on the page; other states that are found under an id (an environment gives a row several)
+    have a number behind it.
+    """
     state = (record.prompt_id, tuple(record.prompt_ids))
     if state not in keys:
         number = sum(prompt_id == record.prompt_id for prompt_id, _ in keys)
@@ -141,7 +142,7 @@ def _read(directory: Path, step: int, warn: Callable[[str], None]) -> list[Rollo
 def _choose_groups(
     records: Iterable[RolloutRecord], recurrence: Counter[str], limits: ReportLimits, token_budget: int
 ) -> list[list[RolloutRecord]]:
-    """Groups in the order of the step, as many as fit the budget, at least one."""
+    """Chooses groups in the order of the step, as many as fit the budget, at least one."""
     groups: dict[str, list[RolloutRecord]] = {}
     for record in records:
         groups.setdefault(record.group, []).append(record)
@@ -181,7 +182,7 @@ def _sample(record: RolloutRecord, prompt: str, limits: ReportLimits) -> dict[st
 
 
 def _column(values: list[float]) -> Any:
-    """A list of short numbers; a single number where all are the same (masks mostly are)."""
+    """Returns a list of short numbers; a single number where all are the same (masks mostly are)."""
     short = [compact(value) for value in values]
     return short[0] if len(short) > 1 and len(set(map(str, short))) == 1 else short
 
@@ -195,7 +196,7 @@ def _prompt(record: RolloutRecord, limits: ReportLimits) -> dict[str, Any]:
 def _echoes(
     directory: Path, steps: Sequence[int], prompt_ids: set[str], limits: ReportLimits, warn: Callable[[str], None]
 ) -> dict[str, list[Any]]:
-    """Answers to the embedded prompts at steps that are not embedded: score and text only."""
+    """Returns the answers to the embedded prompts at steps that are not embedded: score and text only."""
     echoes: dict[str, list[Any]] = {}
     for step in steps:
         groups: dict[str, list[RolloutRecord]] = {}
@@ -222,7 +223,9 @@ MAX_SPANS_PER_STEP = 800
 
 
 def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
-    """None without spans. A step lasts from its first span to its last, those aside that write in the background."""
+    """Shows where the seconds of steps went; None without spans. A step lasts from its first span to its last, those
+    aside that write in the background.
+    """
     if not spans:
         return None
     by_step: dict[int | None, list[Span]] = {}
@@ -253,14 +256,14 @@ def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
 
 
 def show_workers(spans: Iterable[Span]) -> list[dict[str, Any]]:
-    """The rows of ``worker_table``; none where every stage has one worker."""
+    """Returns the rows of ``worker_table``; none where every stage has one worker."""
     return [
         {**asdict(row), "median_s": compact(row.median_s), "max_s": compact(row.max_s)} for row in worker_table(spans)
     ]
 
 
 def with_steps(spans: Sequence[Span]) -> list[Span]:
-    """Spans of a role that name no step, as parts that move do, belong to the step they begin in.
+    """Puts spans of a role that name no step, as parts that move do, in the step they begin in.
 
     Between two steps that is the later one; before the first and after the last the nearest one.
     """
@@ -282,7 +285,7 @@ def with_steps(spans: Sequence[Span]) -> list[Span]:
 
 
 def _own(spans: Iterable[Span]) -> list[Span]:
-    """The spans that a step waits for; all, where there are no such."""
+    """Returns the spans that a step waits for; all, where there are no such."""
     spans = list(spans)
     return [span for span in spans if span.mode != BACKGROUND] or spans
 
@@ -292,7 +295,7 @@ def _total(spans: Iterable[Span], name: str, attribute: str) -> float | int | st
 
 
 def _detail(spans: list[Span]) -> list[dict[str, Any]]:
-    """Spans of one step with times relative to its beginning, in order of their start."""
+    """Returns the spans of one step with times relative to its beginning, in order of their start."""
     origin = min(span.start_s for span in spans)
     longest = sorted(spans, key=lambda span: -span.seconds)[:MAX_SPANS_PER_STEP]
     return [
@@ -353,7 +356,7 @@ _RUN_FILES = ("run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl", "summar
 
 
 def collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
-    """Everything the page shows, as JSON data.
+    """Collects everything the page shows, as JSON data.
 
     Raises:
         UserError: ``run_dir`` is not a directory, cannot be read, or holds no part of a run.
@@ -405,7 +408,7 @@ def check_run(run_dir: Path) -> None:
 
 
 def collect_head(run_dir: Path, notes: list[str]) -> dict[str, Any]:
-    """What belongs to the run as a whole: ``run`` (with its true status), ``recipe``, ``summary``."""
+    """Returns what belongs to the run as a whole: ``run`` (with its true status), ``recipe``, ``summary``."""
     return {
         "run": read_run(run_dir, notes),
         "recipe": _read_text(run_dir / "recipe.yaml", notes.append),
@@ -414,7 +417,7 @@ def collect_head(run_dir: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
-    """``run.json`` with the true status, where it says one."""
+    """Reads ``run.json`` with the true status, where it says one."""
     found = _read_json(run_dir / "run.json", notes.append) or {}
     status = true_status(run_dir, found)
     if status == ENDED:
@@ -423,7 +426,7 @@ def read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def stage_dirs(run_dir: Path) -> list[Path]:
-    """The run itself where it has figures, and those of its direct sub-directories which have."""
+    """Returns the run itself where it has figures, and those of its direct sub-directories which have."""
     children = sorted(path for path in run_dir.iterdir() if path.is_dir() and path.name != "rollouts")
     figures = ("metrics.jsonl", "spans.jsonl")
     return [
@@ -434,7 +437,7 @@ def stage_dirs(run_dir: Path) -> list[Path]:
 
 
 def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
-    """What the page shows of one stage."""
+    """Returns what the page shows of one stage."""
     warn = notes.append
     run = _read_json(path / "run.json", warn) or {}
     rows = _rows(path / "metrics.jsonl", metrics_of_row, warn)
@@ -493,12 +496,12 @@ def _read_json(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None
 
 
 def explain(names: Iterable[str]) -> dict[str, dict[str, str] | None]:
-    """``explain_metric`` of each, by name."""
+    """Returns ``explain_metric`` of each, by name."""
     return {name: explain_metric(name) for name in names}
 
 
 def explain_metric(name: str) -> dict[str, str] | None:
-    """The row of the table of metrics; None where that has none."""
+    """Returns the row of the table of metrics; None where that has none."""
     try:
         metric = find_metric(name)
     except ValueError:
@@ -507,7 +510,7 @@ def explain_metric(name: str) -> dict[str, str] | None:
 
 
 def metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
-    """Rows as columns: ``steps``, and one list per metric with None for gaps."""
+    """Turns rows into columns: ``steps``, and one list per metric with None for gaps."""
     if not rows:
         return None
     merged: dict[int, dict[str, float]] = {}
@@ -547,7 +550,7 @@ class StageTails:
 
 
 def show_health(health: Health) -> list[dict[str, Any]] | None:
-    """What the checks have found, as JSON data; None where they have found nothing."""
+    """Returns what the checks have found, as JSON data; None where they have found nothing."""
     found = [
         {
             "title": finding.check.title,
@@ -563,7 +566,7 @@ def show_health(health: Health) -> list[dict[str, Any]] | None:
 
 
 def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) -> list[str]:
-    """``TELLING`` for one run: first what its health is judged by where that is bad, last what never moves."""
+    """Orders ``TELLING`` for one run: first what its health is judged by where that is bad, last what never moves."""
     bad = [name for finding in health.findings.values() for name in finding.check.needs]
     known = {name: [value for value in values if value is not None] for name, values in series.items()}
     still = [name for name in TELLING if len(found := known.get(name, [])) >= _MANY_ROWS and len(set(found)) == 1]
@@ -574,7 +577,7 @@ def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) 
 
 
 def collect_alarms(path: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
-    """The alarms of a stage; None without any."""
+    """Collects the alarms of a stage; None without any."""
     rows = _rows(path / "alarms.jsonl", alarm_of_row, warn)
     if not rows:
         return None
@@ -634,7 +637,7 @@ def write_page(data: Mapping[str, Any], path: Path) -> Path:
 
 
 def render_page(data: Mapping[str, Any], *, live: bool = False) -> str:
-    """The page for what :func:`quartet.extras.report.build.collect_run` returns.
+    """Writes the page for what :func:`quartet.extras.report.build.collect_run` returns.
 
     Args:
         live: the page may ask the server that it came from what is new.
@@ -662,6 +665,6 @@ def _digest(text: str) -> str:
 
 
 def _inert_json(data: Mapping[str, Any]) -> str:
-    """JSON that no HTML parser can mistake for markup, in ASCII, so that lone surrogates survive too."""
+    """Writes JSON that no HTML parser can mistake for markup, in ASCII, so that lone surrogates survive too."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

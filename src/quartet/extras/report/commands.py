@@ -56,7 +56,7 @@ def report(
 
 
 def _written_report(url: str, out: Path | None) -> Path | str:
-    """Where the report of a run in object storage was written: ``out``, or beside the run."""
+    """Returns where the report of a run in object storage was written: ``out``, or beside the run."""
     from quartet.config.plugins import storage
     from quartet.extras.report.build import build_report
 
@@ -151,7 +151,7 @@ def _status(command: Sequence[str]) -> int:
 
 
 def sweep_runs(over: Sequence[str], seeds: range) -> dict[str, list[str]]:
-    """The overrides of each run by the name of its directory.
+    """Returns the overrides of each run by the name of its directory.
 
     Raises:
         UserError: no values, or values of what differs anyway, or runs that have the same name, or too few or too many

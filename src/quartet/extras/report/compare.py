@@ -38,7 +38,7 @@ def build_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def collect_comparison(run_dirs: Sequence[Path], limits: ReportLimits) -> dict[str, Any]:
-    """What the page shows, as JSON data; errors as of :func:`build_comparison`."""
+    """Returns what the page shows, as JSON data; errors as of :func:`build_comparison`."""
     distinct = {path.resolve(): path for path in run_dirs}
     if len(distinct) < len(run_dirs) or not 2 <= len(run_dirs) <= MAX_RUNS:
         raise UserError(
@@ -72,7 +72,7 @@ def collect_comparison(run_dirs: Sequence[Path], limits: ReportLimits) -> dict[s
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The ends of the paths that tell them apart."""
+    """Returns the ends of the paths that tell them apart."""
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = [os.path.join(*path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(names):
@@ -89,9 +89,9 @@ def _recipe(text: str | None) -> dict[str, Any] | None:
 
 
 def _differences(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | None]]]:
-    """Keys that were set in one recipe and are not the same in all, with the value in each; None where it has no such
-    key, as if it were null. A value that is the default of its place (of the section, or of the choice) was not set;
-    of a section that has nothing else the name alone is told.
+    """Returns the keys that were set in one recipe and are not the same in all, with the value in each; None where it
+    has no such key, as if it were null. A value that is the default of its place (of the section, or of the choice) was
+    not set; of a section that has nothing else the name alone is told.
     """
     found, flat = [], [flatten(recipe) for recipe in recipes]
     unset = [_defaults(recipe) for recipe in recipes]
@@ -108,7 +108,9 @@ def _differences(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[s
 
 
 def _defaults(recipe: Mapping[str, Any]) -> set[str]:
-    """The dotted keys of a recipe whose values are the defaults of their places; none where its job is unknown."""
+    """Returns the dotted keys of a recipe whose values are the defaults of their places; none where its job
+    is unknown.
+    """
     model = recipes().get(str(recipe.get("job")))
     found = set(_default_keys(model, recipe, None, "")) if model is not None else set()
     # What evaluation leaves out is as in training.
@@ -122,7 +124,9 @@ def _defaults(recipe: Mapping[str, Any]) -> set[str]:
 def _default_keys(
     model: type[BaseModel], values: Mapping[str, Any], place: BaseModel | None, prefix: str
 ) -> Iterator[str]:
-    """``place``: the section as it is where nothing is said of it; None: as its class makes it."""
+    """Yields the keys whose values are the defaults of their ``place``: the section as it is where nothing is said of
+    it; None: as its class makes it.
+    """
     for name, field in model.model_fields.items():
         if name not in values:
             continue
@@ -144,7 +148,9 @@ def _default_keys(
 
 
 def _seeds(recipes: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    """Runs of the same recipe with several seeds: their places, and what tells their recipe from the others'."""
+    """Returns runs of the same recipe with several seeds: their places, and what tells their recipe from
+    the others'.
+    """
     groups: dict[str, list[int]] = {}
     for place, recipe in enumerate(recipes):
         if recipe is not None:
@@ -165,7 +171,7 @@ _WIDTH = 24
 
 
 def kept_trajectory(run_dir: Path, step: int | None, sample: int, stage: str | None = None) -> list[RolloutRecord]:
-    """The sequences of one trajectory in their order: one, or several where an environment rewrote the state.
+    """Reads the sequences of one trajectory in their order: one, or several where an environment rewrote the state.
 
     Args:
         step: None for the newest that was kept.
@@ -196,7 +202,9 @@ def kept_trajectory(run_dir: Path, step: int | None, sample: int, stage: str | N
 
 
 def replay_lines(trajectory: Sequence[RolloutRecord]) -> Iterator[str]:
-    """The prompt, a line per token of the response, and the sums; token texts are in quotes, as JSON has them."""
+    """Yields the prompt, a line per token of the response, and the sums; token texts are in quotes, as JSON
+    has them.
+    """
     total = 0.0
     for record in trajectory:
         several = f" (sequence {record.part + 1} of {len(trajectory)})" if len(trajectory) > 1 else ""

@@ -138,7 +138,7 @@ class _WatchedStage:
             self._samples = steps[-1], read_step(self.directory / "rollouts", steps[-1])
 
     def parts(self, total: int | None) -> list[RenderableType]:
-        """The lines of the screen that are about this stage."""
+        """Returns the lines of the screen that are about this stage."""
         shown: list[RenderableType] = [self._progress(total)]
         shown += [Text(printable(text), style="yellow") for text in self._tails.troubles]
         shown += [
@@ -193,14 +193,14 @@ class _WatchedStage:
         return table
 
     def _stages(self) -> Text:
-        """Where the seconds of the last step with all its spans went."""
+        """Shows where the seconds of the last step with all its spans went."""
         steps = sorted({span.step for span in self._spans if span.step is not None})
         seconds = seconds_by_name(span for span in self._spans if span.step == steps[0])
         longest = sorted(seconds.items(), key=lambda item: -item[1])[:_SHOWN_STAGES]
         return Text(printable("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)), style="dim")
 
     def _sampled(self) -> list[RenderableType]:
-        """Of the newest rollouts the best, a middling and the worst."""
+        """Shows the best of the newest rollouts, a middling one and the worst."""
         assert self._samples is not None
         step, records = self._samples
         scored = sorted(records, key=lambda record: -(record.score if record.score is not None else -math.inf))
@@ -233,7 +233,7 @@ def watch(run_dir: Path, console: Console, *, once: bool, every_s: float) -> Non
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The values as bars of text; a cross where one is not finite."""
+    """Returns the values as bars of text; a cross where one is not finite."""
     shown = evenly(values, _CURVE)
     known = [value for value in shown if math.isfinite(value)]
     low, high = min(known, default=0.0), max(known, default=0.0)
@@ -257,7 +257,7 @@ def _clock(seconds: float) -> str:
 
 
 def _total_steps(*directories: Path) -> int | None:
-    """``steps`` of the stage's recipe, or the run's; None where none says it."""
+    """Returns ``steps`` of the stage's recipe, or the run's; None where none says it."""
     for directory in reversed(directories):
         try:
             recipe = parse_yaml(read_file(directory / "recipe.yaml").decode("utf-8"))
@@ -290,7 +290,7 @@ class _Stage:
         self._shown = {"health": show_health(self._health), "alarms": collect_alarms(path, limits, note)}
 
     def poll(self) -> list[dict[str, Any]]:
-        """Errors as of ``stage_dirs``: files may vanish meanwhile."""
+        """Reads what is new; errors as of ``stage_dirs``: files may vanish meanwhile."""
         rows, spans = self._tails.metrics.poll(), self._tails.spans.poll()
         if self._tails.restarted:
             return [RELOAD]
@@ -338,7 +338,7 @@ class LiveRun:
         self._head = self._collect_head()
 
     def page(self) -> str:
-        """The report of what is there now; errors as of ``collect_run``."""
+        """Writes the report of what is there now; errors as of ``collect_run``."""
         with self._lock:
             self._poll()
             data = {**collect_run(self._dir, self._limits), "live": self._count}
@@ -349,7 +349,7 @@ class LiveRun:
         return render_page(data, live=True)
 
     def news(self, after: int) -> dict[str, Any]:
-        """What has come after the first ``after`` pieces of news, and how many there are now."""
+        """Returns what has come after the first ``after`` pieces of news, and how many there are now."""
         with self._lock:
             self._poll()
             missed = self._count - after
@@ -378,7 +378,7 @@ class LiveRun:
         self._polled_s = time.monotonic()
 
     def _whole(self, path: Path) -> list[dict[str, Any]]:
-        """A stage that has only begun."""
+        """Returns the news of a stage that has only begun."""
         notes: list[str] = []
         shown = collect_stage(path, self._limits, notes)
         self._noted |= dict.fromkeys(notes)
@@ -429,7 +429,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line per request would bury the address."""
+        """Does nothing: a line per request would bury the address."""
 
 
 class LiveServer(ThreadingHTTPServer):

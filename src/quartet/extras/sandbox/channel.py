@@ -81,7 +81,7 @@ class _Bounds:
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]], keep: bool = False) -> Any:
-    """JSON of ``value``.
+    """Writes ``value`` as JSON.
 
     Args:
         refer: the reference that stands for an object of another type.
@@ -201,7 +201,7 @@ _PLAIN = {id(kind) for kind in (*_SCALARS, *_PARTS)}  # a metaclass may say that
 
 
 def decode(tree: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """The value of a JSON tree.
+    """Returns the value of a JSON tree.
 
     Args:
         resolve: what a reference of this kind and number stands for.
@@ -396,7 +396,8 @@ class Channel:
     # Calls -----------------------------------------------------------------------------------------------
 
     def ask(self, operation: str, number: int, *arguments: Any, **keywords: Any) -> Any:
-        """The result of the operation in the other process; raises what it raised, if that is one of Python's own.
+        """Returns the result of the operation in the other process; raises what it raised, if that is one of Python's
+        own.
 
         Raises:
             Refused: arguments or result cannot cross.
@@ -589,7 +590,9 @@ class SolutionObject:
 
 
 def named(value: Any, name: str, is_own: bool = False) -> Any:
-    """``value``, which the tests reached by ``name``: of something that is the solution's own, where ``is_own``."""
+    """Returns ``value``, which the tests reached by ``name``: of something that is the solution's own, where
+    ``is_own``.
+    """
     if type(value) is SolutionObject:
         is_class = name.lstrip("_")[:1].isupper()
         _state(value).is_class |= is_class
@@ -623,7 +626,7 @@ CALLS: dict[str, Callable[..., Any]] = {"call": operator.call}
 
 
 def _base_name(error: BaseException) -> str:
-    """The nearest class of Python's own that it is of."""
+    """Returns the nearest class of Python's own that it is of."""
     bases: tuple[type, ...] = type.__dict__["__mro__"].__get__(type(error))
     return next(base.__name__ for base in bases if vars(builtins).get(base.__name__) is base)
 

@@ -34,7 +34,7 @@ MAX_REASON = 500
 
 
 def run_program(job: dict[str, Any]) -> None:
-    """The code as a program. Ends as Python ends: waits for its threads."""
+    """Runs the code as a program. Ends as Python ends: waits for its threads."""
     _execute(job["source"], "__main__")
 
 
@@ -89,7 +89,9 @@ def run_tests(job: dict[str, Any]) -> None:
 
 
 def _modules(nodes: Sequence[ast.AST]) -> dict[str, Any]:
-    """Modules of the standard library by names of which the tests use nothing but what these modules have."""
+    """Returns the modules of the standard library by names of which the tests use nothing but what these
+    modules have.
+    """
     asked: dict[str, set[str]] = {}
     num_asked: dict[str, int] = {}
     for node in nodes:
@@ -109,9 +111,9 @@ def _modules(nodes: Sequence[ast.AST]) -> dict[str, Any]:
 
 
 def _names_of_solution(channel: Channel, nodes: Sequence[ast.AST], others: dict[str, Any]) -> dict[str, Any]:
-    """What the solution defines of the names that the tests use. Python's own stay Python's own, whatever the solution
-    calls so, unless the tests import it from ``solution``: else it could bring its own ``sorted``, ``set`` or ``math``
-    to the comparison.
+    """Returns what the solution defines of the names that the tests use. Python's own stay Python's own, whatever the
+    solution calls so, unless the tests import it from ``solution``: else it could bring its own ``sorted``, ``set`` or
+    ``math`` to the comparison.
     """
     used = {node.id for node in nodes if type(node) is ast.Name} - set(dir(builtins)) - set(others)
     called = {"solution"}  # what the tests call the module
@@ -138,7 +140,7 @@ def _names_of_solution(channel: Channel, nodes: Sequence[ast.AST], others: dict[
 
 
 def _failure(source: str, namespace: dict[str, Any], channel: Channel) -> str:
-    """Why the test fails; nothing where it passes."""
+    """Tells why the test fails; nothing where it passes."""
     told = ""
     try:
         exec(compile(_counted(source), "<test>", "exec", dont_inherit=True), namespace)
@@ -158,8 +160,8 @@ _num_checks = 0
 
 
 def is_check(node: ast.AST) -> bool:
-    """Whether a statement can make a test fail by what it finds: an ``assert`` or a call named so, or a branch that
-    raises.
+    """Tells whether a statement can make a test fail by what it finds: an ``assert`` or a call named so, or a branch
+    that raises.
     """
     match node:
         case ast.Assert():
@@ -275,7 +277,7 @@ class _Approximate:
 
 
 def _parametrize(names: Any, values: Any, **_: Any) -> Any:
-    """``pytest.mark.parametrize``: one call for each of the values."""
+    """Stands for ``pytest.mark.parametrize``: one call for each of the values."""
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
     def decorate(function: Any) -> Any:

@@ -131,7 +131,7 @@ class CodeSource(RewardSource):
         return passed + [False] * (len(tests) - len(passed))
 
     def warnings(self) -> list[str]:
-        """How many tests failed because what crossed could not be judged."""
+        """Tells how many tests failed because what crossed could not be judged."""
         if not self._num_refused:
             return []
         first = printable(self._first_refused)
@@ -143,8 +143,8 @@ class CodeSource(RewardSource):
 
 
 def extract_code(completion: str) -> str:
-    """The last fenced block that is marked as Python or not at all, without its fence's indentation; the whole text
-    where there is none.
+    """Returns the last fenced block that is marked as Python or not at all, without its fence's indentation; the whole
+    text where there is none.
     """
     code = completion
     for block in _FENCED.finditer(completion):
@@ -157,8 +157,8 @@ def extract_code(completion: str) -> str:
 
 
 def read_tests(value: Any, entry_point: str | None = None) -> Tests:
-    """Tests of a data row: Python source, a list of it (each one test), pairs ``{"input", "output"}``, two lists
-    ``{"inputs", "outputs"}``, or JSON of any of these.
+    """Reads the tests of a data row: Python source, a list of it (each one test), pairs ``{"input", "output"}``, two
+    lists ``{"inputs", "outputs"}``, or JSON of any of these.
 
     In one piece of source every top-level statement with an ``assert`` counts as a test, every pytest function, every
     method of a unittest class, and ``check(candidate)``, which is called with what ``entry_point`` names.
@@ -217,7 +217,7 @@ class _SourceTests:
             self._helpers |= more
 
     def each(self) -> list[SolutionCheck]:
-        """Every test of the one source; the source itself where nothing in it is one by itself."""
+        """Returns every test of the one source; the source itself where nothing in it is one by itself."""
         (body,) = self._bodies
         called = [call for node in body for call in self._calls(node)]
         if not called and not any(isinstance(node, ast.Assert) for node in body):
@@ -228,7 +228,7 @@ class _SourceTests:
         return found + [SolutionCheck(call) for call in called]
 
     def listed(self) -> list[SolutionCheck]:
-        """Every source, which is a test if there is one in it."""
+        """Returns every source, which is a test if there is one in it."""
         found = []
         for body in self._bodies:
             called = [call for node in body for call in self._calls(node)]
@@ -245,11 +245,11 @@ class _SourceTests:
         )
 
     def _is_test(self, statement: ast.stmt) -> bool:
-        """Not what only defines something."""
+        """Tells whether a statement is a test: not what only defines something."""
         return not isinstance(statement, _Function | ast.ClassDef) and self._checks(statement)
 
     def _calls(self, node: ast.stmt) -> list[str]:
-        """Source that runs the tests that a definition at the top is, each by itself: as pytest, unittest and
+        """Writes source that runs the tests that a definition at the top is, each by itself: as pytest, unittest and
         HumanEval do.
         """
         if isinstance(node, _Function):
@@ -275,7 +275,7 @@ class _SourceTests:
         return ["\n".join([f"case = {node.name}()", *before, f"case.{method.name}()"]) for method in tests]
 
     def _lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
-        """The class and those that it inherits from, as far as they are in the sources."""
+        """Returns the class and those that it inherits from, as far as they are in the sources."""
         found = [node]
         for known in found:
             names = [base.id for base in known.bases if isinstance(base, ast.Name)]
@@ -292,8 +292,8 @@ class _SourceTests:
 
 
 def _parsed(source: str) -> list[ast.stmt]:
-    """The statements of a source of tests: those that run it as a program in their place, without the calls that start
-    a framework.
+    """Returns the statements of a source of tests: those that run it as a program in their place, without the calls
+    that start a framework.
     """
     try:
         body = ast.parse(source).body
@@ -347,18 +347,18 @@ def _check_arguments(function: _Function, arguments: Sequence[ast.arg]) -> None:
 
 
 def _set_up(method: _Function) -> str:
-    """The call of pytest's set-up, which may take the class or the method that it is for."""
+    """Writes the call of pytest's set-up, which may take the class or the method that it is for."""
     takes = len(method.args.args) - (not any(ast.unparse(mark) == "staticmethod" for mark in method.decorator_list))
     return f"case.{method.name}({'None' * takes})"
 
 
 def _lines(value: Any) -> str:
-    """Some data sets hold a list of lines."""
+    """Joins the lines of a text: some data sets hold a list of them."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)
 
 
 def _same_output(output: bytes, expected: str) -> bool:
-    """Line by line, white space at the ends of lines and of the whole aside."""
+    """Tells whether outputs are the same line by line, white space at the ends of lines and of the whole aside."""
     found = output.decode("utf-8", errors="replace")
     return [line.rstrip() for line in found.rstrip().splitlines()] == [
         line.rstrip() for line in expected.rstrip().splitlines()

@@ -68,7 +68,7 @@ def _become_init(disk_bytes: int) -> None:
 
 
 def _drop_privileges(user: int) -> None:
-    """Root becomes ``user``; no capability is kept, and bubblewrap lets no program bring one."""
+    """Makes root ``user``; no capability is kept, and bubblewrap lets no program bring one."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -84,7 +84,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int, others: int) -> None:
-    """Limits of this process and of what it starts.
+    """Limits this process and what it starts.
 
     Args:
         memory_bytes: address space and what sockets may hold, which is the kernel's memory, together.
@@ -184,7 +184,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def _refuse_calls() -> None:
-    """The calls above fail with EPERM or ENOSYS from here on. Needs ``no_new_privs``.
+    """Makes the calls above fail with EPERM or ENOSYS from here on. Needs ``no_new_privs``.
 
     Raises:
         OSError: the kernel takes no filter, or this is another processor.
@@ -199,7 +199,7 @@ def _refuse_calls() -> None:
 
 
 def _program(column: int, architecture: int) -> list[Instruction]:
-    """In the language of Berkeley packet filters: ``(operation, jump if true, jump if false, operand)``."""
+    """Writes the filter for Berkeley's packet filters: ``(operation, jump if true, jump if false, operand)``."""
     found: list[Instruction] = [
         (_LOAD, 0, 0, 4),
         (_IF_EQUAL, 1, 0, architecture),
@@ -239,7 +239,7 @@ def _unless_zero(load: Instruction) -> Iterator[Instruction]:
 
 
 def _by_argument(call: int, place: int, values: Sequence[int], *, then: int, otherwise: int) -> list[Instruction]:
-    """``then`` where the call's argument is among the values."""
+    """Makes instructions that return ``then`` where the call's argument is among the values, else ``otherwise``."""
     block = [_argument(place)]
     for value in values:
         block += [(_IF_EQUAL, 0, 1, value), (_RETURN, 0, 0, then)]

@@ -105,8 +105,8 @@ class SandboxVerdict:
 
 @functools.cache
 def _bubblewrap() -> list[str]:
-    """The command up to the arguments of one run: new namespaces; in them the system's programs and the interpreter,
-    read-only, four harmless devices, an empty ``/tmp`` and no ``/proc``.
+    """Returns the command up to the arguments of one run: new namespaces; in them the system's programs and the
+    interpreter, read-only, four harmless devices, an empty ``/tmp`` and no ``/proc``.
 
     Raises:
         SandboxError: it is not installed.
@@ -202,7 +202,7 @@ class _Sandboxed:
 
 
 def _memory_file(content: bytes) -> int:
-    """A descriptor of a file in memory that can no longer be changed."""
+    """Makes a descriptor of a file in memory that can no longer be changed."""
     fd = os.memfd_create("quartet", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -231,7 +231,8 @@ def run_program(source: str, text: str, limits: SandboxLimits) -> ProgramRun:
 
 
 def judge(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits) -> list[SandboxVerdict]:
-    """A verdict on each of the tests that count, all within ``limits.wall_s``; what did not come to its turn failed.
+    """Gives a verdict on each of the tests that count, all within ``limits.wall_s``; what did not come to its turn
+    failed.
 
     Tests in which no check at all was executed have not passed: they may loop over what the code returned.
 
@@ -272,7 +273,9 @@ def _verdict(line: bytes) -> SandboxVerdict:
 
 
 def _read(fd: int, deadline: float, most: int, until: bytes = b"") -> tuple[bytes, EndReason]:
-    """Everything up to the end of the file, the deadline, one byte more than ``most`` or, where given, ``until``."""
+    """Reads everything up to the end of the file, the deadline, one byte more than ``most`` or, where
+    given, ``until``.
+    """
     found = bytearray()
     while len(found) <= most and not (until and found.endswith(until)):
         if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:

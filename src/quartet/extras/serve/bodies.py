@@ -71,7 +71,7 @@ class CompletionBody(_Body):
         return self.logprobs is not None
 
     def prompts(self, codec: TextCodec) -> list[list[int]]:
-        """Token ids of each prompt."""
+        """Returns the token ids of each prompt."""
         is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         prompts: Sequence[Any] = [self.prompt] if is_one else self.prompt
         return [codec.encode_prompt(each) if isinstance(each, str) else list(each) for each in prompts]
@@ -131,7 +131,7 @@ class ChatBody(_Body):
         return self.logprobs
 
     def prompts(self, codec: TextCodec) -> list[list[int]]:
-        """Token ids of the conversation, those that training gives the same messages, tools and variables.
+        """Returns the token ids of the conversation, those that training gives the same messages, tools and variables.
 
         Raises:
             UserError: the template does not read what it is given, or refuses it.
@@ -164,7 +164,7 @@ class ModelLimits:
 
 
 def requests_of(body: AnyBody, name: str, codec: TextCodec, limits: ModelLimits) -> list[Request]:
-    """One request per prompt and choice; choice k of a prompt has the seed of its first one plus k, as in vLLM.
+    """Makes one request per prompt and choice; choice k of a prompt has the seed of its first one plus k, as in vLLM.
 
     Raises:
         UserError: what is asked cannot be.

@@ -83,13 +83,13 @@ class Answers:
         self.choices = {request.request_id: Choice(i, request) for i, request in enumerate(requests)}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer, not streamed."""
+        """Returns the answer, not streamed."""
         done = sorted((self.choices[c.request_id].index, c) for c in completions)
         choices = [self._choice(self.choices[c.request_id], c, c.finish_reason, c.text_end) for _, c in done]
         return {**self._head(""), "choices": choices, "usage": self.usage(completions)}
 
     def chunk(self, request_id: str, tokens: Generated | Completion) -> dict[str, Any] | None:
-        """What is new of a choice, as an event of a stream; None where nothing is."""
+        """Returns what is new of a choice, as an event of a stream; None where nothing is."""
         choice = self.choices[request_id]
         reason, text_end = None, None
         if isinstance(tokens, Completion):
@@ -145,7 +145,7 @@ class Answers:
     def _grown(
         self, choice: Choice, token_ids: Sequence[int], reason: FinishReason | None, text_end: int | None
     ) -> str:
-        """The text behind what was said already, as far as it is settled."""
+        """Returns the text behind what was said already, as far as it is settled."""
         text = self._codec.decode_completion(choice.request.prompt_ids, token_ids)
         if reason is None:
             # Half a character, or what may turn out to begin a stop string.
@@ -181,7 +181,7 @@ class Answers:
     def _stop_reason(
         self, request: Request, tokens: Generated | Completion, reason: FinishReason | None, text_end: int | None
     ) -> int | str | None:
-        """The stop string, or the token of ``stop_token_ids``; None for end-of-text, as in vLLM."""
+        """Returns the stop string, or the token of ``stop_token_ids``; None for end-of-text, as in vLLM."""
         if reason is FinishReason.STOP and tokens.token_ids[-1] in self._body.stop_token_ids:
             return tokens.token_ids[-1]
         if reason is FinishReason.STOP_STRING:
@@ -191,7 +191,7 @@ class Answers:
 
 
 def _spans(versions: Sequence[int], start: int) -> list[dict[str, Any]]:
-    """``versions[start:]`` as vLLM's spans of output tokens."""
+    """Writes ``versions[start:]`` as vLLM's spans of output tokens."""
     spans = []
     for version, members in groupby(versions[start:]):
         end = start + len(list(members))
@@ -234,7 +234,9 @@ class EngineThread:
         return len(self._listeners)
 
     def ask(self, requests: Sequence[Request], *, stream: bool = False) -> asyncio.Queue[Event]:
-        """Every request has one end among the events, and with ``stream`` what it has so far now and then."""
+        """Submits requests: every one has one end among the events, and with ``stream`` what it has so far now and
+        then.
+        """
         events: asyncio.Queue[Event] = asyncio.Queue()
         ids = [request.request_id for request in requests]
         self._listeners.update(dict.fromkeys(ids, events))
@@ -255,19 +257,19 @@ class EngineThread:
         return events
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """Nobody waits for these any more."""
+        """Drops requests that nobody waits for any more."""
         left = [each for each in request_ids if self._listeners.pop(each, None) is not None]
         if left:
             self._do(lambda: self._drop(left))
 
     def give_up(self, error: UserError) -> None:
-        """All that is under way ends with ``error``."""
+        """Ends all that is under way with ``error``."""
         ids = [*self._listeners]
         self._hand_over(ids, error)
         self._do(lambda: self._drop(ids))
 
     async def call(self, function: Callable[[RolloutEngine], T]) -> T:
-        """``function`` of the engine, in its thread."""
+        """Calls ``function`` of the engine, in its thread."""
         if self.failure is not None:
             raise self.failure
         result: Future[T] = Future()
@@ -302,12 +304,12 @@ class EngineThread:
             raise
 
     def _fail(self, error: EngineFailed) -> None:
-        """Nobody waits for an end that does not come."""
+        """Tells all who wait that the engine failed: nobody waits for an end that does not come."""
         self.failure = error
         self._tell([*self._listeners.copy()], error)
 
     def _obey(self) -> bool:
-        """Whether it goes on."""
+        """Does what it was told to; tells whether the thread goes on."""
         is_idle = not self._listeners
         with suppress(queue.Empty):
             while True:
@@ -500,7 +502,7 @@ class Server:
         return JSONResponse(answers.whole(completions))
 
     def _read(self, data: bytes, kind: type[AnyBody], name: str) -> tuple[AnyBody, list[Request]]:
-        """What the engine is to do; errors as of ``_answer``."""
+        """Reads from the body what the engine is to do; errors as of ``_answer``."""
         body = kind(**_json_of(data))
         self._check_model(body.model)
         return body, requests_of(body, name, self._codec, self._settings.limits)
@@ -576,7 +578,7 @@ def _hostname(http: HTTPRequest) -> str | None:
 
 
 async def _data_of(http: HTTPRequest) -> bytes:
-    """The bytes of JSON, which pages of other sites cannot send without this server's leave."""
+    """Returns the bytes of JSON, which pages of other sites cannot send without this server's leave."""
     kind = http.headers.get("Content-Type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         problem = f"a request is JSON (Content-Type: application/json), not {kind!r}"
@@ -622,7 +624,7 @@ async def _as_response(http: HTTPRequest, error: Exception) -> Response:
 class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As the original, which raises the signals once more when it has ended by them."""
+        """Captures signals as the original does, which besides raises them once more when it has ended by them."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -632,7 +634,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound; port 0 takes any that is free.
+    """Opens a socket that is bound; port 0 takes any that is free.
 
     Raises:
         UserError: it is in use, or not this machine's.

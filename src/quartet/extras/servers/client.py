@@ -74,7 +74,7 @@ def ending(
     *,
     is_exact: bool,
 ) -> tuple[FinishReason | None, int | None]:
-    """Why all of a request's tokens end where they do, and the ``text_end`` of a stop string.
+    """Tells why all of a request's tokens end where they do, and the ``text_end`` of a stop string.
 
     Args:
         said: by the server; None: they do not.
@@ -105,7 +105,7 @@ def ending(
 
 
 def agreed(read: Callable[[Any], T], answer: Any) -> T:
-    """``read`` of what a server said; raises ValueError where that has not the agreed form."""
+    """Returns ``read`` of what a server said; raises ValueError where that has not the agreed form."""
     try:
         return read(answer)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -196,18 +196,18 @@ class HTTPEngine(abc.ABC):
 
     @abc.abstractmethod
     def body(self, request: Request, token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
-        """What is asked for the next ``max_tokens`` of a request that has ``token_ids``."""
+        """Makes what is asked for the next ``max_tokens`` of a request that has ``token_ids``."""
 
     @abc.abstractmethod
     def part(self, answer: Any, request: Request) -> Part:
-        """What the answer says; raises ValueError, KeyError, IndexError or TypeError where it is none."""
+        """Reads what the answer says; raises ValueError, KeyError, IndexError or TypeError where it is none."""
 
     def check_models(self, models: dict[str, int | None]) -> int | None:
-        """The context's length, of the served models' by name. Raises ValueError where it is not among them."""
+        """Returns the context's length, of the served models' by name. Raises ValueError where it is not among them."""
         return next(iter(models.values()), None)
 
     def break_off(self) -> None:  # noqa: B027 - there is nothing to tell the server
-        """In a pause: has what is flying end soon. By default it ends when it is complete."""
+        """Has what is flying end soon, in a pause. By default it ends when it is complete."""
 
     # Whether it is there ----------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class HTTPEngine(abc.ABC):
         return self._client.start(body, partial(agreed, read), path, method=method, has_slot=False)
 
     def is_ready(self) -> bool:
-        """Whether the server answers.
+        """Tells whether the server answers.
 
         Raises:
             EngineFailed: it did not in time, or serves another model.
@@ -232,7 +232,7 @@ class HTTPEngine(abc.ABC):
         return self._is_ready(0.0)
 
     def wait_ready(self) -> None:
-        """As ``is_ready``, and waits."""
+        """Waits until the server answers; errors as of ``is_ready``."""
         while not self._is_ready(None):
             pass
 
@@ -389,7 +389,7 @@ class HTTPEngine(abc.ABC):
             self._end(held, FinishReason.CANCELLED)
 
     def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
-        """Nothing: answers come whole."""
+        """Returns nothing: answers come whole."""
         return {}
 
     # Pauses -----------------------------------------------------------------------------------------------
@@ -423,10 +423,10 @@ class HTTPEngine(abc.ABC):
         )
 
     def sleep(self, level: Literal[1, 2]) -> None:  # noqa: B027
-        """Its memory is not this run's affair."""
+        """Does nothing: the server's memory is not this run's affair."""
 
     def wake(self) -> None:  # noqa: B027
-        """As ``sleep``."""
+        """Does nothing, as ``sleep``."""
 
     def stats(self) -> EngineStats:
         return replace(
@@ -438,7 +438,7 @@ class HTTPEngine(abc.ABC):
         )
 
     def fileno(self) -> int:
-        """Readable where ``completed(0)`` may have something."""
+        """Returns a descriptor that is readable where ``completed(0)`` may have something."""
         return self._bell.fileno()
 
     def close(self) -> None:

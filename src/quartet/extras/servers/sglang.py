@@ -80,7 +80,7 @@ class GroupWeights:
         self._group: ServedGroup | None = None
 
     def send(self, version: int) -> Any:
-        """What the server says at the end; it is the engine's to look at.
+        """Sends the weights, and returns what the server says at the end; it is the engine's to look at.
 
         Raises:
             UserError: it did not take all of it. The group is given up; the next call forms another one.
@@ -126,7 +126,7 @@ class GroupWeights:
         return self._client.start(body, lambda answer: answer, path)
 
     def leave(self) -> None:
-        """The server's end of the group is left to itself; it may have died with the server."""
+        """Leaves the server's end of the group to itself; it may have died with the server."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -162,7 +162,9 @@ def _parts(staging: StagedWeights) -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def _check(staging: StagedWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """SGLang passes over names that it does not know, and keeps old weights where none come."""
+    """Checks names and shapes: SGLang passes over names that it does not know, and keeps old weights where
+    none come.
+    """
     sent = {spec.name: spec.shape for spec in staging.handle.specs}
     sent |= {name: sent[own] for name, own in staging.handle.ties if name in shapes}
     wrong = [name for name in sorted({**sent, **shapes}) if sent.get(name) != shapes.get(name)]
@@ -290,7 +292,7 @@ class PublishedWeights:
         self._users: set[Load] = set()
 
     def path(self, version: int) -> str:
-        """Of the directory with the version that is staged."""
+        """Returns the path of the directory with the version that is staged."""
         target = self._folder / f"version_{version:08d}"
         with self._lock:
             if self._written != version:
@@ -309,12 +311,12 @@ class PublishedWeights:
         return str(target)
 
     def attach(self, load: Load) -> None:
-        """As ``StagedWeights.attach``."""
+        """Does what ``StagedWeights.attach`` does."""
         self._users.add(load)
         self.staging.attach(load)
 
     def detach(self, load: Load) -> None:
-        """The last one deletes what was written."""
+        """Detaches a user; the last one deletes what was written."""
         self.staging.detach(load)
         self._users.discard(load)
         if not self._users:
@@ -402,8 +404,8 @@ class SGLangEngine(HTTPEngine):
         super().resume()
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """The server is started with ``--enable-memory-saver``. Level 1 gives up the cache alone, level 2 the weights
-        as well, without a copy.
+        """Gives up memory of the server, which is started with ``--enable-memory-saver``. Level 1 gives up the cache
+        alone, level 2 the weights as well, without a copy.
         """
         self._tell("/release_memory_occupation", {"tags": _REGIONS[level]})
         self._asleep = level
@@ -497,7 +499,7 @@ def sglang_engines(config: SGLangEngineConfig, policy: Policy) -> list[SGLangEng
 
 
 def _ways(config: SGLangEngineConfig, policy: Policy) -> Sequence[PublishedWeights | GroupWeights | None]:
-    """By which new weights come to each server."""
+    """Makes the ways by which new weights come to each server."""
     if policy.staging is None:
         return [None] * len(config.urls)
     if config.weights == "distributed":

@@ -137,7 +137,7 @@ class CostModel:
     vary: Callable[[str, int], float] = _as_planned
 
     def sizes(self) -> dict[str, dict[LeaseMode, int]]:
-        """Bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
+        """Returns the bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
         modes: list[tuple[str, LeaseMode]] = [
             ("rollout", "generate"),
             ("actor", "forward"),
@@ -150,7 +150,7 @@ class CostModel:
         return found
 
     def times(self, factor: float) -> CostModel:
-        """The same iteration on another clock: all seconds times ``factor``."""
+        """Returns the same iteration on another clock: all seconds times ``factor``."""
 
         def slower(stage: StageCost) -> StageCost:
             return replace(stage, cost=stage.cost.times(factor))
@@ -166,7 +166,9 @@ class CostModel:
 
 
 def logprob_of(num_updates: int) -> float:
-    """Of any token, in nats, under weights that were updated so often; exact in single precision."""
+    """Returns the log-probability of any token, in nats, under weights that were updated so often; exact in single
+    precision.
+    """
     return -1.0 - num_updates / 64
 
 
@@ -180,12 +182,12 @@ class TimedModel:
         return ColumnSet(batch.ids, {"logprobs": logprobs})
 
     def update(self, experience: RaggedBatch, updates: Sequence[Any]) -> list[dict[str, float]]:
-        """One step's updates make one version."""
+        """Makes one version of one step's updates."""
         self.num_updates += 1
         return [{} for _ in updates]
 
     def train_drafter(self) -> dict[str, float]:
-        """Heads change no log-probability."""
+        """Does nothing: heads change no log-probability."""
         return {}
 
 
@@ -214,7 +216,7 @@ class TimedEngine:
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
-        """What the steps since the last call take."""
+        """Returns what the steps since the last call take."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -226,7 +228,9 @@ class TimedEngine:
         return bool(self.held or self._finished)
 
     def step(self) -> list[Completion]:
-        """One token for every request that runs. A canary alone takes no time: new weights have their own cost."""
+        """Makes one token for every request that runs. A canary alone takes no time: new weights have their
+        own cost.
+        """
         self._stats.num_steps += 1
         running = list(self.held.values())[: self.max_running]
         num_timed = sum(not held.request.sampling.greedy for held in running)
@@ -246,7 +250,7 @@ class TimedEngine:
                 self._end(self.held[request_id], FinishReason.CANCELLED)
 
     def update_weights(self, source: None, version: int) -> None:
-        """The weights that it computes with have become those of ``version``."""
+        """Notes that the weights that it computes with have become those of ``version``."""
         self._stats.policy_version = version
 
     def stats(self) -> EngineStats:
@@ -390,7 +394,7 @@ class Simulation:
         self.stages = self._stages()
 
     async def run(self, num_steps: int) -> SimulationResult:
-        """So many iterations, on whatever clock the loop has."""
+        """Runs so many iterations, on whatever clock the loop has."""
         ended_s: list[float] = []
         started_s = now()
         if self.stages.prefetch is not None:
@@ -443,7 +447,7 @@ class Simulation:
         return None, PromptRequest(str(index), "", samples)
 
     async def _update_engine_weights(self, version: int) -> int:
-        """The engine gets the weights that the actor has when they have come over."""
+        """Gives the engine the weights that the actor has when they have come over."""
         await shielded(self.sleep("rollout", self._publish_s()))
         self.engine.num_updates = self._models["actor"].num_updates
         self.engine.update_weights(None, version)
@@ -488,17 +492,17 @@ class Simulation:
 
 
 def _seconds(stage: StageCost, batch: RaggedBatch, *_: Any) -> float:
-    """Of a call; a batch has a prompt for every group."""
+    """Returns the seconds of a call; a batch has a prompt for every group."""
     return stage.cost.seconds(batch.parents.count(-1))
 
 
 def _no_objective(is_first: bool) -> Any:
-    """Timed models compute no loss."""
+    """Returns None: timed models compute no loss."""
     return None
 
 
 async def assemble(chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> RaggedBatch:
-    """A step's chunks with their columns."""
+    """Joins a step's chunks with their columns."""
     return RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
 
 
@@ -522,7 +526,7 @@ _TOLERANCE_S = 1e-6
 
 
 def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[PathSpan]:
-    """The path to the span that ends last, in order of time.
+    """Returns the path to the span that ends last, in order of time.
 
     Args:
         is_cause: ``(earlier, later)`` → whether ``later`` may have waited for ``earlier``; times are not its business.
@@ -545,7 +549,7 @@ def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[PathSpan]:
 
 
 def seconds_on_path(path: Sequence[PathSpan]) -> dict[str, float]:
-    """Seconds per span name that took any, and ``wait`` for what lies between."""
+    """Returns the seconds per span name that took any, and ``wait`` for what lies between."""
     found: dict[str, float] = {}
     for link in (link for link in path if link.span.seconds > 0):
         found[link.span.name] = found.get(link.span.name, 0.0) + link.span.seconds
@@ -554,7 +558,7 @@ def seconds_on_path(path: Sequence[PathSpan]) -> dict[str, float]:
 
 
 def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iterable[Span]) -> IsCause:
-    """What may hold up what in the spans of a run: data, extra edges of the placement, and its pools.
+    """Tells what may hold up what in the spans of a run: data, extra edges of the placement, and its pools.
 
     A movement of parts needs what the work needs for which they move.
     """
@@ -588,7 +592,7 @@ def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iter
 
 
 def _purposes(spans: Sequence[Span], placement: ResolvedPlacement) -> dict[int, Span]:
-    """Each movement (by its id) → the work before which it came.
+    """Maps each movement (by its id) to the work before which it came.
 
     What moves in is for its role's next work; what moves out for the next that moves in on its pool.
     """

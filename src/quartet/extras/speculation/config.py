@@ -122,7 +122,7 @@ class MedusaSpeculation(_Costed):
     @field_validator("tree")
     @classmethod
     def _sorted(cls, tree: tuple[tuple[int, ...], ...] | None) -> tuple[tuple[int, ...], ...] | None:
-        """Shorter paths first."""
+        """Sorts shorter paths first."""
         if tree is None:
             return None
         paths = set(tree)

@@ -52,7 +52,9 @@ _REPEATS = 5
 
 
 def cost(table: Sequence[float], num: int) -> float:
-    """Of ``num`` at least 1, between the powers of two in a straight line; behind the last as between the last two."""
+    """Reads the cost of ``num`` at least 1: between the powers of two in a straight line; behind the last as between
+    the last two.
+    """
     if not table:
         return 0.0
     if len(table) == 1:
@@ -62,8 +64,8 @@ def cost(table: Sequence[float], num: int) -> float:
 
 
 def drafted_cost(costs: StepCosts, num_rows: int, num_tokens: int) -> float:
-    """Of a step of ``num_rows`` with so many tokens: as measured with fewer or more rows, and what these cost more or
-    less where each has one token.
+    """Returns the cost of a step of ``num_rows`` with so many tokens: as measured with fewer or more rows, and what
+    these cost more or less where each has one token.
     """
     measured_rows = min(max(1, num_tokens // (1 + _DRAFT)), 1 << (len(costs.plain) - 1))
     return cost(costs.drafted, num_tokens) + cost(costs.plain, num_rows) - cost(costs.plain, measured_rows)
@@ -126,12 +128,14 @@ def measure(
 
 
 def _max_waits(num_rows: int) -> int:
-    """Steps in which some of so many requests still wait for their prompts."""
+    """Counts the steps in which some of so many requests still wait for their prompts."""
     return num_rows // 8
 
 
 def _most_tokens(tree: DraftTree, max_running: int) -> int:
-    """That a request may get while costs are measured, and while others wait for their prompts."""
+    """Returns the most tokens that a request may get while costs are measured, and while others wait for
+    their prompts.
+    """
     return (1 + _REPEATS) * (1 + max(len(tree), _DRAFT)) + 2 + _max_waits(max_running)
 
 
@@ -154,7 +158,7 @@ def _begin(engine: NativeEngine, like: Request, most: int, num_rows: int) -> Non
 
 
 def _seconds(clock: Callable[[], float], work: Callable[[], object]) -> float:
-    """The least of some: whatever disturbs one makes it longer."""
+    """Measures the least seconds of several runs: whatever disturbs one makes it longer."""
     work()
     found = []
     for _ in range(_REPEATS):
@@ -192,7 +196,7 @@ class Acceptance:
         self._recent = [[0, 0] for _ in range(len(tree))]
 
     def note(self, tree: DraftTree, kept: Sequence[int], *, ended: bool = False) -> None:
-        """Of one row.
+        """Notes what became of one row.
 
         Args:
             tree: part of the whole.
@@ -214,7 +218,9 @@ class Acceptance:
                     recent[:] = recent[0] // 2, recent[1] // 2
 
     def rate(self, node: int) -> float:
-        """Of tokens at ``node`` of the whole whose forerunners are kept; a half where nothing is known."""
+        """Returns how often tokens at ``node`` of the whole are kept where their forerunners are; a half where nothing
+        is known.
+        """
         drafted, kept = self._recent[node]
         return (kept + 1) / (drafted + 2)
 
@@ -296,18 +302,19 @@ class Speculator:
         self._num_shortened = 0 if probes else self._num_shortened + (len(nodes) < whole)
 
     def _room(self, running: Sequence[Response]) -> list[int]:
-        """Depth down to which drafts may go: behind them one token more is sampled."""
+        """Returns the depth down to which drafts may go: behind them one token more is sampled."""
         return [min(self.proposer.tree.depth, r.max_tokens - len(r.token_ids) - 1) for r in running]
 
     def _draft(self, running: Sequence[Response], nodes: Sequence[int], room: Sequence[int]) -> None:
-        """These nodes for each, down to the depth that it has room for."""
+        """Drafts these nodes for each, down to the depth that it has room for."""
         tree = self.proposer.tree.only(nodes)
         for response, draft, n in zip(running, self.proposer.draft(running, nodes), room, strict=True):
             fitting = [i for i, depth in enumerate(tree.depths) if depth <= n]
             response.propose([draft[i] for i in fitting], tree.only(fitting))
 
     def nodes(self, lengths: Sequence[int]) -> list[int]:
-        """What to draft of the proposer's tree, for the most tokens per second; nothing where plain decoding has that.
+        """Decides what to draft of the proposer's tree, for the most tokens per second; nothing where plain decoding
+        has that.
 
         Nodes are taken by their chance of being kept, as many as pay: parents come before their children by themselves.
 
@@ -325,7 +332,7 @@ class Speculator:
         return self._chosen[1]
 
     def _worth(self, num_rows: int, reaching: Sequence[int]) -> list[int]:
-        """As ``nodes``, by the number of rows that a draft may reach each depth in."""
+        """Does what ``nodes`` does, by the number of rows that a draft may reach each depth in."""
         assert self.costs is not None
         tree = self.proposer.tree
         chances: list[float] = []
@@ -348,12 +355,14 @@ class Speculator:
     # ---- checkpoints ----
 
     def mark(self) -> dict[str, Any]:
-        """``state`` from now on is that of this moment, which is returned."""
+        """Makes ``state`` from now on that of this moment, and returns it."""
         self._marked = self._state()
         return self._marked
 
     def state(self) -> dict[str, Any]:
-        """As of the last ``mark``: the proposer's tensors by name, and all plain values as ``REST``."""
+        """Returns the state as of the last ``mark``: the proposer's tensors by name, and all plain values
+        as ``REST``.
+        """
         return self._state() if self._marked is None else self._marked
 
     def _state(self) -> dict[str, Any]:
@@ -399,7 +408,7 @@ class SuffixAutomaton:
         self._count = [0]
 
     def add(self, tokens: Iterable[int]) -> None:
-        """One more text."""
+        """Adds one more text."""
         last = 0
         for token in tokens:
             last = self._extended(last, token)
@@ -412,7 +421,7 @@ class SuffixAutomaton:
                     break
 
     def _extended(self, last: int, token: int) -> int:
-        """The state of the text so far, at ``last``, with one more token."""
+        """Returns the state of the text so far, at ``last``, with one more token."""
         following, link, length = self._next, self._link, self._length
         known = following[last].get(token)
         if known is not None:
@@ -428,7 +437,9 @@ class SuffixAutomaton:
         return new
 
     def _split(self, state: int, token: int, known: int) -> int:
-        """A state of its own for the substrings of ``known`` that are no longer than those of ``state`` and token."""
+        """Returns a state of its own for the substrings of ``known`` that are no longer than those of ``state`` and
+        token.
+        """
         copy = self._state(dict(self._next[known]), self._length[state] + 1, self._link[known])
         self._count[copy] = self._count[known]
         self._link[known] = copy
@@ -445,7 +456,7 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def follow(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """The state of the longest suffix that stands in the texts, after one more token, and its length.
+        """Returns the state of the longest suffix that stands in the texts, after one more token, and its length.
 
         Texts may have been added since ``state`` was found for the suffix of ``matched`` tokens.
         """
@@ -458,7 +469,7 @@ class SuffixAutomaton:
         return (0, 0) if found is None else (found, matched + 1)
 
     def likeliest(self, state: int, min_match: int, num: int) -> list[int]:
-        """Up to ``num`` tokens, each that which followed most often; the one that did so first of equals.
+        """Returns up to ``num`` tokens, each that which followed most often; the one that did so first of equals.
 
         They follow the longest suffix that does not only end a text, if it has ``min_match`` tokens.
         """
@@ -485,11 +496,11 @@ class Answers:
         self._of: OrderedDict[Prompt, list[Tensor]] = OrderedDict()  # int32: of the prompt, then of its answers
 
     def of(self, prompt: Prompt) -> list[list[int]]:
-        """The oldest first."""
+        """Returns the answers to a prompt, the oldest first."""
         return [answer.tolist() for answer in self._of.get(prompt, [])[1:]]
 
     def add(self, prompt: Prompt, answer: Tensor) -> None:
-        """``[n]`` int32."""
+        """Adds an answer ``[n]`` int32."""
         if prompt not in self._of:
             self._of[prompt] = [torch.tensor(prompt, dtype=torch.int32)]
             self.num_tokens += len(prompt)
@@ -507,7 +518,7 @@ class Answers:
                 self.num_tokens -= len(first)
 
     def state(self) -> dict[str, Any]:
-        """Tokens and lengths of all texts as tensors: of each prompt, then of its answers."""
+        """Returns the tokens and lengths of all texts as tensors: of each prompt, then of its answers."""
         texts = [text for of_prompt in self._of.values() for text in of_prompt]
         return {
             "tokens": torch.cat([torch.empty(0, dtype=torch.int32), *texts]),
@@ -539,24 +550,24 @@ class Proposer(ABC):
 
     @abstractmethod
     def lengths(self, running: Sequence[Response]) -> list[int]:
-        """Depth down to which it could draft for each, that of ``tree`` at most; costs little."""
+        """Returns the depth down to which it could draft for each, that of ``tree`` at most; costs little."""
 
     @abstractmethod
     def draft(self, running: Sequence[Response], nodes: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Tokens for each: of these nodes of ``tree``, as far as it can."""
+        """Drafts tokens for each: of these nodes of ``tree``, as far as it can."""
 
     def finished(self, response: Response) -> None:  # noqa: B027 (most need not know)
-        """It ended by itself, and has all its tokens."""
+        """Is told that a response ended by itself, and has all its tokens."""
 
     def forget(self, response: Response) -> None:  # noqa: B027
-        """It ended, in whatever way."""
+        """Is told that a response ended, in whatever way."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """What a trainer sends with the model's own weights, named."""
+        """Returns what a trainer sends with the model's own weights, named."""
         return ()
 
     def state(self) -> dict[str, Any]:
-        """What it has learned, as tensors and plain values by name; not changed by what follows."""
+        """Returns what it has learned, as tensors and plain values by name; not changed by what follows."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027
@@ -611,7 +622,7 @@ class HistoryDrafter(Proposer):
         return place
 
     def _begin(self, prompt: Prompt) -> _Place:
-        """The end of the prompt; its automaton is made where there is none."""
+        """Returns the end of the prompt; its automaton is made where there is none."""
         automaton = self._automata.get(prompt)
         if automaton is None:
             automaton = self._automata[prompt] = SuffixAutomaton()
@@ -644,7 +655,9 @@ class HistoryDrafter(Proposer):
 
 
 def _add(automaton: SuffixAutomaton, prompt: Prompt, answer: Sequence[int], limit: int) -> None:
-    """What follows the prompt's last tokens, too; of a long answer as much as there is room for below ``limit``."""
+    """Adds an answer, so that what follows the prompt's last tokens is known, too; of a long one as much as there is
+    room for below ``limit``.
+    """
     room = limit - automaton.num_tokens
     if room > _JOINT:
         automaton.add((*prompt[-_JOINT:], *answer)[:room])
@@ -655,7 +668,7 @@ _DRAWS: dict[Choice, Draw] = {"uniform": "inverse", "gumbel": "gumbel"}
 
 
 def branching(paths: Sequence[Sequence[int]]) -> DraftTree:
-    """A node per path, which ends in it.
+    """Makes a node per path, which ends in it.
 
     Args:
         paths: of ranks among a head's tokens: ``(0, 2)`` is the third of the second head's behind the likeliest of the

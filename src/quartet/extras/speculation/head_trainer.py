@@ -63,7 +63,8 @@ _LOGIT_BYTES = 1 << 26
 
 
 def future_labels(batch: RaggedBatch, depth: int) -> Tensor:
-    """``[T, K]`` token ids that follow each token of ``loss_mask`` 1 … K places behind it, -1 where there is none.
+    """Returns ``[T, K]`` token ids that follow each token of ``loss_mask`` 1 … K places behind it, -1 where there is
+    none.
 
     The state before token ``t``, from which the trunk draws ``t`` itself, is that from which head ``k`` guesses label
     ``k`` of ``t``. A label belongs to the same sequence, and all between are under the mask, too.
@@ -107,7 +108,7 @@ class HeadTrainer:
         self.num_skipped = 0
 
     def step(self, hidden: Tensor, batch: RaggedBatch) -> dict[str, float]:
-        """One update. A step whose gradient is not finite is skipped and counted.
+        """Makes one update. A step whose gradient is not finite is skipped and counted.
 
         Args:
             hidden: ``[T, D]`` states before the batch's tokens, as ``Needs.hidden`` gives them; without gradients.
@@ -123,7 +124,8 @@ class HeadTrainer:
         return {"loss/medusa": found["loss"], **accuracies, "medusa/positions": float(len(rows)), **update}
 
     def learn(self, hidden: Tensor, labels: Tensor, rows: Tensor, sums: MetricSums) -> dict[str, float]:
-        """One update from ``rows [M]`` of states ``[T, D]`` and labels ``[T, K]``; returns ``grad_norm`` and ``lr``.
+        """Makes one update from ``rows [M]`` of states ``[T, D]`` and labels ``[T, K]``; returns ``grad_norm`` and
+        ``lr``.
 
         Adds to ``sums`` the ``loss`` and ``accuracy_depth_<k>``.
         """
@@ -153,7 +155,8 @@ class HeadTrainer:
         return {"grad_norm": grad_norm, "lr": lr}
 
     def measure(self, found: Iterable[tuple[Tensor, RaggedBatch]]) -> dict[str, float]:
-        """How well the heads guess, over all positions of hidden states with their batches, as ``step`` takes them.
+        """Measures how well the heads guess, over all positions of hidden states with their batches, as ``step`` takes
+        them.
 
         Returns:
             ``eval/loss``; by depth ``medusa/accepted_depth_<k>``, how often heads 1 … k all have the token as their
@@ -183,7 +186,8 @@ class HeadTrainer:
         return [self.config.depth_decay**k for k in range(self.heads.depth)]
 
     def drawn(self, labels: Tensor, most: int | None, *, ahead: int = 0) -> Tensor:
-        """``[M]`` positions with a label for the first head: all, or as many as an update may have, in their order.
+        """Draws ``[M]`` positions with a label for the first head: all, or as many as an update may have, in their
+        order.
 
         Args:
             ahead: updates that are still to come before the one that these are for.
@@ -196,7 +200,9 @@ class HeadTrainer:
         return rows[sent(torch.from_numpy(picked), rows.device)]
 
     def _chunks(self, hidden: Tensor, labels: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """States ``[m, D]`` and labels ``[m, K]`` of the rows, on the heads' device, as many as there is room for."""
+        """Yields states ``[m, D]`` and labels ``[m, K]`` of the rows, on the heads' device, as many as there is room
+        for.
+        """
         heads, device = self.heads, self.heads.trunk.device
         for part in rows.split(max(1, _LOGIT_BYTES // (4 * heads.depth * heads.vocab_size))):
             yield sent(hidden[part.to(hidden.device)], device), sent(labels[part], device)
@@ -204,7 +210,7 @@ class HeadTrainer:
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything an exact resume needs, named as in ``train.state``."""
+        """Returns everything an exact resume needs, named as in ``train.state``."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         rest = {"groups": groups, "num_updates": self.num_updates, "num_skipped": self.num_skipped}
         return {**self._tensors(), REST: rest}
@@ -215,7 +221,7 @@ class HeadTrainer:
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """As ``TrainEngine.loading``."""
+        """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does."""
         make_optimizer_tensors(self.optimizer, dict(self.heads.named_parameters()), saved)
         live = self._tensors()
         check_fit(shapes_of(live), saved, "train the heads that the run began with, or choose another output_dir")
@@ -303,7 +309,9 @@ class Companion:
         self._kept: list[tuple[Tensor | None, Tensor, Tensor]] = []  # states, is_here, labels
 
     def watch(self, batch: RaggedBatch, objective: Objective, num_updates: int) -> Watched:
-        """``objective`` with the positions of ``batch`` to learn from, in a step of ``num_updates`` updates."""
+        """Has ``objective`` watched with the positions of ``batch`` to learn from, in a step of ``num_updates``
+        updates.
+        """
         most = max(1, round(self._share * self._config.tokens_per_step / num_updates))
         labels = future_labels(batch, self.heads.depth)
         rows = self._trainer.drawn(labels, most, ahead=len(self._kept))
@@ -315,7 +323,7 @@ class Companion:
             self._kept.append((watched.states, watched.is_here, watched.labels))  # not the batch
 
     def learn(self) -> dict[str, float]:
-        """An update from each of those kept, in their order; with the LM head that the trunk has now.
+        """Makes an update from each of those kept, in their order; with the LM head that the trunk has now.
 
         Collective where the trunk is trained by several ranks.
 
@@ -340,7 +348,7 @@ class Companion:
         }
 
     def _joined(self, states: Tensor | None, is_here: Tensor) -> Tensor:
-        """``[M, D]`` from the passes of all ranks."""
+        """Joins ``[M, D]`` from the passes of all ranks."""
         own = None if states is None else states[is_here].cpu()
         found = self._engine.of_all_ranks((is_here.cpu(), own))
         parts = [(is_here, theirs) for is_here, theirs in found if theirs is not None]
@@ -372,7 +380,7 @@ class Companion:
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """As ``HeadTrainer.state``, tensors named as beside a trunk's."""
+        """Returns what ``HeadTrainer.state`` does, tensors named as beside a trunk's."""
         state = self._trainer.state()
         tensors = {PREFIX + name: tensor for name, tensor in tensors_of(state).items()}
         own = {"share": self._share, "best": self._best, "counts": (self._drafted, self._accepted)}
@@ -380,7 +388,7 @@ class Companion:
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """As ``TrainEngine.loading``, by the names of ``state``."""
+        """Gives tensors to load a saved state into, as ``TrainEngine.loading`` does, by the names of ``state``."""
         with self._trainer.loading({n.removeprefix(PREFIX): shape for n, shape in saved.items()}, rest) as live:
             yield {PREFIX + name: tensor for name, tensor in live.items()}
         self._share, self._best = rest["share"], rest["best"]

@@ -62,7 +62,7 @@ class ResidualBlock(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[…, D] → […, D]``."""
+        """Maps ``[…, D] → […, D]``."""
         for layer in self.layers:
             x = x + F.silu(layer(x))
         return x
@@ -107,7 +107,9 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, depth: int | None = None) -> Tensor:
-        """``[B, D] → [B, K, V]`` logits in fp32 (fp64 stays), no gradients; of the first ``depth`` heads, or all."""
+        """Computes ``[B, D] → [B, K, V]`` logits in fp32 (fp64 stays), no gradients; of the first ``depth`` heads, or
+        all.
+        """
         with self.trunk.autocast():
             states = torch.stack([block(hidden) for block in self.blocks[:depth]])
             if self.lm_heads is None:
@@ -118,13 +120,13 @@ class MedusaHeads(nn.Module):
         return self.trunk.scaled(logits).transpose(0, 1)
 
     def logits_of(self, k: int, hidden: Tensor) -> Tensor:
-        """``[M, D] → [M, V]`` logits of head ``k``, with gradients for the heads alone."""
+        """Computes ``[M, D] → [M, V]`` logits of head ``k``, with gradients for the heads alone."""
         with self.trunk.autocast():
             return self.trunk.scaled(F.linear(self.blocks[k](hidden.detach()), *self._head(k)))
 
     @contextmanager
     def with_whole_head(self) -> Iterator[None]:
-        """Within, the LM head of a sharded trunk is here as a whole, where the heads share it. Collective."""
+        """Gathers the LM head of a sharded trunk for the ``with`` block, where the heads share it. Collective."""
         if self.lm_heads is None:
             weight, bias = (None if t is None else gather(t, everywhere=True) for t in self._head(0))
             assert weight is not None, "every rank gets it"
@@ -135,11 +137,11 @@ class MedusaHeads(nn.Module):
             self._whole_head = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Named as they travel beside the trunk's."""
+        """Yields the weights named as they travel beside the trunk's."""
         return ((PREFIX + name, parameter.detach()) for name, parameter in self.named_parameters())
 
     def _head(self, k: int) -> tuple[Tensor, Tensor | None]:
-        """Weight ``[V, D]`` and bias of head ``k``."""
+        """Returns the weight ``[V, D]`` and bias of head ``k``."""
         if self._whole_head is not None:
             return self._whole_head
         head = self.trunk.head if self.lm_heads is None else self.lm_heads[k]
@@ -182,8 +184,8 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, trunk: PackedCausalLM, depth: int | None = None) -> MedusaHeads:
-        """The first ``depth`` heads of those saved at ``path``; all where it is None. On the meta device they have no
-        contents.
+        """Loads the first ``depth`` heads of those saved at ``path``; all where it is None. On the meta device they
+        have no contents.
 
         Args:
             path: a directory, its URL, or a name on the hub, of which the files are brought to this machine.
@@ -213,7 +215,7 @@ class MedusaHeads(nn.Module):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """What a directory of heads says of them, as ``MedusaHeads.save`` has written it.
+    """Reads what a directory of heads says of them, as ``MedusaHeads.save`` has written it.
 
     Raises:
         UserError: there are none, or others.
@@ -232,7 +234,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_trunk(path: Path, config: dict[str, Any], trunk: PackedCausalLM) -> None:
-    """By its weights where they are here as a whole, else by its sizes alone.
+    """Compares the trunk by its weights where they are here as a whole, else by its sizes alone.
 
     Raises:
         UserError: the heads are of another trunk.
@@ -260,8 +262,8 @@ def _unreadable(path: Path, found: str) -> UserError:
 
 
 def trunk_digest(trunk: PackedCausalLM) -> str:
-    """SHA-256 of every weight under its name, as without adapters; tied ones count once. Of a sharded trunk the first
-    rank gets it, and all call.
+    """Returns the SHA-256 of every weight under its name, as without adapters; tied ones count once. Of a sharded trunk
+    the first rank gets it, and all call.
     """
 
     def named() -> Iterator[tuple[str, Tensor]]:

@@ -56,7 +56,9 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
     _rows_key = "answers_per_step"
 
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> Any:
-        """Rows with answers; or prompts, each as often as it is to be answered, until ``sample_answers`` was called."""
+        """Reads rows with answers; or prompts, each as often as it is to be answered, until ``sample_answers`` was
+        called.
+        """
         if self.recipe.answers == "data":
             return super()._read(key, config, rows, context)
         found = prompt_data(config, rows, self.codec, context, key)

@@ -264,7 +264,9 @@ class RemoteRun(LocalRun):
             self._thread.start()
 
     def _decides_here(self, state: Mapping[str, Any], owner: Mapping[str, Any], *, here_only: bool = False) -> bool:
-        """Whether nobody has written to the store since the directory here did, which has the run and is not behind."""
+        """Tells whether nobody has written to the store since the directory here did, which has the run and is not
+        behind.
+        """
         if owner["run"] != state["run"] or owner["process"] not in state["processes"]:
             return False
         if here_only:
@@ -307,7 +309,7 @@ class RemoteRun(LocalRun):
         replace_atomically(self.path / _STATE, json.dumps(state).encode())
 
     def _set_aside(self) -> None:
-        """Nothing that is here is deleted: it may be the only copy."""
+        """Moves what is here aside: nothing is deleted, for it may be the only copy."""
         found = [entry for entry in self.path.iterdir() if entry.name != LOCK]
         if any(not entry.name.startswith(".") for entry in found):  # else a run was deleted here but for such files
             aside = self.path.with_name(f"{self.path.name}.aside-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
@@ -473,7 +475,7 @@ class RemoteRun(LocalRun):
         self._last_progress = time.monotonic()
 
     def _records(self) -> Iterator[tuple[str, Path]]:
-        """Files but those of checkpoints; links are followed, as a model that is a stage's is one."""
+        """Yields files but those of checkpoints; links are followed, as a model that is a stage's is one."""
         for directory, below, files in os.walk(self.path, followlinks=True):
             below[:] = [name for name in below if not name.startswith(".") and name != CHECKPOINTS]
             for name in files:
@@ -492,7 +494,7 @@ class RemoteRun(LocalRun):
         return found
 
     def _unsaved(self) -> Iterator[tuple[str, Path]]:
-        """Of the run and of its stages the newest checkpoint, where it is not in the store."""
+        """Yields of the run and of its stages the newest checkpoint, where it is not in the store."""
         stages = sorted(path.relative_to(self.path).as_posix() for path in self.path.glob(f"*/{CHECKPOINTS}"))
         for root in (CHECKPOINTS, *stages):
             if steps := list_checkpoints(self.path / root):

@@ -64,7 +64,7 @@ class Store:
             self._fs, self._root = fsspec.url_to_fs(self.url, **options)
 
     def list(self, below: str = "") -> dict[str, Entry]:
-        """All objects below a name; none where there are none."""
+        """Lists all objects below a name; none where there are none."""
         with self._asking():
             try:
                 if self._fs.protocol and "http" in self._fs.protocol:
@@ -83,7 +83,7 @@ class Store:
         return names
 
     def read(self, name: str) -> bytes | None:
-        """None where there is no such object."""
+        """Reads an object; None where there is no such one."""
         with self._asking(name):
             try:
                 data: bytes = self._fs.cat_file(self._path(name))
@@ -92,7 +92,7 @@ class Store:
         return data
 
     def write(self, name: str, data: bytes, *, create: bool = False) -> bool:
-        """False where ``create`` is set and the object was there already, which is then as it was."""
+        """Writes an object; False where ``create`` is set and it was there already, which is then as it was."""
         with self._asking(name):
             try:
                 self._fs.pipe_file(self._path(name), data, **({"mode": "create"} if create else {}))
@@ -131,7 +131,7 @@ class Store:
             raise
 
     def delete(self, *names: str) -> None:
-        """In this order; what is not there does no harm."""
+        """Deletes objects in this order; what is not there does no harm."""
         for name in names:
             with self._asking(name), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
@@ -187,7 +187,7 @@ def _entry(info: dict[str, Any]) -> Entry:
 
 
 def _is_model(name: str) -> bool:
-    """Whether it belongs to a model or a checkpoint of a run."""
+    """Tells whether an object belongs to a model or a checkpoint of a run."""
     parts = name.split("/")
     return CHECKPOINTS in parts or parts[0] in MODELS
 
@@ -215,7 +215,9 @@ def _refused(url: str, error: Exception) -> UserError:
 
 
 def cache_path(kind: str, url: str) -> Path:
-    """Where this machine keeps what belongs to ``url``, below ``$XDG_CACHE_HOME/quartet`` (``~/.cache/quartet``)."""
+    """Returns where this machine keeps what belongs to ``url``, below ``$XDG_CACHE_HOME/quartet``
+    (``~/.cache/quartet``).
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quartet"
     url = url.rstrip("/")
     return base / kind / hashlib.sha256(url.encode()).hexdigest()[:12] / PurePosixPath(url).name

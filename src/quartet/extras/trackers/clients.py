@@ -129,7 +129,8 @@ class MLflowTracker:
 
 
 def _mlflow_name(name: str) -> str:
-    """Without characters that MLflow refuses, and with one slash at most: stores of files make folders of them, and
-    ``eval/judge`` and ``eval/judge/exact_match`` cannot both be there."""
+    """Makes a name without characters that MLflow refuses, and with one slash at most: stores of files make folders of
+    them, and ``eval/judge`` and ``eval/judge/exact_match`` cannot both be there.
+    """
     family, slash, rest = name.replace("@", "_").replace("+", "_").partition("/")
     return family + slash + rest.replace("/", ".")

@@ -19,7 +19,7 @@ class _Package(TrackerConfig):
     """A tracker whose package and extra are called as its ``type``."""
 
     def check(self) -> None:
-        """See ``TrackerConfig``."""
+        """Does what ``TrackerConfig.check`` does."""
         if importlib.util.find_spec(self.type) is None:
             raise UserError(
                 f"the tracker {self.type} needs a package that is not installed",

@@ -71,7 +71,7 @@ class SeededSampler(Sampler):
         self._rows: SamplingRows | None = None
 
     def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
-        """``logits [B, V]`` → a token of each row and its log-probability."""
+        """Draws from ``logits [B, V]`` a token of each row and its log-probability."""
         tokens, logprobs = self.draw(logits, [1] * len(logits))
         return _output(tokens.unsqueeze(1), logprobs)
 
@@ -106,8 +106,8 @@ class SeededVerifier(nn.Module):
         self._sampler = sampler
 
     def forward(self, metadata: SpecDecodeMetadata, _probs: Tensor | None, logits: Tensor, _: Any) -> SamplerOutput:
-        """``logits [N, V]``, of each request behind its newest token and behind each drafted one, → ``[B, K + 1]``
-        tokens, placeholders behind the first that was not drafted so.
+        """Draws from ``logits [N, V]``, of each request behind its newest token and behind each drafted one,
+        ``[B, K + 1]`` tokens, placeholders behind the first that was not drafted so.
         """
         device, longest = logits.device, metadata.max_spec_len
         counts = to_device(torch.tensor(metadata.num_draft_tokens), device).unsqueeze(1)
@@ -126,7 +126,7 @@ class SeededVerifier(nn.Module):
 
 
 def _output(tokens: Tensor, logprobs: Tensor) -> SamplerOutput:
-    """Of ``tokens [B, K]`` and ``logprobs [B · K]``."""
+    """Makes the sampler's output of ``tokens [B, K]`` and ``logprobs [B · K]``."""
     flat = tokens.reshape(-1, 1)
     return SamplerOutput(tokens, LogprobsTensors(flat, logprobs.unsqueeze(1), torch.zeros_like(flat[:, 0])))
 
@@ -141,7 +141,8 @@ class WorkerMethods:
     model_config: Any
 
     def quartet_replace_sampler(self) -> None:
-        """Also where drafts are verified, and gives heads that share the model's LM head the one that serves."""
+        """Replaces vLLM's sampler, also where drafts are verified, and gives heads that share the model's LM head the
+        one that serves."""
         runner = self.model_runner
         runner.sampler = SeededSampler(runner)
         if runner.speculative_config is None:
@@ -194,7 +195,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], model_config: Any) -> None:
 def _checked(
     tensors: Mapping[str, Tensor], ties: Mapping[str, str], shapes: Shapes, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors in the checkpoint's order, a tied one under each name that the checkpoint has of it.
+    """Returns the tensors in the checkpoint's order, a tied one under each name that the checkpoint has of it.
 
     Raises:
         WeightsRefused: one is missing, unknown, or has another shape or dtype.
@@ -375,11 +376,12 @@ class VLLMEngine:
     def _note_drafted(
         self, _: object, *, request_id: str, num_draft_tokens: int, num_accepted_tokens: int, **__: object
     ) -> None:
-        """In place of vLLM's own statistics, whose sums do not tell which drafted tokens stood behind kept ones."""
+        """Notes the drafted tokens of a request, in place of vLLM's own statistics, whose sums do not tell which
+        drafted tokens stood behind kept ones."""
         self._drafted[request_id] = num_draft_tokens, num_accepted_tokens
 
     def _count_tokens(self, request_id: str, number: int) -> None:
-        """Of a row that was given so many tokens."""
+        """Counts a row that was given ``number`` tokens."""
         self._stats.num_row_steps += number > 0
         drafted, kept = self._drafted.get(request_id, (0, 0))
         kept = min(kept, number)
@@ -396,7 +398,7 @@ class VLLMEngine:
     # ---- weights and memory ----
 
     def update_weights(self, source: Any, version: int) -> None:
-        """As the protocol has it.
+        """Updates the weights as the protocol has it.
 
         Args:
             source: a ``StagedHandle``, or other plain data that workers can iterate: each of them reads its part.
@@ -412,7 +414,7 @@ class VLLMEngine:
         self._version = self._stats.policy_version = version
 
     def _load_adapter(self, source: Iterable[tuple[str, Tensor]], lora: Mapping[str, Any]) -> None:
-        """vLLM reads adapters from a directory alone."""
+        """Loads an adapter by way of a directory: vLLM reads adapters from nothing else."""
         with tempfile.TemporaryDirectory(prefix="quartet-adapter-") as folder:
             save_adapter(source if self._padding is None else self._padding(source), Path(folder), lora)
             self._core.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
@@ -444,7 +446,7 @@ class VLLMEngine:
 
 
 def _sampling(sampling: SamplingParams) -> VLLMSamplingParams:
-    """What ends a response is vLLM's, how its tokens are drawn is ``SeededSampler``'s."""
+    """Makes vLLM's parameters: what ends a response is vLLM's, how its tokens are drawn is ``SeededSampler``'s."""
     return VLLMSamplingParams(
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_token_ids),

@@ -47,7 +47,7 @@ class HeadPadding:
     stride: int
 
     def __call__(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Of weights, and of adapters' factors, by the names that the model has for them."""
+        """Yields weights, and adapters' factors, with padded heads, by the names that the model has for them."""
         for name, tensor in named:
             parts = set(name.split("."))
             if parts & {"q_proj", "k_proj", "v_proj"} and "lora_A" not in parts:
@@ -67,14 +67,14 @@ class HeadPadding:
         return folder
 
     def _spread(self, tensor: Tensor) -> Tensor:
-        """``[heads · size, …]`` → ``[heads · size · stride, …]``."""
+        """Spreads heads: ``[heads · size, …]`` → ``[heads · size · stride, …]``."""
         spread = tensor.new_zeros(tensor.shape[0], self.stride, *tensor.shape[1:])
         spread[:, 0] = tensor
         return spread.flatten(0, 1)
 
 
 def head_padding(config: Mapping[str, Any], sizes: Sequence[int]) -> HeadPadding | None:
-    """What makes the model's heads one of ``sizes``; None where they are, or the configuration does not say.
+    """Returns what makes the model's heads one of ``sizes``; None where they are, or the configuration does not say.
 
     Args:
         config: the model's ``config.json``.
@@ -138,7 +138,7 @@ def make(
     engine_args: Mapping[str, Any] | None = None,
     drafter: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Any:
-    """An engine over the model in ``path``.
+    """Makes an engine over the model in ``path``.
 
     Args:
         version: of the weights in ``path``; None: others are sent before the first request.
@@ -199,7 +199,7 @@ def make(
 
 
 def _set_environment() -> None:
-    """What vLLM reads as it is imported."""
+    """Sets what vLLM reads as it is imported."""
     # Registered first, so called last: what bindings report of their own leaks would bury why an engine ended.
     atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -32,8 +32,9 @@ from quartet.models.work import WorkCounter
 
 
 def swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """``sent[i]`` goes to rank ``i`` of the group, whose part for this rank comes to ``received[i]``; parts may be
-    empty."""
+    """Sends ``sent[i]`` to rank ``i`` of the group, whose part for this rank comes to ``received[i]``; parts may be
+    empty.
+    """
     size, rank = group.size(), group.rank()
     under_way = []
     for distance in range(1, size):
@@ -50,7 +51,7 @@ def swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.Process
 
 
 def add_up(addends: Sequence[Tensor], total: Tensor) -> None:
-    """``total = addends[0] + addends[1] + …``, added from the left, halves in fp32: they are rounded once."""
+    """Writes ``total = addends[0] + addends[1] + …``, added from the left, halves in fp32: they are rounded once."""
     wide = total if total.itemsize > 2 else torch.empty_like(total, dtype=torch.float32)
     wide.copy_(addends[0])
     for addend in addends[1:]:
@@ -79,11 +80,11 @@ class PassProgress:
     num_left_out: int = 0
 
     def begin(self, num_done: int) -> None:
-        """A new pass, of which so many collectives were done before."""
+        """Begins a new pass, of which so many collectives were done before."""
         self.num_done, self.num_left_out = num_done, 0
 
     def repeat(self) -> None:
-        """The same pass from its start, without the collectives that this rank has taken part in."""
+        """Begins the same pass from its start, without the collectives that this rank has taken part in."""
         self.num_done, self.num_left_out = 0, self.num_done
 
 

@@ -43,7 +43,7 @@ class ModelParallel:
 
     @classmethod
     def of(cls, packed: PackedModel, *, tensor: PassGroup | None, context: PassGroup | None) -> ModelParallel:
-        """For the model as a whole, before its weights are shared out or after."""
+        """Makes the split for the model as a whole, before its weights are shared out or after."""
         config = packed.model.config.get_text_config()
         heads = int(config.num_attention_heads)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -55,7 +55,7 @@ class ModelParallel:
         return _size(self.tensor) * _size(self.context)
 
     def split(self, num_tokens: int, selected: Tensor | None) -> TokenSplit:
-        """How ``num_tokens`` rows are cut.
+        """Decides how ``num_tokens`` rows are cut.
 
         Args:
             selected: ``[M]`` rows that the head reads, on the host.
@@ -116,11 +116,11 @@ class TokenSplit:
         return self.row_sizes[_rank(self.parallel.tensor)]
 
     def attention(self, inner: AttentionContext) -> AttentionContext:
-        """What this rank's layers are given in the place of ``inner``, which knows the whole pack."""
+        """Returns what this rank's layers are given in the place of ``inner``, which knows the whole pack."""
         return inner if self.parallel.num_ranks == 1 else SplitAttention(inner, self)
 
     def read(self, rows: Tensor, device: torch.device) -> RowRead:
-        """Which of ``rows [M]``, in any order and on the host, this rank has."""
+        """Finds which of ``rows [M]``, in any order and on the host, this rank has."""
         if self.parallel.num_ranks == 1:
             return RowRead(self, sent(rows, device))
         sizes = [size for span in self.span_sizes for size in near_equal(span, _size(self.parallel.tensor))]
@@ -161,20 +161,20 @@ class RowRead:
     context_sizes: tuple[int, ...] = ()
 
     def own(self, hidden: Tensor) -> Tensor:
-        """Those of this rank from its hidden rows ``[t, D]``."""
+        """Picks the rows that are read from this rank's hidden rows ``[t, D]``."""
         return hidden.index_select(0, self.local)
 
     def of_tensor_ranks(self, own: Tensor) -> Tensor:
-        """The span's, from what ``own`` gave on each of its ranks. Gradients are summed over them."""
+        """Gathers the span's rows, from what ``own`` gave on each of its ranks. Gradients are summed over them."""
         tensor = self.split.parallel.tensor
         return own if tensor is None else tensor.gather_rows(own, self.tensor_sizes)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Of ``[M]`` labels the span's."""
+        """Picks the span's labels from all ``[M]``."""
         return labels if self.of_span is None else labels[self.of_span]
 
     def join(self, values: Tensor, *, by_tensor: bool) -> Tensor:
-        """Every rank's results ``[m]`` → ``[M]`` on all of them, which then go on in the same way.
+        """Joins every rank's results ``[m]`` → ``[M]`` on all of them, which then go on in the same way.
 
         Args:
             by_tensor: tensor ranks have results of rows of their own; else each has all of its span's.
@@ -201,8 +201,9 @@ class SplitAttention:
         self.row_sizes = split.row_sizes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        """``q [1, H, t, D]``, ``k, v [1, Hk, t, D]`` of the span: heads of this tensor rank, or all of them where a
-        projection had to be gathered → ``[1, H / tensor, t, D]``."""
+        """Attends with ``q [1, H, t, D]``, ``k, v [1, Hk, t, D]`` of the span: heads of this tensor rank, or all of
+        them where a projection had to be gathered → ``[1, H / tensor, t, D]``.
+        """
         tensor, context = self._parallel.tensor, self._parallel.context
         if tensor is not None:
             q = _own_heads(q, self._parallel.num_heads, tensor)
@@ -219,7 +220,7 @@ class SplitAttention:
 
 
 def _own_heads(x: Tensor, num_heads: int, group: PassGroup) -> Tensor:
-    """This rank's heads of ``x [1, heads, t, D]``, which has them or all of them.
+    """Returns this rank's heads of ``x [1, heads, t, D]``, which has them or all of them.
 
     Raises:
         RuntimeError: neither; a layer has another number of heads than the model.
@@ -232,7 +233,9 @@ def _own_heads(x: Tensor, num_heads: int, group: PassGroup) -> Tensor:
 
 
 def _repeated(x: Tensor, ranks: int) -> Tensor:
-    """``x [1, heads, t, D]`` with every head so often that each rank gets equally many, those of its query heads."""
+    """Repeats every head of ``x [1, heads, t, D]`` so often that each rank gets equally many, those of its
+    query heads.
+    """
     times = ranks // math.gcd(x.shape[1], ranks)
     return x if times == 1 else x.repeat_interleave(times, 1)
 

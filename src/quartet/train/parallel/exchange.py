@@ -74,7 +74,7 @@ class RankExchange:
 
     @contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """A failure inside is told to the other ranks before it goes on, so that they do not wait for this one.
+        """Tells the other ranks of a failure inside before it goes on, so that they do not wait for this one.
 
         Within another one for the same ranks it leaves that to the outer one. Within one for more ranks both tell it.
         """
@@ -150,7 +150,7 @@ class RankExchange:
         return sums
 
     def _outset(self, num_updates: int, batches: Sequence[RaggedBatch]) -> dict[str, str]:
-        """Where an update begins; the weights themselves are compared in the first one alone."""
+        """Describes where an update begins; the weights themselves are compared in the first one alone."""
         found = {"number of updates": str(num_updates), "number of batches": str(len(batches))}
         for i, batch in enumerate(batches):
             found[f"batch {i}"] = contents(batch)
@@ -173,7 +173,7 @@ class RankExchange:
         self._is_compared = True
 
     def _attempt(self, backward: Callable[[], MetricSums]) -> tuple[MetricSums, frozenset[str]]:
-        """The whole batches' metric sums under one budget, and which parameters had a gradient on any rank.
+        """Computes the whole batches' metric sums under one budget, and which parameters had a gradient on any rank.
 
         Raises:
             torch.OutOfMemoryError: on all ranks, where memory ran out on one.
@@ -197,7 +197,7 @@ class RankExchange:
         return sums, frozenset[str]().union(*(other.present for other in reports))
 
     def total_norm(self, own: float) -> float:
-        """The norm of all gradients, of which every rank of a copy has a part with norm ``own``."""
+        """Computes the norm of all gradients, of which every rank of a copy has a part with norm ``own``."""
         mesh = self.root.mesh
         first = self.data.rank - mesh.place
         return math.hypot(*self.gather(own)[first : first + mesh.copy.size])
@@ -231,8 +231,8 @@ class RankExchange:
 
     @contextmanager
     def retrying_together(self) -> Iterator[None]:
-        """Around forward-only passes, which ranks make with budgets of their own: where memory runs out on one rank,
-        ``torch.OutOfMemoryError`` on all, and ``OutOfMemoryElsewhere`` where there was enough.
+        """Has ranks fail together in forward-only passes, which they make with budgets of their own: where memory runs
+        out on one rank, ``torch.OutOfMemoryError`` on all, and ``OutOfMemoryElsewhere`` where there was enough.
 
         Raises:
             RankFailed: another rank failed.
@@ -255,7 +255,7 @@ class RankExchange:
     # Reports ---------------------------------------------------------------------------------------------
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks.
+        """Gathers every rank's value, in the order of the ranks.
 
         Raises:
             RankFailed: another rank failed.
@@ -269,7 +269,9 @@ class RankExchange:
         return reports
 
     def _rank_failed(self, reports: Sequence[Report]) -> RankFailed:
-        """With what the failed ranks say; those that failed through others only where nothing else is known."""
+        """Makes the error that tells what the failed ranks say; of those that failed through others only where nothing
+        else is known.
+        """
         failed = [
             (f"{self._name(rank)}: {said}", found.is_broken)
             for rank, found in enumerate(reports)
@@ -299,7 +301,7 @@ def contents(batch: RaggedBatch) -> str:
 
 
 def _difference(outsets: Sequence[Mapping[str, str]]) -> str | None:
-    """The first name under which ranks have different values, in words; not all need have it."""
+    """Finds the first name under which ranks have different values, in words; not all need have it."""
     known: dict[str, tuple[int, str]] = {}
     for rank, outset in enumerate(outsets):
         for name, value in outset.items():
@@ -316,6 +318,6 @@ def _is_same(norm: float, other: float) -> bool:
 
 
 def _summary(error: BaseException) -> str:
-    """Type and first line."""
+    """Returns the error's type and first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -86,7 +86,7 @@ class ShardedModel(nn.Module):
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """The other half of a pass with gradients."""
+        """Makes the other half of a pass with gradients."""
         loss.backward()
         self._is_complete = True
 
@@ -241,7 +241,7 @@ def _make_together(groups: Sequence[PassGroup], work: Callable[[], None]) -> Non
 
 
 def _failure_of(one_pass: Callable[[], None]) -> BaseException | None:
-    """What the pass raises, without what its frames hold: its tensors.
+    """Returns what the pass raises, without what its frames hold: its tensors.
 
     Raises:
         Exception: of a collective that another rank has broken; no other will do.
@@ -262,19 +262,19 @@ def _failure_of(one_pass: Callable[[], None]) -> BaseException | None:
 
 
 def _fsdp_groups(root: nn.Module) -> list[Any]:
-    """torch's groups of parameters that travel together, each once."""
+    """Returns torch's groups of parameters that travel together, each once."""
     modules = (module for module in root.modules() if isinstance(module, FSDPModule))
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
     return list({id(group): group for group in groups}.values())
 
 
 def sharded(packed: PackedModel) -> ShardedModel | None:
-    """The root of a sharded model; None where this process holds the model alone."""
+    """Returns the root of a sharded model; None where this process holds the model alone."""
     return packed.one_call if isinstance(packed.one_call, ShardedModel) else None
 
 
 def free_gathered(packed: PackedModel) -> None:
-    """What is still gathered of a sharded model is given up; nothing where it is not sharded. No collective."""
+    """Gives up what is still gathered of a sharded model; does nothing where it is not sharded. No collective."""
     root = sharded(packed)
     for module in root.modules() if root is not None else ():
         if isinstance(module, FSDPModule):
@@ -282,14 +282,15 @@ def free_gathered(packed: PackedModel) -> None:
 
 
 def stays_on_host(packed: PackedModel) -> bool:
-    """Whether the model was sharded with ``on_host``."""
+    """Tells whether the model was sharded with ``on_host``."""
     root = sharded(packed)
     return root is not None and any(p.offload_to_cpu for group in _fsdp_groups(root) for p in group.fsdp_params)
 
 
 def gathered_from(packed: PackedModel) -> list[Tensor]:
-    """The memory that torch gathers parameters from: flat views of this rank's shards and of what fills them up to
-    equal sizes; none where the model is not sharded."""
+    """Returns the memory that torch gathers parameters from: flat views of this rank's shards and of what fills them up
+    to equal sizes; none where the model is not sharded.
+    """
     root = sharded(packed)
     groups = _fsdp_groups(root) if root is not None else ()
     return [parameter._sharded_param_data for group in groups for parameter in group.fsdp_params]

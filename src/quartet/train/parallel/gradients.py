@@ -36,7 +36,7 @@ def sum_copies(group: Any, copies: PassGroup | None, *, in_order: bool) -> None:
 
 
 def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: PassGroup, device_type: str) -> None:
-    """Of parameters that are not cut over tensor ranks, each of these has the gradient of its rows or heads."""
+    """Sums up gradients of parameters that tensor ranks do not cut: each rank has those of its rows or heads."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None and is_whole_on_tensor_ranks(p)]
     if not gradients:
         return
@@ -50,7 +50,7 @@ def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: PassGroup, 
 def clip_sharded_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Callable[[float], float]
 ) -> float:
-    """As ``clip_gradients`` for gradients of which every rank has its part; the same number on all ranks.
+    """Clips gradients of which every rank has its part, as ``clip_gradients`` does; all ranks return the same number.
 
     Args:
         total_norm: of all ranks' parts, from this one's.

@@ -63,7 +63,7 @@ def check_cut(packed: PackedModel, *, context: int, tensor: int) -> None:
 
 
 def layer_styles(packed: PackedModel) -> dict[str, str]:
-    """How each linear layer of the body is cut, by its path there.
+    """Returns how each linear layer of the body is cut, by its path there.
 
     Raises:
         UserError: transformers has no plan for the model, or it has styles or layers that do not fit.
@@ -156,7 +156,7 @@ def _check_sizes(packed: PackedModel, styles: Mapping[str, str], context: int, t
 
 
 def of_adapted(module: Any, factor: str) -> list[Any]:
-    """The linear layer, and of its LoRA adapter, where it has one, the layer called ``factor``."""
+    """Returns the linear layer, and of its LoRA adapter, where it has one, the layer called ``factor``."""
     if not hasattr(module, "base_layer"):
         return [module]
     return [module.base_layer, *(getattr(module, factor).values() if factor else ())]

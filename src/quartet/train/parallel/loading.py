@@ -80,7 +80,7 @@ def load_shares(
 
 
 def _allocate(packed: PackedModel, device: torch.device) -> None:
-    """Memory for what is on the meta device: parameters of this rank's shards, and buffers."""
+    """Makes memory for what is on the meta device: parameters of this rank's shards, and buffers."""
     # The root, since torch notes there which memory it gathers from.
     (sharded(packed) or packed.model).to_empty(device=torch.device("cpu") if stays_on_host(packed) else device)
     for module in packed.model.modules():
@@ -90,7 +90,7 @@ def _allocate(packed: PackedModel, device: torch.device) -> None:
 
 
 def _gathered_digest(packed: PackedModel, named: Iterable[tuple[str, Tensor]]) -> str:
-    """``digest_of`` the whole tensors, on all ranks. Collective."""
+    """Returns ``digest_of`` the whole tensors, on all ranks. Collective."""
     return _of_all(digest_of((name, whole) for name, tensor in named if (whole := gather(tensor)) is not None), packed)[
         0
     ]
@@ -133,7 +133,7 @@ def _parts(
     twin: PreTrainedModel,
     where: str,
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of what the conversion makes, by the model's names."""
+    """Yields this rank's part of what the conversion makes, by the model's names."""
     target = tensors[conversion.target]
     mine = local_slices(target)
     if conversion.rule is None:
@@ -165,7 +165,7 @@ def _check_shape(name: str, found: tuple[int, ...], target: Tensor, where: str) 
 def _check_complete(
     packed: PackedModel, tensors: Mapping[str, Tensor], read: Collection[int], seed: int, where: str
 ) -> None:
-    """A scalar head that was not read is drawn.
+    """Checks that everything was read; draws a scalar head that was not.
 
     Raises:
         UserError: something else was not read, under any name.
@@ -185,7 +185,7 @@ def _check_complete(
 
 
 def _make_buffers(model: PreTrainedModel, twin: PreTrainedModel) -> None:
-    """Buffers that no file has, as those of rotary embeddings, get what the model's own code puts there."""
+    """Fills buffers that no file has, as those of rotary embeddings, with what the model's own code puts there."""
     kept = twin.state_dict().keys()
     wanted = [name for name, _ in twin.named_buffers() if name not in kept]
     if not wanted:
@@ -209,7 +209,7 @@ def _make_buffers(model: PreTrainedModel, twin: PreTrainedModel) -> None:
 
 @contextmanager
 def _together(packed: PackedModel) -> Iterator[None]:
-    """What one rank of the model's mesh raises within, all raise."""
+    """Raises on all ranks of the model's mesh what one of them raises in the ``with`` block."""
     failure: Exception | None = None
     try:
         yield
@@ -230,6 +230,6 @@ def _unexpected(error: Exception) -> UserError:
 
 
 def _of_all(value: T, packed: PackedModel) -> list[T]:
-    """What every rank of the model has given."""
+    """Gathers the values that the ranks of the model give."""
     root = sharded(packed)
     return [value] if root is None else root.mesh.data.gather(value)

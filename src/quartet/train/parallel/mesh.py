@@ -45,8 +45,9 @@ class RankFailed(Exception):
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether another rank is the cause: a collective failed with torch's own types of errors, or gloo's, which is a
-    plain RuntimeError."""
+    """Tells whether another rank is the cause: a collective failed with torch's own types of errors, or gloo's, which
+    is a plain RuntimeError.
+    """
     return isinstance(error, RankFailed | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
@@ -71,11 +72,11 @@ class DataParallelGroup:
 
     @classmethod
     def of_world(cls) -> DataParallelGroup:
-        """All ranks of the default process group."""
+        """Makes the group of all ranks of the default process group."""
         return cls()
 
     def gather(self, value: T, *, within: timedelta | None = None) -> list[T]:
-        """Every rank's ``value``, in the order of the ranks.
+        """Gathers every rank's ``value``, in the order of the ranks.
 
         Args:
             within: how long the others may take to call it, too, from now on; the process group's time limit before.
@@ -100,7 +101,7 @@ class DataParallelGroup:
         return found
 
     def _silent(self, sign: str) -> str:
-        """Who did not come to a gather, in words."""
+        """Tells who did not come to a gather, in words."""
         store, deadline = _get_default_store(), time.monotonic() + _COMING_S
         silent: list[str] = []
         with suppress(RuntimeError):  # The process that has the store may be gone: what it said last counts.
@@ -158,7 +159,7 @@ class Mesh:
         fixed_order: bool = False,
         time_limit: timedelta | None = None,
     ) -> Mesh:
-        """The mesh of all ranks of ``data``; all of them call it.
+        """Makes the mesh of all ranks of ``data``; all of them call it.
 
         Args:
             shard: data ranks that hold one copy of the model between them.
@@ -205,7 +206,7 @@ class Mesh:
 
     @classmethod
     def cut(cls, group: DataParallelGroup, sharding: ShardingConfig) -> Mesh:
-        """The mesh that a recipe asks for."""
+        """Makes the mesh that a recipe asks for."""
         shard, context, tensor = sharding.shard, sharding.context, sharding.tensor
         return cls.of(group, shard=shard, context=context, tensor=tensor, fixed_order=sharding.fixed_order)
 
@@ -270,7 +271,7 @@ class Mesh:
         return self.group(TENSOR) if self.tensor > 1 else None
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The ranks along one dimension of ``device_mesh`` that this rank is among."""
+        """Returns the ranks along one dimension of ``device_mesh`` that this rank is among."""
         return self.device_mesh.get_group(name)
 
     @property

@@ -31,7 +31,7 @@ IN_PASS, FAILED = 0, 1
 
 
 def near_equal(num_rows: int, size: int) -> tuple[int, ...]:
-    """How many rows each of ``size`` ranks has of so many, one after the other; they differ by one at most."""
+    """Deals ``num_rows`` rows to ``size`` ranks, one after the other; their numbers differ by one at most."""
     return tuple(num_rows * (rank + 1) // size - num_rows * rank // size for rank in range(size))
 
 
@@ -65,18 +65,17 @@ class PassGroup:
     # Passes ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A pass that is computed together, or sums between passes."""
+        """Begins a pass that is computed together, or sums between passes."""
         self._is_idle = self._is_told = False
 
     def idle(self) -> None:
-        """Until the next ``begin`` nothing is exchanged. Where this rank was in a pass, the others hear that it
-        failed."""
+        """Stops exchanging until the next ``begin``. Where this rank was in a pass, the others hear that it failed."""
         if not (self._is_idle or self._is_told):
             self._pending, _ = self._post(FAILED)
         self._is_idle = True
 
     def end(self) -> None:
-        """Of a pass.
+        """Ends a pass.
 
         Raises:
             PeerFailed: another rank failed in it.
@@ -118,32 +117,36 @@ class PassGroup:
     # Exchanges -------------------------------------------------------------------------------------------
 
     def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``[n_r, …] → [N, …]``, where ranks go on differently; backward: the sum of their gradients, own rows."""
+        """Gathers ``[n_r, …] → [N, …]``, where ranks go on differently; backward: the sum of their
+        gradients, own rows.
+        """
         return _exchanged(x, partial(self._gather, sizes=sizes), partial(self._sum, sizes=sizes))
 
     def scatter_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Addends ``[N, …]`` → the own rows ``[n_r, …]`` of their sum; backward: gathered."""
+        """Sums addends ``[N, …]`` → the own rows ``[n_r, …]`` of their sum; backward: gathered."""
         return _exchanged(x, partial(self._sum, sizes=sizes), partial(self._gather, sizes=sizes))
 
     def join_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``[n_r, …] → [N, …]``, where all ranks go on with the same; backward: own rows, nothing is exchanged."""
+        """Joins ``[n_r, …] → [N, …]``, where all ranks go on with the same; backward: own rows, nothing is
+        exchanged.
+        """
         return _exchanged(x, partial(self._gather, sizes=sizes), lambda grad: grad.split(list(sizes))[self.rank])
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """``[…, n] → […, n · size]``; backward: the sum of the ranks' gradients, own columns."""
+        """Gathers ``[…, n] → […, n · size]``; backward: the sum of the ranks' gradients, own columns."""
         return _exchanged(x, self._gather_columns, self._sum_columns)
 
     def to_heads(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``[1, H, t_r, D] → [1, H / size, Σ t, D]``: all tokens of the own heads. ``sizes`` are tokens."""
+        """Exchanges ``[1, H, t_r, D] → [1, H / size, Σ t, D]``: all tokens of the own heads. ``sizes`` are tokens."""
         return _exchanged(x, partial(self._to_heads, sizes=sizes), partial(self._to_tokens, sizes=sizes))
 
     def to_tokens(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``[1, H / size, Σ t, D] → [1, H, t_r, D]``: the way back."""
+        """Exchanges ``[1, H / size, Σ t, D] → [1, H, t_r, D]``: the way back."""
         return _exchanged(x, partial(self._to_tokens, sizes=sizes), partial(self._to_heads, sizes=sizes))
 
     @torch.no_grad()
     def stack(self, x: Tensor) -> Tensor:
-        """``[size, *x.shape]`` of equal shapes, in the order of the ranks, without gradient."""
+        """Gathers ``[size, *x.shape]`` of equal shapes, in the order of the ranks, without gradient."""
         return self._gather(x.detach().unsqueeze(0), [1] * self.size)
 
     def sum_up(self, x: Tensor, *, in_order: bool) -> None:
@@ -191,7 +194,7 @@ class PassGroup:
         return whole.flatten(0, 1).unsqueeze(0)
 
     def _swap(self, kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """``sent[r]`` goes to rank r, whose part comes to ``received[r]``; all are contiguous."""
+        """Sends ``sent[r]`` to rank r, whose part comes to ``received[r]``; all are contiguous."""
         if self._is_idle:
             for part in (part for rank, part in enumerate(received) if rank != self.rank):
                 part.zero_()
@@ -216,6 +219,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """``there(x)``, whose gradient goes through ``back``."""
+    """Returns ``there(x)``, whose gradient goes through ``back``."""
     found: Tensor = _Exchange.apply(x, there, back)
     return found

@@ -51,11 +51,11 @@ class VocabParallel:
         self.stop = min(size, self.start + self.width)
 
     def local(self, weight: Tensor) -> Tensor:
-        """This rank's rows of ``[V, …]``."""
+        """Returns this rank's rows of ``[V, …]``."""
         return weight.to_local() if isinstance(weight, DTensor) else weight[self.start : self.stop]
 
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """``tokens`` among these rows, and whether they are (bool; else the number is 0)."""
+        """Finds ``tokens`` among these rows, and whether they are (bool; else the number is 0)."""
         owned = (tokens >= self.start) & (tokens < self.stop)
         return (tokens - self.start).where(owned, 0), owned
 
@@ -82,11 +82,11 @@ class _Rows:
         self.sizes: Sequence[int] = ()
 
     def gather(self, x: Tensor) -> Tensor:
-        """``[1, n_r, D] → [1, N, D]``"""
+        """Gathers ``[1, n_r, D] → [1, N, D]``."""
         return self.group.gather_rows(x[0], self.sizes).unsqueeze(0)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Addends ``[1, N, D] → [1, n_r, D]``"""
+        """Sums addends ``[1, N, D] → [1, n_r, D]``."""
         return self.group.scatter_rows(x[0], self.sizes).unsqueeze(0)
 
 
@@ -127,7 +127,7 @@ def parallelize_layers(packed: PackedModel, mesh: DeviceMesh, group: PassGroup) 
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[int, Placement]) -> None:
-    """Parameters become DTensors, cut or whole; tied ones stay one."""
+    """Makes the parameters DTensors, cut or whole; tied ones stay one."""
     known: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -143,7 +143,7 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, cuts: Mapping[int, Placement
 
 
 def _with_local(module: nn.Module, forward: Forward, *args: Any, without: str = "", **kwargs: Any) -> Any:
-    """The module's own forward, on this rank's parts of its parameters."""
+    """Runs the module's own forward, on this rank's parts of its parameters."""
     whole = module._parameters
     here = {name: None if p is None or name == without else _here(p) for name, p in whole.items()}
     vars(module)["_parameters"] = here
@@ -154,13 +154,13 @@ def _with_local(module: nn.Module, forward: Forward, *args: Any, without: str = 
 
 
 def _column(module: nn.Module, forward: Forward, x: Tensor, gather: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """``[1, N, in] → [1, N, out of this rank]``, or of all ranks."""
+    """Maps ``[1, N, in] → [1, N, out of this rank]``, or of all ranks."""
     found: Tensor = _with_local(module, forward, x)
     return found if gather is None else gather(found)
 
 
 def _row(module: nn.Linear, forward: Forward, x: Tensor, rows: _Rows) -> Tensor:
-    """``[1, N, in of this rank] → [1, n_r, out]``; of an ``x`` with all features it takes this rank's."""
+    """Maps ``[1, N, in of this rank] → [1, n_r, out]``; of an ``x`` with all features it takes this rank's."""
     if x.shape[-1] == module.in_features:
         x = x.chunk(rows.group.size, -1)[rows.group.rank]
     found = rows.scatter(_with_local(module, forward, x, without="bias"))
@@ -171,7 +171,7 @@ def _row(module: nn.Linear, forward: Forward, x: Tensor, rows: _Rows) -> Tensor:
 def _embed(
     module: nn.Embedding, forward: Forward, tokens: Tensor, vocabulary: VocabParallel, group: PassGroup
 ) -> Tensor:
-    """``tokens [1, N] → [1, n_r, D]``, scaled as the module scales."""
+    """Embeds ``tokens [1, N] → [1, n_r, D]``, scaled as the module scales."""
     index, owned = vocabulary.own(tokens)
     padding = module.padding_idx
     if padding is not None:
@@ -185,7 +185,7 @@ def _embed(
 
 
 def _enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: _Rows) -> tuple[Any, dict[str, Any]]:
-    """Attention and MLP modules are given the rows of all ranks."""
+    """Gives attention and MLP modules the rows of all ranks."""
     context = kwargs.get("quartet_attention")
     if context is not None:
         rows.sizes = context.row_sizes
@@ -199,8 +199,9 @@ def _here(parameter: Tensor) -> Tensor:
 
 
 def _cuts_heads(module: nn.Module, door: nn.Module, tensor: int) -> bool:
-    """Whether a column layer's heads can be dealt out; else, as with few key/value heads, its output is gathered, and
-    the attention context takes the own ones."""
+    """Tells whether a column layer's heads can be dealt out; else, as with few key/value heads, its output is gathered,
+    and the attention context takes the own ones.
+    """
     size = getattr(door, "head_dim", None)
     features: int = of_adapted(module, "")[0].out_features
     return size is None or features % size != 0 or (features // size) % tensor == 0

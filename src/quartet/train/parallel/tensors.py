@@ -11,13 +11,13 @@ from quartet.weights.sink import slices_at
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The memory of it that is here, without gradient."""
+    """Returns the memory of a tensor that is here, without gradient."""
     with torch.no_grad():
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor that is."""
+    """Returns which part of the whole tensor is here."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     place = tensor.device_mesh.get_coordinate()
@@ -31,7 +31,7 @@ def write_part(tensor: Tensor, values: Tensor) -> None:
 
 
 def with_local(tensor: Tensor, memory: Tensor) -> Tensor:
-    """``tensor`` with other memory in the place of what is here. No collective."""
+    """Returns ``tensor`` with other memory in the place of what is here. No collective."""
     if not isinstance(tensor, DTensor):
         return memory
     return DTensor.from_local(
@@ -45,7 +45,7 @@ def with_local(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def is_first_holder(tensor: Tensor) -> bool:
-    """Whether something of it is here, and this rank is the first of those that hold the same part."""
+    """Tells whether something of the tensor is here, and this rank is the first of those that hold the same part."""
     if not isinstance(tensor, DTensor):
         return True
     place = tensor.device_mesh.get_coordinate()
@@ -55,7 +55,7 @@ def is_first_holder(tensor: Tensor) -> bool:
 
 
 def is_whole_on_tensor_ranks(tensor: Tensor) -> bool:
-    """Whether every tensor rank of a mesh with such ranks has the same of it."""
+    """Tells whether every tensor rank of a mesh with such ranks has the same of the tensor."""
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -63,7 +63,7 @@ def is_whole_on_tensor_ranks(tensor: Tensor) -> bool:
 
 
 def is_first_of_tensor_ranks(tensor: Tensor) -> bool:
-    """Whether no tensor rank before this one has the same of it."""
+    """Tells whether no tensor rank before this one has the same of the tensor."""
     if not (isinstance(tensor, DTensor) and is_whole_on_tensor_ranks(tensor)):
         return True
     return tensor.device_mesh.get_local_rank(TENSOR) == 0
