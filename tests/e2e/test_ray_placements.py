@@ -78,6 +78,22 @@ def test_heads_learn_along_in_the_actors_process(
         assert spans["train_critic"].start_s < heads.start_s and heads.role == "heads"
 
 
+def test_adapters_come_home(
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any
+) -> None:
+    """A LoRA actor whose reference is in another pool: the driver's base model is whole when the adapters return."""
+    pools = {"policy": {"roles": ["rollout", "actor"]}, "frozen": {"roles": ["reference"]}}
+    placed = {"placement": {"type": "pipelined", "pools": pools}, "cluster": RAY}
+    train = {"optim": {"lr": 3e-3}, "token_budget": 128, "lora": {"rank": 2}}
+    for name, section in (("lora-serial", {}), ("lora-ray", placed)):
+        recipe = recipes["rl"]("grpo", output_dir=name, steps=2, **section)
+        recipe |= {"actor": {"model": {"path": "model"}, "train": train}}
+        recipe["algorithm"]["kl"] = {"coef": 0.05}
+        found = quartet("rl", world.recipe(name, recipe))
+        assert found.status == 0, found.err
+    same_run(Path("lora-serial"), Path("lora-ray"))
+
+
 def cut(recipe: dict[str, Any]) -> dict[str, Any]:
     """The same recipe with every model in two parts."""
     half = {"sharding": {"shard": 2}}

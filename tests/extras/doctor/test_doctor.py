@@ -143,7 +143,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
-# Engines in processes are examined with vLLM's as well, and behind a router in test_served_engines.py.
+# Engines behind a router, one of them at fault, are examined in tests/unit/trainers/test_served_engines.py.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "in a process" else []) for name in HEALTHY]
 )
@@ -252,6 +252,34 @@ def test_the_pad_tokens_id_as_a_mask_in_the_trainer(
     pad = tokenizer.pad_token_id
     of_trainer(monkeypatch, lambda engine, batch, needs: (without_token(batch, pad), needs))
     assert unwell(examined()) == {"pad_by_mask"}
+
+
+def test_the_pad_tokens_id_as_a_mask_on_both_sides(
+    examined: Examined, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    pad: int = tokenizer.pad_token_id
+    asked: Any = RequestStore.engine_requests
+
+    def requests(self: RequestStore, request: Any) -> Any:
+        return [replace(one, prompt_ids=tuple(t for t in one.prompt_ids if t != pad)) for one in asked(self, request)]
+
+    forward = TrainEngine.forward
+
+    def padded(self: TrainEngine[Any], batch: RaggedBatch, needs: Needs) -> ColumnSet:
+        keep = (batch.input_ids != pad) | (batch.sequence_index() >= 0)
+        if bool(keep.all()):
+            return forward(self, batch, needs)
+        lengths = tuple(int(part.sum()) for part in keep.split(batch.segment_lengths))
+        bare = replace(batch.bare(), input_ids=batch.input_ids[keep], segment_lengths=lengths)
+        found = forward(self, bare.with_token(**{needs.mask: batch.token[needs.mask][keep]}), needs)
+        whole = torch.zeros(batch.num_tokens)
+        whole[keep] = found.token["logprobs"]
+        return ColumnSet(found.ids, {"logprobs": whole})
+
+    monkeypatch.setattr(RequestStore, "engine_requests", requests)
+    monkeypatch.setattr(TrainEngine, "forward", padded)
+    found = examined()
+    assert unwell(found) == {"pad_by_mask"} and "no effect" in found["pad_by_mask"].found
 
 
 def test_a_mask_that_leaves_the_end_out(examined: Examined, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:

@@ -1,16 +1,25 @@
-"""Models of an RL run that cannot be cut as its recipe says are refused by the driver, before Ray is asked."""
+"""Models of an RL run that cannot be cut as its recipe says are refused by the driver, before Ray is asked.
+
+Workers that died are made anew so often, and no more.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quartet.cluster import WorkerDied, WorkerError
+from quartet.cluster.errors import Death, Failure
 from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
 from quartet.trainers.model_loader import UserObjects
+from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles
+from quartet.trainers.workers import RayRunWorkers
 
 NOWHERE = {"type": "ray", "address": "127.0.0.1:1"}
 
@@ -42,3 +51,28 @@ def test_every_role_of_rl(
     with pytest.raises(UserError, match=rf"^{role}(_model)?: Qwen2\w+ cannot") as raised:
         RLRoles(recipe, objects)
     expect_refusal(raised, sizes)
+
+
+def test_a_worker_that_cannot_be_made_anew_ends_the_run_after_its_restarts() -> None:
+    """It was asked for ever whether it lives."""
+    restarts = []
+
+    def restart() -> None:
+        restarts.append(1)
+        raise WorkerError(Failure("trained", 0, 1, "here", "trained.__init__", "OSError: no such model", ""))
+
+    death = Death("trained", 0, None, "here", "starting", "it raised", "OSError: no such model")
+    workers: Any = RayRunWorkers.__new__(RayRunWorkers)
+    workers._groups = {"trained": SimpleNamespace(dead=lambda timeout_s: [death], restart=restart)}
+    workers._num_deaths, workers._changing = 0, {"actor"}
+    workers.cluster = SimpleNamespace(max_restarts=3)
+    workers.placement = SimpleNamespace(pool_of=dict.fromkeys(("actor", "rollout"), "trained"))
+    trainer: Any = RLTrainer.__new__(RLTrainer)
+    trainer.workers, trainer._loop = workers, None
+    trainer.run = SimpleNamespace(check_stop=lambda step: None)
+    with pytest.raises(UserError, match="died more often") as caught:
+        asyncio.run(asyncio.wait_for(trainer._after_death(WorkerDied(death)), 60))
+    assert len(restarts) == 3
+    assert caught.value.found == (
+        "death 4, cluster.max_restarts is 3; rank 0 of group 'trained' died: OSError: no such model (actor, rollout)"
+    )

@@ -88,6 +88,22 @@ def test_every_group_of_a_step_has_variance_and_the_rest_is_counted(
     assert set(scored) == {RESPONSES}, "a group at a time"
 
 
+def test_the_mean_score_of_what_was_sampled_is_not_that_of_what_was_kept(
+    tmp_path: Path, trainer: Callable[..., RLTrainer]
+) -> None:
+    scores: list[float] = []
+
+    def rare(completions: list[str], **_: Any) -> list[float]:
+        found = [float(sum(map(ord, text)) % 4 == 0) for text in completions]
+        scores.extend(found)
+        return found
+
+    trainer(tmp_path / "run", rare, steps=1).train()
+    row = untimed_rows(tmp_path / "run")[-1]
+    assert row["reward/sampled_score_mean"] == pytest.approx(sum(scores) / len(scores))
+    assert row["reward/sampled_score_mean"] != row["reward/score_mean"]
+
+
 @pytest.mark.parametrize("broken", [5, 12])
 def test_a_run_that_stops_and_goes_on_ends_with_the_same_bits(
     broken: int, tmp_path: Path, trainer: Callable[..., RLTrainer]

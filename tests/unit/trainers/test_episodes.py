@@ -17,10 +17,12 @@ import torch
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import (
     STEP_PREFIX,
+    Trajectories,
     Trajectory,
     TrajectoryEnd,
     TrajectorySequence,
     last_ones,
+    num_emitted,
 )
 from quartet.config import UserError
 from quartet.config.algorithms import DAPO, GRPO, PPO, RLOO, KLConfig, OverlongConfig, ReMax
@@ -122,6 +124,20 @@ def test_a_chunk_holds_every_sequence_behind_its_own_state() -> None:
     assert (chunk.step, chunk.index) == (4, 1)
 
 
+def test_trajectories_are_counted_not_sequences() -> None:
+    batch = two_groups().data
+    trajectories = Trajectories.of(batch)
+    assert trajectories.owner_S.tolist() == [0, 0, 1, 2, 3]
+    assert trajectories.final_N.tolist() == [1, 2, 3, 4]
+    assert num_emitted(batch, trajectories).tolist() == [4, 3, 3, 1]
+    assert episode_metrics(batch) == {
+        "episode/turns_mean": (3 + 2 + 2 + 1) / 4,
+        "episode/sequences_mean": 5 / 4,
+        "episode/observation_tokens": (1 + 2 + 2) / 4,
+        "episode/done_frac": 0.75,
+    }
+
+
 def test_mini_batches_keep_trajectories_whole() -> None:
     batch = two_groups().data
     cut = [batch.select(picked) for picked in UpdatePlan(2, 2, seed=0).selections(batch, 1)]
@@ -187,6 +203,19 @@ def test_rewards_of_turns_stand_where_they_were_earned() -> None:
     assert experience.metrics["reward/environment"] == pytest.approx(4.25 / 4)
 
 
+def test_a_source_beside_the_environment_lands_on_the_last_action() -> None:
+    chunk = two_groups()
+    nan = math.nan
+    other = ColumnSet(chunk.data.ids, sequence={"reward/other": torch.tensor([nan, 4.0, 2.0, nan, 1.0])})
+    values = ColumnSet(chunk.data.ids, token={"values": torch.zeros(chunk.data.num_tokens)})
+    config = PPO(kl=NO_KL, whiten_advantages=False)
+    weights = {"environment": 2.0, "other": 0.5}
+    experience = Assembler(config, weights, lambda: 0.0)([(chunk, [other, values])])
+    expected = [0.0, 1.0, -0.5, 4.0 + 2.0, 0.0, 0.0, 2.0 + 1.0, 0.0, 0.0, 2.0, 0.5]
+    assert on_actions(experience, "token_rewards") == pytest.approx(expected)
+    assert experience.metrics["reward/other"] == pytest.approx(7.0 / 3)
+
+
 @pytest.mark.parametrize("config", [GRPO(kl=NO_KL, normalise_std=False), RLOO(kl=NO_KL)])
 def test_groups_compare_trajectories(config: Any) -> None:
     """2.25 against 1, and 1 against 0: every action token of a trajectory has its one advantage."""
@@ -195,6 +224,12 @@ def test_groups_compare_trajectories(config: Any) -> None:
     expected = [gaps[0]] * 4 + [-gaps[0]] * 3 + [gaps[1]] * 3 + [-gaps[1]]
     found = on_actions(assemble(config, two_groups()), "advantages")
     assert found == pytest.approx([scale * value for value in expected])
+
+
+def test_an_episode_that_was_cut_off_pays_for_its_missing_end() -> None:
+    config = PPO(kl=NO_KL, whiten_advantages=False, missing_eos_penalty=0.75)
+    experience = assemble(config, two_groups(), values=[0.0] * 11)
+    assert on_actions(experience, "token_rewards")[-2:] == [1.0, -0.75]
 
 
 # Scoring -------------------------------------------------------------------------------------------------
@@ -312,6 +347,12 @@ def test_what_is_sampled_depends_on_place_and_turn_alone(codec: TextCodec) -> No
     assert len(set(seeds.values())) == 6
 
 
+def test_no_more_environments_than_allowed(codec: TextCodec) -> None:
+    Echo.live = Echo.most = 0
+    asyncio.run(player(Recording(codec), max_environments=2).group(0, ITEM, SamplingParams(), 4))
+    assert (Echo.most, Echo.live) == (2, 0)
+
+
 def test_a_failing_episode_ends_the_others_before_its_error_goes_on(codec: TextCodec) -> None:
     Echo.live = 0
 
@@ -392,6 +433,25 @@ def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCod
     assert episode_metrics(batch)["episode/left_out"] == 1.0 and "episode/left_out" not in episode_metrics(
         undisturbed.batch
     )
+
+
+def test_an_environment_that_never_works_stops_the_run(codec: TextCodec) -> None:
+    """One row that always fails, however many episodes it has, is no such environment."""
+    Flaky.failing = dict.fromkeys(range(9), 99)
+    make = EnvironmentFactory(partial(Flaky, True))
+    runner = EpisodeRunner(
+        make, EnvironmentConfig(on_error="leave_out"), Recording(codec), EpisodeLimits(3, 60), run_seed=3
+    )
+
+    async def play(num_groups: int) -> None:
+        for number in range(num_groups):
+            await runner.group(number, ITEM, SamplingParams(max_new_tokens=4), 9)
+
+    asyncio.run(play(7))
+    assert make.failures.rows == {"p1": 63}
+    with pytest.raises(UserError, match="not played a single episode") as raised:
+        asyncio.run(play(1))
+    assert "the simulator is gone" in raised.value.found
 
 
 # Training ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,15 @@ from quartet.config.recipe import (
     SFTRecipe,
 )
 from quartet.config.run import LogConfig
+from quartet.models.loading import packed_causal_lm
+from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
+from quartet.rollout.engine import NativeEngine
+from quartet.schedule.leases import LeaseContext, local_arbiter
+from quartet.schedule.role_group import LocalGroup
+from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout_worker import RolloutWorker
+from quartet.schedule.weight_sync import CanaryProbe
 from quartet.train.checkpoint import Share
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.rl import RLTrainer
@@ -97,6 +106,33 @@ def test_a_critic_starts_from_the_actors_base(roles_of: Any) -> None:
 # Exclusive -----------------------------------------------------------------------------------------------
 
 
+def leases_of(roles: RLRoles, path: Path, version: int = 0) -> LeaseContext:
+    sizes = {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in roles.workers.items()}}
+    return LeaseContext(local_arbiter(sizes, version=version), SpanRecorder(path / f"{version}.jsonl"))
+
+
+def test_the_reference_reads_the_actor_which_is_not_trained_meanwhile(roles_of: Any, tmp_path: Path) -> None:
+    roles = roles_of(rl())
+    order: list[str] = []
+
+    async def run() -> None:
+        leases = leases_of(roles, tmp_path)
+        reference: Any = next(s for s in roles.column_scorers(leases) if getattr(s, "role", "") == "reference")
+        assert dict(reference.reads) == {"actor": None}
+        async with leases.arbiter.lease("reference", "forward", reads=reference.reads):
+            training = asyncio.create_task(train(leases.arbiter))
+            await asyncio.sleep(0)
+            order.append("reference")
+        await training
+
+    async def train(arbiter: Any) -> None:
+        async with arbiter.lease("actor", "train", writes="actor"):
+            order.append("train")
+
+    asyncio.run(run())
+    assert order == ["reference", "train"]
+
+
 # Runs ----------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +194,48 @@ def test_a_resumed_run_has_the_same_bits(objects: Any, causal_lm: Any, tmp_path:
     with pytest.raises(UserError, match="trained on another base model"):
         recipe = rl(PPO(kl=KL), output_dir=str(tmp_path / "parts"), steps=3, critic=critic, minibatches=2)
         RLTrainer(recipe, **objects(model=causal_lm(9)), resume=True).train()
+
+
+def learn(packed: Any) -> None:
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in packed.adapters.trained.values():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_a_canary_hears_adapters_that_were_not_sent(roles_of: Any, causal_lm: Any, tmp_path: Path) -> None:
+    """An engine with a base copy of its own, and updates of adapters alone."""
+    roles = roles_of(rl())
+    learn(roles.actor.packed)
+    own = packed_causal_lm(causal_lm(), lora=LORA)
+    sent: dict[str, Any] = {"source": lambda: list(roles.actor.weights())}
+
+    async def publish(version: int) -> dict[str, float]:
+        engine = NativeEngine(own, owns_weights=True, version=version - 1)
+
+        async def update_engine_weights(version: int) -> int:
+            engine.update_weights(sent["source"](), version)
+            return 0
+
+        rollout = Rollout(
+            leases_of(roles, tmp_path, version),
+            [LocalGroup(RolloutWorker(engine, roles.codec))],
+            roles.requests,
+            steps_per_lease=4,
+            version=version,
+            canary=CanaryProbe(roles.prompts.items[0].prompt, 4, 1e-4),
+            trainer=roles.train_group("actor"),
+            update_engine_weights=update_engine_weights,
+            shares_actor=False,
+        )
+        return await rollout.publish(version)
+
+    assert asyncio.run(publish(1))["agreement/canary_diff"] < 1e-4
+    old = [(name, value.clone()) for name, value in roles.actor.weights()]
+    learn(roles.actor.packed)
+    sent["source"] = lambda: old
+    with pytest.raises(UserError, match="computes with other weights"):
+        asyncio.run(publish(2))
 
 
 @pytest.mark.parametrize("export", ["both"])

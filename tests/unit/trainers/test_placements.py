@@ -189,6 +189,15 @@ def test_a_model_from_a_file_trains_the_same(
     assert same(shared_run("serial")[0], weights(placed))
 
 
+def test_parts_move_where_a_budget_asks_for_it(shared_run: Any, tight: Any) -> None:
+    _, path = shared_run("full_offload", budgeted(PLACEMENTS["full_offload"], tight()))
+    for row in read_metrics(path / "metrics.jsonl")[1:]:
+        assert row["handover/onload_bytes"] > 0 and row["handover/offload_bytes"] > 0
+        assert "handover/freed_bytes" in row
+    _, path = shared_run("separated", PLACEMENTS["separated"])
+    assert not any(name.startswith("handover/") for row in read_metrics(path / "metrics.jsonl") for name in row)
+
+
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4.0)], ids=["all weights", "lora"])
 def test_models_are_usable_after_a_run_that_moved_them(
     lora: LoRAConfig | None, causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path, tight: Any
@@ -228,6 +237,15 @@ def test_a_run_is_resumed_under_another_placement(run: Any, tight: Any) -> None:
     assert same(weights(uninterrupted), weights(resumed))
 
 
+def test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache(run: Any) -> None:
+    """The canary asks for the first prompt alone; the next step reads it, and a resumed one computes it with others."""
+    prompts = ["3=", "4=", "12+34=", "5="]
+    uninterrupted, path = run("killed", prompts=prompts, checkpoint=SAVED)
+    shutil.rmtree(path / "checkpoints" / "step_00000003")
+    resumed, _ = run("killed", resume=True, prompts=prompts, checkpoint=SAVED)
+    assert same(weights(uninterrupted), weights(resumed))
+
+
 def test_an_asynchronous_run_is_not_resumed_as_another(run: Any) -> None:
     changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.0)), "steps": 1}
     pools = {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reward"]}}
@@ -248,6 +266,14 @@ def test_a_journal_is_followed_from_the_first_step_only(run: Any) -> None:
     shutil.rmtree(other / "checkpoints" / "step_00000002")
     with pytest.raises(UserError, match="from a run's first step only"):
         run("second", followed, resume=True, **changes)
+
+
+def test_a_method_without_critic_and_reference(run: Any) -> None:
+    changes = {"algorithm": GRPO(kl=KLConfig(coef=0.0))}
+    serial, _ = run("serial", **changes)
+    apart = {role: PLACEMENTS["separated"][role] for role in ("actor", "rollout", "reward")}
+    placed, _ = run("separated", {"type": "separated", **apart}, **changes)
+    assert same(weights(serial), weights(placed))
 
 
 @pytest.mark.parametrize("in_flight", ["pick_up", "finish_old", "start_over"])
@@ -324,6 +350,20 @@ FEATURES: dict[str, dict[str, Any]] = {
     "greedy baseline": {"algorithm": ReMax(kl=KLConfig(coef=0.05)), "responses_per_prompt": 1},
     "iterative dpo": {"algorithm": OnlineDPO(refresh_steps=1), "epochs": 1},
 }
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_else_a_run_may_have(feature: str, run: Any, demonstrations: Any) -> None:
+    """An engine with weights of its own changes nothing about it."""
+    changes = FEATURES[feature]
+    rows = demonstrations if feature == "demonstrations" else None
+    placement = dict(PLACEMENTS["separated"])
+    if "algorithm" in changes:
+        placement.pop("critic")
+    serial, serial_path = run("serial", ptx_rows=rows, **changes)
+    placed, path = run("separated", placement, ptx_rows=rows, **changes)
+    assert same(weights(serial), weights(placed))
+    assert numbers(serial_path) == numbers(path)
 
 
 # What cannot work ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, Sam
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
 from quartet.config.run import LogConfig
+from quartet.extras.doctor.examine import examine
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import load_engine
 from quartet.rollout.process import EngineProcess
@@ -158,6 +159,44 @@ def deaf(request: Request) -> Request:
 
 def well(request: Request) -> Request:
     return request
+
+
+@pytest.mark.parametrize(
+    ("heard", "is_stale", "expected"),
+    [
+        (deaf, False, {name: "1 of 2 engines (engine 1) do not end" for name in ("stop_tokens", "stop_strings")}),
+        (well, True, {"tied_head": "", "weight_update": ""}),
+    ],
+    ids=["deaf", "stale"],
+)
+def test_the_doctor_finds_what_is_wrong_with_the_second_of_two_engines(
+    heard: Callable[[Request], Request],
+    is_stale: bool,
+    expected: dict[str, str],
+    causal_lm: Any,
+    tokenizer: Any,
+    prompts: Any,
+    digits: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Second(Beside):
+        def submit(self, requests: Sequence[Request]) -> None:
+            super().submit([heard(request) for request in requests])
+
+        def take_weights(self, version: int) -> None:
+            if not is_stale or version == 0:
+                super().take_weights(version)
+
+    def two(config: EngineConfig, policy: Policy) -> list[Beside]:
+        return [Beside(policy, max_running=6), Second(policy, max_running=6)]
+
+    monkeypatch.setattr(engines, "_engines", two)
+    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
+    made = recipe(tmp_path / "run", process=True, numerics="fast", evaluation=None)
+    found = {finding.name: finding for finding in examine(made, **objects)}
+    assert all(found[name].status == "failure" and text in found[name].found for name, text in expected.items())
+    assert found["pad_by_mask"].status == "ok" and "0 of 2 engines" in found["pad_by_mask"].found
 
 
 # In processes --------------------------------------------------------------------------------------------
