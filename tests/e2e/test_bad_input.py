@@ -323,7 +323,7 @@ def test_damaged_checkpoints(world: Any, quartet: Any, recipes: Any, tmp_path: P
     ("place", "written", "shown"),
     [
         ("quartet.observe.files.RowAppender.append", "", "could not be written"),
-        ("quartet.schedule.model_worker.save_causal_lm", "", "model could not be written"),
+        ("quartet.trainers.supervised.save_causal_lm", "", "model could not be written"),
         ("os.replace", "summary.json", "summary.json could not be written"),
     ],
 )
