@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from quartet.config import UserError
-from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel, decoder_layers
 from quartet.train.engine import LossTerm, TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.fsdp import shard_model, sharded
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
+from quartet.train.parallel.pass_group import PassGroup
 from sharded_ranks import Case, full, make_batch, make_engine, make_model, policy
 
 ODD = 1
@@ -251,6 +253,93 @@ def fails_before_an_update(mesh: Mesh) -> Any:
     begun = time.monotonic()
     raised, seconds = outcome(update), time.monotonic() - begun
     return raised, seconds, engine.train_step(batch, SFTObjective())
+
+
+# Within a pass -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def out_of_memory_at(packed: Any, place: str, skipped: int) -> Iterator[list[bool]]:
+    """Memory runs out once on the odd rank; yields whether its tensors were freed before it went on.
+
+    Args:
+        place: ``forward i``, ``recompute i`` of layer i; ``exchange``: before one with peers; ``end``: of a pass,
+            before the peers hear that it went well.
+        skipped: so many calls of the place go well before.
+    """
+    root, left, held = sharded(packed), [skipped], [lambda: None]
+    freed: list[bool] = []
+    what, _, number = place.partition(" ")
+    mlp, is_odd = decoder_layers(packed.body)[int(number or 0)].mlp, DataParallelGroup.of_world().rank == ODD
+    forward, break_off = mlp.forward, root._break_off
+
+    def fail(tensor: Any) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            held[0] = tensor
+            raise _no_memory()
+
+    def computed(hidden: Any) -> Any:
+        is_backward = torch._C._current_graph_task_id() >= 0
+        if what == ("recompute" if is_backward else "forward"):
+            fail(weakref.ref(hidden))
+        return forward(hidden)
+
+    def broken_off() -> None:
+        freed.append(held[0]() is None)
+        break_off()
+
+    name = "_swap" if what == "exchange" else "end"
+    method = getattr(PassGroup, name)
+
+    def before(self: PassGroup, *args: Any) -> None:
+        # What a pass fails of happens before its rank says to any group that it went well.
+        if not self._is_idle and (what == "exchange" or self is root._groups[0]):
+            fail(lambda: None)
+        method(self, *args)
+
+    if is_odd and what in ("exchange", "end"):
+        setattr(PassGroup, name, before)
+    elif is_odd:
+        mlp.forward = computed
+    root._break_off = broken_off
+    try:
+        yield freed
+    finally:
+        mlp.forward = forward
+        del root._break_off
+        setattr(PassGroup, name, method)
+
+
+PLACES: dict[str, tuple[str, int]] = {
+    "the first layer": ("forward 0", 0),
+    "a layer that is computed again": ("recompute 1", 1),
+    "an exchange in a backward": ("exchange", 20),
+    "the end of the last pass": ("end", 1),
+}
+"""Where, and how many calls go well before: of two passes, each with twelve exchanges or more in either direction."""
+
+
+def memory_within_passes(sizes: dict[str, int]) -> dict[str, Any]:
+    """An update for every place at which memory runs out, and the same ones under the small budget from the start:
+    budget, metrics, attempts, seconds, whether tensors were freed; and the weights after all."""
+    mesh, batch, found = Mesh.of(DataParallelGroup.of_world(), **sizes), make_batch().select(range(1, 10)), {}
+    also = [LossTerm(batch, SFTObjective("loss/ptx"), 0.3)]
+    engine = engine_on(mesh, activation_checkpointing=True)
+    smaller = engine_on(mesh, token_budget=19, activation_checkpointing=True)
+    root, attempts = sharded(engine.packed), []
+    make_passes = root.make_passes
+    root.make_passes = lambda passes, *a, **k: (attempts.append(len(passes)), make_passes(passes, *a, **k))
+    for name, (place, skipped) in PLACES.items():
+        attempts.clear()
+        engine.budget.tokens = 43
+        with out_of_memory_at(engine.packed, place, skipped) as freed:
+            begun = time.monotonic()
+            metrics = engine.train_step(batch, SFTObjective(), also)
+            seconds = time.monotonic() - begun
+        expected = smaller.train_step(batch, SFTObjective(), also)
+        found[name] = engine.budget.tokens, (metrics, expected), len(attempts), seconds, freed
+    return {"steps": found, "weights": (weights(engine), weights(smaller)), "num_oom": engine.num_oom}
 
 
 CASES: list[Callable[[Mesh], Any]] = [

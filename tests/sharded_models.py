@@ -43,8 +43,9 @@ from quartet.train.checkpoint import (
     write_share,
 )
 from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
-from quartet.train.offload import MappedFiles
+from quartet.train.offload import MappedFiles, Offload
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
@@ -430,6 +431,13 @@ def offloaded(path: str, directory: str, shard: Cut, options: Mapping[str, Any])
     moved = parts.offload()
     weights = [{n: gather(t) for n, t in engine.weights()} for engine in engines]  # read where they are
     states = [tensors_of(snapshot(engine.state())) for engine in engines]
+    refused = ""
+    # The root itself refuses before it gathers, whoever calls it.
+    for compute in (lambda: steps(moving, 1), lambda: moving.packed.one_call(lambda: None)):
+        try:
+            compute()
+        except RuntimeError as error:
+            refused += str(error)
     parts.onload()
     again = [steps(engine, 1) for engine in engines]
     equal = [torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True) if a is not None]
@@ -439,9 +447,30 @@ def offloaded(path: str, directory: str, shard: Cut, options: Mapping[str, Any])
         "losses": losses,
         "again": again,
         "equal": equal,
+        "refused": refused,
         "moved": moved.num_bytes,
         "held": held,
     }
+
+
+def memory_of_offload(path: str, directory: str) -> dict[str, int]:
+    """Bytes of a rank's shards, what was freed as they left, how many frozen ones keep their copy."""
+    packed = packed_causal_lm(load_causal_lm(path, empty=True))
+    packed.freeze()
+    shard_model(packed, mesh_of(dist.get_world_size()))
+    load_shares(packed, path)
+    batch = RaggedBatch.from_sequences([[1, 2, 3]], ["a"])
+    batch = batch.with_token(wanted=torch.tensor([False, True, True]))
+    needs = Needs(logprobs=True, mask="wanted")
+    before = forward_only(packed, batch, needs, 64)
+    parts = Offload(packed, MappedFiles(Path(directory) / str(dist.get_rank())))
+    out = parts.offload()
+    parts.onload()
+    after = forward_only(packed, batch, needs, 64)
+    kept = [home.copied_to is not None for home in parts._homes.values()]
+    shards = sum(4 * local(p).numel() for p in packed.model.parameters())
+    same = all(torch.equal(before.token[n], after.token[n]) for n in before.token)
+    return {"shards": shards, "moved": out.num_bytes, "freed": out.freed_bytes, "same": same, "kept": sum(kept)}
 
 
 def on_host(path: str) -> list[Any]:

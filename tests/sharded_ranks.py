@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from quartet.batch.partition import plan_micro_batches
 from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.config.algorithms import GRPO, PPO, KLConfig, KLCovLoss, OffPolicyConfig
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
@@ -30,6 +32,7 @@ from quartet.train.objectives import (
     SFTObjective,
     ValueObjective,
 )
+from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from tolerances import in_dtype
 
@@ -292,3 +295,34 @@ def all_trained(cases: list[Case]) -> dict[Case, dict[str, Any]]:
 def all_trained_twice(cases: list[Case]) -> list[Any]:
     """The weights of each case, trained twice on this rank."""
     return [[trained(case, mesh_of(case))["weights"] for _ in range(2)] for case in cases]
+
+
+def passes_of_two_ranks(batches: Any, budget: int, *, num_ranks: int, **options: Any) -> list[Any]:
+    """In the place of ``plan_micro_batches`` in one process: updates make the passes of two ranks, one by one."""
+    assert num_ranks == 1
+    if "forward" in options["budget_key"]:
+        return plan_micro_batches(batches, budget, num_ranks=1, **options)
+    both = plan_micro_batches(batches, budget, num_ranks=2, **options)
+    return [[[part for part in (*one, *other) if part] for one, other in zip(*both, strict=True)]]
+
+
+def summed_in_order() -> list[tuple[Tensor, Tensor]]:
+    """Sums over all ranks by each of our collectives, and the same addends added here from the left."""
+    mesh = Mesh.of(DataParallelGroup.of_world(), shard=dist.get_world_size(), fixed_order=True)
+    world, group = mesh.shard, mesh.group("shard")
+
+    def addend(rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        scale = 10.0 ** torch.randint(-6, 6, (8 * world,), generator=generator)
+        return scale * torch.randn(8 * world, generator=generator)
+
+    expected = addend(0)
+    for rank in range(1, world):
+        expected = expected + addend(rank)
+    whole, part = addend(mesh.place), torch.empty(8)
+    OrderedReduceScatter()(part, whole, group, dist.ReduceOp.SUM)
+    sum_in_order(whole, group)
+    gathered = torch.zeros(8 * world)
+    own = gathered.chunk(world)[mesh.place].copy_(part)
+    DirectAllGather()(gathered, own, group)
+    return [(whole, expected), (part, expected.chunk(world)[mesh.place]), (gathered, expected)]

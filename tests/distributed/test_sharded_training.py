@@ -9,6 +9,7 @@ import torch
 
 import rank_forks
 import sharded_ranks as ranks
+from quartet.train import token_budget
 
 MESHES = [(1, 2), (2, 1), (2, 2), (4, 1)]
 """Shard, replicate."""
@@ -80,3 +81,27 @@ def test_heads_that_learn_along_are_those_of_one_process() -> None:
         for name, values in expected["weights"].items():
             assert torch.equal(one["weights"][name], other["weights"][name]), case
             torch.testing.assert_close(one["weights"][name], values, rtol=1e-6, atol=1e-9)
+
+
+def test_bf16_is_autocast_over_fp32_weights(
+    tolerances: dict[torch.dtype, tuple[float, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit forward. Gradients are summed in fp32 and differ by what that rounds, against one process that makes
+    the passes of both ranks: other packs round otherwise in bf16, in one process too.
+    """
+    torch.set_num_threads(1)
+    case = ranks.Case("sft", 2, 1, dtype=torch.float32, precision="bf16")
+    found = rank_forks.run_ranks(2, ranks.all_trained, [case])[0][case]
+    monkeypatch.setattr(token_budget, "plan_micro_batches", ranks.passes_of_two_ranks)
+    expected, (_, rtol) = ranks.trained(case.alone), tolerances[torch.float32]
+    assert all(torch.equal(found["outputs"][n], values) for n, values in expected["outputs"].items())
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    largest = max(float(values.abs().max()) for values in expected["gradients"].values())
+    for name, gradient in expected["gradients"].items():
+        assert found["gradients"][name].dtype == torch.float32
+        assert float((found["gradients"][name] - gradient).abs().max()) <= rtol * largest, name
+
+
+def test_sums_are_taken_in_the_order_of_the_ranks() -> None:
+    for found in rank_forks.run_ranks(4, ranks.summed_in_order):
+        assert all(torch.equal(actual, expected) for actual, expected in found)

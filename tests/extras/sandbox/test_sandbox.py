@@ -291,6 +291,17 @@ def test_what_is_shown_of_the_machine_is_read_only() -> None:
     assert says(source) == "[True, True, False]\n"
 
 
+def test_there_is_no_way_back_to_privileges() -> None:
+    """Where root runs it the code is another user."""
+    source = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print(os.getuid() != 0 or open("/dev/null") is None, libc.setuid(0) if os.getuid() else -1)
+print(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None), libc.chroot(b"/tmp"), libc.ptrace(16, 1, 0, 0))
+"""
+    assert says(source) == "True -1\n-1 -1 -1\n"
+
+
 def test_files_of_the_machine_are_not_there(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("token")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from quartet.config.rewards import RemoteServer, RetryConfig
+from quartet.extras.servers import sglang
 from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
 from quartet.rollout.protocol import Completion, EngineFailed, Request, SamplingParams
 from quartet.rollout.router import Router
@@ -101,6 +102,28 @@ def test_every_update_arrives_and_only_the_newest_files_stay(tmp_path: Path, is_
         assert [body["weight_version"] for body in updates] == ["1", "2", "3", "4", "5"]
         assert all(body["flush_cache"] is True for body in updates)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_that_breaks_off_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = targets.build_model(0)
+    weights = PublishedWeights(StagedWeights(model.named_parameters(remove_duplicate=False)), tmp_path)
+
+    def broken(_: Any, path: Path, **options: Any) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("the disk is on fire")
+
+    def seen() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob("*/version_*"))
+
+    write_into(weights.staging.weight_sink(), model.named_parameters(), 1)
+    weights.path(1)
+    write_into(weights.staging.weight_sink(), model.named_parameters(), 2)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="on fire"):
+        patched.setattr(sglang, "save_file", broken)
+        weights.path(2)
+    assert seen() == ["version_00000001"]
+    weights.path(2)
+    assert seen() == ["version_00000001", "version_00000002"]
 
 
 def test_the_documented_names_are_used(tmp_path: Path) -> None:

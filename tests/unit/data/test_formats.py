@@ -96,6 +96,12 @@ def test_columns_are_mapped_and_the_others_kept() -> None:
     assert (swapped.items[0].chosen, swapped.items[0].rejected) == ("b", "a")
 
 
+def test_a_value_inside_an_object_is_mapped_by_its_path() -> None:
+    row = rows({"question": "q", "reward_model": {"ground_truth": "4"}})
+    found = prompts(row, Reading({"prompt": "question", "answer": "reward_model.ground_truth"}))
+    assert found.items[0].columns["answer"] == "4"
+
+
 def test_rows_left_out_are_counted_with_their_places() -> None:
     found = preferences(
         rows(

@@ -183,6 +183,12 @@ def test_a_failing_step_is_reported_with_its_episode(plain: TextCodec, result: A
     assert environment.closed == 1
 
 
+@pytest.mark.parametrize("reward", [np.float32(0.5), torch.tensor(0.5)])
+def test_a_reward_may_be_a_scalar_of_numpy_or_torch(plain: TextCodec, reward: Any) -> None:
+    episode = play(Failing(StepResult(None, reward=reward, done=True)), Scripted(plain, ["a"]), plain)
+    assert earned(episode) == 0.5 and type(earned(episode)) is float
+
+
 class Drawing(Counting):
     """Draws and seeds wherever it is called."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForSequenceClassification
 
 from quartet.config import UserError
 from quartet.models.loading import (
@@ -60,6 +61,15 @@ def test_causal_lm_is_no_reward_model(num_labels, tmp_path, make_model):
     with pytest.raises(UserError, match="not a reward model") as raised:
         load_scalar_model(str(tmp_path))
     assert ("LlamaForCausalLM" if num_labels == 2 else "score.weight") in raised.value.found
+
+
+def test_classifier_with_two_labels_is_no_reward_model(tmp_path, make_model):
+    config = copy.deepcopy(make_model().config)
+    config.num_labels = 2
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="not a reward model") as raised:
+        load_scalar_model(str(tmp_path))
+    assert "num_labels 2" in raised.value.found
 
 
 # A scalar model from a causal one ------------------------------------------------------------------------

@@ -245,6 +245,19 @@ def test_unusable_logits_give_no_log_probability(bad: str, draw: Draw, options: 
 # Gumbel noise --------------------------------------------------------------------------------------------
 
 
+def test_noise_depends_on_seed_position_and_token_alone() -> None:
+    """Recorded once: a change of these numbers changes every run that draws so."""
+    keys = race_keys(seed_keys(np.array([0, 1, 2**64 - 1], dtype=np.uint64)), np.array([0, 5, 7], dtype=np.uint64))
+    found = race_numbers(token_hashes(5, CPU), torch.from_numpy(keys))
+    assert torch.equal(race_numbers(token_hashes(3000, CPU), torch.from_numpy(keys))[:, :5], found)
+    assert torch.equal(race_numbers(token_hashes(5, CPU), torch.from_numpy(keys[1:2])), found[1:2])
+    assert (found * 2**31).round().long().tolist() == [
+        [364972032, 654148288, 1856335488, 659522560, 865104704],
+        [1645160192, 242564336, 215593920, 168405936, 81750944],
+        [1894720768, 189413424, 689469888, 1943145984, 2119387648],
+    ]
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 9, "top_p": 0.8}], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_token_has_the_largest_sum_of_logit_and_noise(options: dict[str, float], width: int) -> None:

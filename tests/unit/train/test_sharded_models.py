@@ -150,7 +150,17 @@ def test_parts_that_leave_and_come_back_change_nothing(results: list[dict[str, A
     for found in (of_rank["offloaded"] for of_rank in results):
         assert found["losses"][0] == found["losses"][1] and found["again"][0] == found["again"][1]
         assert all(found["equal"]) and len(found["equal"]) > 4
+        assert found["refused"].count("are offloaded; onload(") == 2
         assert found["moved"] >= found["held"] > 0
+
+
+def test_memory_of_shards_is_free_while_they_are_away(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    llama(path, vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    for found in run_ranks(2, ranks.memory_of_offload, str(path), str(tmp_path / "away")):
+        assert found["same"]
+        assert found["moved"] >= found["shards"] and found["freed"] >= 0.95 * found["shards"]
+        assert found["kept"] > 20  # frozen shards that came back are not written again
 
 
 def same(run: Any, other: Any, tolerance: float | None) -> None:

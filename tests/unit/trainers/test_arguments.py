@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import quartet as q
+from quartet.config.rewards import FunctionReward
 from quartet.trainers.signals import run_async
 
 
@@ -128,6 +129,24 @@ def test_rows_that_are_no_rows(rows: Any, causal_lm: Any, tokenizer: Any, recipe
         q.SFTTrainer(q.SFTRecipe(steps=1), model=causal_lm(), tokenizer=tokenizer, rows=rows)
     with pytest.raises(q.UserError, match="passed from Python is not a list of rows"):
         q.RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, prompts=rows, rewards=len)
+
+
+def test_a_column_that_cannot_be_kept_is_named(causal_lm: Any, tokenizer: Any, recipe: Any) -> None:
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "3+4=", "answer": [threading.Lock()]}]
+    with pytest.raises(q.UserError, match="no plain data") as caught:
+        q.RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, prompts=rows, rewards=len)
+    assert "'answer'" in caught.value.found and "2" in caught.value.found
+    assert not Path(str(recipe.output_dir)).exists()
+
+
+def test_a_reward_whose_name_cannot_be_logged_is_refused_before_anything_starts(
+    causal_lm: Any, tokenizer: Any, recipe: Any
+) -> None:
+    named = FunctionReward(target="quartet.rewards.builtin:length", name="my own")
+    recipe = recipe.model_copy(update={"rewards": (named,)})
+    with pytest.raises(q.UserError, match="name of a reward"):
+        q.RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, prompts=["1+1="] * 2)
+    assert not Path(str(recipe.output_dir)).exists()
 
 
 def test_settings_of_torch_in_which_nothing_computes_right(causal_lm: Any, tokenizer: Any, recipe: Any) -> None:

@@ -156,6 +156,13 @@ def test_a_run_goes_on_elsewhere_and_says_so_but_not_in_another_precision(two_gp
         assert "began on another device (device cuda:1 → cpu" in run.warnings[0]
 
 
+def test_compiled_layers_are_not_resumed(tmp_path: Path) -> None:
+    with directory(tmp_path / "run", compile=True):
+        pass
+    with pytest.raises(UserError, match="it has compiled layers"):
+        directory(tmp_path / "run", resume=True, compile=True)
+
+
 def test_a_run_may_move_alone_and_with_what_lies_beside_it() -> None:
     """The model beside its directory is the same one where its path is, and where it has moved along."""
     saved = {"output_dir": "runs/a", "model": {"path": "runs/base"}}

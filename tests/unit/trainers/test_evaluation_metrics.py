@@ -81,6 +81,12 @@ def test_several_samples_by_hand() -> None:
     assert found["eval/x/maj@3"].value == 0.5 and found["eval/x/tied@3"].value == 0
 
 
+def test_threshold_decides_what_is_right() -> None:
+    rows = answers([[("a", {"x": 0.6})], [("b", {"x": 0.4})]])
+    assert figures(rows)["eval/x/exact_match"].value == 0
+    assert figures(rows, threshold=0.6)["eval/x/exact_match"].value == 0.5
+
+
 def test_intervals_hold_the_value_and_depend_on_the_seed_alone() -> None:
     rows = answers([[("a", {"x": k / 10})] for k in range(10)])
     found = figures(rows)["eval/x"]

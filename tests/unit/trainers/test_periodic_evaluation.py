@@ -201,6 +201,13 @@ def test_an_alarm_that_cannot_be_raised_says_so(prompts: int, steps: int, said: 
     assert len(found) == (said is not None) and (said is None or said in found[0]), found
 
 
+def test_the_alarm_may_watch_one_source(train: Any, tmp_path: Path) -> None:
+    """``long`` rises on held-out prompts too, so watching it stays silent where the sum would not."""
+    train(recipe(tmp_path / "run", alarm=AlarmConfig(false_alarm_rate=0.05, source="long")))
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["alarm/reward_hacking"] for row in rows if "alarm/reward_hacking" in row] == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [

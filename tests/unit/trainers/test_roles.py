@@ -20,7 +20,7 @@ import torch
 from breaking import break_at, same_weights, untimed_rows
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig, OnlineDPO
+from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, Distillation, KLConfig, OnlineDPO
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import (
@@ -395,3 +395,9 @@ def test_a_critic_that_is_not_read_is_refused_and_its_section_remarked_on(
     run = trainer("said", GRPO(), critic=CriticConfig(warmup_steps=1), steps=1)
     assert run.train().summary["notes"][0] == "critic: not read, grpo has none"
     assert not any("not read" in warning for warning in trainer("ppo", PPO()).roles.warnings())
+
+
+def test_a_reference_with_a_short_context_is_refused(roles_of: Any, causal_lm: Any, tmp_path: Path) -> None:
+    causal_lm(1, max_position_embeddings=6).save_pretrained(tmp_path / "short")
+    with pytest.raises(UserError, match="reference's context is too short"):
+        roles_of(recipe(Distillation(), reference=ReferenceConfig(path=str(tmp_path / "short"))))

@@ -113,6 +113,14 @@ def test_other_files_are_not_touched(tmp_path: Path) -> None:
     assert "not empty" in error_of(tmp_path, resume=True).problem
 
 
+@pytest.mark.parametrize("content", ["not json", '{"name": "of another program"}'])
+def test_a_run_file_of_another_program_is_left_alone(content: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(content)
+    for resume in (False, True):
+        assert "choose another output_dir" in error_of(tmp_path, resume=resume).remedy
+    assert (tmp_path / "run.json").read_text() == content
+
+
 def test_a_run_in_use_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run"
     finish(path)
