@@ -21,6 +21,7 @@ from quartet.train.checkpoint import (
     begin_checkpoint,
     claimed_steps,
     complete_checkpoint,
+    join_metadata,
     newest_checkpoint,
     prune,
     set_aside_after,
@@ -204,6 +205,20 @@ def test_nothing_is_unpickled_before_everything_is_checked(root: Path, monkeypat
     monkeypatch.setattr(checkpoint.torch, "load", lambda *_, **__: pytest.fail("unpickled"))
     with pytest.raises(UserError):
         newest_checkpoint(root)
+
+
+def test_the_metadata_of_a_rank_is_not_unpickled_unless_it_is_what_the_rank_wrote(tmp_path: Path) -> None:
+    """Another machine may have written it. The driver joins those of all ranks of a share."""
+    files: dict[str, Any] = {}
+    for rank in range(2):
+        files |= write_share(tmp_path / "actor", {f"weight {rank}": torch.ones(3)}, rank)
+    (other,) = (tmp_path / "actor" / name for name in files if name.endswith(".metadata") and name != ".metadata")
+    before = other.read_bytes()
+    other.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with pytest.raises(checkpoint.Damage, match="is not what its rank has written"):
+        join_metadata(tmp_path / "actor", files)
+    other.write_bytes(before)
+    assert other.name not in join_metadata(tmp_path / "actor", files)
 
 
 def test_what_may_not_be_read_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
