@@ -1,26 +1,15 @@
 """From scored answers to figures: mean score, exact match, pass@k, maj@k and win rates, with intervals over prompts.
 
-Also answers on disk, and what an evaluation has finished, so that a killed one goes on where it was.
+Also answers on disk.
 
 ``answers.jsonl`` and ``evaluations/step_00000050.jsonl`` hold one line per sample::
 
     {"prompt_id": "p0", "sample": 0, "prompt": "1+2=", "completion": "3", "finish_reason": "stop", "length": 2,
      "rewards": {"exact_match": 1.0, "judge": null}}
-
-``finished/answers.jsonl`` in the run directory, ``against.jsonl`` for the other model and ``verdicts.jsonl`` for a
-judge's comparisons hold, after a first line that says what they are about, one line per thing that took work::
-
-    {"sample": "eval.3.0", "token_ids": [7, 8, 2], "finish_reason": "stop", "text_end": null}
-    {"sample": "eval.3.0", "rewards": {"numeric": 1.0, "judge": null}}
-    {"sample": "eval.3.0", "preference": 0.5}
-
-A score that failed, and a pair without a verdict, is not kept: it is asked for again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
 import re
@@ -47,12 +36,10 @@ from quartet.config.errors import printable
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
 from quartet.config.nearest import missing_file
 from quartet.data.datasets import PromptItem
-from quartet.observe.files import RowAppender, as_dataclass, read_rows, read_whole, replace_atomically
+from quartet.observe.files import as_dataclass, read_whole, replace_atomically
 from quartet.observe.trackers import Row
 from quartet.rewards.source import combine
-from quartet.rollout.protocol import Completion, FinishReason
 from quartet.text.examples import PromptText
-from quartet.trainers.run_files import writing
 
 _FILE_NAME = re.compile(r"step_(\d{8})\.jsonl")
 
@@ -180,84 +167,6 @@ def drop_after(directory: Path, step: int) -> None:
         match = _FILE_NAME.fullmatch(path.name)
         if match and int(match[1]) > step:
             path.unlink()
-
-
-# What is finished ------------------------------------------------------------------------------------------
-
-
-class EvaluationCache:
-    """One file of finished work, read when made; what is kept is in the file when the call returns.
-
-    Args:
-        about: JSON values that decide what the samples are: prompts, answers.
-
-    Raises:
-        UserError: the file is about something else.
-    """
-
-    def __init__(self, path: Path, about: Any) -> None:
-        self.path = path
-        self.completions: dict[str, Completion] = {}
-        self.rewards: dict[str, dict[str, float]] = {}
-        self.preferences: dict[str, float] = {}
-        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
-        rows = read_rows(path) if path.is_file() else []
-        if rows and "about" not in rows[0]:
-            raise UserError(
-                "what an evaluation has finished does not say what it is about",
-                found=f"{path}: its first line is broken",
-                remedy="delete the file: its work is done again",
-            )
-        if rows and rows[0]["about"] != digest:
-            raise UserError(
-                "what is to be evaluated has changed since the evaluation began",
-                found=f"{path} is about other prompts or answers",
-                remedy="give it the same data, or choose another output_dir",
-            )
-        for row in rows[1:]:
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # then it is done again
-                self._take(row)
-        with writing(path):
-            self._rows = RowAppender(path)
-            if not rows:
-                self._append({"about": digest})
-
-    def _take(self, row: Mapping[str, Any]) -> None:
-        sample = str(row["sample"])
-        if "token_ids" in row:
-            ids = tuple(row["token_ids"])
-            zeros = (0.0,) * len(ids), (0,) * len(ids)  # log-probabilities and versions, which nothing here reads
-            self.completions[sample] = Completion(
-                sample, sample, ids, *zeros, FinishReason(row["finish_reason"]), row["text_end"]
-            )
-        if "rewards" in row:
-            self.rewards[sample] = _nan_for_nulls(row["rewards"])
-        if "preference" in row:
-            self.preferences[sample] = row["preference"]
-
-    def keep_completions(self, completions: Sequence[Completion]) -> None:
-        for one in completions:
-            reason = one.finish_reason.value
-            self._keep(one.request_id, token_ids=one.token_ids, finish_reason=reason, text_end=one.text_end)
-
-    def keep_rewards(self, sample: str, rewards: Mapping[str, float]) -> None:
-        """Keeps the scores of ``sample``, NaN where a source does not apply."""
-        self._keep(sample, rewards=nulls_for_nan(rewards))
-
-    def keep_preference(self, sample: str, preference: float) -> None:
-        self._keep(sample, preference=preference)
-
-    def _keep(self, sample: str, **values: Any) -> None:
-        row = {"sample": sample, **values}
-        self._append(row)
-        self._take(row)
-
-    def _append(self, row: dict[str, Any]) -> None:
-        with writing(self.path):
-            self._rows.append(row)
-
-    def close(self) -> None:
-        self._rows.close()
 
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -586,31 +495,18 @@ def compare_scores(
 
 
 async def compare_by_judge(
-    first: Sequence[Answer],
-    second: Sequence[Answer],
-    judge: AnswerJudge,
-    tie_margin: float,
-    cache: EvaluationCache | None = None,
+    first: Sequence[Answer], second: Sequence[Answer], judge: AnswerJudge, tie_margin: float
 ) -> list[Comparison]:
-    """Compares by a judge: the judge's preference wins, beyond ``tie_margin``.
-
-    Args:
-        cache: pairs that it has a preference for are not asked about again; those of the others are kept there.
-    """
-    both = pairs(first, second)
-    known = dict(cache.preferences) if cache is not None else {}
-    missing = [n for n in range(len(both)) if str(n) not in known]
-    for start in range(0, len(missing), JUDGED_TOGETHER):
-        part = missing[start : start + JUDGED_TOGETHER]
-        asked = [both[n] for n in part]
-        found = await judge.compare(
+    """Compares by a judge: the judge's preference wins, beyond ``tie_margin``."""
+    both, found = pairs(first, second), list[Comparison]()
+    for start in range(0, len(both), JUDGED_TOGETHER):
+        asked = both[start : start + JUDGED_TOGETHER]
+        preferences = await judge.compare(
             [a.prompt for a, _ in asked], [a.completion for a, _ in asked], [b.completion for _, b in asked]
         )
-        for n, preference in zip(part, found, strict=True):
-            known[str(n)] = math.nan if preference is None else preference
-            if cache is not None and preference is not None:
-                cache.keep_preference(str(n), preference)
-    return [_decided(a, b, known[str(n)], tie_margin) for n, (a, b) in enumerate(both)]
+        for (a, b), preference in zip(asked, preferences, strict=True):
+            found.append(_decided(a, b, math.nan if preference is None else preference, tie_margin))
+    return found
 
 
 def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) -> WinRate:

@@ -262,23 +262,6 @@ def check_context(model: PreTrainedModel, longest: int, what: str) -> None:
         )
 
 
-def cut_short(lengths: Iterable[int], max_new_tokens: int, context: int, key: str) -> list[str]:
-    """Returns what is to be said where answers end at the model's context, before ``max_new_tokens``.
-
-    Args:
-        lengths: of the prompts, in tokens.
-        key: what the recipe calls ``max_new_tokens``.
-    """
-    room = [context - length for length in lengths]
-    short = sum(left < max_new_tokens for left in room)
-    if not short:
-        return []
-    return [
-        f"{key} is {max_new_tokens}, but the model's context of {context} tokens leaves {short} of {len(room)} prompts "
-        f"room for fewer (the longest for {min(room)}): longer answers are cut off there"
-    ]
-
-
 def check_budget(longest: int, budget: int, key: str) -> None:
     """Refuses at the start what would otherwise stop the run at its first long sequence.
 

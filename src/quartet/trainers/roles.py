@@ -58,7 +58,6 @@ from quartet.trainers.input_sources import (
     check_budget,
     check_context,
     context_length,
-    cut_short,
     prompt_data,
     vocabulary_size,
 )
@@ -313,22 +312,10 @@ class RLRoles:
         named = [role.name for role in self.reward_models]
         named += ["reference"] if self.recipe.reference.path is not None and self.reference is not None else []
         found += self._of_models(named)
-        return found + self._cut_short() + self._of_models(self.engines())
+        return found + self._of_models(self.engines())
 
     def _of_models(self, roles: Iterable[str]) -> list[str]:
         return [f"{role}: {warning}" for role in roles for warning in self.described[role].warnings]
-
-    def _cut_short(self) -> list[str]:
-        recipe, found = self.recipe, list[str]()
-        if recipe.environment is not None:
-            return found
-        asked = [("rollout", self.prompts, recipe.rollout.sampling)]
-        if self.evaluation_prompts is not None:
-            asked.append(("evaluation", self.evaluation_prompts, recipe.held_out.sampling))
-        for section, prompts, sampling in asked:
-            lengths, key = prompts.lengths[:, 0].tolist(), f"{section}.sampling.max_new_tokens"
-            found += cut_short(lengths, sampling.max_new_tokens, self.context, key)
-        return found
 
     def close(self) -> None:
         """Gives the models back their own attention and closes the rewards."""

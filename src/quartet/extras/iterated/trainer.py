@@ -179,8 +179,6 @@ class IteratedTrainer:
         items = tuple(evaluation_model.prompts.items[i] for i in chosen)
         evaluation_model.prompts = PromptData(items, evaluation_model.prompts.warnings)
         label = next(name for name in evaluation_model.rewards.weights if name != PREVIOUS)
-        for warning in evaluation_model.cut_short(config.sampling, "collect.sampling.max_new_tokens"):
-            self.progress.print(f"round {number}: {warning}")
         total = len(items) * config.samples_per_prompt
         with contextlib.closing(evaluation_model), self.progress.stage(f"round {number}: answers", total) as bar:
             drawn = (config.sampling, config.samples_per_prompt)
