@@ -147,7 +147,6 @@ _THEIRS: dict[str, str] = {
     "model.chat_template_kwargs": "chat_template_kwargs apply_chat_template_kwargs",
     "data.system_prompt": "system system_message default_system",
     "reference.path": "ref_model ref_model_path",
-    "reference.cache": "precompute_ref_log_probs precompute_ref_batch_size",
     "rewards.0.path": "reward_model_path reward_pretrain reward_model_name_or_path reward_model.model.path",
     "rewards.0.type": "reward_model.enable reward_manager",
     "rewards.0.tokenizer": "input_tokenizer",
@@ -222,7 +221,7 @@ _ANSWERS: dict[str, str] = {
     "use the commands quartet eval and quartet generate": "val_only generate_during_eval",
     "use the command quartet push when the run is done": "push_to_hub hub_model_id hub_token hub_private_repo "
     "hub_strategy",
-    "not there: {export_every} with {metric_for_best_model} keeps the best export": "load_best_model_at_end",
+    "not there: {export_every} writes models while the run goes on": "load_best_model_at_end",
     "not there: {train.lora} and {activation_checkpointing} need less memory": "load_in_4bit load_in_8bit "
     "activation_offloading enable_activation_offload",
     "not there: see docs/comparison.md": "repetition_penalty presence_penalty frequency_penalty generation_kwargs "

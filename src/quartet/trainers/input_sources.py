@@ -11,9 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
@@ -92,8 +90,6 @@ def with_name(recipe: R, model: ModelLike | None, key: str) -> tuple[R, PreTrain
         UserError: the recipe has another path there, or ``model`` is neither a name nor a model that can be trained.
     """
     section, _, last = key.rpartition(".")
-    if isinstance(model, PreTrainedModel):
-        _check_object(model)
     if model is None or isinstance(model, PreTrainedModel):
         return recipe, model
     if not isinstance(model, str | Path):
@@ -115,50 +111,22 @@ def with_name(recipe: R, model: ModelLike | None, key: str) -> tuple[R, PreTrain
     return _set(recipe, section, former.model_copy(update={last: str(model)})), None
 
 
-def _check_object(model: PreTrainedModel) -> None:
-    """Refuses a model that cannot be trained, or not be saved once it is.
-
-    Raises:
-        UserError: it has no contents, was made in inference mode, or shares weights in a way that it does not declare.
-    """
-    name = type(model).__name__
-    for key, weight in model.named_parameters():
-        if weight.is_meta:
-            remedy = "load it by from_pretrained, outside of torch.device('meta')"
-            raise UserError(f"{name} has no contents", found=f"{key} is on the meta device", remedy=remedy)
-        if weight.is_inference():
-            remedy = "load it outside of torch.inference_mode()"
-            raise UserError(f"{name} cannot be trained", found=f"{key} was made in inference mode", remedy=remedy)
-    try:
-        remove_tied_weights_from_state_dict(model.state_dict(), model)
-    except RuntimeError as error:
-        raise UserError(
-            f"{name} shares weights in a way that it does not declare, so that it could not be saved",
-            found=str(error).strip().splitlines()[0][:300],
-            remedy="give each its own (parameter.clone()), or share only what the class ties (tie_word_embeddings)",
-        ) from error
-
-
 def as_rewards(rewards: Reward | Sequence[Reward], name: str = "rewards") -> tuple[Reward, ...]:
     """Returns rewards passed from Python, one or several, as a tuple.
 
     Raises:
         UserError: one of them cannot be called.
     """
-    if callable(rewards):
-        return (rewards,)
-    if isinstance(rewards, str | Path | BaseModel) or not isinstance(rewards, Sequence):
-        rewards = (rewards,)
-    for reward in rewards:
+    found = tuple(rewards) if isinstance(rewards, Sequence) and not isinstance(rewards, str) else (rewards,)
+    for reward in found:
         if not callable(reward):
-            shown = repr(reward)
             raise UserError(
                 f"{name} holds something that is not a reward",
-                found=f"{shown if len(shown) <= 80 else shown[:77] + '…'} ({type(reward).__name__})",
+                found=f"{shortened(reward)} ({type(reward).__name__})",
                 remedy="pass functions f(prompts, completions, **columns) or sequence-classification models; "
                 "rewards with a configuration belong into the recipe: RLRecipe(rewards=[…])",
             )
-    return tuple(rewards)
+    return found
 
 
 def _set(recipe: Any, dotted: str, value: Any) -> Any:

@@ -533,7 +533,6 @@ class SupervisedTrainer(Generic[R, W]):
             {
                 "stages": [{"name": self._stage, "seconds": round(watch.seconds, 3), "metrics": metrics}],
                 "notes": [*about.warnings, *self.run.warnings, *([warning] if warning else [])],
-                "rows": {"data": about.num_rows, "evaluation_data": about.num_evaluation_rows},
             }
         )
 
@@ -566,9 +565,7 @@ class SupervisedTrainer(Generic[R, W]):
                 run.recorder.drop_through(step)
                 last.update(metrics)
                 bar.advance(1, **{label: round(last[key], 4) for label, key in shown.items() if key in last})
-                skipped = int(metrics["optim/skipped_steps"])
-                stuck = run.stuck(step, {"model": (step - skipped, skipped)})  # one update per step
-                if run.due(step, about.steps) or stuck is not None:
+                if run.due(step, about.steps):
                     await checkpoints.save(run, saved, step, {"metrics": last})
                 if run.export_is_due(step):
                     draft = run.begin_export(step)
@@ -576,9 +573,6 @@ class SupervisedTrainer(Generic[R, W]):
                     await checkpoints.bring(run, group, draft)
                     run.complete_export(draft, step)
                 run.check_stop(step)
-                if stuck is not None:
-                    run.drain()
-                    raise stuck
         return last
 
     async def _step(self, step: int, group: RoleGroup[W], about: SupervisedDescription) -> dict[str, float]:

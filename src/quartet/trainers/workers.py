@@ -46,7 +46,7 @@ from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup, Role
 from quartet.schedule.rollout_worker import NativeRolloutWorker, RolloutWorker, ServedRolloutWorker
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.devices import META, check_engine_fits, enter_process, precision_on, worker_device
+from quartet.trainers.devices import META, enter_process, precision_on, worker_device
 from quartet.trainers.engines import (
     Policy,
     has_folder,
@@ -238,8 +238,6 @@ class PoolWorker(RolesWorker):
         cut_roles = {role for role, sharding in of_role.items() if sharding.copy_size > 1}
         is_group = self.world_size > 1 and not cut_roles.union(TRAINED_ROLES).isdisjoint(names)
         meshes = Meshes(enter_process(self, "+".join(names), recipe, directory, is_group=is_group), of_role)
-        if "rollout" in names and objects.model is None and recipe.actor.model is not None:
-            check_engine_fits(recipe, recipe.actor.model.path, device, self.place.local_world_size)
         loader = ModelLoader(
             recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )

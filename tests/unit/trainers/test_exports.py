@@ -228,7 +228,7 @@ def test_a_run_of_somebody_else_turns_no_trust_on(base: Path, demonstrations: An
 # Along the way ---------------------------------------------------------------------------------------------
 
 
-def test_models_are_exported_along_the_way_and_the_best_one_kept(
+def test_models_are_exported_along_the_way(
     base: Path, demonstrations: Any, tiny_rl: Any, digits: Any, tmp_path: Path
 ) -> None:
     run, values = tmp_path / "run", {"steps": 3, "model": str(base)}
@@ -237,15 +237,6 @@ def test_models_are_exported_along_the_way_and_the_best_one_kept(
     export(run, 2, tmp_path / "second")
     assert files(run / "exports" / "step_00000002" / "model") == files(tmp_path / "second")
     assert model_directory(str(run / "exports" / "step_00000002")) == str(run / "exports/step_00000002/model")
-    for metric, greater, best in (("data/epoch", True, 3), ("data/epoch", False, 1), ("eval/accuracy", True, 0)):
-        path = tmp_path / f"{best}"
-        chosen = CheckpointConfig(export_every=1, metric_for_best_model=metric, greater_is_better=greater)
-        sft(path, demonstrations, checkpoint=chosen, **values).train()
-        kept = sorted(int(found.name.removeprefix("step_")) for found in (path / "exports").iterdir())
-        assert kept == ([best] if best else [1, 2, 3])
-    with pytest.raises(UserError, match="metric_for_best_model is no metric"):
-        chosen = CheckpointConfig(export_every=1, metric_for_best_model="acuracy")
-        sft(tmp_path / "unknown", demonstrations, checkpoint=chosen, **values)
     actor = ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=2)))
     often = {"steps": 2, "prompts_per_step": 2, "checkpoint": CheckpointConfig(export_every=1)}
     tiny_rl(tmp_path / "rl", digits, actor=actor, **often).train()
