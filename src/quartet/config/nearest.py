@@ -336,8 +336,6 @@ _PARTS = ("model", "critic", "adapter", "answers.jsonl", "against.jsonl", "compa
 """What a run leaves in its directory for later ones."""
 DIRECTORY_OPTION = "directory_option"
 """In a ``run.json``: the option of the run's command that names its directory; without it the key of a recipe does."""
-OLDER_MODEL = "older_model"
-"""In a ``run.json``: the run goes on to another length, and what it has exported is of the former one."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -368,11 +366,6 @@ def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -
 
 
 # Earlier stages ------------------------------------------------------------------------------------------
-
-
-def has_older_model(run: Path) -> bool:
-    """Tells whether the run in that directory has gone on since it exported its model."""
-    return bool(run_info(run).get(OLDER_MODEL))
 
 
 def made_by(path: Path) -> str | None:

@@ -11,7 +11,6 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -193,17 +192,13 @@ class FrozenModels:
 
 def resolved(recipe: Recipe, device: torch.device) -> dict[str, str]:
     """Returns what a run has in the place of ``auto``: ``device`` and every ``precision`` by its key; ``gpu``, its
-    name; and every ``compile`` that is on."""
+    name."""
     found = {"device": str(device)}
     if device.index is not None:
         found["gpu"] = torch.cuda.get_device_name(device)
-    found |= {key: precision_on(device, asked) for key, asked in _keys_named("precision", recipe).items()}
-    return found | {key: "true" for key, is_on in _keys_named("compile", recipe).items() if is_on}
-
-
-def _keys_named(name: str, recipe: Recipe) -> dict[str, Any]:
     values = flatten(recipe.model_dump(mode="json"))
-    return {key: value for key, value in values.items() if key.rpartition(".")[2] == name}
+    asked = {key: value for key, value in values.items() if key.rpartition(".")[2] == "precision"}
+    return found | {key: precision_on(device, value) for key, value in asked.items()}
 
 
 def throughput(

@@ -38,7 +38,7 @@ from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams, StepEngine
+from quartet.rollout.protocol import Completion, Request, SamplingParams, StepEngine
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, Scorer, score_all
@@ -52,8 +52,6 @@ from quartet.trainers.devices import META, FrozenModels, precision_on
 from quartet.trainers.engines import has_folder, step_engine
 from quartet.trainers.evaluation_metrics import (
     Answer,
-    AnswerJudge,
-    BothOrders,
     EvaluationMetric,
     WinRate,
     answer_rows,
@@ -61,11 +59,8 @@ from quartet.trainers.evaluation_metrics import (
     check_named,
     compare_by_judge,
     compare_scores,
-    matched,
     measure,
     metrics_of,
-    pairs,
-    read_answers,
     win_rate,
     write_answers,
     write_rows,
@@ -76,7 +71,6 @@ from quartet.trainers.input_sources import (
     TokenizerLike,
     as_rewards,
     check_recipe,
-    check_unweighted,
     context_length,
     prompt_data,
     resolve_model,
@@ -87,7 +81,6 @@ from quartet.trainers.input_sources import (
 from quartet.trainers.model_loader import (
     Rewards,
     RewardSources,
-    encode_answer,
     fit_to_data,
     reward_functions,
     reward_models,
@@ -242,16 +235,6 @@ def answers_of(
     return Group.of(index, item, group_batch(index, made))
 
 
-def as_completion(codec: TextCodec, answer: Answer) -> Completion:
-    """Makes a completion for an answer of which only the text is known, to be scored, never to be trained on.
-
-    Its token ids are those the text has after its prompt; end-of-text stands behind it only where it ended by itself.
-    """
-    reason = FinishReason(answer.finish_reason)
-    _, ids = encode_answer(codec, answer.prompt, answer.completion, ended=reason is FinishReason.STOP)
-    return Completion("stored", "stored", tuple(ids), (0.0,) * len(ids), (0,) * len(ids), reason)
-
-
 class EvaluationModel:
     """A model that answers prompts with the process to itself, and the rewards that score its answers.
 
@@ -328,19 +311,6 @@ class EvaluationModel:
         ]
         return run_async(score_groups(groups, self._scorers(recorder), step=0))
 
-    def score_stored(self, stored: Sequence[Answer], recorder: SpanRecorder) -> list[Answer]:
-        """Scores answers of an earlier evaluation to the same prompts by these rewards."""
-        by_prompt_id = matched(stored, self.prompts.items)
-        groups: list[Group] = []
-        for item in self.prompts:
-            if item.prompt_id in by_prompt_id:
-                answers = sorted(by_prompt_id[item.prompt_id], key=lambda answer: answer.sample)
-                # As long as what was sampled; the text is the stored one.
-                completions = [as_completion(self.codec, answer) for answer in answers]
-                texts = [answer.completion for answer in answers]
-                groups.append(answers_of(self.codec, len(groups), item, completions, texts))
-        return run_async(score_groups(groups, self._scorers(recorder), step=0))
-
     def _scorers(self, recorder: SpanRecorder) -> Sequence[Scorer]:
         workers = {role.name: role.worker() for role in self.rewards.models}
         arbiter = local_arbiter({name: worker.sizes() for name, worker in workers.items()}, version=0)
@@ -372,7 +342,6 @@ class Evaluator:
     Args:
         recipe: model, data, rewards, sampling, comparison. What it leaves out comes as objects:
         model, tokenizer, rewards, prompts: as for ``RLTrainer``.
-        judge: compares pairs of answers in place of a reward, asked in both orders; needs ``recipe.compare``.
         resume: make the evaluation in ``recipe.output_dir`` anew; ``auto``: or start it, without a word.
     """
 
@@ -384,7 +353,6 @@ class Evaluator:
         tokenizer: TokenizerLike | None = None,
         rewards: Reward | Sequence[Reward] = (),
         prompts: Sequence[Any] | None = None,
-        judge: AnswerJudge | None = None,
         resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
@@ -392,12 +360,9 @@ class Evaluator:
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer)
         self.run_directory, self.progress, device = open_run(recipe, resume, progress, own_model)
         self.recipe = recipe = self.run_directory.pin(recipe)
-        self.judge: AnswerJudge | None = BothOrders(judge) if judge is not None else None
-        if judge is None and recipe.compare is not None and recipe.compare.judge is not None:
-            self.judge = Comparer(recipe.compare.judge)
+        asked = recipe.compare.judge if recipe.compare is not None else None
+        self.judge = Comparer(asked) if asked is not None else None
         self.path = self.run_directory.path
-        if recipe.data is not None:
-            check_unweighted(recipe.data, "data")
         self._open_model = partial(
             EvaluationModel,
             data=recipe.data,
@@ -415,21 +380,14 @@ class Evaluator:
             taken.callback(opened.close)
             models = [role.name for role in opened.rewards.models]
             self.graded = check_graded(recipe.grading, list(self.weights), models)
-            self._stored = self._check_comparison(recipe.compare)
+            self._check_comparison(recipe.compare)
             taken.pop_all()
         self._notes: list[str] = []
 
-    def _check_comparison(self, config: ComparisonConfig | None) -> list[Answer]:
-        """Checks everything about the comparison that can be known before the first answer; returns the answers of a
-        file."""
+    def _check_comparison(self, config: ComparisonConfig | None) -> None:
+        """Checks everything about the comparison that can be known before the first answer."""
         if config is None:
-            if self.judge is not None:
-                raise UserError(
-                    "there is nothing for the judge to compare with",
-                    found="compare is missing",
-                    remedy="set compare.model, or pass no judge",
-                )
-            return []
+            return
         if self.judge is None and not self.weights:
             raise UserError(
                 "there is nothing to compare by",
@@ -437,13 +395,8 @@ class Evaluator:
                 remedy="name a reward model, a function or another source under `rewards`",
             )
         check_named("compare.source", config.source, list(self.weights), "the weighted sum")
-        if not config.is_file:
-            self._other = _found(config.as_model())
-            resolve_tokenizer(self._other, None)
-            return []
-        stored = read_answers(Path(config.model))
-        matched(stored, self.prompts.items)
-        return stored
+        self._other = _found(config.as_model())
+        resolve_tokenizer(self._other, None)
 
     def run(self) -> EvaluationResult:
         """Makes all answers, scores and figures.
@@ -467,10 +420,7 @@ class Evaluator:
                 write_answers(self.path / "answers.jsonl", answers)
                 if others:
                     write_answers(self.path / "against.jsonl", others)
-            compared, num_pairs = self._compare(answers, others) if others else None, len(pairs(answers, others))
-            if others and not num_pairs == len(answers) == len(others):
-                found = f"{len(answers)} answers here, {len(others)} there"
-                self._notes.append(f"{num_pairs} pairs of answers compared: {found}")
+            compared = self._compare(answers, others) if others else None
             figures, against = self._figures(answers), self._figures(others) if others else []
             result = EvaluationResult(
                 path=self.path,
@@ -509,11 +459,9 @@ class Evaluator:
         compare, others = self.recipe.compare, list[Answer]()
         with contextlib.closing(evaluation_model):
             answers = self._of(evaluation_model, recorder, "answers")
-            if compare is not None and compare.is_file:
-                others = evaluation_model.score_stored(self._stored, recorder)
         self._notes += evaluation_model.warnings()
         del evaluation_model
-        if compare is not None and not compare.is_file:
+        if compare is not None:
             other = self._open_model(self._other)
             self._notes += load_warnings(other.packed.model)
             with contextlib.closing(other):
@@ -537,7 +485,7 @@ class Evaluator:
         if judge is None:
             comparisons = compare_scores(answers, others, self.weights, config.source, config.tie_margin)
         else:
-            with contextlib.closing(judge) if isinstance(judge, Comparer) else contextlib.nullcontext():
+            with contextlib.closing(judge):
                 comparisons = run_async(compare_by_judge(answers, others, judge, config.tie_margin))
         with writing(self.path / "comparison.jsonl"):
             write_rows(self.path / "comparison.jsonl", [comparison.row() for comparison in comparisons])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -34,10 +34,9 @@ from quartet.algorithms.evaluation_math import (
 from quartet.config import UserError
 from quartet.config.errors import printable
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
-from quartet.config.nearest import missing_file
-from quartet.data.datasets import PromptItem
 from quartet.observe.files import as_dataclass, read_whole, replace_atomically
 from quartet.observe.trackers import Row
+from quartet.rewards.judge import Comparer
 from quartet.rewards.source import combine
 from quartet.text.examples import PromptText
 
@@ -58,7 +57,6 @@ class Answer:
 
 
 _KEYS = {field.name for field in fields(Answer)}
-_REQUIRED = _KEYS - {"length", "rewards"}
 
 
 def or_null(value: float) -> float | None:
@@ -89,18 +87,10 @@ def read_answers(path: Path) -> list[Answer]:
     """Reads the answers of an evaluation.
 
     Raises:
-        UserError: no such file, or one that no evaluation has written.
+        UserError: the file is damaged, or cannot be read.
     """
-    if not path.is_file():
-        raise missing_file("there is no such file of answers", path)
 
     def answer(row: dict[str, Any]) -> Answer:
-        if not row.keys() >= _REQUIRED:
-            raise UserError(
-                "the file holds no answers of an evaluation",
-                found=f"a line of {path} has no {', '.join(sorted(_REQUIRED - row.keys()))}",
-                remedy="name the answers.jsonl that quartet eval has written, or a model directory",
-            )
         values = {"length": 0} | {name: row[name] for name in _KEYS & row.keys()}
         return as_dataclass(Answer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
 
@@ -126,32 +116,6 @@ def answer_rows(path: Path, num: int) -> list[Row]:
         }
         for answer in answers
     ]
-
-
-def matched(stored: Sequence[Answer], items: Sequence[PromptItem]) -> dict[str, list[Answer]]:
-    """Returns the stored samples of each prompt that has any, by prompt id.
-
-    Raises:
-        UserError: no prompt has any, or an id stands for another prompt.
-    """
-    by_id = {item.prompt_id: item for item in items}
-    found: dict[str, list[Answer]] = {}
-    for answer in stored:
-        item = by_id.get(answer.prompt_id)
-        if item is None:
-            continue
-        if item.prompt != answer.prompt:
-            raise _other_prompts(f"{answer.prompt_id} is {answer.prompt!r:.60} there and {item.prompt!r:.60} here")
-        found.setdefault(answer.prompt_id, []).append(answer)
-    if not found:
-        raise _other_prompts(f"none of {len(items)} prompts among {len(stored)} answers")
-    return found
-
-
-def _other_prompts(found: str) -> UserError:
-    return UserError(
-        "the stored answers are to other prompts", found=found, remedy="compare evaluations of the same data"
-    )
 
 
 # One file per evaluation of a run --------------------------------------------------------------------------
@@ -208,7 +172,6 @@ def measure(
     the names of ``scores``                 the same for a weighted sum of sources
     ``eval/<source>/exact_match``           share of a prompt's samples that are right (source in ``graded``)
     ``eval/<source>/pass@k``, ``/maj@k``    see ``algorithms.evaluation``
-    ``eval/<source>/tied@k``                share of votes in which several answers were equally frequent
     ``eval/length_mean``, ``truncated_frac`` of answers; in tokens
     ======================================= =====================================================================
 
@@ -317,20 +280,19 @@ def _graded(
         if bool(enough.any()):
             found[f"eval/{source}/pass@{k}"] = pass_at_k(num[enough], num_right[enough], k).tolist()
     for k in grading.majorities(samples):
-        values, tied = _votes(applying, right, k, extract)
-        if values:
-            found[f"eval/{source}/maj@{k}"], found[f"eval/{source}/tied@{k}"] = values, tied
+        if values := _votes(applying, right, k, extract):
+            found[f"eval/{source}/maj@{k}"] = values
     return found
 
 
 def _votes(
     groups: Sequence[Sequence[Answer]], right: Sequence[Sequence[bool]], k: int, extract: Extract
-) -> tuple[list[float], list[float]]:
+) -> list[float]:
     """Returns per prompt the mean over its votes: samples 1 … k, k + 1 … 2k and so on, as many as are complete.
 
     Votes of disjoint samples are independent, so their mean is unbiased, and no draw of samples is needed.
     """
-    values, tied = [], []
+    values = []
     for group, marks in zip(groups, right, strict=True):
         num_votes = len(group) // k
         if not num_votes:
@@ -338,12 +300,11 @@ def _votes(
         classes: dict[str, int] = {}
         answers = [extract(a.completion) for a in group[: num_votes * k]]
         votes = [-1 if text is None else classes.setdefault(text, len(classes)) for text in answers]
-        value, is_tied = majority_vote(
+        value = majority_vote(
             torch.tensor(votes).view(num_votes, k), torch.tensor(marks[: num_votes * k]).view(num_votes, k)
         )
         values.append(float(value.mean()))
-        tied.append(float(is_tied.double().mean()))
-    return values, tied
+    return values
 
 
 def extractor(config: AnswerConfig) -> Extract:
@@ -401,35 +362,6 @@ def _mean(values: Sequence[float]) -> float:
 
 PairwiseVerdict = Literal["good", "same", "bad"]
 _VALUE: Mapping[PairwiseVerdict, float] = {"good": 1.0, "same": 0.5, "bad": 0.0}
-
-
-class AnswerJudge(Protocol):
-    """Compares two answers to one prompt."""
-
-    async def compare(
-        self, prompts: Sequence[PromptText], answers_a: Sequence[str], answers_b: Sequence[str]
-    ) -> list[float | None]:
-        """Returns the preference for answer A in [-1, 1], 0 for none; None where there is no verdict."""
-
-
-@dataclass(frozen=True)
-class BothOrders:
-    """A judge that sees the answers in one order is asked in both; the preference is the mean.
-
-    One that always prefers the first place then calls every pair the same. Without both judgements there is none.
-    """
-
-    judge: AnswerJudge
-
-    async def compare(
-        self, prompts: Sequence[PromptText], answers_a: Sequence[str], answers_b: Sequence[str]
-    ) -> list[float | None]:
-        forth = await self.judge.compare(prompts, answers_a, answers_b)
-        back = await self.judge.compare(prompts, answers_b, answers_a)
-        return [
-            None if there is None or here is None else (there - here) / 2
-            for there, here in zip(forth, back, strict=True)
-        ]
 
 
 @dataclass(frozen=True)
@@ -495,7 +427,7 @@ def compare_scores(
 
 
 async def compare_by_judge(
-    first: Sequence[Answer], second: Sequence[Answer], judge: AnswerJudge, tie_margin: float
+    first: Sequence[Answer], second: Sequence[Answer], judge: Comparer, tie_margin: float
 ) -> list[Comparison]:
     """Compares by a judge: the judge's preference wins, beyond ``tie_margin``."""
     both, found = pairs(first, second), list[Comparison]()

@@ -215,6 +215,21 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
+def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what: str) -> None:
+    """Refuses a model that cannot read all token ids of the policy.
+
+    Raises:
+        UserError: its vocabulary is smaller.
+    """
+    held, needed = vocabulary_size(model), vocabulary_size(policy)
+    if held < needed:
+        raise UserError(
+            f"the {what}'s vocabulary is smaller than the policy's",
+            found=f"{held} and {needed} ids",
+            remedy=f"use a {what} with the policy's tokenizer, or leave {what}.path out",
+        )
+
+
 def context_length(model: PreTrainedModel) -> int:
     """Returns the longest sequence the model's positions allow in packed runs, in tokens."""
     return model_context_length(model) or UNLIMITED
@@ -273,12 +288,6 @@ def read_data(
     options = config or DataConfig()
     parts: list[tuple[Iterator[Row], SourceConfig | None, Reading]]
     if rows is not None:
-        if options.sources:
-            raise UserError(
-                "rows are passed, and sources of others are named",
-                found=f"{len(options.sources)} in {key}.sources",
-                remedy="leave one of them out",
-            )
         if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
             raise UserError(
                 f"{key} passed from Python is not a list of rows",
@@ -317,10 +326,8 @@ def readings(config: DataConfig | None, key: str) -> list[tuple[SourceConfig, Re
     """Returns the sources of ``key`` in the recipe, and how the rows of each are read.
 
     Raises:
-        UserError: there are none, or weights in an evaluation.
+        UserError: there are none.
     """
-    if key.startswith("evaluation"):
-        check_unweighted(config or DataConfig(), key)
     if config is None or not config.parts:
         missing = key if config is None else f"{key}.path"
         raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
@@ -377,16 +384,6 @@ def _mixed_kinds(found: str) -> UserError:
     return UserError(
         "some rows hold pairs and others answers judged one by one", found=found, remedy="use sources of one kind"
     )
-
-
-def check_unweighted(config: DataConfig, key: str, why: str = "an evaluation uses every row once") -> None:
-    """Refuses weights where nothing is drawn by them."""
-    if any(source.weight is not None for source in config.sources):
-        raise UserError(
-            f"weights say how often rows are drawn, but {why}",
-            found=f"weights in {key}.sources",
-            remedy="leave the weights out",
-        )
 
 
 def prompt_data(

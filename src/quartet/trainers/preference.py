@@ -56,8 +56,8 @@ from quartet.trainers.input_sources import (
     TokenizerLike,
     check_budget,
     check_recipe,
+    check_same_vocabulary,
     longest_group,
-    vocabulary_size,
     with_name,
 )
 from quartet.trainers.run_files import Resume, writing
@@ -161,13 +161,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         if model is None:
             trust = recipe.reference.trust_remote_code
             model = load_causal_lm(path, empty=self.mesh is not None, trust_remote_code=trust)
-        held, needed = vocabulary_size(model), vocabulary_size(self.packed.model)
-        if held != needed:
-            raise UserError(
-                "reference and model have different vocabularies",
-                found=f"{held} and {needed} ids",
-                remedy="use a reference with the model's tokenizer, or leave reference.path out",
-            )
+        check_same_vocabulary(model, self.packed.model, "reference")
         precision = precision_on(self.device, train.precision)
         if self.mesh is not None:
             packed = packed_causal_lm(on_meta([model])[0], precision)

@@ -370,8 +370,8 @@ class RLTrainer:
         """
         watch = Stopwatch()
         with contextlib.closing(self.roles), contextlib.closing(self.workers):
-            if text := self.workers.describe():
-                self.progress.print(text)
+            if self.recipe.cluster.type == "ray":
+                self.progress.print(f"placement {self.workers.placement.type}: starting workers")
             run_async(self.start_workers())
             with self.run.stoppable(), self.run:
                 return run_async(self._train(watch))

@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
-from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
 from quartet.config.run import TrainingRecipe
@@ -214,14 +213,11 @@ class RunDirectory:
             **memory.record(),
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
             **({"commits": self._commits} if self._commits else {}),
-            **({OLDER_MODEL: True} if former.get(OTHER_LENGTH) or former.get(OLDER_MODEL) else {}),
         }
         if found is None or found[OTHER_LENGTH]:
             with writing(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
-        for text in memory.processor_changes(former, self._info):
-            self.warning(text)
         if found is not None and found["status"] == "running":
             self.warning(f"the process that ran it before {ENDED}: its status was still running")
         elif found is None and self._resume is True:
@@ -277,8 +273,6 @@ class RunDirectory:
                 if isinstance(failure, (Interrupted, KeyboardInterrupt))
                 else "failed"
             )
-            if failure is None:
-                self._info.pop(OLDER_MODEL, None)
             with contextlib.suppress(UserError) if failure else contextlib.nullcontext():
                 write_json(self.path / "run.json", self._info)
             failure = self.remote.finish(failure)
@@ -383,8 +377,6 @@ class RunDirectory:
 
         found = newest_checkpoint(self.checkpoints, misfit)
         if found is None:
-            if (self.path / "metrics.jsonl").is_file() and (self.path / "metrics.jsonl").stat().st_size:
-                self.warning("there is no checkpoint: the run begins anew, and what it had recorded is written again")
             return None
         for text in found.warnings:
             self.warning(text)

@@ -24,17 +24,15 @@ import fcntl
 import json
 import os
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
 import torch
 import yaml
-from huggingface_hub import metadata_load
 from safetensors import SafetensorError
 
 from quartet.config import UserError
@@ -50,7 +48,7 @@ from quartet.config.strict import flatten, is_url
 from quartet.config.yamls import parse_yaml
 from quartet.observe.files import FileDigest, changed_file, digest_files, replace_atomically, seal, unseal
 from quartet.remote.hub import pin, split_name
-from quartet.text.loading import local_directory, local_or_hub
+from quartet.text.loading import local_directory
 
 FREE_KEYS = (
     "output_dir",
@@ -318,23 +316,15 @@ def read_recipe(path: Path) -> Any:
 
 
 def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str, str]) -> None:
-    """Refuses to go on in another compute dtype than a run began with, which ``auto`` may stand for elsewhere, and with
-    compiled layers: nothing promises that another process gets the same kernels.
+    """Refuses to go on in another compute dtype than a run began with, which ``auto`` may stand for elsewhere.
 
     Args:
         found: the run's ``run.json``.
         resolved: what this process would have in the place of ``auto``.
 
     Raises:
-        UserError: they differ, or layers are compiled.
+        UserError: they differ.
     """
-    if compiled := [key for key, value in resolved.items() if key.endswith("compile") and value == "true"]:
-        raise UserError(
-            f"{path} cannot be resumed: it has compiled layers",
-            found=f"{compiled[0]}: true; torch does not promise that another process gets the same kernels, so the "
-            "rest of the run might have other bits than without the stop",
-            remedy=f"start it again in another output_dir; with {compiled[0]}: false runs can be resumed",
-        )
     then = flatten(read_recipe(path / RECIPE)) | dict(found.get("resolved") or {})
     for key, now in resolved.items():
         if key.rpartition(".")[2] == "precision" and then.get(key) not in (None, "auto", now):
@@ -348,7 +338,8 @@ def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str,
 def changed_keys(saved: Any, current: Any) -> list[str]:
     """Returns ``key: value then, value now`` for every key whose difference changes what is trained, by name.
 
-    A precision of ``auto`` differs from none: ``check_resumable`` compares what it stands for.
+    A precision of ``auto`` differs from none: ``check_resumable`` compares what it stands for. Two paths in one place
+    beside the run's directory do not differ either: a stage may move with the run that it is part of.
     """
     then, now = flatten(saved), flatten(current)
     free_keys: tuple[str, ...] = FREE_KEYS
@@ -358,10 +349,20 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
         f"{key}: {then.get(key)} then, {now.get(key)} now"
         for key in sorted(set(then) | set(now))
         if then.get(key) != now.get(key)
+        and _from_run(then, key) != _from_run(now, key)
         and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
         and ".sharding." not in f".{key}."
         and not (key.rpartition(".")[2] == "precision" and "auto" in (then.get(key), now.get(key)))
     ]
+
+
+def _from_run(recipe: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a flat recipe; of a path beside its ``output_dir`` what follows, which is equal to no
+    value."""
+    value, beside = recipe.get(key), os.path.dirname(str(recipe.get("output_dir") or "").rstrip("/"))
+    if beside and isinstance(value, str) and value.startswith(f"{beside}/"):
+        return (value.removeprefix(beside),)
+    return value
 
 
 def take_lock(path: Path) -> TextIO:
@@ -388,12 +389,7 @@ def software_versions() -> dict[str, str]:
     """Returns the versions of the software that runs, of torch with its build (``2.13.0+cpu``), which the installed
     package does not always name."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("quartet-rl", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return found | {package: version(package) for package in ("quartet-rl", "transformers")}
 
 
 def write_json(path: Path, value: object) -> None:
@@ -405,8 +401,6 @@ def write_json(path: Path, value: object) -> None:
 R = TypeVar("R", bound=Recipe)
 _SAID = ("eval/", "loss/", "reward/", "kl/", "sft/", "reward_model/", "preference/", "process_reward/")
 """Figures of the last step that say how well it learned; seconds, memory and such are left out."""
-_FROM_BASE = ("base_model", "license", "license_name", "license_link")
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def pinned(recipe: R, former: object, tell: Callable[[str], object]) -> tuple[R, dict[str, str]]:
@@ -491,8 +485,7 @@ def write_cards(path: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str
     """
     for folder in (path / "model", path / "adapter"):
         if folder.is_dir() and not folder.is_symlink():
-            text = _USER.sub("…", model_card(folder, recipe, pinned, summary))
-            (folder / "README.md").write_text(text, encoding="utf-8")
+            (folder / "README.md").write_text(model_card(folder, recipe, pinned, summary), encoding="utf-8")
 
 
 def model_card(folder: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str, Any]) -> str:
@@ -502,7 +495,7 @@ def model_card(folder: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[st
     method = [str(part.name) for key in ("algorithm", "loss") if (part := getattr(recipe, key, None)) is not None]
     metadata = {
         "library_name": "peft" if is_adapter else "transformers",
-        **({} if start is None else _base(start.path)),
+        **({"base_model": split_name(start.path)[0]} if start is not None and split_name(start.path)[1] else {}),
         "tags": ["quartet", str(summary["job"]), *method],
     }
     begun = "a model passed from Python" if start is None else f"`{start.path}`"
@@ -516,14 +509,3 @@ def model_card(folder: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[st
         "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _base(path: str) -> dict[str, Any]:
-    """Returns the base model and licence, as far as they are known: a directory hands on what its own card says."""
-    found: dict[str, Any] = {}
-    with contextlib.suppress(UserError, ValueError, OSError, yaml.YAMLError):
-        found = metadata_load(Path(local_or_hub(path, "model")) / "README.md") or {}
-    repo, commit = split_name(path)
-    if commit is not None and not Path(path).expanduser().exists():
-        found["base_model"] = repo
-    return {key: found[key] for key in _FROM_BASE if key in found}

@@ -147,14 +147,6 @@ def test_no_good_checkpoint_ends_the_run_and_changes_nothing(run: Path, sft: Any
     assert {path: path.read_bytes() for path in kept} == kept
 
 
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(run: Path, whole: Path, sft: Any) -> None:
-    shutil.rmtree(run / "checkpoints")
-    told = io.StringIO()
-    sft(run, resume=True, console=told).train()
-    assert "there is no checkpoint: the run begins anew" in told.getvalue()
-    assert untimed(run) == untimed(whole)
-
-
 def test_another_model_than_the_run_s_is_refused(run: Path, sft: Any, causal_lm: Any, tokenizer: Any) -> None:
     trainer = sft(run, resume=True)
     other = SFTTrainer(

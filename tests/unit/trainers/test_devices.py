@@ -120,11 +120,10 @@ def test_workers_have_what_ray_grants_them(two_gpus: None) -> None:
 
 
 def test_what_auto_stood_for_is_recorded(two_gpus: None) -> None:
-    assert resolved(SFTRecipe(train=TrainConfig(compile=True)), GPU) == {
+    assert resolved(SFTRecipe(), GPU) == {
         "device": "cuda:1",
         "gpu": "GPU of cuda:1",
         "train.precision": "bf16",
-        "train.compile": "true",
     }
     assert resolved(EvalRecipe(), CPU) == {"device": "cpu", "precision": "fp32"}
 
@@ -142,13 +141,6 @@ def test_a_run_goes_on_elsewhere_but_not_in_another_precision(two_gpus: None, tm
         directory(tmp_path / "run", resume=True)
     with directory(tmp_path / "run", resume=True, precision="bf16"):
         pass
-
-
-def test_compiled_layers_are_not_resumed(tmp_path: Path) -> None:
-    with directory(tmp_path / "run", compile=True):
-        pass
-    with pytest.raises(UserError, match="it has compiled layers"):
-        directory(tmp_path / "run", resume=True, compile=True)
 
 
 # Frozen models -------------------------------------------------------------------------------------------
