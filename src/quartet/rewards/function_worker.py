@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.config.errors import UserError, as_score, described, full_traceback, raised_at, type_name
+from quartet.config.errors import UserError, as_score, described, raised_at
 from quartet.config.nearest import nearest
 from quartet.config.targets import load_target
 from quartet.processes import Wire
@@ -97,7 +98,7 @@ class BadReturn(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> BadReturn:
-        return cls(f"raised {described(error)}", 0, raised_at(error), full_traceback(error))
+        return cls(f"raised {described(error)}", 0, raised_at(error), "".join(traceback.format_exception(error)))
 
 
 def scores_of(result: Any, num: int) -> list[float | None]:
@@ -109,7 +110,7 @@ def scores_of(result: Any, num: int) -> list[float | None]:
     """
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, (list, tuple)):
-        raise BadReturn(f"returned {type_name(result)}, not a list")
+        raise BadReturn(f"returned {type(result).__name__}, not a list")
     values = [*values]
     if len(values) != num:
         raise BadReturn(f"returned {len(values)} scores for {num} completions", min(len(values), num - 1))

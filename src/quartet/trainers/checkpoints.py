@@ -29,7 +29,6 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
 from quartet.config.common import ModelConfig, TrainConfig
-from quartet.config.nearest import has_older_model
 from quartet.config.plugins import jobs, load, recipes
 from quartet.config.recipe import RLRecipe
 from quartet.config.run import SupervisedRecipe
@@ -43,6 +42,7 @@ from quartet.schedule.clock import all_ended
 from quartet.schedule.groups import BufferedGroups, Group, by_group
 from quartet.schedule.model_worker import Checkpointed, Writer
 from quartet.schedule.role_group import RemoteGroup, RoleGroup
+from quartet.text.loading import has_older_model
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import (
     Checkpoint,

@@ -32,7 +32,6 @@ from transformers import PreTrainedModel
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
-from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
 from quartet.config.run import TrainingRecipe
@@ -56,6 +55,7 @@ from quartet.observe.trackers import (
     metrics_of_row,
     read_metrics,
 )
+from quartet.text.loading import OLDER_MODEL
 from quartet.train.checkpoint import (
     Checkpoint,
     Shares,

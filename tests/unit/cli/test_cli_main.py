@@ -119,7 +119,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
         (["sft", "a.yaml", "steps=9"], ["sft", "a.yaml", "steps=9", "output_dir=runs/x y", "--resume"]),
         (["sft", "a.yaml", "output_dir=runs/x y"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
         (["sft", "a.yaml", "--resume"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
-        (["sft", "a.yaml", "--resume=auto"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume=auto"]),
+        (["sft", "a.yaml", "--resume=auto"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
     ],
 )
 def test_an_interrupted_run_prints_a_command_that_resumes_it(

@@ -72,14 +72,7 @@ def test_every_type_and_its_defaults(tmp_path: Path) -> None:
         ("{type: http, url: localhost:80}", "written http://host:port/path"),
         ("{type: http, url: 'http://user:secret@host/'}", "written http://host:port/path"),
         ("{type: http, url: 'http://host/?key=1'}", "without a query"),
-        *(
-            (f"{{type: http, url: {url!r}}}", part)
-            for url, part in (
-                ("http://host:99999/", "url has no host and port"),
-                ("http://ho st/", "written http://host:port/path"),
-                ("http://[::1/", "url has no host and port"),
-            )
-        ),
+        ("{type: http, url: 'http://ho st/'}", "written http://host:port/path"),
         ("{type: http, url: 'http://h', timeout_s: 1.0e+300}", "rewards.0.timeout_s"),
         ("{type: http, url: 'http://h', retry: {longest_wait_s: 1.0e+300}}", "rewards.0.retry.longest_wait_s"),
         (
