@@ -86,7 +86,6 @@ from .config.load import (
 from .config.run import (
     CallbackConfig as CallbackConfig,
     LogConfig as LogConfig,
-    NotifyConfig as NotifyConfig,
 )
 from .extras.trackers.config import (
     MLflowConfig as MLflowConfig,

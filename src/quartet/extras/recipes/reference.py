@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgorithm
@@ -26,7 +26,7 @@ from quartet.config.preference import KTOLoss
 from quartet.config.strict import bare, chosen_member, dotted_fields, item_annotation, members, tags
 from quartet.config.yamls import one_line
 
-_SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text", SecretStr: "text"}
+_SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text"}
 _BOUNDS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
 
 
