@@ -142,14 +142,12 @@ from .config.plugins import (
     TrackerType as TrackerType,
 )
 from .config.rewards import (
-    BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
 )
 from .config.rewards import (
     ExactMatchReward as ExactMatchReward,
     FormatReward as FormatReward,
     FunctionReward as FunctionReward,
-    GateConfig as GateConfig,
     HTTPReward as HTTPReward,
     JudgeReward as JudgeReward,
     LengthReward as LengthReward,

@@ -404,13 +404,6 @@ def _rewards(recipe: RLRecipe) -> Iterator[str]:
         yield f"a reward model is called {clash[0]!r}, as a role of every run is: give it another name"
     elif len(set(names)) != len(names):
         yield f"two rewards have the same name: {names}"
-    gated = [source.name or source.type for source in recipe.rewards if source.gate is not None]
-    normalises = getattr(recipe.algorithm, "multi_objective_aggregation", "") == "normalize_then_sum"
-    if normalises and gated:
-        yield (
-            f"the gate of the reward {gated[0]!r} compares scores as they are, and "
-            "algorithm.multi_objective_aggregation normalize_then_sum adds up normalised ones: leave either"
-        )
     steps = [source.name for source in recipe.rewards if isinstance(source, ModelSource) and source.pays_steps]
     if isinstance(recipe.algorithm, ReMax) and steps:
         yield (

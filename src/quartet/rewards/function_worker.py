@@ -11,7 +11,6 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,8 +125,8 @@ def scores_of(result: Any, num: int) -> list[float | None]:
 def serve(settings: Mapping[str, Any], wire: Wire) -> None:
     """Loads the function ``settings["target"]``, says what it is, and calls it for each question.
 
-    A plain function is called in the main thread, one call after the other; with ``settings["threads"]`` in so many
-    threads. An async one has an event loop, and as many calls at a time as are asked for.
+    A plain function is called in the main thread, one call after the other. An async one has an event loop, and as many
+    calls at a time as are asked for.
     """
     channel = Questions(wire)
     try:
@@ -144,24 +143,19 @@ def serve(settings: Mapping[str, Any], wire: Wire) -> None:
     name = str(getattr(function, "__name__", type(function).__name__))
     said = {"name": name, "named": dict(parameters.named), "takes_all": parameters.takes_all, "is_async": only_begins}
     channel.answer(0, said)
-    if only_begins or settings["threads"]:
-        asyncio.run(_serve_several(function, 0 if only_begins else settings["threads"], channel))
+    if only_begins:
+        asyncio.run(_serve_async(function, channel))
         return
     for number, arguments in channel:
         channel.answer(number, _called(function, arguments))
 
 
-async def _serve_several(function: Callable[..., Any], threads: int, channel: Questions) -> None:
+async def _serve_async(function: Callable[..., Any], channel: Questions) -> None:
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-    pool = ThreadPoolExecutor(threads) if threads else None
     tasks: set[asyncio.Task[None]] = set()
 
     async def call(number: int, arguments: dict[str, Any]) -> None:
-        if pool is None:
-            answer = await _called_async(function, arguments)
-        else:
-            answer = await loop.run_in_executor(pool, _called, function, arguments)
-        channel.answer(number, answer)
+        channel.answer(number, await _called_async(function, arguments))
 
     def begin(number: int, arguments: dict[str, Any]) -> None:
         task = loop.create_task(call(number, arguments))

@@ -157,8 +157,7 @@ class SubprocessFunction(FunctionSource):
     """
 
     def __init__(self, config: FunctionReward) -> None:
-        start = partial(_start, config.target, config.concurrency if config.thread else 0)
-        self._pool = SubprocessPool(start, config.processes)
+        self._pool = SubprocessPool(partial(_start, config.target), config.processes)
         try:
             self._pool.fill()
             with self._pool.taken() as process:
@@ -170,7 +169,7 @@ class SubprocessFunction(FunctionSource):
         self.name = config.name or str(said["name"])[:100].strip("<>")
         self._parameters = Parameters(dict(said["named"]), bool(said["takes_all"]))
         # A plain function has one call per process, and the others wait here.
-        num_calls = config.concurrency if config.thread or said["is_async"] else config.processes
+        num_calls = config.concurrency if said["is_async"] else config.processes
         self._threads = Threads(num_calls, self.name)
         self._starts = Threads(1, f"{self.name}-start")
         # Also where a run is refused before anybody could close it.
@@ -262,14 +261,13 @@ class _Traceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _start(target: str, num_threads: int) -> Subprocess:
+def _start(target: str) -> Subprocess:
     """Starts a process that has loaded the function; its greeting is the function's name and parameters."""
     problem = f"the process of the function {target!r} does not start"
     remedy = "correct what its module does while it is imported"
     torch = sys.modules.get("torch")
-    settings = {"target": target, "threads": num_threads}
     try:
-        process = Subprocess(_WORKER, settings, threads=None if torch is None else torch.get_num_threads())
+        process = Subprocess(_WORKER, {"target": target}, threads=None if torch is None else torch.get_num_threads())
     except ProcessDied as error:
         raise UserError(problem, found=str(error), remedy=f"see what it printed; {remedy}") from error
     match process.greeting:

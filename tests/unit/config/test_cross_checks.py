@@ -60,14 +60,6 @@ def test_every_method_is_one_line_and_comes_back_from_its_file(name: str, tmp_pa
             ],
             "optimal_token_baseline reads probabilities of the whole vocabulary",
         ),
-        (
-            [
-                "algorithm.name=gdpo",
-                "rewards=[{type: length, target: 3, name: a}, "
-                "{type: length, target: 9, name: b, gate: {source: a, at_least: 0}}]",
-            ],
-            "normalize_then_sum adds up normalised ones: leave either",
-        ),
         (["algorithm.reward_clip_range=[2, 1]"], "reward_clip_range needs a lower limit and a higher one"),
         (["algorithm.policy_loss={name: clip_cov, clip_cov_lb: 9}"], "clip_cov_lb (9) must be less than clip_cov_ub"),
         (["algorithm={name: online_dpo, loss: {name: aot}}"], "aot"),

@@ -186,19 +186,6 @@ def test_whatever_it_raises_is_a_failure_of_the_reward(made: Make, function: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
-    [
-        ("NoNumber", "returned NoNumber that cannot be shown (ValueError in its repr) (NoNumber) for sample 0"),
-        ("endless", "returned callable_iterator, not a list"),
-    ],
-)
-def test_scores_that_cannot_be_converted_are_named(made: Make, kind: str, what: str) -> None:
-    with pytest.raises(RewardError) as caught:
-        score(made("returns"), ["a"], kind=[kind])
-    assert caught.value.problem == f"the reward 'returns' {what}"
-
-
-@pytest.mark.parametrize(
     ("how", "what"),
     [
         ("exit", "it ended with exit status 0"),
@@ -300,13 +287,6 @@ def test_plain_calls_come_one_after_the_other_in_the_main_thread(made: Make) -> 
     begun = time.monotonic()
     assert score(reward, ["a", "b"]) == [1.0] * 2
     assert time.monotonic() - begun > 0.8
-
-
-def test_calls_in_threads_run_beside_each_other(made: Make) -> None:
-    reward = made("waits_in_threads", thread=True, batch_size=1)
-    begun = time.monotonic()
-    assert score(reward, ["a", "b", "c", "d"]) == [0.0] * 4
-    assert time.monotonic() - begun < 1.4
 
 
 def test_several_processes_share_the_calls(made: Make) -> None:
