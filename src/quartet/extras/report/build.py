@@ -331,7 +331,6 @@ TELLING = (
     "agreement/logprob_diff_max",
     "eval/score_mean",
     "policy/clip_frac",
-    "language/change",
     "loss/value",
     "loss/sft",
     "eval/loss",
