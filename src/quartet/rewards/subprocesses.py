@@ -39,7 +39,7 @@ class Questions:
                 yield number, question
 
     def answer(self, number: int, value: Any) -> None:
-        """Answers question ``number`` with ``value``, which must be what JSON knows."""
+        """Answers question ``number`` with ``value``."""
         if os.getpid() != self._owner:
             os._exit(0)  # A copy that user code forked, and that came back from it: its original answers.
         for stream in (sys.stdout, sys.stderr):
