@@ -37,11 +37,7 @@ _READ_BYTES = 1 << 20
 
 
 class ProcessDied(Exception):
-    """The process is gone, or of no use. ``was_killed``: by this side, and through no fault of the question."""
-
-    def __init__(self, text: str, *, was_killed: bool = False) -> None:
-        super().__init__(text)
-        self.was_killed = was_killed
+    """The process is gone, or of no use."""
 
 
 class ProcessTimeout(ProcessDied):

@@ -34,10 +34,8 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
-_MAX_SHOWN = 4000
+_MAX_SHOWN = 10_000
 """Characters of a part of a message; a row may have a million columns."""
-_MAX_FOUND = 20_000
-"""Of what was found: a recipe of another system has a hundred keys, each with its remedy."""
 
 
 class UserError(Exception):
@@ -51,16 +49,16 @@ class UserError(Exception):
         self.problem = problem
         self.found = found
         self.remedy = remedy
-        super().__init__(f"{_shown(problem)}\n  found: {_shown(found, _MAX_FOUND)}\n  do: {_shown(remedy)}")
+        super().__init__(f"{_shown(problem)}\n  found: {_shown(found)}\n  do: {_shown(remedy)}")
 
     def __reduce__(self) -> Any:
         # By default pickle would call __init__ with the message.
         return Exception.__new__, (type(self), *self.args), vars(self)
 
 
-def _shown(text: str, most: int = _MAX_SHOWN) -> str:
-    if len(text) > most:
-        text = f"{text[:most]}… ({len(text):,} characters)"
+def _shown(text: str) -> str:
+    if len(text) > _MAX_SHOWN:
+        text = f"{text[:_MAX_SHOWN]}… ({len(text):,} characters)"
     return printable(text)
 
 

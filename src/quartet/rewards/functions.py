@@ -12,7 +12,6 @@ passes in this process while nothing else computes (``PassedFunction``).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import sys
 import weakref
@@ -195,8 +194,7 @@ class SubprocessFunction(FunctionSource):
         except asyncio.CancelledError:
             call.is_abandoned = True
             if (process := call.process) is not None:
-                # What has begun cannot be interrupted otherwise. Where the call has just ended, and its process serves
-                # another one, that one is made again (``_ask``), as all that share a killed process are.
+                # What has begun cannot be interrupted otherwise. Calls of an async function that share it fail, too.
                 process.kill()
             raise
         except ProcessDied as error:
@@ -211,29 +209,19 @@ class SubprocessFunction(FunctionSource):
 
     def _ask(self, arguments: dict[str, Any], call: _Call) -> Any:
         """Asks one of the processes, in a thread of its own."""
-        while True:
-            try:
-                with self._pool.taken() as call.process:
-                    # Looked at after the process is known, so that one of the two threads ends what begins here.
-                    if call.is_abandoned:
-                        raise ProcessDied("its caller was cancelled")
-                    try:
-                        return call.process.ask(arguments)
-                    finally:  # before another call takes the process
-                        call.process = None
-            except ProcessDied as error:
+        try:
+            with self._pool.taken() as call.process:
+                # Looked at after the process is known, so that one of the two threads ends what begins here.
                 if call.is_abandoned:
-                    # The next call's time is not to be spent on a start.
-                    with contextlib.suppress(ProcessDied, UserError):
-                        self._pool.fill()
-                    raise
-                if not error.was_killed:
-                    raise
-                # Another call was late and its process was ended, this one's too: once more.
-            except UserError:
-                raise
-            except Exception as error:  # What pickling the user's objects raises.
-                raise self._not_plain(described(error)) from error
+                    raise ProcessDied("its caller was cancelled")
+                try:
+                    return call.process.ask(arguments)
+                finally:  # before another call takes the process
+                    call.process = None
+        except (ProcessDied, UserError):
+            raise
+        except Exception as error:  # What pickling the user's objects raises.
+            raise self._not_plain(described(error)) from error
 
     def _read(self, answer: Any, num: int) -> list[float | None]:
         """Returns the scores in an answer, which may be any JSON."""

@@ -97,13 +97,13 @@ def test_every_method_is_one_line_and_comes_back_from_its_file(name: str, tmp_pa
         (["environment={}", "algorithm.name=online_dpo"], "episodes see different states"),
         (["environment={}", "algorithm.overlong.buffer=4"], "which holds for each turn of an episode"),
         ([f"placement={{type: asynchronous, pools: {{all: {{roles: [{ROLES}]}}}}}}"], "up to 1 versions old"),
-        (["actor.sharding.shard=2"], "actor.sharding.shard is 2, but the model has 1 process"),
+        (["actor.sharding.shard=2"], "actor.sharding is shard 2, but the model has 1 process"),
         (
             [
                 "placement={type: separated, actor: {processes: 4}, rollout: {}, reward: {processes: 2}}",
                 "rewards=[{type: model, path: x, sharding: {shard: 4}}]",
             ],
-            "rewards.0.sharding.shard is 4, but the model has 2 processes",
+            "rewards.0.sharding is shard 4, but the model has 2 processes",
         ),
         (
             ["placement={type: full_offload, pool: {processes: 6}}", "reference.sharding={tensor: 2, context: 2}"],

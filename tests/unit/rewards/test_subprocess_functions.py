@@ -83,12 +83,6 @@ def test_it_changes_nothing_here(made: Make) -> None:
     assert here() == before
 
 
-def test_a_fork_that_comes_back_answers_once(made: Make) -> None:
-    reward = made("forks_and_comes_back_twice")
-    for text in ("a", "bb", "ccc"):
-        assert score(reward, [text]) == [float(len(text))]
-
-
 @pytest.mark.parametrize("how", ["close", "its own end"])
 def test_what_it_leaves_in_another_process_group_goes_with_it(made: Make, how: str) -> None:
     reward = made("leaves_apart")
@@ -268,18 +262,6 @@ def test_a_start_takes_nothing_from_a_deadline(tmp_path: Path) -> None:
     with contextlib.closing(build_reward(config)) as reward:
         assert score(reward, ["a"]) == [1.0] and score(reward, ["slow"]) == [None]
         assert score(reward, ["a"]) == [1.0]
-
-
-def test_one_late_call_does_not_cost_the_others_their_scores(made: Make) -> None:
-    reward = made("sleeps_async", deadline_s=2.5, on_error="leave_out")
-
-    async def several() -> list[Outcome]:
-        slow = asyncio.create_task(scored(reward, ["slow"]))
-        await asyncio.sleep(1.2)
-        return [await slow, *await asyncio.gather(*(scored(reward, ["quick"]) for _ in range(2)))]
-
-    slow, *quick = asyncio.run(several())
-    assert slow.failed == [True] and [outcome.failed for outcome in quick] == [[False], [False]]
 
 
 def test_plain_calls_come_one_after_the_other_in_the_main_thread(made: Make) -> None:
