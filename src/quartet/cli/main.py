@@ -216,7 +216,6 @@ def main() -> None:
 
 def _resume_command(arguments: list[str], path: Path) -> str:
     """Returns the command of these arguments with ``--resume``, and the directory where it was not given."""
-    from quartet.cli.show import command_name
     from quartet.config.strict import is_url
     from quartet.config.yamls import override_word
     from quartet.trainers.run_files import RECIPE, read_recipe
@@ -229,7 +228,7 @@ def _resume_command(arguments: list[str], path: Path) -> str:
         where = [] if named else [override_word("output_dir", str(path))]
     else:
         where = [] if "--out" in arguments else ["--out", shlex.quote(str(path))]
-    return " ".join([command_name(), *words, *where, RESUME])
+    return " ".join(["quartet", *words, *where, RESUME])
 
 
 if __name__ == "__main__":
