@@ -127,7 +127,7 @@ class FunctionReward(Fallible):
     name: str | None = Field(None, description="The function's own name when left out.")
     processes: Processes = Field(1, ge=1, le=64, description="Processes that call it, each with what its module keeps.")
     batch_size: Responses | None = Field(None, ge=1, description="Completions per call; a whole chunk when left out.")
-    concurrency: int = Field(4, ge=1, description="Most calls of an async function at a time.")
+    concurrency: int = Field(4, ge=1, description="Most calls that are under way at a time.")
 
 
 class ExactMatchReward(RewardSourceConfig):

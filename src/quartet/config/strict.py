@@ -181,9 +181,10 @@ def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel
     section, _, name = path.rpartition(".")
     known = list(parent.model_fields) if parent is not None else []
     names = list(dict.fromkeys(full for full, _ in dotted_fields(root)))
-    elsewhere = [full for full in names if full.rpartition(".")[2] == name and full != path]
+    elsewhere = [full for full in names if full.rpartition(".")[2] == name]
+    belongs_to_another_choice = re.sub(r"\.\d+\.", ".0.", path) in names
     remedy = nearest(name, known)
-    if remedy is None and elsewhere and path not in names:
+    if remedy is None and elsewhere and not belongs_to_another_choice:
         remedy = f"did you mean {', '.join(elsewhere[:3])}?"
     found = f"unknown key {name!r} {f'in {section}' if section else 'at the top'}"
     return found, remedy or f"use one of {', '.join(known)}"
@@ -191,7 +192,7 @@ def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel
 
 _ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[^/\s?#@:\[\]]+)(:[1-9][0-9]{0,4})?(/[^\s?#]*)?")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_SECRET = re.compile(r"(signature|credential|token|key|password|secret)[^&#]*=", re.I)
+_SECRET = re.compile(r"(^|&)(sig|[^=&#]*(signature|credential|token|key|password|secret)[^=&#]*)=", re.I)
 """Parameters of signed addresses and of services that want a key in them."""
 
 

@@ -93,6 +93,7 @@ def test_wrong_values_of_sft(overrides: list[str], found: str, remedy: str) -> N
     [
         (["algorithm.name=gropo"], "algorithm.name: gropo", "did you mean 'grpo'?"),
         (["algorithm.name=rloo", "algorithm.gae_lambda=1"], "'gae_lambda' in algorithm", "use one of"),
+        (["rewards=[{type: length, max: 3}, {type: length, max: 3, name: b, column: c}]"], "'column'", "use one of"),
         (["rewards.0.type=function"], "rewards.0.target is missing", "set rewards.0.target"),
         (["rewards.0.weight=1"], "rewards.0.type is missing", "one of model, "),
         (["rewards.0={type: function, target: f, wieght: 1}"], "'wieght' in rewards.0", "did you mean 'weight'?"),
