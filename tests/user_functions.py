@@ -47,11 +47,6 @@ def every_state(completions):
     return [1.0] * len(completions)
 
 
-def forks_and_comes_back_twice(completions):
-    os.fork()
-    return [float(len(text)) for text in completions]
-
-
 def leaves_a_child(completions):
     """The child holds all that this process has open, and does not end by itself."""
     if os.fork() == 0:

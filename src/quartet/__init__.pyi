@@ -86,7 +86,6 @@ from .config.load import (
 from .config.run import (
     CallbackConfig as CallbackConfig,
     LogConfig as LogConfig,
-    NotifyConfig as NotifyConfig,
 )
 from .extras.trackers.config import (
     MLflowConfig as MLflowConfig,
@@ -143,14 +142,12 @@ from .config.plugins import (
     TrackerType as TrackerType,
 )
 from .config.rewards import (
-    BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
 )
 from .config.rewards import (
     ExactMatchReward as ExactMatchReward,
     FormatReward as FormatReward,
     FunctionReward as FunctionReward,
-    GateConfig as GateConfig,
     HTTPReward as HTTPReward,
     JudgeReward as JudgeReward,
     LengthReward as LengthReward,

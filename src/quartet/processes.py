@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import fcntl
 import importlib
-import json
 import os
 import pickle
 import signal
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 END = signal.SIGRTMIN
@@ -33,16 +32,12 @@ _FOR_THE_STARTER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _STOP_S = 10.0
-_MAX_BYTES, _MAX_UNTRUSTED_BYTES = 1 << 31, 64 << 20
+_MAX_BYTES = 1 << 31
 _READ_BYTES = 1 << 20
 
 
 class ProcessDied(Exception):
-    """The process is gone, or of no use. ``was_killed``: by this side, and through no fault of the question."""
-
-    def __init__(self, text: str, *, was_killed: bool = False) -> None:
-        super().__init__(text)
-        self.was_killed = was_killed
+    """The process is gone, or of no use."""
 
 
 class ProcessTimeout(ProcessDied):
@@ -50,21 +45,14 @@ class ProcessTimeout(ProcessDied):
 
 
 class Wire:
-    """One end of a connection. A message is its length, eight bytes, and then so many.
-
-    Args:
-        is_trusted: what comes is unpickled; else it is JSON, and short.
-        tells_json: what is sent is JSON; else it is pickled.
+    """One end of a connection. A message is pickled: its length, eight bytes, and then so many.
 
     Attributes:
         heard: when anything came last.
     """
 
-    def __init__(self, end: socket.socket, *, is_trusted: bool = True, tells_json: bool = False) -> None:
+    def __init__(self, end: socket.socket) -> None:
         self._end, self._writing = end, threading.Lock()
-        self._decode: Callable[[bytes], Any] = pickle.loads if is_trusted else json.loads
-        self._most = _MAX_BYTES if is_trusted else _MAX_UNTRUSTED_BYTES
-        self.tells_json = tells_json
         self.heard = time.monotonic()
 
     def fileno(self) -> int:
@@ -76,7 +64,7 @@ class Wire:
             ProcessTimeout: none of it was taken for so long.
             OSError: the other end is gone.
         """
-        data = json.dumps(message).encode() if self.tells_json else pickle.dumps(message)
+        data = pickle.dumps(message)
         most = struct.pack("@ll", *divmod(int((patience_s or 0) * 1e6), 1_000_000))  # 0: no limit
         with self._writing:
             try:
@@ -93,11 +81,11 @@ class Wire:
             ValueError: what came is no message.
         """
         size = int.from_bytes(self._read(8), "big")
-        if size > self._most:
+        if size > _MAX_BYTES:
             raise ValueError(f"a message of {size} bytes")
         data = self._read(size)
         try:
-            return self._decode(data)
+            return pickle.loads(data)
         except Exception as error:  # whatever the bytes do to a reader: they are no message
             raise ValueError(f"a message that cannot be read ({type(error).__name__}: {error})") from error
 
@@ -129,7 +117,6 @@ class Process(abc.ABC):
         target: ``module:function`` that is called there with ``settings`` and the other end of the wire.
         settings: pickled for it.
         path: where it finds modules; None: as its interpreter does.
-        is_trusted: its code is ours, so what it says is unpickled; else it is JSON.
         python: the interpreter; None: this one.
         output: where it prints, as ``subprocess`` has it; None: where this process does.
         passed: descriptors that stay open there.
@@ -152,7 +139,6 @@ class Process(abc.ABC):
         settings: Mapping[str, Any],
         *,
         path: Sequence[str] | None = None,
-        is_trusted: bool = False,
         python: str | None = None,
         environment: Mapping[str, str] | None = None,
         output: Any = None,
@@ -160,7 +146,7 @@ class Process(abc.ABC):
     ) -> None:
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
-        self.wire = Wire(ours, is_trusted=is_trusted)
+        self.wire = Wire(ours)
         try:
             self._process = subprocess.Popen(
                 # -P: a user's random.py in the current directory must not stand for Python's own.
@@ -189,7 +175,7 @@ class Process(abc.ABC):
         self._reader = threading.Thread(target=self._read, name=f"process-{self._process.pid}", daemon=True)
         self._reader.start()
         threading.Thread(target=self._watch, name=f"process-{self._process.pid}-end", daemon=True).start()
-        self.send((path, target, dict(settings), is_trusted))
+        self.send((path, target, dict(settings)))
 
     @abc.abstractmethod
     def take(self, message: Any) -> None:
@@ -373,8 +359,7 @@ def main() -> None:
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     wire = Wire(socket.socket(fileno=end))
-    path, target, settings, is_trusted = wire.receive()
-    wire.tells_json = not is_trusted
+    path, target, settings = wire.receive()
     wire.send(os.getpid())
     if path is not None:
         sys.path[:] = path

@@ -59,7 +59,7 @@ JOB = """
 from quartet import Job, Plugin
 
 SHORT = Job("broken_recipe:ShortRecipe", "broken_job:ShortTrainer", "Short SFT.", is_supervised=True,
-    reader="broken_job:reader", starter="broken_recipe:STARTER", words=("brief",))
+    reader="broken_job:reader", starter="broken_recipe:STARTER")
 PLUGIN = Plugin(jobs={"short": SHORT})
 """
 RECIPE = """

@@ -144,7 +144,7 @@ def test_a_signal_to_another_node_lets_the_first_one_save(
 def test_what_cannot_run_so_is_refused(torchrun: Callable[..., tuple[int, str]], world: Any, recipes: Any) -> None:
     path = world.recipe("torchrun-no", recipes["sft"](output_dir="torchrun-no"))
     status, said = torchrun("sft", path, "sharding.shard=3")
-    assert status == 1 and "sharding.shard is 3, but the model has 2 processes" in said, said
+    assert status == 1 and "sharding is shard 3, but the model has 2 processes" in said, said
     assert said.startswith("error: recipe torchrun-no.yaml is not valid")
     status, said = torchrun("eval", path)
     assert status == 1 and "quartet eval runs in one process" in said, said

@@ -27,7 +27,7 @@ from quartet.cli.options import (
     as_argument,
 )
 from quartet.config import Interrupted, UserError
-from quartet.config.plugins import OWN, Job, load, plugins
+from quartet.config.plugins import OWN, Job, jobs, load, plugins
 from quartet.observe.process import share_cores
 from quartet.trainers.signals import stop_signals
 
@@ -216,23 +216,19 @@ def main() -> None:
 
 def _resume_command(arguments: list[str], path: Path) -> str:
     """Returns the command of these arguments with ``--resume``, and the directory where it was not given."""
-    from quartet.cli.show import command_name
-    from quartet.config.nearest import DIRECTORY_OPTION, run_info
     from quartet.config.strict import is_url
     from quartet.config.yamls import override_word
     from quartet.trainers.run_files import RECIPE, read_recipe
 
     words = [shlex.quote(word) for word in arguments if word.partition("=")[0] != RESUME]
-    if (option := run_info(path).get(DIRECTORY_OPTION)) is not None:
-        named, where = any(word.startswith(option) for word in arguments), [option, shlex.quote(str(path))]
-    else:
+    if arguments[0] in jobs():
         recipe = path / RECIPE
         at_url = recipe.is_file() and is_url(read_recipe(recipe).get("output_dir"))
-        named = at_url or any(str(path) in word for word in arguments)
-        where = [override_word("output_dir", str(path))]
-    where = [] if named else where
-    resume = "--resume=auto" if "--resume=auto" in arguments else "--resume"
-    return " ".join([command_name(), *words, *where, resume])
+        named = at_url or any(str(path) in word for word in arguments[1:])
+        where = [] if named else [override_word("output_dir", str(path))]
+    else:
+        where = [] if "--out" in arguments else ["--out", shlex.quote(str(path))]
+    return " ".join(["quartet", *words, *where, RESUME])
 
 
 if __name__ == "__main__":

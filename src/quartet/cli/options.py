@@ -34,15 +34,6 @@ class GroupedHelp(TyperGroup):
             command.epilog = f"Every key: quartet config {name}. A recipe to begin with: quartet init {name}."
         return command
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Returns the command; for the name of a method, fails with the command that it is a method of."""
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            from quartet.config.load import methods, no_such_job
-
-            if any(args[0] in names for names in methods().values()):
-                ctx.fail(f"No such command {args[0]!r}: {no_such_job(args[0]).remedy}")
-        return super().resolve_command(ctx, args)
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes one list of commands for each group."""
         width = max(len(name) for name in self.commands)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,17 +17,6 @@ from quartet.config.plugins import jobs
 
 if TYPE_CHECKING:
     from quartet.trainers.evaluation import EvaluationResult
-
-
-def command_name() -> str:
-    """Returns what to type for ``quartet`` here: the path of the one that runs where the shell would not find it."""
-    if shutil.which("quartet") is not None:
-        return "quartet"
-    return (
-        shlex.quote(shown_path(Path(sys.argv[0])))
-        if Path(sys.argv[0]).name == "quartet"
-        else f"{shlex.quote(sys.executable)} -m quartet.cli.main"
-    )
 
 
 def shown_path(path: Path) -> str:
@@ -68,7 +55,7 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
         line(console, alarm["text"], "bold red")
     made = jobs()[summary["job"]].folder if summary.get("job") in jobs() else "model"
     line(console, f"{made}: {path / made}")
-    line(console, f"next:  {command_name()} report {shlex.quote(str(path))}")
+    line(console, f"next:  quartet report {shlex.quote(str(path))}")
 
 
 def show_finished(path: Path, summary: Mapping[str, Any]) -> None:

@@ -144,11 +144,7 @@ class ShardingConfig(Strict):
             return None
         fitting = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
         there = "1 process" if processes == 1 else f"{processes} processes"
-        sizes = {"shard": self.shard, **self.peers}
-        if self.copy_size == max(sizes.values()):
-            name = max(sizes, key=sizes.__getitem__)
-            return f"{key}.{name} is {sizes[name]}, but the model has {there}, of which it must be a divisor: {fitting}"
-        product = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        product = " × ".join(f"{k} {n}" for k, n in {"shard": self.shard, **self.peers}.items() if n > 1)
         return f"{key} is {product}, but the model has {there}, of which the product must be a divisor: {fitting}"
 
 
@@ -168,7 +164,6 @@ class LoRAConfig(Strict):
     export: Literal["merged", "adapter", "both"] = Field(
         "both", description="merged: model/ with the adapters added to its weights; adapter: adapter/ as peft has it."
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="Always 0: sampler and trainer must agree.")
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -181,16 +176,6 @@ class LoRAConfig(Strict):
     def _all_or_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if ALL_LINEAR in value and len(value) > 1:
             raise ValueError(f"{ALL_LINEAR} stands alone: it names every linear layer already")
-        return value
-
-    @field_validator("dropout")
-    @classmethod
-    def _no_dropout(cls, value: float) -> float:
-        if value > 0:
-            raise ValueError(
-                f"dropout is {value}, and can only be 0: the engine samples without it, so the log-probabilities of "
-                "sampler and trainer would differ by its noise"
-            )
         return value
 
 

@@ -2,17 +2,13 @@
 
 Values and errors of user code and servers: read as scores, or described for messages.
 
-Why a file could not be written or read: the usual causes, each with its own remedy.
+Why a file could not be written or read.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import math
-import os
 import re
-import shutil
 import signal
 import traceback
 from pathlib import Path
@@ -38,10 +34,8 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
-_MAX_SHOWN = 4000
+_MAX_SHOWN = 10_000
 """Characters of a part of a message; a row may have a million columns."""
-_MAX_FOUND = 20_000
-"""Of what was found: a recipe of another system has a hundred keys, each with its remedy."""
 
 
 class UserError(Exception):
@@ -55,16 +49,16 @@ class UserError(Exception):
         self.problem = problem
         self.found = found
         self.remedy = remedy
-        super().__init__(f"{_shown(problem)}\n  found: {_shown(found, _MAX_FOUND)}\n  do: {_shown(remedy)}")
+        super().__init__(f"{_shown(problem)}\n  found: {_shown(found)}\n  do: {_shown(remedy)}")
 
     def __reduce__(self) -> Any:
         # By default pickle would call __init__ with the message.
         return Exception.__new__, (type(self), *self.args), vars(self)
 
 
-def _shown(text: str, most: int = _MAX_SHOWN) -> str:
-    if len(text) > most:
-        text = f"{text[:most]}… ({len(text):,} characters)"
+def _shown(text: str) -> str:
+    if len(text) > _MAX_SHOWN:
+        text = f"{text[:_MAX_SHOWN]}… ({len(text):,} characters)"
     return printable(text)
 
 
@@ -88,7 +82,6 @@ class Interrupted(Exception):
 
 
 _PACKAGE = str(Path(__file__).parents[1])
-_LONGEST_TRACEBACK = 20_000
 _LARGEST = 3.4028234663852886e38
 """Of float32, in which scores are kept; what lies beyond would become an infinity there."""
 
@@ -100,7 +93,7 @@ def as_score(value: Any) -> float | str:
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()
     if not isinstance(value, int | float):
-        return f"{excerpt(value)} ({type_name(value)})"
+        return f"{excerpt(value)} ({type(value).__name__})"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value}"
     return float(value) if abs(value) <= _LARGEST else "a number beyond what float32 holds"
@@ -108,23 +101,13 @@ def as_score(value: Any) -> float | str:
 
 def excerpt(value: Any) -> str:
     """Returns ``repr(value)``, its middle left out where it is long."""
-    if isinstance(value, str) and len(value) > 1000:
-        value = value[:500] + value[-500:]  # its middle would not be shown
-    try:
-        text = repr(value)
-    except Exception as error:  # its own code, which may raise anything
-        return f"{type_name(value)} that cannot be shown ({type_name(error)} in its repr)"
+    text = repr(value)
     return text if len(text) <= 160 else text[:110] + " … " + text[-40:]
 
 
 def described(error: BaseException) -> str:
     """Returns ``Type: message``, the message cut where it is long."""
-    text, name = str(error), type_name(error)
-    return f"{name}: {text if len(text) <= 2000 else text[:1500] + ' … ' + text[-500:]}" if text else name
-
-
-def type_name(value: Any) -> str:
-    return type(value).__name__
+    return f"{type(error).__name__}: {error}"[:2000]
 
 
 def raised_at(error: BaseException) -> str | None:
@@ -138,48 +121,14 @@ def raised_at(error: BaseException) -> str | None:
     return None
 
 
-def full_traceback(error: BaseException) -> str:
-    """Returns it as Python prints it, its middle left out where it is very long."""
-    text, half = "".join(traceback.format_exception(error)), _LONGEST_TRACEBACK // 2
-    return text if len(text) <= _LONGEST_TRACEBACK else f"{text[:half]} … {text[-half:]}"
-
-
-ELSEWHERE = "choose another output_dir"
-_AGAIN = "then go on with --resume"
-_IN_THE_WAY = (
-    f"something else stands there (a file, a directory, a symbolic link): move it away, {_AGAIN}, or {ELSEWHERE}"
-)
-_REMEDIES = {
-    errno.ENOSPC: f"free some space, {_AGAIN}, or {ELSEWHERE}",
-    errno.EDQUOT: f"your quota there is used up: delete files of your own or ask for a larger one, {_AGAIN}",
-    errno.EFBIG: f"raise the limit of a file's size (ulimit -f), {_AGAIN}, or {ELSEWHERE} on another file system",
-    errno.EROFS: f"the file system is read-only: mount it writable, {_AGAIN}, or {ELSEWHERE}",
-    errno.EACCES: f"get the permission to write there (chmod or chown), {_AGAIN}, or {ELSEWHERE}",
-    errno.EPERM: f"get the permission to change it (chown; lsattr shows what is immutable), {_AGAIN}, or {ELSEWHERE}",
-    errno.ENOENT: f"a directory on the way there is missing: put it back (or mount it again), {_AGAIN}",
-    errno.EIO: f"the disk reports an error: look at dmesg, copy what is there to another disk, {_AGAIN}",
-    errno.EMFILE: f"raise the number of files a process may open (ulimit -n), {_AGAIN}",
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP), _IN_THE_WAY),
-}
-_UNKNOWN = f"see that there is space and that the disk is well, {_AGAIN}, or {ELSEWHERE}"
-
-
 def write_error(path: Path, error: BaseException, *, what: str = "") -> UserError:
     """Makes the error for ``path``, which could not be written.
 
     Args:
         what: before the path in the message (``"checkpoint "``).
     """
-    number = _number(error)
-    found = str(error)
-    if number is not None and os.strerror(number) not in found:
-        found = f"{os.strerror(number)} ({found})"
-    if number in (None, errno.ENOSPC):
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
-        with contextlib.suppress(OSError):
-            found += f"; {shutil.disk_usage(there).free / 2**20:.0f} MiB free"
-    remedy = _UNKNOWN if number is None else _REMEDIES.get(number, _UNKNOWN)
-    return UserError(f"{what}{path} could not be written", found=found, remedy=remedy)
+    remedy = "free some space or get the permission to write there, then go on with --resume; or choose another place"
+    return UserError(f"{what}{path} could not be written", found=str(error), remedy=remedy)
 
 
 def read_error(path: Path, error: OSError) -> UserError:
@@ -191,21 +140,6 @@ def read_error(path: Path, error: OSError) -> UserError:
 def read_file(path: Path) -> bytes:
     """Returns the content of a file; UserError where it cannot be read."""
     try:
-        refuse_pipe(path)
         return path.read_bytes()
     except OSError as error:
         raise read_error(path, error) from error
-
-
-def refuse_pipe(path: Path) -> None:
-    """Raises OSError where ``path`` is a pipe or a device: who opens it would wait for a writer."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(errno.ENXIO, "it is a pipe or a device")
-
-
-def _number(error: BaseException | None) -> int | None:
-    """Returns the system's number of the failure; libraries hide it in a cause, or in their text: ``os error 28``."""
-    if error is None or (isinstance(error, OSError) and error.errno is not None):
-        return error.errno if isinstance(error, OSError) else None
-    told = re.search(r"os error (\d+)", str(error))
-    return int(told[1]) if told else _number(error.__cause__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from quartet.config.choices import EngineConfig
 from quartet.config.common import Strict
 from quartet.config.engines import NativeEngineConfig
-from quartet.config.errors import UserError
+from quartet.config.errors import UserError, read_error
 from quartet.config.nearest import missing_file, nearest
 from quartet.config.plugins import jobs, recipes
 from quartet.config.run import Recipe
@@ -39,12 +38,8 @@ def methods() -> Mapping[str, Mapping[str, Any]]:
 
 
 def no_such_job(name: str) -> UserError:
-    """Makes the error for a job that there is not; ``name`` may be a method of one."""
-    method = next((job for job, names in methods().items() if name in names), None)
-    if method is not None:
-        remedy = f"it is a method of {method}: quartet init {method} --method {name} > recipe.yaml"
-    else:
-        remedy = nearest(name, jobs()) or f"use one of {', '.join(jobs())}"
+    """Makes the error for a job that there is not."""
+    remedy = nearest(name, jobs()) or f"use one of {', '.join(jobs())}"
     return UserError("there is no such job", found=repr(name), remedy=remedy)
 
 
@@ -66,12 +61,8 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     data = _overridden(job, path, overrides)
     label = "the recipe" if path is None else f"recipe {path}"
     if data.get("job", job) != job:
-        other = data["job"]
-        known = isinstance(other, str) and other in jobs() and path is not None
-        remedy = (
-            f"run `quartet {other} {shlex.quote(str(path))}`, or change its `job:`" if known else f"write `job: {job}`"
-        )
-        raise UserError(f"{label} is for another job", found=f"job: {other}, asked for {job}", remedy=remedy)
+        found = f"job: {data['job']}, asked for {job}"
+        raise UserError(f"{label} is for another job", found=found, remedy="run that job, or change `job:`")
     model = recipes()[job]
     try:
         # Through JSON: strict there still takes a list for a tuple, but no "3" for 3 and no true for 1.
@@ -120,8 +111,8 @@ def _overridden(job: str, path: str | Path | None, overrides: Sequence[str]) -> 
     """Reads the keys of a recipe with overrides, not checked yet."""
     if job not in jobs():
         raise no_such_job(job)
-    data = {} if path is None else _read(Path(path), _how_to_begin(job, Path(path)))
-    for override in [overrides] if isinstance(overrides, str) else overrides:
+    data = {} if path is None else _read(Path(path), f"write one with `quartet init {job} > recipe.yaml`")
+    for override in overrides:
         if override.startswith("@"):
             _merge(data, _read(Path(override.removeprefix("@"))))
         else:
@@ -137,13 +128,6 @@ def asks_for_ray(job: str, path: str | Path, overrides: Sequence[str]) -> bool:
     """
     cluster = _overridden(job, path, overrides).get("cluster")
     return isinstance(cluster, dict) and cluster.get("type") == "ray"
-
-
-def _how_to_begin(job: str, path: Path) -> str:
-    if "=" in path.name:
-        word = shlex.quote(str(path))
-        return f"it reads as an override: quartet {job} recipe.yaml {word}; a recipe: quartet init {job} > recipe.yaml"
-    return f"write one with `quartet init {job} > {shlex.quote(str(path))}`"
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -162,11 +146,7 @@ def _read(path: Path, otherwise: str | None = None) -> dict[str, Any]:
             raise missing_file("there is no such recipe", path, otherwise)
         value = parse_yaml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise UserError(
-            "the recipe cannot be read",
-            found=f"{shortened(str(path))}: {error.strerror}",
-            remedy="check its name and mode",
-        ) from None
+        raise read_error(path, error) from None
     except yaml.YAMLError as error:
         complaint, line = yaml_complaint(error)
         place = f"{path}" if line is None else f"{path}, line {line}"
@@ -197,11 +177,10 @@ def _apply(data: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
-        is_file = override.endswith((".yaml", ".yml"))
         raise UserError(
             "an override is written key=value, or @fragment.yaml",
             found=shortened(override),
-            remedy=f"write @{override}" if is_file else "for example actor.train.optim.lr=1e-6",
+            remedy="for example actor.train.optim.lr=1e-6",
         )
     try:
         value = parse_yaml(text)

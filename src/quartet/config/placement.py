@@ -241,7 +241,12 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
     kinds = set(roles.values())
     for name, kind in roles.items():
         if kind not in home and kind != HEADS:
-            raise _homeless(config, name, kind, home)
+            placed = ", ".join(f"{role} on {pool}" for role, pool in sorted(home.items()))
+            raise UserError(
+                f"role {name!r} has no pool",
+                found=f"placement {config.type}: {placed}",
+                remedy=f"give the {kind} a pool, or put it on one that is there",
+            )
     if HEADS in kinds and home.setdefault(HEADS, home["actor"]) != home["actor"]:
         raise UserError(
             "heads that learn along work in the actor's processes",
@@ -280,14 +285,11 @@ def check_devices(placement: ResolvedPlacement, devices_per_node: Sequence[int])
     if fits and placement.num_processes <= sum(devices_per_node):
         return
     asked = ", ".join(f"{pool.name} {pool.nodes} × {pool.processes}" for pool in placement.pools)
-    remedy = "add nodes with devices, or leave placement out: everything then takes turns in one process"
-    if any(devices_per_node):
-        remedy = "give the pools fewer processes, or put the roles on fewer pools (full_offload needs one)"
     raise UserError(
         "the placement needs more processes than there are devices",
         found=f"{placement.num_processes} processes (nodes × processes: {asked}); "
         f"{sum(devices_per_node)} devices on {len(devices_per_node)} nodes of {', '.join(map(str, devices_per_node))}",
-        remedy=remedy,
+        remedy="give the pools fewer processes, put the roles on fewer pools (full_offload needs one), or add nodes",
     )
 
 
@@ -326,18 +328,6 @@ def has_budget(config: PlacementConfig | None, kind: Role) -> bool:
 def _pool_with(config: PlacementConfig | None, kind: Role) -> DevicesConfig | None:
     pools = _pools_of(config).values() if config is not None else ()
     return next((pool for pool, on_it in pools if kind in on_it), None)
-
-
-def _homeless(config: PlacementConfig, name: str, kind: Role, home: Mapping[Role, str]) -> UserError:
-    placed = ", ".join(f"{role} on {pool}" for role, pool in sorted(home.items()))
-    if isinstance(config, _Pools):
-        nearest = max(config.pools, key=lambda pool: config.pools[pool].processes * config.pools[pool].nodes)
-        remedy = f"add {kind} to placement.pools.{nearest}.roles, say"
-    else:
-        joint = isinstance(config, ForwardOffloadPlacement) and kind in ("critic", "reward")
-        remedy = f"set placement.{'critic_reward' if joint else kind}"
-    title = f"role {name!r}" if name == kind else f"role {name!r} (a {kind})"
-    return UserError(f"{title} has no pool", found=f"placement {config.type}: {placed}", remedy=remedy)
 
 
 def _edges_of_run(config: PlacementConfig, kinds: set[Role]) -> dict[str, tuple[str, ...]]:

@@ -131,7 +131,6 @@ class Job:
         starter: ``module:name`` of a ``Starter``; without one ``quartet init`` writes no recipe.
         methods: address of the choice in the recipe that ``quartet init --method`` makes.
         beside: ``module:function`` that writes what belongs beside a trained model, of a recipe and the directory.
-        words: parts of the name of a run's directory from which it is guessed that this job writes it.
         folder: what it makes, in the run's directory.
         metrics: those that are shown at the end, as the names in its last row of metrics.
     """
@@ -145,7 +144,6 @@ class Job:
     starter: str | None = None
     methods: str | None = None
     beside: str | None = None
-    words: tuple[str, ...] = ()
     folder: str = "model"
     metrics: tuple[str, ...] = ()
 
@@ -361,7 +359,6 @@ OWN: Mapping[str, Job] = {
         "quartet:SFTTrainer",
         "Supervised fine-tuning on demonstrations.",
         is_supervised=True,
-        words=("sft",),
         metrics=("loss/sft", "eval/loss"),
     ),
     "reward-model": Job(
@@ -369,7 +366,6 @@ OWN: Mapping[str, Job] = {
         "quartet:RewardModelTrainer",
         "Reward model from preference pairs.",
         is_supervised=True,
-        words=("reward", "rm"),
         metrics=("loss/reward_model", "reward_model/accuracy", "eval/accuracy", "eval/longer_answer_accuracy"),
     ),
     "preference": Job(
@@ -378,7 +374,6 @@ OWN: Mapping[str, Job] = {
         "DPO, SimPO, KTO and others on preference data.",
         is_supervised=True,
         methods="loss",
-        words=("preference", "dpo", "ipo", "simpo", "orpo", "kto"),
         metrics=(
             "loss/preference",
             "preference/accuracy",
@@ -394,14 +389,12 @@ OWN: Mapping[str, Job] = {
         "quartet:RLTrainer",
         "Reinforcement learning: PPO, GRPO and others.",
         methods="algorithm",
-        words=("rl", "ppo", "grpo", "dapo", "gspo", "rloo", "reinforce", "remax"),
         metrics=("reward/score_mean", "eval/score_mean", "kl/ref", "policy/entropy", "agreement/logprob_diff_max"),
     ),
     "eval": Job(
         "quartet.config.evaluation:EvalRecipe",
         "quartet:Evaluator",
         "Held-out prompts answered and scored; win rates.",
-        words=("eval", "evaluation"),
     ),
 }
 

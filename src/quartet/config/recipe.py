@@ -29,7 +29,6 @@ from quartet.config.algorithms import (
     ReMax,
     ScoredAlgorithm,
     Selection,
-    SequenceClippedLoss,
     kl_term,
     reads_reference,
 )
@@ -321,7 +320,7 @@ def _speculation(recipe: RLRecipe) -> Iterator[str]:
 
 
 def _losses(recipe: RLRecipe) -> Iterator[str]:
-    algorithm, kl = recipe.algorithm, kl_term(recipe.algorithm)
+    algorithm = recipe.algorithm
     if not isinstance(algorithm, PolicyGradient):
         return
     loss, correction = algorithm.policy_loss, algorithm.off_policy
@@ -343,20 +342,11 @@ def _losses(recipe: RLRecipe) -> Iterator[str]:
             "algorithm optimal_token_baseline reads probabilities of the whole vocabulary, and "
             "rollout.sampling.truncated_logprobs leaves some of it out: leave either"
         )
-    is_default = algorithm.aggregation == type(algorithm).model_fields["aggregation"].default
-    aggregates = algorithm.entropy_coef > 0 or (kl.coef > 0 and kl.place == "loss")
-    if isinstance(loss, SequenceClippedLoss) and not is_default and not aggregates:
-        yield (
-            "algorithm.policy_loss sequence_clipped is the mean over responses, and there is no entropy or KL term in "
-            f"the loss: algorithm.aggregation ({algorithm.aggregation}) would do nothing; leave it out"
-        )
 
 
 def _kl_and_reference(recipe: RLRecipe) -> Iterator[str]:
     algorithm, kl = recipe.algorithm, kl_term(recipe.algorithm)
     responses = recipe.prompts_per_step * recipe.responses_per_prompt
-    if kl.target is not None and kl.coef == 0:
-        yield "algorithm.kl.coef is 0, so algorithm.kl.target has nothing to adapt; set a first coef"
     if kl.target is not None and kl.horizon < responses:
         yield (
             f"algorithm.kl.horizon ({kl.horizon}) is less than the responses of one step ({responses}): the "
@@ -364,14 +354,6 @@ def _kl_and_reference(recipe: RLRecipe) -> Iterator[str]:
         )
     if isinstance(algorithm, Distillation) and recipe.reference.path is None:
         yield "distillation needs reference.path, the teacher: from itself the actor has nothing to learn"
-    if isinstance(algorithm, OnlineDPO) and algorithm.refresh_steps is not None:
-        if not reads_reference(algorithm):
-            yield f"algorithm.loss {algorithm.loss.name} has no reference, so algorithm.refresh_steps would do nothing"
-        elif recipe.reference.path is None and recipe.actor.train.lora is not None:
-            yield (
-                "with actor.train.lora the reference is the actor without its adapters, which never changes: leave out "
-                "algorithm.refresh_steps"
-            )
 
 
 def _environments(recipe: RLRecipe) -> Iterator[str]:
@@ -402,13 +384,6 @@ def _rewards(recipe: RLRecipe) -> Iterator[str]:
         yield f"a reward model is called {clash[0]!r}, as a role of every run is: give it another name"
     elif len(set(names)) != len(names):
         yield f"two rewards have the same name: {names}"
-    gated = [source.name or source.type for source in recipe.rewards if source.gate is not None]
-    normalises = getattr(recipe.algorithm, "multi_objective_aggregation", "") == "normalize_then_sum"
-    if normalises and gated:
-        yield (
-            f"the gate of the reward {gated[0]!r} compares scores as they are, and "
-            "algorithm.multi_objective_aggregation normalize_then_sum adds up normalised ones: leave either"
-        )
     steps = [source.name for source in recipe.rewards if isinstance(source, ModelSource) and source.pays_steps]
     if isinstance(recipe.algorithm, ReMax) and steps:
         yield (

@@ -34,8 +34,8 @@ DAY_S = 86_400.0
 
 
 class RetryConfig(Strict):
-    """Waits of ``first_wait_s · 2^n``, at most ``longest_wait_s``, times a jitter in [0.5, 1) that ``seed``, the
-    request and n decide. A server that answers with Retry-After sets the wait itself, up to ``longest_wait_s``.
+    """Waits of ``first_wait_s · 2^n``, at most ``longest_wait_s``, less a random part of up to a half. A server that
+    answers with Retry-After sets the wait itself, up to ``longest_wait_s``.
     """
 
     attempts: int = Field(4, ge=1, description="Most attempts at one request, the first included.")
@@ -45,16 +45,6 @@ class RetryConfig(Strict):
     longest_wait_s: float = Field(
         20.0, gt=0, le=DAY_S, description="Longest wait, also where the server asks for more."
     )
-    seed: int = Field(0, description="Decides the jitter of the waits.")
-
-
-class BreakerConfig(Strict):
-    """After so many attempts in a row without an answer requests fail at once for ``rest_s``; then one is tried."""
-
-    failures: int = Field(
-        20, ge=1, description="Attempts in a row without an answer, after which calls pause for rest_s."
-    )
-    rest_s: float = Field(30.0, gt=0, description="Pause after so many failures, before the server is called again.")
 
 
 class RemoteServer(Strict):
@@ -82,28 +72,13 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 
 
-class GateConfig(Strict):
-    """Opens where the score of ``source`` reaches ``at_least``. Where it is closed the gated source adds 0, or with
-    ``otherwise`` the completion's whole reward is that number. Where ``source`` has no score, the gated one has none.
-    """
-
-    source: str = Field(description="The `name` of another reward; its own score counts, before weights and gates.")
-    at_least: float = Field(description="The gate is open from this score on.")
-    otherwise: float | None = Field(None, description="The whole reward of a completion at which the gate is closed.")
-
-
 class RewardSourceConfig(Strict):
     """What every source has."""
 
     if TYPE_CHECKING:
         type: str
-    name: str | None = Field(None, description="Name in metrics, gates and files; no two sources share one.")
+    name: str | None = Field(None, description="Name in metrics and files; no two sources share one.")
     weight: float = Field(1.0, description="Factor of the score in the sum.")
-    gate: GateConfig | None = Field(None, description="Counts only where another source's score is high enough.")
-
-    def _misfits(self) -> Iterator[str]:
-        if self.gate is not None and self.gate.source == self.name:
-            yield f"the reward {self.name!r} is gated by itself; name another one in gate.source"
 
 
 class Fallible(RewardSourceConfig):
@@ -150,10 +125,6 @@ class FunctionReward(Fallible):
     type: Literal["function"] = "function"
     target: str = Field(description="path/to/file.py:name or package.module:name")
     name: str | None = Field(None, description="The function's own name when left out.")
-    thread: bool = Field(
-        False,
-        description="Call it in threads of its process, up to `concurrency` at a time (a plain function that waits).",
-    )
     processes: Processes = Field(1, ge=1, le=64, description="Processes that call it, each with what its module keeps.")
     batch_size: Responses | None = Field(None, ge=1, description="Completions per call; a whole chunk when left out.")
     concurrency: int = Field(4, ge=1, description="Most calls that are under way at a time.")
@@ -190,7 +161,6 @@ class RegexReward(RewardSourceConfig):
     ignore_case: bool = Field(False, description="Upper and lower case are the same.")
 
     def _misfits(self) -> Iterator[str]:
-        yield from super()._misfits()
         groups = compiled(self.pattern).groups
         if self.column is not None and groups != 1:
             yield (f"pattern {self.pattern!r} has {groups} groups; with `column` it needs one, what is compared")
@@ -209,7 +179,6 @@ class FormatReward(RewardSourceConfig):
     tags: tuple[str, ...] | None = Field(None, description="Names without brackets, as in [think, answer].")
 
     def _misfits(self) -> Iterator[str]:
-        yield from super()._misfits()
         if (self.pattern is None) == (self.tags is None):
             yield "a format is either a `pattern` or a list of `tags`; give one of them"
         if self.pattern is not None:
@@ -233,7 +202,6 @@ class LengthReward(RewardSourceConfig):
     unit: Literal["characters", "words"] = Field("characters", description="What length counts.")
 
     def _misfits(self) -> Iterator[str]:
-        yield from super()._misfits()
         if (self.max is None) == (self.target is None):
             yield "a length is judged by `max` or by `target`; give one of them"
 
@@ -262,7 +230,6 @@ class RemoteSource(RemoteServer, Fallible):
     """What every source on a server has."""
 
     on_error: OnError = Field("leave_out", description="stop: a sample that fails stops the run before the update.")
-    breaker: BreakerConfig = BreakerConfig()
 
 
 class HTTPReward(RemoteSource):

@@ -1,4 +1,4 @@
-"""What every recipe has: where a run's figures go, what it says when it ends, what it calls on the way."""
+"""What every recipe has: where a run's figures go, what it calls on the way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, JsonValue, field_validator
 
 from quartet.config.common import (
     DEVICES,
@@ -44,24 +44,6 @@ else:
     AnyTracker = Annotated[_Union, BeforeValidator(_by_name)]
 
 
-class NotifyConfig(Strict):
-    """Messages about the run, through apprise; needs the extra `notify`."""
-
-    urls: tuple[SecretStr, ...] = Field(
-        (), description="Apprise addresses (slack://…, mailto://…); kept out of the saved recipe, which shows stars."
-    )
-    urls_env: str | None = Field(
-        None, description="Environment variable with addresses, separated by spaces; never saved or logged."
-    )
-    on: tuple[Literal["end", "failure", "alarm"], ...] = Field(
-        ("end", "failure", "alarm"), min_length=1, description="What is told; a run that a signal stops has ended."
-    )
-
-    def _misfits(self) -> Iterator[str]:
-        if not self.urls and self.urls_env is None:
-            yield "messages need an address: set urls_env or urls"
-
-
 class LogConfig(Strict):
     """What is written and told beside metrics.jsonl."""
 
@@ -73,7 +55,6 @@ class LogConfig(Strict):
         8, ge=0, description="Rows of the tables that trackers get of kept rollouts and of evaluations."
     )
     rollouts_every: Steps = Field(1, ge=1, description="Steps between kept rollouts.")
-    notify: NotifyConfig | None = Field(None, description="Messages when the run ends or fails, or of an alarm; none.")
     level: Literal["debug", "info", "warning", "error"] = Field(
         "warning", description="Least severity that Python's logger `quartet` writes to stderr, in every process."
     )

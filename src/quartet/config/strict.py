@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union, get_args, get_origin
-from urllib.parse import unquote, urlsplit
 
 from annotated_types import Unit
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import answer, likeliest, nearest, synonyms
+from quartet.config.nearest import nearest
 
 
 def members(annotation: Any) -> list[type[BaseModel]]:
@@ -89,41 +87,29 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, child in pairs for k, v in flatten(child, f"{prefix}.{key}" if prefix else key).items()}
 
 
-_MOST = 100
-"""Mistakes that are told; a request to a server may have any number."""
-
-
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
     """Makes one ``UserError`` of all of ``error``; paths are written as overrides would be."""
-    details = error.errors(include_url=False)[:_MOST]
+    details = error.errors(include_url=False)
     # A default that follows from a field which has a mistake of its own.
     details = [detail for detail in details if detail["type"] != "default_factory_not_called"]
-    mistakes = [mistake for detail in details for mistake in _mistakes(detail, model)]
+    mistakes = [_mistake(detail, model) for detail in details]
     if len(mistakes) == 1:
         found, remedy = mistakes[0]
         return UserError(f"{label} is not valid", found=found, remedy=remedy)
     lines = (f"\n    {n}. {found}: {remedy}" for n, (found, remedy) in enumerate(mistakes, 1))
     return UserError(
-        f"{label} is not valid in {'at least ' * (error.error_count() > _MOST)}{len(mistakes)} places",
+        f"{label} is not valid in {len(mistakes)} places",
         found="".join(lines),
         remedy="change each as it says there",
     )
 
 
-def _mistakes(detail: Any, root: type[BaseModel]) -> list[tuple[str, str]]:
-    """Tells what was found and what to do, for one of pydantic's error dictionaries: of an unknown section once for
-    every key.
-    """
-    if detail["type"] != "extra_forbidden":
-        return [_mistake(detail, root)]
-    path, parent, _ = _place(detail["loc"], root)
-    return _unknown_keys(path, parent, root, detail["input"])
-
-
 def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
     """Tells what was found and what to do, for one of pydantic's error dictionaries."""
-    path, _, annotation = _place(detail["loc"], root)
+    path, parent, annotation = _place(detail["loc"], root)
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(path, parent, root)
     if kind == "missing":
         return f"{path} is missing", f"set {path}"
     is_other = kind == "union_tag_not_found" and not isinstance(value, dict)
@@ -181,93 +167,32 @@ def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseM
 def _section_remedy(path: str, annotation: Any, value: Any) -> str:
     """Tells what to write where a section is given as one value."""
     models = members(annotation)
-    if callable(value) and path.startswith("rewards"):
-        return "pass functions to the trainer: rewards=[…]"
     if len(models) > 1:
         tag, known = tags(models)
-        close = value.lower() if isinstance(value, str) and value.lower() in known else None
-        return f"write {path}.{tag}={close}" if close else f"set {path}.{tag} to one of {', '.join(known)}"
+        return f"set {path}.{tag} to one of {', '.join(known)}"
     keys = list(models[0].model_fields) if models else []
     if "path" in keys and isinstance(value, str):
         return f"write {path}.path={value}"
     return f"{path} takes a mapping" + (f" of {', '.join(keys)}" if keys else "")
 
 
-def _unknown_keys(
-    path: str, parent: type[BaseModel] | None, root: type[BaseModel], value: Any
-) -> list[tuple[str, str]]:
-    """Offers what another system's key is called here, then the nearest key of the same section, then the same key
-    elsewhere, then what is known of the sections around it, then all keys of the section. A section is taken apart
-    where something is known of its keys.
-    """
+def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel]) -> tuple[str, str]:
+    """Offers the nearest key of the same section, then the same key elsewhere, then all keys of the section."""
     section, _, name = path.rpartition(".")
     known = list(parent.model_fields) if parent is not None else []
-    fields = _fields(root)
-    inner = flatten(value, path) if isinstance(value, dict) else {}
-    keys = list(dict.fromkeys(re.sub(r"(\.\d+)+$", "", key) for key in inner)) or [path]
-    if _of_a_choice(path, fields):
-        meant = [name for name in synonyms(path, fields) if name.rpartition(".")[2] in known]
-        remedy = f"did you mean {meant[0]}?" if meant else f"use one of {', '.join(known)}"
-        return [(_unknown(path), f"that key belongs to another choice of {section}; {remedy}")]
-    near = nearest(name, known)
-    told = {key: _foreign(key, fields) for key in keys}
-    above = {key: _of_sections(key, path, fields) for key in keys}
-    if near is None or any(told.values()) or any(above.values()):
-        told = {key: told[key] or _elsewhere(key, fields) or above[key] for key in keys}
-    if any(told.values()):
-        return [(_unknown(key), remedy or f"use one of {', '.join(known)}") for key, remedy in told.items()]
-    return [(_unknown(path), near or f"use one of {', '.join(known)}")]
+    names = list(dict.fromkeys(full for full, _ in dotted_fields(root)))
+    elsewhere = [full for full in names if full.rpartition(".")[2] == name]
+    belongs_to_another_choice = re.sub(r"\.\d+\.", ".0.", path) in names
+    remedy = nearest(name, known)
+    if remedy is None and elsewhere and not belongs_to_another_choice:
+        remedy = f"did you mean {', '.join(elsewhere[:3])}?"
+    found = f"unknown key {name!r} {f'in {section}' if section else 'at the top'}"
+    return found, remedy or f"use one of {', '.join(known)}"
 
 
-def _unknown(path: str) -> str:
-    section, _, key = path.rpartition(".")
-    return f"unknown key {key!r} {f'in {section}' if section else 'at the top'}"
-
-
-@cache
-def _fields(root: type[BaseModel]) -> dict[str, str | None]:
-    """Returns every key of a recipe with its description; of a name that several choices have, the first's."""
-    found: dict[str, str | None] = {}
-    for name, field in dotted_fields(root):
-        found.setdefault(name, field.description)
-    return found
-
-
-def _of_a_choice(path: str, fields: Iterable[str]) -> bool:
-    """Tells whether a choice has the key at ``path``."""
-    return ".".join("0" if part.isdecimal() else part for part in path.split(".")) in fields
-
-
-def _foreign(path: str, fields: Mapping[str, str | None]) -> str | None:
-    """Tells what to do about another system's key."""
-    return _did_you_mean(synonyms(path, fields), fields) or answer(path, fields)
-
-
-def _elsewhere(path: str, fields: Mapping[str, str | None]) -> str | None:
-    """Tells what to do about a key that other sections have."""
-    key = path.rpartition(".")[2]
-    return _did_you_mean(likeliest([name for name in fields if name.rpartition(".")[2] == key], path), fields)
-
-
-def _of_sections(key: str, path: str, fields: Mapping[str, str | None]) -> str | None:
-    """Tells what is known of the sections of another system that hold ``key``, from the innermost out to ``path``."""
-    section = key.rpartition(".")[0]
-    while section and len(section) >= len(path):
-        if (found := _foreign(section, fields)) is not None:
-            return found
-        section = section.rpartition(".")[0]
-    return None
-
-
-def _did_you_mean(names: list[str], fields: Mapping[str, str | None]) -> str | None:
-    if len(names) == 1 and fields[names[0]]:
-        return f"did you mean {names[0]}? ({fields[names[0]]})"
-    return f"did you mean {', '.join(names[:3])}?" if names else None
-
-
-_FORM = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
+_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[^/\s?#@:\[\]]+)(:[1-9][0-9]{0,4})?(/[^\s?#]*)?")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_SECRET = re.compile(r"(^|[^a-z])(sig|signature|credential|token|key|password|pwd|secret)$|api_?key|accesstoken", re.I)
+_SECRET = re.compile(r"(^|&)(sig|[^=&#]*(signature|credential|token|key|password|secret)[^=&#]*)=", re.I)
 """Parameters of signed addresses and of services that want a key in them."""
 
 
@@ -276,35 +201,22 @@ def is_url(name: object) -> bool:
     return isinstance(name, str) and _URL.match(name) is not None
 
 
-def secret_in(name: object) -> str | None:
-    """Tells in words what a URL holds that must not be written down with it; None of other URLs and of paths."""
-    if not is_url(name):
-        return None
-    scheme, _, rest = str(name).partition("://")
-    user, at, _ = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")
-    if at and (":" in user or scheme.lower() in ("http", "https")):  # the user alone may be a token
-        return "a password"
-    query = rest.partition("#")[0].partition("?")[2]
-    names = [pair.partition("=")[0] for pair in query.split("&")]
-    words = [re.sub(r"([a-z])([A-Z])", r"\1_\2", unquote(name)) for name in names]  # authToken
-    return next((f"a secret ({name})" for name, word in zip(names, words, strict=True) if _SECRET.search(word)), None)
+def _holds_secret(url: str) -> bool:
+    """Tells whether a URL has a user, or a parameter by whose name it is a secret."""
+    scheme, _, rest = url.partition("://")
+    place, _, query = rest.partition("?")
+    user, at, _ = place.partition("/")[0].rpartition("@")
+    has_user = bool(at) and (":" in user or scheme.lower() in ("http", "https"))  # the user alone may be a token
+    return has_user or _SECRET.search(query) is not None
 
 
-def http_address(url: str) -> str:
-    """Returns the address itself; ValueError where it has not the form, no host, or a port that no server can have."""
-    if not _FORM.fullmatch(url):
+def _http_address(url: str) -> str:
+    if not _ADDRESS.fullmatch(url):
         raise ValueError(f"url is written http://host:port/path or https://…, without a query; found {url!r}")
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:  # brackets that hold no address, a port that is no number up to 65535
-        raise ValueError(f"url has no host and port such as localhost:8000; found {url!r} ({error})") from None
-    if not host or port == 0:
-        raise ValueError(f"url has no host and port such as localhost:8000; found {url!r}")
     return url
 
 
-HTTPAddress = Annotated[str, AfterValidator(http_address)]
+HTTPAddress = Annotated[str, AfterValidator(_http_address)]
 
 
 Tokens = Annotated[int, Unit("tokens")]
@@ -322,10 +234,6 @@ Devices = Annotated[int, Unit("devices")]
 Nats = Annotated[float, Unit("nats")]
 
 
-_FILES = ("path", "output_dir", "tokenizer", "chat_template", "cache", "directory", "target")
-"""Keys that name files or directories."""
-
-
 class Strict(BaseModel):
     """Frozen, and unknown keys are errors."""
 
@@ -336,26 +244,12 @@ class Strict(BaseModel):
         def __init__(self, /, **values: Any) -> None:
             """Raises ``UserError`` for mistakes in ``values``, with the command line's suggestions."""
             try:
-                super().__init__(**{name: self._listed(name, value) for name, value in values.items()})
+                super().__init__(**values)
             except ValidationError as error:
                 raise explain(error, type(self), type(self).__name__) from None
 
         # Tells pydantic to build nested sections without this method, so that all mistakes are listed together.
         __init__.__pydantic_base_init__ = True
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            raise UserError(
-                "recipes and their sections cannot be changed",
-                found=f"an assignment to {type(self).__name__}.{name}",
-                remedy=f"make another one: recipe.model_copy(update={{{name!r}: …}})",
-            )
-
-    @classmethod
-    def _listed(cls, name: str, value: Any) -> Any:
-        """Makes a section that stands alone where there may be several one of them."""
-        field = cls.model_fields.get(name)
-        is_one = isinstance(value, BaseModel) and field is not None and item_annotation(field.annotation) is not None
-        return (value,) if is_one else value
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Makes a copy with other values, which are checked as those of a new recipe are.
@@ -380,15 +274,11 @@ class Strict(BaseModel):
     def _fits_together(self) -> Self:
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if name in _FILES and "\0" in str(value):
-                raise ValueError(f"{name} holds a zero byte, which no file's name can")
-            if (secret := secret_in(value)) is not None:
+            if is_url(value) and _holds_secret(value):
                 raise ValueError(
-                    f"{name} is a URL with {secret}, which would be saved with the run: give it in the environment or "
-                    "in fsspec's configuration (docs/storage.md), or bring the file to this machine"
+                    f"{name} is a URL with a password or token, which would be saved with the run: give it in the "
+                    "environment or in fsspec's configuration (docs/storage.md), or bring the file to this machine"
                 )
-            if name == "output_dir" and value is not None and (value != value.strip() or len(value.splitlines()) > 1):
-                raise ValueError(f"output_dir has a line break, or white space around it: {value!r}")
         for reason in self._misfits():
             raise ValueError(reason)
         return self

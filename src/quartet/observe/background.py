@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -12,8 +13,6 @@ _USUAL_LIMIT = 4
 """Of pieces of one name in a ``BackgroundWriter``."""
 _MOST_WAITING = 1000
 """Pieces that wait for a ``BestEffortThread``."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
-"""Of a ``BestEffortThread``, before the second attempt at a piece, and at most."""
 
 
 class BackgroundWriter:
@@ -120,90 +119,51 @@ class BackgroundWriter:
 class BestEffortThread:
     """Does pieces of work on a thread of its own, in order; whoever hands them over never waits, and meets no error.
 
-    A piece that raises is tried again after 1, 2, 4, … seconds, while others wait; with too many waiting the oldest is
-    dropped. The thread is a daemon: a call that hangs does not keep the process.
+    A piece that raises is dropped, and so is one that finds too many waiting. The thread is a daemon: a call that hangs
+    does not keep the process.
 
     Args:
         name: what the work is for, in messages.
-        tell: is told of the first failure, in this thread; without one, in ``close``, of a call that hangs.
-        attempts: of one piece.
+        tell: is told of the first failure, in this thread; in ``close``, of a call that hangs.
 
     Attributes:
-        num_dropped: pieces that were not done, and never will be.
+        num_dropped: pieces that were not done.
     """
 
-    def __init__(self, name: str, tell: Callable[[str], object], *, attempts: int = 8) -> None:
-        self._name, self._tell, self._attempts = name, tell, attempts
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._waiting: deque[Callable[[], object]] = deque()
-        self._closed = self._has_failed = False
-        self._last: Callable[[], object] = lambda: None
+    def __init__(self, name: str, tell: Callable[[str], object]) -> None:
+        self._name, self._tell = name, tell
+        self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._has_failed = False
         self._thread: threading.Thread | None = None
         self.num_dropped = 0
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Hands ``work`` over; nothing it reads may change from here on. After ``close`` it does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            if len(self._waiting) == _MOST_WAITING:
-                self._waiting.popleft()
-                self.num_dropped += 1
-            self._waiting.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"quartet-{self._name}", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        """Hands ``work`` over; nothing it reads may change from here on."""
+        if self._waiting.qsize() >= _MOST_WAITING:
+            self.num_dropped += 1
+            return
+        self._waiting.put(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"quartet-{self._name}", daemon=True)
+            self._thread.start()
 
-    def close(self, last: Callable[[], object] = lambda: None, patience_s: float = 30.0) -> None:
-        """Returns once all is done, and ``last`` after it, or ``patience_s`` later. A piece that fails now takes those
-        behind it along.
-        """
-        with self._lock:
-            self._closed, self._last = True, last
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(patience_s)
-            with self._lock:
-                hangs = self._thread.is_alive()
-                self.num_dropped += hangs + len(self._waiting)
-                self._waiting.clear()
-            if hangs and not self._has_failed:
-                self._tell(f"{self._name}: a call has not ended within the last {patience_s:g} s")
+    def close(self, last: Callable[[], object], patience_s: float = 30.0) -> None:
+        """Returns once all is done, and ``last`` after it, or ``patience_s`` later."""
+        if self._thread is None:
+            return
+        self._waiting.put(last)
+        self._waiting.put(None)
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            self.num_dropped += self._waiting.qsize() - 1  # for ``last`` and the end the one under way
+            self._tell(f"{self._name}: a call has not ended within the last {patience_s:g} s")
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._changed.wait_for(lambda: self._closed or self._waiting)
-                work = self._waiting.popleft() if self._waiting else None
-            if work is None:
-                try:
-                    self._last()
-                except BaseException as error:
-                    self._report(error)
-                return
-            self._do(work)
-
-    def _do(self, work: Callable[[], object]) -> None:
-        for attempt in range(self._attempts):
-            is_last = self._closed
+        while (work := self._waiting.get()) is not None:
             try:
                 work()
-                return
             except BaseException as error:  # Of a library that may raise anything, SystemExit too.
-                self._report(error)
-            with self._lock:
-                if is_last:
-                    self.num_dropped += len(self._waiting)
-                    self._waiting.clear()
-                    break
-                wait_s = min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S)
-                if attempt + 1 < self._attempts:
-                    self._changed.wait_for(lambda: self._closed, wait_s)
-        self.num_dropped += 1
-
-    def _report(self, error: BaseException) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            self._tell(f"{self._name} fails ({described(error)}): the run goes on, and it is tried again")
+                self.num_dropped += 1
+                if not self._has_failed:
+                    self._has_failed = True
+                    self._tell(f"{self._name} fails ({described(error)}): the run goes on without what it lacks")

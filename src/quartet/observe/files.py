@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from quartet.config.errors import UserError, read_error, read_file, refuse_pipe, write_error
+from quartet.config.errors import UserError, read_error, read_file, write_error
 
 _DIGEST = "sha256"
 _BUFFER = 2**20
@@ -370,7 +370,6 @@ class Tail(Generic[T]):
         """
         self.restarted = False
         try:
-            refuse_pipe(self._path)
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if self._inode and (status.st_ino != self._inode or status.st_size < self._offset):

@@ -4,18 +4,16 @@ One table of checks, :data:`CHECKS`. Each is a pure function of a few metrics in
 first ones where a figure alone says nothing. The run itself, ``watch``, the report and ``benchmarks/health.py``, which
 counts false alarms over healthy runs, all ask :class:`Health`; ``docs/how-to/not-learning.md`` has the table.
 
-Beside it: signs that answers degenerate (:func:`repetition`, :class:`LanguageChange`), the workers that others wait for
+Beside it: how far answers repeat themselves (:func:`repetition`), the workers that others wait for
 (:func:`worker_table`), and :class:`HackingAlarm`.
 """
 
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -25,16 +23,11 @@ from pydantic import ConfigDict, TypeAdapter
 
 from quartet.observe.files import read_objects
 from quartet.observe.spans import Span
-from quartet.observe.trackers import read_metrics
 
 NGRAM = 4
 FIRST_STEPS = 5
 """Steps that a run's later ones are compared with."""
-SCRIPT, CHANGE = "language/", "language/change"
-_OTHER = "other"
-_LEAST_SHARE = 0.01
 _HASH = np.uint64(0x9E3779B97F4A7C15)
-_NAMES = {"CJK": "han", "IDEOGRAPHIC": "han"}
 
 
 def repetition(token_ids: Sequence[int]) -> tuple[float, int]:
@@ -54,70 +47,6 @@ def repetition(token_ids: Sequence[int]) -> tuple[float, int]:
     is_new[np.unique(grams, return_index=True)[1] + 1] = True
     longest = int(np.diff(np.flatnonzero(is_new)).max()) - 1
     return float(count - is_new[1:-1].sum()) / count, longest + NGRAM - 1 if longest else 0
-
-
-def script_counts(text: str) -> dict[str, int]:
-    """Counts letters of a text by writing system: ``latin``, ``cyrillic``, ``han``, ``hiragana``, …"""
-    found: Counter[str] = Counter()
-    for char, count in Counter(text).items():
-        if (script := _script(char)) is not None:
-            found[script] += count
-    return dict(found)
-
-
-@cache
-def _script(char: str) -> str | None:
-    """Returns the first word of a letter's name in Unicode, which is its script's; None of what is no letter."""
-    if not char.isalpha():
-        return None
-    plain = unicodedata.normalize("NFKC", char)[:1]  # of full width, in bold: the letter itself
-    word = unicodedata.name(plain, _OTHER).split()[0].partition("-")[0]
-    return _NAMES.get(word, word.lower())
-
-
-def script_shares(counts: Iterable[Mapping[str, int]]) -> dict[str, float]:
-    """Returns ``language/<script>`` of all texts together; scripts below 1 % are ``language/other``. {} without
-    letters.
-    """
-    total: Counter[str] = Counter()
-    for of_text in counts:
-        total.update(of_text)
-    num = sum(total.values())
-    shares: dict[str, float] = {}
-    for script, count in sorted(total.items()):
-        name = SCRIPT + (script if count >= _LEAST_SHARE * num else _OTHER)
-        shares[name] = shares.get(name, 0.0) + count / num
-    return shares
-
-
-class LanguageChange:
-    """How far the scripts of a step's answers are from those of the run's first steps.
-
-    Args:
-        path: the run's ``metrics.jsonl``, which holds those steps also after a resume.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._first: list[dict[str, float]] = []
-
-    def of(self, shares: Mapping[str, float]) -> float | None:
-        """Returns half the sum of the differences of the shares, from 0 to 1; None at the first step and without
-        letters.
-        """
-        now = _of_scripts(shares)
-        if len(self._first) < FIRST_STEPS and self._path.exists():
-            rows = (_of_scripts(row) for row in read_metrics(self._path))
-            self._first = [row for row in rows if row][:FIRST_STEPS]
-        if not now or not self._first:
-            return None
-        names = now.keys() | {name for row in self._first for name in row}
-        before = {name: sum(row.get(name, 0.0) for row in self._first) / len(self._first) for name in names}
-        return sum(abs(now.get(name, 0.0) - before[name]) for name in names) / 2
-
-
-def _of_scripts(row: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name.startswith(SCRIPT) and name != CHANGE}
 
 
 Seconds = dict[str, float]

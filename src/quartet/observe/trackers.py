@@ -2,9 +2,8 @@
 
 The trackers a recipe may name, each behind a thread of its own: an unreachable one costs the run nothing.
 
-What a resumed run repeats, the steps after its checkpoint, is not logged twice, and what a killed process did not log
-of those before it is logged then: ``trackers/<type>.json`` in the run's directory has the run's id there, and the last
-step that was logged.
+What a resumed run repeats, the steps after its checkpoint, is not logged twice: ``trackers/<type>.json`` in the run's
+directory has the run's id there, and the last step that was logged.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import math
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,12 +44,10 @@ class Tracker(Protocol):
     Attributes:
         id: by which a resumed run finds its own again; None where nothing needs to be found.
         url: where people see the run; None where there is no such place.
-        delay_s: longest time for which it keeps what is logged in memory, where a kill destroys it.
     """
 
     id: str | None
     url: str | None
-    delay_s: float
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -137,7 +133,6 @@ class TensorBoardTracker:
 
     id: str | None = None
     url: str | None = None
-    delay_s = 0.0
 
     def __init__(self, directory: Path, resume_after: int | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -219,7 +214,6 @@ class DeliveredTracker:
     Args:
         kind: type of the tracker.
         start: makes the tracker, of the id that the run had there.
-        run: what the tracker lacks of a resumed run's steps, as after a kill, is logged first.
         num_samples: rows of a table; 0: none are shown.
         tell, warn: as of ``build_trackers``.
     """
@@ -239,9 +233,6 @@ class DeliveredTracker:
         self._tracker: Tracker | None = None
         self._known: dict[str, Any] = {}
         self._last: dict[str, int] = {}  # step of metrics, and of each table
-        self._kept: deque[tuple[float, int]] = deque()  # from when on no kill destroys a logged step, and the step
-        if run.resumed_after:
-            self._thread.submit(partial(self._catch_up, run.directory / "metrics.jsonl", run.resumed_after))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._thread.submit(partial(self._log, step, dict(metrics)))
@@ -267,25 +258,10 @@ class DeliveredTracker:
                 self._tell(f"{self._kind}: {self._tracker.url}")
         return self._tracker
 
-    def _catch_up(self, metrics: Path, last: int) -> None:
-        """Logs the rows up to step ``last`` that the process before had not got through."""
-        if self._opened().id is not None:  # else the run's directory has them
-            for row in read_metrics(metrics):
-                if row["step"] <= last:
-                    self._log(int(row["step"]), {name: row[name] for name in row.keys() - {"step", "time_s"}})
-
     def _note(self, step: int) -> None:
         if self._tracker is not None and self._tracker.id is not None:
             self._path.parent.mkdir(exist_ok=True)
             replace_atomically(self._path, json.dumps({"id": self._tracker.id, "step": step}).encode())
-
-    def _note_safe(self, now: float) -> None:
-        """Notes the last step that no kill destroys any more."""
-        safe = -1
-        while self._kept and self._kept[0][0] <= now:
-            _, safe = self._kept.popleft()
-        if safe >= 0:
-            self._note(safe)
 
     def _is_new(self, step: int, name: str = "") -> bool:
         """Tells whether something was not logged already: by the process before, or before a worker died."""
@@ -296,8 +272,7 @@ class DeliveredTracker:
         if self._is_new(step):
             tracker.log(step, metrics)
             self._last[""] = step
-            self._kept.append((time.monotonic() + tracker.delay_s, step))
-            self._note_safe(time.monotonic())
+            self._note(step)
 
     def _show(self, step: int, name: str, rows: Callable[[int], Sequence[Row]]) -> None:
         tracker, table = self._opened(), rows(self._num_samples)
@@ -308,4 +283,3 @@ class DeliveredTracker:
     def _end(self, failed: bool) -> None:
         if self._tracker is not None:
             self._tracker.close(failed=failed)
-            self._note_safe(math.inf)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.config.errors import UserError, as_score, described, full_traceback, raised_at, type_name
+from quartet.config.errors import UserError, as_score, described, raised_at
 from quartet.config.nearest import nearest
 from quartet.config.targets import load_target
 from quartet.processes import Wire
@@ -97,7 +97,7 @@ class BadReturn(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> BadReturn:
-        return cls(f"raised {described(error)}", 0, raised_at(error), full_traceback(error))
+        return cls(f"raised {described(error)}", 0, raised_at(error), "".join(traceback.format_exception(error)))
 
 
 def scores_of(result: Any, num: int) -> list[float | None]:
@@ -109,7 +109,7 @@ def scores_of(result: Any, num: int) -> list[float | None]:
     """
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, (list, tuple)):
-        raise BadReturn(f"returned {type_name(result)}, not a list")
+        raise BadReturn(f"returned {type(result).__name__}, not a list")
     values = [*values]
     if len(values) != num:
         raise BadReturn(f"returned {len(values)} scores for {num} completions", min(len(values), num - 1))
@@ -125,8 +125,8 @@ def scores_of(result: Any, num: int) -> list[float | None]:
 def serve(settings: Mapping[str, Any], wire: Wire) -> None:
     """Loads the function ``settings["target"]``, says what it is, and calls it for each question.
 
-    A plain function is called in the main thread, one call after the other; with ``settings["threads"]`` in so many
-    threads. An async one has an event loop, and as many calls at a time as are asked for.
+    A plain function is called in the main thread, one call after the other. An async one has an event loop, and as many
+    calls at a time as are asked for.
     """
     channel = Questions(wire)
     try:
@@ -143,24 +143,19 @@ def serve(settings: Mapping[str, Any], wire: Wire) -> None:
     name = str(getattr(function, "__name__", type(function).__name__))
     said = {"name": name, "named": dict(parameters.named), "takes_all": parameters.takes_all, "is_async": only_begins}
     channel.answer(0, said)
-    if only_begins or settings["threads"]:
-        asyncio.run(_serve_several(function, 0 if only_begins else settings["threads"], channel))
+    if only_begins:
+        asyncio.run(_serve_async(function, channel))
         return
     for number, arguments in channel:
         channel.answer(number, _called(function, arguments))
 
 
-async def _serve_several(function: Callable[..., Any], threads: int, channel: Questions) -> None:
+async def _serve_async(function: Callable[..., Any], channel: Questions) -> None:
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-    pool = ThreadPoolExecutor(threads) if threads else None
     tasks: set[asyncio.Task[None]] = set()
 
     async def call(number: int, arguments: dict[str, Any]) -> None:
-        if pool is None:
-            answer = await _called_async(function, arguments)
-        else:
-            answer = await loop.run_in_executor(pool, _called, function, arguments)
-        channel.answer(number, answer)
+        channel.answer(number, await _called_async(function, arguments))
 
     def begin(number: int, arguments: dict[str, Any]) -> None:
         task = loop.create_task(call(number, arguments))

@@ -12,7 +12,6 @@ passes in this process while nothing else computes (``PassedFunction``).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import sys
 import weakref
@@ -157,8 +156,7 @@ class SubprocessFunction(FunctionSource):
     """
 
     def __init__(self, config: FunctionReward) -> None:
-        start = partial(_start, config.target, config.concurrency if config.thread else 0)
-        self._pool = SubprocessPool(start, config.processes)
+        self._pool = SubprocessPool(partial(_start, config.target), config.processes)
         try:
             self._pool.fill()
             with self._pool.taken() as process:
@@ -170,7 +168,7 @@ class SubprocessFunction(FunctionSource):
         self.name = config.name or str(said["name"])[:100].strip("<>")
         self._parameters = Parameters(dict(said["named"]), bool(said["takes_all"]))
         # A plain function has one call per process, and the others wait here.
-        num_calls = config.concurrency if config.thread or said["is_async"] else config.processes
+        num_calls = config.concurrency if said["is_async"] else config.processes
         self._threads = Threads(num_calls, self.name)
         self._starts = Threads(1, f"{self.name}-start")
         # Also where a run is refused before anybody could close it.
@@ -196,8 +194,7 @@ class SubprocessFunction(FunctionSource):
         except asyncio.CancelledError:
             call.is_abandoned = True
             if (process := call.process) is not None:
-                # What has begun cannot be interrupted otherwise. Where the call has just ended, and its process serves
-                # another one, that one is made again (``_ask``), as all that share a killed process are.
+                # What has begun cannot be interrupted otherwise. Calls of an async function that share it fail, too.
                 process.kill()
             raise
         except ProcessDied as error:
@@ -212,29 +209,19 @@ class SubprocessFunction(FunctionSource):
 
     def _ask(self, arguments: dict[str, Any], call: _Call) -> Any:
         """Asks one of the processes, in a thread of its own."""
-        while True:
-            try:
-                with self._pool.taken() as call.process:
-                    # Looked at after the process is known, so that one of the two threads ends what begins here.
-                    if call.is_abandoned:
-                        raise ProcessDied("its caller was cancelled")
-                    try:
-                        return call.process.ask(arguments)
-                    finally:  # before another call takes the process
-                        call.process = None
-            except ProcessDied as error:
+        try:
+            with self._pool.taken() as call.process:
+                # Looked at after the process is known, so that one of the two threads ends what begins here.
                 if call.is_abandoned:
-                    # The next call's time is not to be spent on a start.
-                    with contextlib.suppress(ProcessDied, UserError):
-                        self._pool.fill()
-                    raise
-                if not error.was_killed:
-                    raise
-                # Another call was late and its process was ended, this one's too: once more.
-            except UserError:
-                raise
-            except Exception as error:  # What pickling the user's objects raises.
-                raise self._not_plain(described(error)) from error
+                    raise ProcessDied("its caller was cancelled")
+                try:
+                    return call.process.ask(arguments)
+                finally:  # before another call takes the process
+                    call.process = None
+        except (ProcessDied, UserError):
+            raise
+        except Exception as error:  # What pickling the user's objects raises.
+            raise self._not_plain(described(error)) from error
 
     def _read(self, answer: Any, num: int) -> list[float | None]:
         """Returns the scores in an answer, which may be any JSON."""
@@ -262,14 +249,13 @@ class _Traceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _start(target: str, num_threads: int) -> Subprocess:
+def _start(target: str) -> Subprocess:
     """Starts a process that has loaded the function; its greeting is the function's name and parameters."""
     problem = f"the process of the function {target!r} does not start"
     remedy = "correct what its module does while it is imported"
     torch = sys.modules.get("torch")
-    settings = {"target": target, "threads": num_threads}
     try:
-        process = Subprocess(_WORKER, settings, threads=None if torch is None else torch.get_num_threads())
+        process = Subprocess(_WORKER, {"target": target}, threads=None if torch is None else torch.get_num_threads())
     except ProcessDied as error:
         raise UserError(problem, found=str(error), remedy=f"see what it printed; {remedy}") from error
     match process.greeting:

@@ -24,8 +24,6 @@ from quartet.rewards.builtin import text_of
 from quartet.rewards.source import Columns, GuardedReward, RewardError, RewardSource, Scores
 from quartet.text.examples import PromptText
 
-_CONTENT = {400, 413, 422, 500}
-
 
 class NoScore(RemoteError, RewardError):
     """A server gave no score."""
@@ -33,15 +31,10 @@ class NoScore(RemoteError, RewardError):
     problem_of = "the server of the reward {name!r} gave no score ({kind})"
     remedy_of = "see that it runs and answers as docs/rewards.md says; set on_error: leave_out to go on without"
 
-    @property
-    def splits(self) -> bool:  # type: ignore[override]
-        """Tells whether what was sent may be at fault, not the server."""
-        return self.kind == "malformed" or self.status in _CONTENT
-
 
 def reward_client(config: RemoteSource) -> JSONClient:
     """Makes the connection to a source's server."""
-    return JSONClient(config, name=config.name or "", breaker=config.breaker, error=NoScore)
+    return JSONClient(config, name=config.name or "", error=NoScore)
 
 
 class HTTPSource(RewardSource):

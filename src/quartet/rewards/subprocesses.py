@@ -24,7 +24,7 @@ class Questions:
     """The trainer's questions, in the process that answers them."""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire, self._owner = wire, os.getpid()
+        self._wire = wire
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Gives each question with its number, until the trainer has no more."""
@@ -39,12 +39,7 @@ class Questions:
                 yield number, question
 
     def answer(self, number: int, value: Any) -> None:
-        """Answers question ``number`` with ``value``, which must be what JSON knows."""
-        if os.getpid() != self._owner:
-            os._exit(0)  # A copy that user code forked, and that came back from it: its original answers.
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # User code may have closed or replaced it.
-                stream.flush()
+        """Answers question ``number`` with ``value``."""
         self._wire.send([number, value])
 
 
@@ -105,7 +100,7 @@ class Subprocess(Process):
         data = pickle.dumps(question)
         with self._asking:
             if self.lost is not None:
-                raise ProcessDied(self.lost, was_killed=self.was_killed)
+                raise ProcessDied(self.lost)
             number, answer = next(self._numbers), Future[Any]()
             self._waiting[number] = answer
         self.send((number, data), patience_s)
@@ -125,7 +120,7 @@ class Subprocess(Process):
         with self._asking:
             waiting, self._waiting = [*self._waiting.values()], {}
         for answer in waiting:
-            answer.set_exception(ProcessDied(self.lost or "", was_killed=self.was_killed))
+            answer.set_exception(ProcessDied(self.lost or ""))
 
 
 def _result(answer: Future[Any], patience_s: float | None) -> Any:

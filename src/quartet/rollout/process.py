@@ -106,7 +106,7 @@ class _EngineChild(Process):
         settings = {"target": spec.target, "kwargs": dict(spec.kwargs), "has_weights": has_weights, "stderr": stderr}
         options: dict[str, Any] = {"python": spec.python, "environment": variables, "passed": (stderr,)}
         try:
-            super().__init__("quartet.rollout.process:serve", settings, is_trusted=True, output=self._log, **options)
+            super().__init__("quartet.rollout.process:serve", settings, output=self._log, **options)
         except OSError:
             self._close()
             raise

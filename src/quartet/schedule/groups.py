@@ -46,7 +46,7 @@ from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
 from quartet.observe.files import RowAppender, as_dataclass, read_whole
-from quartet.observe.health import repetition, script_counts
+from quartet.observe.health import repetition
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.clock import Condition, shielded
 
@@ -191,8 +191,8 @@ GREEDY = "greedy"
 """Sequence field (bool), and the last part of the name, of trajectories that serve as a baseline only."""
 TEXT_END = "text_end"
 """Sequence field: characters of the last action's text before its stop string, -1 where there is none."""
-DIAGNOSED = "diagnosed"
-"""Object of each sequence: the ``repetition`` of its actions, and the ``scripts`` of its last one's text, as counts."""
+REPETITION = "repetition"
+"""Object of each sequence: how far its actions repeat themselves (``quartet.observe.health.repetition``)."""
 STATE = "state"
 """Object of each sequence: what its last action answers, as text or messages; None for the data set's prompt."""
 
@@ -277,7 +277,7 @@ def without_texts(batch: RaggedBatch) -> RaggedBatch:
     """Returns scored batches without texts: of their objects those that are none, and the prompts' names as
     ``prompt_id``."""
     names = [item.prompt_id for item in batch.objects["prompt"]]
-    kept = {name: batch.objects[name] for name in ("finish_reason", DIAGNOSED)}
+    kept = {name: batch.objects[name] for name in ("finish_reason", REPETITION)}
     return batch.without_objects().with_objects(prompt_id=names, **kept)
 
 
@@ -314,7 +314,7 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
     sampled the token, -1 where none have) and the sequences' own ``columns`` (0 elsewhere); sequence fields ``group``
     (place in the stream), ``response`` (the trajectory in its group), ``ended`` (the trajectory's last action ended by
     itself), ``version`` (the first token's, the oldest), ``text_end``; objects ``state``, ``completion`` (text of the
-    last action), ``finish_reason`` and ``diagnosed``.
+    last action), ``finish_reason`` and ``repetition``.
 
     Trajectories of an environment have ``observation_mask`` (bool ``[T]``: tokens of a leaf that the policy only read),
     ``part`` (the sequence in its trajectory), ``num_turns`` and ``reward/<source>`` (on the last sequence, NaN on the
@@ -371,14 +371,14 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
         STATE: [s.state for s in sequences],
         "completion": [s.completion for s in sequences],
         "finish_reason": reasons,
-        DIAGNOSED: [_diagnosed(s) for s in sequences],
+        REPETITION: [_repetition(s) for s in sequences],
     }
     return replace(batch, token=token, sequence=sequence).with_objects(**objects)
 
 
-def _diagnosed(sequence: TrajectorySequence) -> dict[str, Any]:
-    acted = [token for token, is_action in zip(sequence.token_ids, sequence.action_mask, strict=True) if is_action]
-    return {"repetition": repetition(acted), "scripts": script_counts(sequence.completion)}
+def _repetition(sequence: TrajectorySequence) -> tuple[float, int]:
+    acted = zip(sequence.token_ids, sequence.action_mask, strict=True)
+    return repetition([token for token, is_action in acted if is_action])
 
 
 def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str]) -> tuple[str, ...]:

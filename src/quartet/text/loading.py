@@ -12,10 +12,19 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import made_by, missing_file
+from quartet.config.nearest import missing_file
 from quartet.config.plugins import storage
 from quartet.config.strict import is_url
 from quartet.remote.hub import fetch, split_name
+
+OLDER_MODEL = "older_model"
+"""In a ``run.json``: the run goes on to another length, and what it has exported is of the former one."""
+
+
+def has_older_model(run: Path) -> bool:
+    """Tells whether the run in that directory has gone on since it exported its model."""
+    marker = run / "run.json"
+    return marker.is_file() and bool(json.loads(marker.read_text(encoding="utf-8")).get(OLDER_MODEL))
 
 
 def local_or_hub(name: str | Path, what: str, part: str = "model") -> str:
@@ -49,7 +58,7 @@ def local_directory(name: str | Path, what: str, part: str = "model") -> str | N
         if exported.is_dir():  # of a run, or of one that was exported while it trained
             return str(exported)
         if (path / "run.json").is_file():
-            remedy = made_by(exported) or f"name a directory with {part}/ in it"
+            remedy = f"let the run end first (--resume), or name a directory with {part}/ in it"
             raise UserError(f"this is a run without a {what}", found=text, remedy=remedy)
         if what == "model" and (path / "manifest.json").is_file():
             raise UserError(
@@ -72,7 +81,7 @@ def local_directory(name: str | Path, what: str, part: str = "model") -> str | N
     # A hub name is ``name`` or ``owner/name``; a revision may be refs/pr/1.
     text = directory
     is_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith("/") or "\\" in text
-    if is_path or made_by(path) is not None:
+    if is_path:
         raise missing_file(f"there is no {what} directory here", path)
     return None
 

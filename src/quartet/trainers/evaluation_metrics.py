@@ -212,7 +212,7 @@ def by_prompt(answers: Sequence[Answer]) -> list[list[Answer]]:
 
 
 def weighted_scores(answers: Sequence[Answer], weights: Mapping[str, float], source: str | None = None) -> list[float]:
-    """Returns each answer's weighted sum of the sources that apply, under their gates, as in training; NaN where none
+    """Returns each answer's weighted sum of the sources that apply, as in training; NaN where none
     does.
 
     Args:

@@ -26,12 +26,12 @@ from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.engines import is_served
 from quartet.config.placement import HEADS, AsynchronousPlacement
-from quartet.observe.health import script_shares, straggler_metrics
+from quartet.observe.health import straggler_metrics
 from quartet.observe.memory import resident_bytes
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.rollout.protocol import EngineStats
 from quartet.schedule.groups import (
-    DIAGNOSED,
+    REPETITION,
     AdmissionRule,
     Group,
     GroupStream,
@@ -450,23 +450,19 @@ def batch_metrics(batch: RaggedBatch) -> dict[str, float]:
         "rollout/length_max": float(emitted.max()),
         "rollout/truncated_frac": float((~batch.sequence["ended"][trajectories.final_N]).float().mean()),
         "tokens/useful": float(batch.num_tokens),
-        **diagnosed_metrics(batch),
+        **repetition_metrics(batch),
         **episode_metrics(batch),
         **greedy_metrics(batch),
     }
 
 
-def diagnosed_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Measures repetition within responses, and the writing systems of their letters."""
-    found = [each for each in batch.objects.get(DIAGNOSED, ()) if each is not None]
+def repetition_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """Measures repetition within responses."""
+    found = [each for each in batch.objects.get(REPETITION, ()) if each is not None]
     if not found:
         return {}
-    shares, longest = zip(*(each["repetition"] for each in found), strict=True)
-    return {
-        "rollout/repetition_frac": sum(shares) / len(shares),
-        "rollout/repetition_max": float(max(longest)),
-        **script_shares(each["scripts"] for each in found),
-    }
+    shares, longest = zip(*found, strict=True)
+    return {"rollout/repetition_frac": sum(shares) / len(shares), "rollout/repetition_max": float(max(longest))}
 
 
 def episode_metrics(batch: RaggedBatch) -> dict[str, float]:

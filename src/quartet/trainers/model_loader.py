@@ -27,7 +27,7 @@ from quartet.config.choices import RewardConfig
 from quartet.config.common import TrainConfig
 from quartet.config.plugins import added, load
 from quartet.config.recipe import PTXConfig, RLRecipe
-from quartet.config.rewards import GateConfig, ModelReward, ModelSource
+from quartet.config.rewards import ModelReward, ModelSource
 from quartet.data.datasets import PromptData, PromptItem, SFTData
 from quartet.data.fields import column_at
 from quartet.data.lazy import Prefetcher
@@ -45,7 +45,7 @@ from quartet.observe.metrics import METRICS, find_metric
 from quartet.rewards.build import RuleSource, build_reward
 from quartet.rewards.builtin import opened_tag, right_answers
 from quartet.rewards.functions import PassedFunction
-from quartet.rewards.source import LEFT_OUT_PREFIX, GuardedReward, RewardWeights
+from quartet.rewards.source import LEFT_OUT_PREFIX, GuardedReward
 from quartet.rollout.drafter import DrafterModel, load_drafter_model
 from quartet.schedule.iteration import Chunk, ModelScorer, Scorer
 from quartet.schedule.leases import LeaseContext
@@ -80,7 +80,6 @@ class RewardModelRole:
     budget: TokenBudget
     codec: TextCodec | None
     weight: float
-    gate: GateConfig | None = None
 
     def worker(self) -> ScoreWorker:
         if self.codec is None:
@@ -136,7 +135,6 @@ class RewardFunctionRole:
 
     reward: GuardedReward
     weight: float
-    gate: GateConfig | None = None
 
     @property
     def name(self) -> str:
@@ -215,11 +213,11 @@ class RewardSources:
 
 def reward_weights(
     sources: Sequence[RewardModelRole | RewardFunctionRole], own: Mapping[str, float] | None = None
-) -> RewardWeights:
-    """Returns the weight of every source by name, and the gates; ``own`` as for ``RewardSources``.
+) -> dict[str, float]:
+    """Returns the weight of every source by name; ``own`` as for ``RewardSources``.
 
     Raises:
-        UserError: two of one name, a name that cannot be logged, or a gate that names no other source.
+        UserError: two of one name, or a name that cannot be logged.
     """
     pairs = [*(own or {}).items(), *((source.name, source.weight) for source in sources)]
     names = [name for name, _ in pairs]
@@ -239,16 +237,7 @@ def reward_weights(
                 found=repr(name),
                 remedy="use letters, digits, and any of _.+@:- in its `name`",
             ) from None
-    weights = RewardWeights(pairs, {source.name: source.gate for source in sources if source.gate is not None})
-    for name, gate in weights.gates.items():
-        if gate.source == name or gate.source not in weights:
-            others = ", ".join(other for other in names if other != name) or "none"
-            raise UserError(
-                f"the gate of the reward {name!r} names no other reward",
-                found=f"source: {gate.source}; the others are {others}",
-                remedy="name one of them in gate.source",
-            )
-    return weights
+    return dict(pairs)
 
 
 # From a recipe, and from Python ----------------------------------------------------------------------------
@@ -257,7 +246,7 @@ def reward_weights(
 def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[RewardFunctionRole]:
     """Returns the recipe's sources that are asked with text, then the functions passed from Python."""
     found = [
-        RewardFunctionRole(build_reward(config), config.weight, config.gate)
+        RewardFunctionRole(build_reward(config), config.weight)
         for config in configs
         if not isinstance(config, ModelSource)
     ]
@@ -317,7 +306,7 @@ def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -
     tokenizer, packed, budget = load_source(config, frozen)
     same = reads_the_same(tokenizer, codec.tokenizer)
     foreign = None if same else TextCodec.of(tokenizer, load_generation_config(config.path))
-    return RewardModelRole(config.name, packed, budget, foreign, config.weight, config.gate)
+    return RewardModelRole(config.name, packed, budget, foreign, config.weight)
 
 
 def load_source(

@@ -40,7 +40,7 @@ from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.callbacks import Callback
 from quartet.observe.files import RowAppender
 from quartet.observe.files import truncate_after as truncate_rows_after
-from quartet.observe.health import AlarmVerdict, HackingAlarm, LanguageChange, read_alarms
+from quartet.observe.health import AlarmVerdict, HackingAlarm, read_alarms
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.groups import BufferedGroups
@@ -351,7 +351,6 @@ class RLTrainer:
             self.evaluation = PeriodicEvaluation(self.roles, self.path, self.progress)
             self.workers = workers or LocalRunWorkers(recipe, placement, self.roles)
             taken.pop_all()
-        self._language_change = LanguageChange(self.path / "metrics.jsonl")
         self.kl = KLCoefficient(recipe.algorithm, self.roles.warmup_steps)
         self._shuffle = partial(_permutation, recipe.seed) if shuffle_scores else None
         self._loop: RLLoop | None = None
@@ -454,8 +453,6 @@ class RLTrainer:
                 experience, learned = await run_iteration(step, loop.stages)
         # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
         metrics = {**learned, **experience.metrics, **await loop.metrics(step, experience, watch)}
-        if (change := self._language_change.of(metrics)) is not None:
-            metrics["language/change"] = change
         self.kl.adapt(experience.batch, step)
         self.run.callbacks(Callback.on_step_end, done, metrics)
         if step % self.recipe.log.rollouts_every == 0 or self.run.is_last(done, self.recipe.steps):

@@ -37,7 +37,7 @@ from quartet.config.strict import is_url
 from quartet.observe import memory
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
-from quartet.observe.callbacks import Callback, Callbacks, Control, Notifier, as_callbacks
+from quartet.observe.callbacks import Callback, Callbacks, Control, as_callbacks
 from quartet.observe.files import ENDED, LOCK, Tail, replace_atomically
 from quartet.observe.files import truncate_after as truncate_rows_after
 from quartet.observe.health import examine
@@ -529,7 +529,7 @@ def open_run(
         callbacks: beside those that the recipe names.
 
     Raises:
-        UserError: as ``RunDirectory``, or there is no such device, or a tracker, message or callback cannot be had.
+        UserError: as ``RunDirectory``, or there is no such device, or a tracker or callback cannot be had.
     """
     set_up_logging(recipe.log.level, "driver")
     use_threads(recipe)
@@ -538,7 +538,5 @@ def open_run(
     for section in recipe.log.chosen_trackers:
         section.check()
     told = as_callbacks(callbacks, recipe.callbacks if isinstance(recipe, TrainingRecipe) else ())
-    if recipe.log.notify is not None:
-        told.append(Notifier(recipe.log.notify, progress.print))
     options: dict[str, Any] = {"tell": progress.print, "resolved": resolved(recipe, device), "callbacks": told}
     return RunDirectory(path, recipe, resume=resume, **options), progress, device

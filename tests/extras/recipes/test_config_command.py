@@ -84,7 +84,7 @@ def test_jobs_are_listed(run: Run) -> None:
 
 
 def test_an_unknown_part_is_a_users_error(run: Run) -> None:
-    status, out, err = run("config", "rl", "learning_rate")
+    status, out, err = run("config", "rl", "lr")
     assert status == 2 and not out and "actor.train.optim.lr" in err
 
 
@@ -135,10 +135,3 @@ def test_help_names_config_and_init_in_groups(run: Run) -> None:
 def test_help_of_a_job_says_where_its_keys_are(run: Run, job: str) -> None:
     _, out, _ = run(job, "--help")
     assert f"quartet config {job}" in " ".join(out.split()) and f"quartet init {job}" in " ".join(out.split())
-
-
-def test_a_method_as_a_command_leads_to_its_command(run: Run) -> None:
-    status, _, err = run("grpo", "recipe.yaml")
-    assert status == 2 and "quartet init rl --method grpo" in " ".join(err.split())
-    status, _, err = run("nothing")
-    assert status == 2 and "method" not in err

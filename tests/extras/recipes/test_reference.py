@@ -98,7 +98,7 @@ def test_addresses_are_read_as_people_write_them(address: str, found: str) -> No
         ("rll", "", "did you mean 'rl'?"),
         ("rl", "algoritm", "did you mean 'algorithm'?"),
         ("rl", "actor.train.optm", "did you mean 'optim'?"),
-        ("rl", "learning_rate", "actor.train.optim.lr"),
+        ("rl", "lr", "actor.train.optim.lr"),
         ("rl", "steps.x", "quartet config rl steps"),
     ],
 )

@@ -128,10 +128,3 @@ def test_what_a_job_does_not_have_is_told(job: str, choice: dict[str, str], reme
     with pytest.raises(UserError) as error:
         starter(job, **choice)
     assert remedy in error.value.remedy
-
-
-def test_a_method_is_no_job_but_leads_to_its_recipe() -> None:
-    with pytest.raises(UserError, match="quartet init rl --method grpo"):
-        starter("grpo")
-    with pytest.raises(UserError, match="quartet init preference --method dpo"):
-        sections("dpo")

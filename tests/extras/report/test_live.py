@@ -51,7 +51,7 @@ def go_on(path: Path, step: int) -> None:
     stage = path / "rl"
     write_step(stage / "rollouts", step, read_step(stage / "rollouts", 1))
     tracker, recorder = JsonlTracker(stage / "metrics.jsonl"), SpanRecorder(stage / "spans.jsonl")
-    tracker.log(step, {"reward/score_mean": float(step), "language/change": 0.5})
+    tracker.log(step, {"reward/score_mean": float(step), "rollout/repetition_frac": 0.5})
     with recorder.span("generate", step=step, role="rollout") as span:
         span.worker_s = {"rollout 0": 1.0, "rollout 1": 3.0}
     tracker.close()
@@ -68,7 +68,7 @@ def test_news_are_what_has_changed(run: Path) -> None:
     whole = collect_run(run, ReportLimits())["stages"][-1]
     assert piece["stage"] == "rl" and piece["timing"] == whole["timing"]
     assert piece["metrics"]["steps"] == [5] and piece["metrics"]["series"]["reward/score_mean"] == [5]
-    assert piece["explained"]["language/change"]["unit"] == "fraction"
+    assert piece["explained"]["rollout/repetition_frac"]["unit"] == "fraction"
     assert piece["rollouts"]["steps"] == [5], "those alone that are new"
     assert served.news(found["next"])["news"] == [], "nothing twice"
 

@@ -15,7 +15,6 @@ import pytest
 from quartet.config.errors import UserError
 from quartet.config.run import LogConfig
 from quartet.extras.trackers.config import MLflowConfig, TrackioConfig, WandbConfig
-from quartet.observe import background
 from quartet.observe.trackers import Row, TrackedRun, build_trackers
 
 ROWS: list[Row] = [
@@ -139,40 +138,6 @@ def test_mlflow_has_metrics_samples_and_the_recipe(
     (first, *others) = sorted((root / "samples" / "rollouts").iterdir())
     assert first.name == "step_00000001.json" and len(others) == 3
     assert json.loads(first.read_text()) == {"columns": ["prompt", "response", "score"], "data": [["1+1=", "2", 1.0]]}
-
-
-@pytest.mark.parametrize("call", ["create_run", "log_batch", "log_dict"])
-def test_mlflow_makes_no_second_run_where_the_first_was_made_and_a_call_fails(
-    call: str, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call reaches the server, and its answer is lost."""
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setattr(background, "_FIRST_WAIT_S", 0.01)
-    works, failures = getattr(mlflow.MlflowClient, call), [ConnectionError("no answer")]
-
-    def fails_once(*args: Any, **options: Any) -> Any:
-        found = works(*args, **options)
-        if failures:
-            raise failures.pop()
-        return found
-
-    monkeypatch.setattr(mlflow.MlflowClient, call, fails_once)
-    (tracker,) = build_trackers(
-        LogConfig(trackers=(MLflowConfig(uri=f"file://{tmp_path}/store"),)),
-        TrackedRun("my-run", tmp_path, RECIPE),
-        told.append,
-        told.append,
-    )
-    tracker.log(1, {"loss/policy": 0.25})
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "trackers" / "mlflow.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    tracker.close()
-    client = mlflow.MlflowClient(f"file://{tmp_path}/store")
-    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    assert run.data.params["seed"] == "3" and run.data.metrics == {"loss/policy": 0.25}
-    assert len(told) == 1 and "no answer" in told[0]
 
 
 def test_mlflow_must_be_told_where(monkeypatch: pytest.MonkeyPatch) -> None:

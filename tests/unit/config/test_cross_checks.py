@@ -60,29 +60,16 @@ def test_every_method_is_one_line_and_comes_back_from_its_file(name: str, tmp_pa
             ],
             "optimal_token_baseline reads probabilities of the whole vocabulary",
         ),
-        (
-            [
-                "algorithm.name=gdpo",
-                "rewards=[{type: length, target: 3, name: a}, "
-                "{type: length, target: 9, name: b, gate: {source: a, at_least: 0}}]",
-            ],
-            "normalize_then_sum adds up normalised ones: leave either",
-        ),
         (["algorithm.reward_clip_range=[2, 1]"], "reward_clip_range needs a lower limit and a higher one"),
         (["algorithm.policy_loss={name: clip_cov, clip_cov_lb: 9}"], "clip_cov_lb (9) must be less than clip_cov_ub"),
         (["algorithm={name: online_dpo, loss: {name: aot}}"], "aot"),
         (["algorithm.policy_loss.name=gspo"], "gspo has one ratio per response, ppo one advantage per token"),
-        (
-            ["algorithm.name=rloo", "algorithm.aggregation=sequence_mean_token_mean"],
-            "algorithm.aggregation (sequence_mean_token_mean) would do nothing",
-        ),
         (
             ["algorithm.overlong.buffer=64", "rollout.sampling.max_new_tokens=64"],
             "algorithm.overlong.buffer (64) must be less than rollout.sampling.max_new_tokens (64)",
         ),
         (["algorithm.name=distillation"], "distillation needs reference.path, the teacher"),
         (["rollout.sampling.temperature=0"], "greedy rollouts cannot be trained on"),
-        (["algorithm.kl.coef=0", "algorithm.kl.target=1"], "has nothing to adapt"),
         (["algorithm.kl.target=1", "algorithm.kl.horizon=5"], "the coefficient would jump"),
         (["numerics=exact", "threads=2"], "numerics: exact needs threads: 1"),
         (["numerics=exact", "actor.train.precision=bf16"], "numerics: exact needs precision: fp32"),
@@ -93,11 +80,6 @@ def test_every_method_is_one_line_and_comes_back_from_its_file(name: str, tmp_pa
         (["rewards.0={type: model, path: a, name: actor}"], "a reward model is called 'actor', as a role"),
         (["algorithm.name=remax", "rewards.0={type: process_model, path: a}"], "pays steps one by one"),
         (["algorithm.name=best_of_n", "algorithm.keep=4"], "algorithm.keep (4) must be less than responses_per_prompt"),
-        (["algorithm={name: online_dpo, loss: {name: simpo}, refresh_steps: 2}"], "loss simpo has no reference"),
-        (
-            ["algorithm={name: online_dpo, refresh_steps: 2}", "actor.train.lora={}"],
-            "the actor without its adapters, which never changes",
-        ),
         (["numerics=exact", "device=cuda"], "numerics: exact needs the CPU; found device: cuda"),
         (["numerics=exact", "cluster={type: ray, gpus_per_process: 1}"], "found cluster.gpus_per_process: 1"),
         (["numerics=exact", "actor.train.compile=true"], "the model's own layers"),
@@ -105,13 +87,13 @@ def test_every_method_is_one_line_and_comes_back_from_its_file(name: str, tmp_pa
         (["environment={}", "algorithm.name=online_dpo"], "episodes see different states"),
         (["environment={}", "algorithm.overlong.buffer=4"], "which holds for each turn of an episode"),
         ([f"placement={{type: asynchronous, pools: {{all: {{roles: [{ROLES}]}}}}}}"], "up to 1 versions old"),
-        (["actor.sharding.shard=2"], "actor.sharding.shard is 2, but the model has 1 process"),
+        (["actor.sharding.shard=2"], "actor.sharding is shard 2, but the model has 1 process"),
         (
             [
                 "placement={type: separated, actor: {processes: 4}, rollout: {}, reward: {processes: 2}}",
                 "rewards=[{type: model, path: x, sharding: {shard: 4}}]",
             ],
-            "rewards.0.sharding.shard is 4, but the model has 2 processes",
+            "rewards.0.sharding is shard 4, but the model has 2 processes",
         ),
         (
             ["placement={type: full_offload, pool: {processes: 6}}", "reference.sharding={tensor: 2, context: 2}"],

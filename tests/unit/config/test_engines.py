@@ -50,11 +50,9 @@ def test_which_engines_compute_apart_from_the_process() -> None:
     [
         (["rollout.max_running=8"], "did you mean rollout.engine.max_running?"),
         (["rollout.steps_per_lease=8"], "did you mean rollout.engine.steps_per_lease?"),
-        (["rollout.engine=native"], "write rollout.engine.type=native"),
+        (["rollout.engine=native"], "set rollout.engine.type to one of native"),
         (["rollout.engine.type=vlm"], "did you mean 'vllm'?"),
-        (["rollout.engine={type: vllm, cache_tokens: 3}"], "another choice of rollout.engine"),
-        (["rollout.engine.max_num_seqs=8"], "another choice of rollout.engine"),
-        (["rollout.tensor_model_parallel_size=2"], "rollout.engine.tensor_parallel_size"),
+        (["rollout.engine={type: vllm, cache_tokens: 3}"], "unknown key 'cache_tokens'"),
         (["rollout.engine.type=vllm", "numerics=exact"], "exact is the native engine's"),
     ],
 )
@@ -74,3 +72,13 @@ def test_servers_with_one_model_do_not_answer_for_two() -> None:
     with pytest.raises(UserError) as caught:
         load_recipe("eval", None, [server, "compare.model=other"])
     assert "would answer for compare.model" in f"{caught.value.found} {caught.value.remedy}"
+
+
+@pytest.mark.parametrize("recipe", ["story-ppo", "story-grpo", "story-rloo"])
+def test_a_recipe_of_the_native_engine_works_with_vllm(recipe: str) -> None:
+    path = Path(__file__).parents[3] / "recipes" / f"{recipe}.yaml"
+    native = load_recipe("rl", path)
+    other = load_recipe("rl", path, ["rollout.engine.type=vllm"])
+    assert (other.rollout.engine.type, other.rollout.engine.max_num_seqs) == ("vllm", native.rollout.engine.max_running)
+    with pytest.raises(UserError, match="unknown key 'max_running'"):
+        load_recipe("rl", path, ["rollout.engine={type: vllm, max_num_seqs: 4, max_running: 8}"])

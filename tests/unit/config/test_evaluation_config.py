@@ -105,7 +105,7 @@ def test_a_whole_eval_recipe_loads_and_comes_back() -> None:
         (["samples_per_prompt=4"], "sampling.temperature is 0"),
         (
             ["rewards=[{type: model, path: m, sharding: {tensor: 2}}]"],
-            "rewards.0.sharding.tensor is 2, but the model has 1 process",
+            "rewards.0.sharding is tensor 2, but the model has 1 process",
         ),
         (["samples_per_prompt=4", "sampling.temperature=1", "grading.pass_at=[8]"], "grading.pass_at has 8"),
         (["grading.majority_at=[0]"], "grading.majority_at has 0"),

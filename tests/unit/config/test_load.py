@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 import quartet
 from quartet.config.errors import UserError
@@ -91,7 +92,8 @@ def test_wrong_values_of_sft(overrides: list[str], found: str, remedy: str) -> N
     ("overrides", "found", "remedy"),
     [
         (["algorithm.name=gropo"], "algorithm.name: gropo", "did you mean 'grpo'?"),
-        (["algorithm.name=rloo", "algorithm.gae_lambda=1"], "'gae_lambda' in algorithm", "another choice of algorithm"),
+        (["algorithm.name=rloo", "algorithm.gae_lambda=1"], "'gae_lambda' in algorithm", "use one of"),
+        (["rewards=[{type: length, max: 3}, {type: length, max: 3, name: b, column: c}]"], "'column'", "use one of"),
         (["rewards.0.type=function"], "rewards.0.target is missing", "set rewards.0.target"),
         (["rewards.0.weight=1"], "rewards.0.type is missing", "one of model, "),
         (["rewards.0={type: function, target: f, wieght: 1}"], "'wieght' in rewards.0", "did you mean 'weight'?"),
@@ -148,9 +150,9 @@ def test_malformed_files(tmp_path: Path, text: str, part: str) -> None:
 
 def test_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
-    with pytest.raises(UserError, match=r"did you mean recipe\.yaml"):
+    with pytest.raises(UserError, match=r"did you mean 'recipe\.yaml'"):
         load_recipe("sft", tmp_path / "recpie.yaml")
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="quartet init sft"):
         load_recipe("sft", tmp_path / "nowhere" / "recipe.yaml")
     with pytest.raises(UserError, match="is a folder"):
         load_recipe("sft", tmp_path)
@@ -243,11 +245,6 @@ def test_a_printed_override_is_read_as_the_text_it_was_made_of(text: str) -> Non
         assert load_recipe("sft", None, [*SFT, word]).model.path == text  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("word", ["output_dir=runs/a ", "output_dir=runs/a\nb", "output_dir=runs/a\n"])
-def test_an_output_directory_is_not_quietly_another(word: str) -> None:
-    assert "line break, or white space around it" in complaint("sft", *SFT, word).found
-
-
 def test_a_copy_with_other_values_is_checked() -> None:
     recipe = quartet.RLRecipe(algorithm=quartet.GRPO())
     assert recipe.model_copy(update={"seed": 1}) == quartet.RLRecipe(algorithm=quartet.GRPO(), seed=1)
@@ -256,18 +253,10 @@ def test_a_copy_with_other_values_is_checked() -> None:
     for update, message in {"stepz": "did you mean", "steps": "valid integer"}.items():
         with pytest.raises(UserError, match=message):
             recipe.model_copy(update={update: "many"})
-    with pytest.raises(UserError, match="model_copy"):
+    with pytest.raises(ValidationError, match="frozen"):
         recipe.steps = 3  # type: ignore[misc]
 
 
-def test_paths_and_single_sections_from_python() -> None:
+def test_paths_from_python() -> None:
     recipe = quartet.SFTRecipe(output_dir=Path("runs/x"), model={"path": Path("m"), "tokenizer": Path("t")})  # type: ignore[arg-type]
     assert (recipe.output_dir, recipe.model) == ("runs/x", quartet.ModelConfig(path="m", tokenizer="t"))
-    length = quartet.LengthReward(max=5)
-    assert quartet.RLRecipe(rewards=length).rewards == (length,)  # type: ignore[arg-type]
-    assert load_recipe("rl", None, "seed=7").seed == 7
-
-
-def test_an_override_is_no_name_of_a_recipe() -> None:
-    with pytest.raises(UserError, match=r"reads as an override: quartet rl recipe\.yaml alg"):
-        load_recipe("rl", "algorithm.name=grpo")

@@ -39,7 +39,6 @@ def test_one_name_is_a_list_of_one(given: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.lora.dropout=0.1", "log-probabilities of sampler and trainer would differ"),
         ("train.lora.target_modules=[all-linear, q_proj]", "stands alone"),
         ("train.lora.r=8", "unknown key 'r'"),
     ],

@@ -145,13 +145,13 @@ def test_what_cannot_be_written(fragment: dict[str, Any], says: str) -> None:
             PPO,
             {"type": "separated", "actor": FOUR, "rollout": FOUR, "reference": FOUR, "reward": FOUR},
             "role 'critic' has no pool",
-            "set placement.critic",
+            "give the critic a pool",
         ),
         (
             {**GRPO, "helpful": "reward"},
             {"type": "pipelined", "pools": pools(a=["rollout", "actor"], b=["critic"])},
             "role 'reward' has no pool\n  found: placement pipelined: actor on a, critic on b, rollout on a",
-            "add reward to placement.pools.a.roles",
+            "give the reward a pool",
         ),
         (
             GRPO,
@@ -188,7 +188,7 @@ def test_pools_that_fit_and_pools_that_do_not() -> None:
     message = str(caught.value)
     assert "12 processes (nodes × processes: rollout 1 × 4, actor_reference 1 × 4, critic_reward 1 × 4)" in message
     assert "8 devices on 1 nodes of 8" in message
-    assert "give the pools fewer processes, or put the roles on fewer pools" in message
+    assert "give the pools fewer processes, put the roles on fewer pools" in message
 
 
 def test_devices_must_lie_on_the_nodes_that_are_asked_for() -> None:
@@ -202,4 +202,4 @@ def test_devices_must_lie_on_the_nodes_that_are_asked_for() -> None:
 def test_a_cluster_without_devices_is_said_to_have_none(nodes: list[int]) -> None:
     with pytest.raises(UserError) as caught:
         check_devices(resolved(type="full_offload", pool={}), nodes)
-    assert caught.value.remedy.startswith("add nodes with devices")
+    assert "add nodes" in caught.value.remedy

@@ -95,5 +95,6 @@ def test_generated_text_is_escaped_on_a_terminal_alone(
     echoed: list[str] = []
     monkeypatch.setattr(typer, "echo", lambda text, err=False: None if err else echoed.append(text))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    cli.add_plugins()
     cli.app(["generate", "--model", str(tmp_path), "--prompt", "1+1="], standalone_mode=False)
     assert echoed == [r"1+1=\x1b[2J\u202e" if terminal else "1+1=\x1b[2J\u202e"]

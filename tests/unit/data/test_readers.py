@@ -172,7 +172,7 @@ def test_broken_files(tmp_path: Path, name: str, content: bytes, problem: str, f
 def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=r"did you mean train\.jsonl"):
+    with pytest.raises(UserError, match=r"did you mean 'train\.jsonl'"):
         read(Path("trian.jsonl"))
     with pytest.raises(UserError, match="there is no such data file"):
         list(iter_rows(DataConfig(path="./nothing")))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, scalar_model_from
+from quartet.text.loading import local_directory
 from quartet.trainers.input_sources import resolve_scalar_model
 
 Damage = Callable[[Path], Any]
@@ -221,3 +222,11 @@ def test_reward_models_too(name, empty, saved, tmp_path):
     with pytest.raises(UserError) as refused:
         load_scalar_model(str(tmp_path / "model"), empty=empty)
     assert found in f"{refused.value.problem} {refused.value.found}"
+
+
+def test_a_run_given_for_its_model_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"job": "sft", "status": "done"}', encoding="utf-8")
+    with pytest.raises(UserError, match="a run without a model"):
+        load_causal_lm(str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert local_directory(str(tmp_path), "model") == str(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Repetition and writing systems of answers, against slow references, and stragglers by worker."""
+"""Repetition within answers, against a slow reference, and stragglers by worker."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import pytest
 
 from quartet.observe.health import (
     NGRAM,
-    LanguageChange,
     repetition,
-    script_counts,
-    script_shares,
     straggler_metrics,
     worker_table,
 )
 from quartet.observe.spans import Span, SpanRecorder, note_workers, read_spans
-from quartet.observe.trackers import JsonlTracker
 
 
 def slow_repetition(ids: list[int]) -> tuple[float, int]:
@@ -34,26 +30,6 @@ def test_repetition_is_that_of_a_plain_loop(vocabulary: int) -> None:
     for length in [*range(12), 40, 90]:
         ids = [draw.randrange(vocabulary) for _ in range(length)]
         assert repetition(ids) == pytest.approx(slow_repetition(ids)), ids
-
-
-def test_letters_are_counted_by_their_script() -> None:
-    text = "Aé 12!? жЖ 中文々 カタカナー ひら ＡＢ 𝐱 한글\ud800\n"
-    assert script_counts(text) == {"latin": 5, "cyrillic": 2, "han": 3, "katakana": 5, "hiragana": 2, "hangul": 2}
-    assert script_counts("12 + 3 =\n") == {} and script_shares([{}]) == {}
-
-
-def test_change_is_against_the_first_steps_also_after_a_resume(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    change, tracker = LanguageChange(path), JsonlTracker(path)
-    tracker.log(0, {"eval/score_mean": 1.0})
-    latin, mixed = {"language/latin": 1.0}, {"language/latin": 0.5, "language/han": 0.5}
-    assert change.of(latin) is None, "nothing to compare the first step with"
-    for step in range(1, 10):
-        tracker.log(step, latin if step < 5 else mixed)
-    tracker.close()
-    # The first five: four all latin and one of halves.
-    assert LanguageChange(path).of(mixed) == pytest.approx(0.4) == change.of({**mixed, "loss/policy": 3.0})
-    assert change.of({}) is None, "no letters"
 
 
 def test_workers_are_noted_in_the_span_around_the_call(tmp_path: Path) -> None:

@@ -37,10 +37,8 @@ class Source(RewardSource):
         return [self.judge(completion) for completion in completions]
 
 
-def failing(text: str, *, splits: bool = False) -> RewardError:
-    error = RewardError(f"cannot score {text}", found="a", remedy="b")
-    error.splits = splits
-    return error
+def failing(text: str) -> RewardError:
+    return RewardError(f"cannot score {text}", found="a", remedy="b")
 
 
 def run(reward: GuardedReward, completions: Sequence[str]) -> Outcome:
@@ -117,19 +115,6 @@ def test_a_failure_stops_or_is_left_out() -> None:
     assert (outcome.scores, outcome.failed) == ([1.0, None, 1.0], [False, True, False])
     assert [str(reason.problem) for reason in outcome.reasons] == ["cannot score bad"]
     assert reward.warnings() == ["reward 'probe': 1 samples left out; the first because cannot score bad: a"]
-
-
-def test_one_bad_sample_does_not_cost_its_batch() -> None:
-    def judge(text: str) -> float:
-        if text == "bad":
-            raise failing(text, splits=True)
-        return 1.0
-
-    texts = ["a", "b", "c", "d", "e", "bad", "g", "h"]
-    outcome = run(GuardedReward(Source(judge), on_error="leave_out"), texts)
-    assert outcome.failed == [text == "bad" for text in texts]
-    whole = run(GuardedReward(Source(judge_or_fail), on_error="leave_out"), texts)
-    assert whole.failed == [True] * 8, "only where smaller batches promise something"
 
 
 def test_errors_that_are_no_failures_of_the_source_always_come_out() -> None:

@@ -174,7 +174,7 @@ def test_functions_are_found_in_files_and_modules(tmp_path: Path) -> None:
     [
         ("f", "file.py:name or package.module:name"),
         ("{dir}/mine.py", "file.py:name or package.module:name"),
-        ("{dir}/mnie.py:f", "did you mean mine.py"),
+        ("{dir}/mnie.py:f", "did you mean 'mine.py'"),
         ("{dir}/mine.py:brevty", "did you mean 'brevity'"),
         ("{dir}/mine.py:FACTOR", "there is no function 'FACTOR'"),
         ("{dir}/broken.py:f", "line 1: SyntaxError"),

@@ -83,12 +83,6 @@ def test_it_changes_nothing_here(made: Make) -> None:
     assert here() == before
 
 
-def test_a_fork_that_comes_back_answers_once(made: Make) -> None:
-    reward = made("forks_and_comes_back_twice")
-    for text in ("a", "bb", "ccc"):
-        assert score(reward, [text]) == [float(len(text))]
-
-
 @pytest.mark.parametrize("how", ["close", "its own end"])
 def test_what_it_leaves_in_another_process_group_goes_with_it(made: Make, how: str) -> None:
     reward = made("leaves_apart")
@@ -186,19 +180,6 @@ def test_whatever_it_raises_is_a_failure_of_the_reward(made: Make, function: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
-    [
-        ("NoNumber", "returned NoNumber that cannot be shown (ValueError in its repr) (NoNumber) for sample 0"),
-        ("endless", "returned callable_iterator, not a list"),
-    ],
-)
-def test_scores_that_cannot_be_converted_are_named(made: Make, kind: str, what: str) -> None:
-    with pytest.raises(RewardError) as caught:
-        score(made("returns"), ["a"], kind=[kind])
-    assert caught.value.problem == f"the reward 'returns' {what}"
-
-
-@pytest.mark.parametrize(
     ("how", "what"),
     [
         ("exit", "it ended with exit status 0"),
@@ -283,30 +264,11 @@ def test_a_start_takes_nothing_from_a_deadline(tmp_path: Path) -> None:
         assert score(reward, ["a"]) == [1.0]
 
 
-def test_one_late_call_does_not_cost_the_others_their_scores(made: Make) -> None:
-    reward = made("sleeps_async", deadline_s=2.5, on_error="leave_out")
-
-    async def several() -> list[Outcome]:
-        slow = asyncio.create_task(scored(reward, ["slow"]))
-        await asyncio.sleep(1.2)
-        return [await slow, *await asyncio.gather(*(scored(reward, ["quick"]) for _ in range(2)))]
-
-    slow, *quick = asyncio.run(several())
-    assert slow.failed == [True] and [outcome.failed for outcome in quick] == [[False], [False]]
-
-
 def test_plain_calls_come_one_after_the_other_in_the_main_thread(made: Make) -> None:
     reward = made("waits_in_threads", batch_size=1)
     begun = time.monotonic()
     assert score(reward, ["a", "b"]) == [1.0] * 2
     assert time.monotonic() - begun > 0.8
-
-
-def test_calls_in_threads_run_beside_each_other(made: Make) -> None:
-    reward = made("waits_in_threads", thread=True, batch_size=1)
-    begun = time.monotonic()
-    assert score(reward, ["a", "b", "c", "d"]) == [0.0] * 4
-    assert time.monotonic() - begun < 1.4
 
 
 def test_several_processes_share_the_calls(made: Make) -> None:

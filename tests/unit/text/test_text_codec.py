@@ -228,7 +228,7 @@ def test_load_from_a_directory(tmp_path: Path, chat: TextCodec) -> None:
 def test_paths_without_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="did you mean model"):
+    with pytest.raises(UserError, match="did you mean 'model'"):
         load_tokenizer(tmp_path / "modle")
     with pytest.raises(UserError, match="not a directory"):
         load_tokenizer(tmp_path / "file")

@@ -130,7 +130,6 @@ def test_a_full_disk_is_said_and_harms_nothing(kind, after_parts, step, tmp_path
     with pytest.raises(UserError, match="could not be written") as raised:
         _save(tmp_path, step, keep=1)
     assert checkpoint_path(tmp_path, step).name in raised.value.problem
-    assert "MiB free" in raised.value.found
     assert "space" in raised.value.remedy
     monkeypatch.undo()
     assert _names(tmp_path) == ["step_00000002", "step_00000005"], "no draft is left"

@@ -1,4 +1,4 @@
-"""Sources of reward inside a run: gates, failures, and scoring beside generation."""
+"""Sources of reward inside a run: failures, and scoring beside generation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.batch.ragged import ColumnSet, RaggedBatch
+from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO, PPO, KLConfig
+from quartet.config.algorithms import GRPO
 from quartet.config.common import DataConfig, SamplingConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
@@ -22,29 +22,23 @@ from quartet.config.rewards import (
     ExactMatchReward,
     FormatReward,
     FunctionReward,
-    GateConfig,
     HTTPReward,
-    LengthReward,
     NumericReward,
-    RegexReward,
     RetryConfig,
 )
 from quartet.data.datasets import PromptItem
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
-from quartet.rewards.source import RewardWeights
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.leases import LeaseContext, local_arbiter
 from quartet.text.tokenizer import TextCodec
 from quartet.train.token_budget import TokenBudget
-from quartet.trainers.experience import Assembler
 from quartet.trainers.input_sources import prompt_data
 from quartet.trainers.model_loader import (
     RewardModelRole,
     fit_to_data,
     reward_functions,
-    reward_weights,
 )
 from quartet.trainers.rl import RLTrainer
 from split_workers import SplitWorkers, without_ids
@@ -86,60 +80,6 @@ def target(tmp_path: Path) -> Callable[[str], str]:
         return f"{tmp_path}/user_rewards.py:reward"
 
     return make
-
-
-# Gates -----------------------------------------------------------------------------------------------------
-
-
-def test_gates_decide_what_is_learned_from(train: Train) -> None:
-    rewards = (
-        RegexReward(name="digit", pattern=r"^\d", weight=0.0),
-        LengthReward(name="short", max=1, gate=GateConfig(source="digit", at_least=1.0, otherwise=-2.0)),
-    )
-    trainer, rows = train(rewards)
-    for row in rows[-2:]:
-        assert row["reward/short/gate_open"] == row["reward/digit"], "open where the other source says 1"
-        assert 0 < row["reward/digit"] < 1, "both cases occur"
-    closed = 1 - rows[-1]["reward/digit"]
-    assert -2.0 * closed <= rows[-1]["reward/score_mean"] <= -2.0 * closed + (1 - closed)
-    assert trainer.roles.actor.num_updates == 2
-
-
-def test_what_was_earned_on_the_way_counts_only_behind_an_open_gate() -> None:
-    """Three answers of two tokens: gate open, closed, closed with another reward instead of the whole."""
-    batch = RaggedBatch.from_groups([[5]] * 3, [[[7, 7]]] * 3, ["0", "1", "2"])
-    mask = batch.sequence_index() >= 0
-    batch = batch.with_token(action_mask=mask, loss_mask=mask, rollout_logprobs=torch.zeros(batch.num_tokens))
-    batch = batch.with_sequence(group=torch.arange(3), response=torch.zeros(3).long(), ended=torch.ones(3).bool())
-    steps = torch.zeros(batch.num_tokens)
-    steps[mask] = torch.tensor([1.0, 2.0] * 3)
-    columns = ColumnSet(
-        batch.ids,
-        token={"step_reward/steps": steps, "values": torch.zeros(batch.num_tokens)},
-        sequence={
-            "reward/steps": torch.full((3,), 3.0),
-            "reward/a": torch.tensor([1.0, 0.0, 1.0]),
-            "reward/b": torch.tensor([1.0, 1.0, 0.0]),
-            "reward/length": torch.zeros(3),
-        },
-    )
-    gates = {
-        "steps": GateConfig(source="a", at_least=1.0),
-        "length": GateConfig(source="b", at_least=1.0, otherwise=-4.0),
-    }
-    weights = RewardWeights({"steps": 2.0, "a": 0.5, "b": 0.0, "length": 1.0}, gates)
-    config = PPO(kl=KLConfig(coef=0.0), whiten_advantages=False)
-    assembler = Assembler(config, weights, lambda: 0.0)
-    experience = assembler([(Chunk(0, 0, batch), [columns])])
-    assert experience.batch.token["token_rewards"][mask].tolist() == [2.0, 4.5, 0.0, 0.0, 0.0, -4.0]
-    assert experience.batch.sequence["score"].tolist() == [6.5, 0.0, -4.0]
-    assert experience.metrics["reward/steps/gate_open"] == pytest.approx(2 / 3)
-
-
-def test_a_gate_names_another_reward() -> None:
-    gated = LengthReward(max=1, gate=GateConfig(source="other", at_least=1.0))
-    with pytest.raises(UserError, match="the others are digit"):
-        reward_weights(reward_functions([RegexReward(name="digit", pattern="1"), gated], []))
 
 
 # Rows as verl publishes them --------------------------------------------------------------------------------

@@ -146,11 +146,6 @@ def test_iterative_dpo_refreshes_its_reference_and_resumes(train: Any) -> None:
         (("algorithm.name=best_of_n", "responses_per_prompt=1"), "compares the responses of a group"),
         (("algorithm.name=online_dpo", "responses_per_prompt=1"), "compares the responses of a group"),
         (("algorithm.name=best_of_n", "algorithm.keep=4", "responses_per_prompt=4"), "nothing would be selected"),
-        (
-            ("algorithm.name=online_dpo", "algorithm.loss.name=simpo", "algorithm.refresh_steps=2",
-             "responses_per_prompt=4"),
-            "simpo has no reference",
-        ),
         (("algorithm.name=online_dpo", "algorithm.gamma=1.0"), "gamma"),
         (("algorithm.name=online_dpo", "algorithm.loss.name=kto"), "algorithm.loss.name: kto"),
     ],

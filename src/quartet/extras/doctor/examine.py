@@ -633,7 +633,7 @@ def _scratch_recipe(recipe: RLRecipe, directory: Path) -> RLRecipe:
     """Returns the recipe with another directory, without a journal to follow, and without anybody who is told."""
     changes: dict[str, Any] = {
         "output_dir": str(directory / "run"),
-        "log": recipe.log.model_copy(update={"trackers": (), "notify": None}),
+        "log": recipe.log.model_copy(update={"trackers": ()}),
         "callbacks": (),
     }
     if isinstance(recipe.placement, AsynchronousPlacement):

@@ -11,7 +11,6 @@ PLUGIN = Plugin(
             sections="quartet.extras.iterated.trainer:sections",
             starter="quartet.extras.iterated.config:STARTER",
             methods="rl.algorithm",
-            words=("iterated",),
             metrics=("iterated/pairs", "iterated/label_mean", "iterated/stale_accuracy"),
         )
     }

@@ -14,7 +14,6 @@ PLUGIN = Plugin(
             reader=f"{_HERE}.data:reader",
             starter=f"{_HERE}.config:STARTER",
             beside=f"{_HERE}.data:write_separator",
-            words=("prm", "process"),
         )
     },
     rewards={

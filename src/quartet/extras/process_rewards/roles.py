@@ -249,7 +249,6 @@ def process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenMo
         budget=budget,
         codec=None if reads_tokens else own,
         weight=config.weight,
-        gate=config.gate,
         config=config,
         policy_codec=codec,
         separator=separator,

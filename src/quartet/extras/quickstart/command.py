@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quartet.cli.options import Resume, as_argument
-from quartet.cli.show import command_name, line, metric_table, shown_path
+from quartet.cli.show import line, metric_table, shown_path
 from quartet.config import UserError
 from quartet.config.errors import printable
 
@@ -78,7 +78,7 @@ def _show(result: QuickstartResult) -> None:
     console.print(sides)
     if (report := result.path / "report.html").exists():
         line(console, f"report: {shown_path(report)}   (open it in a browser: every token, every step)")
-    command = f'{command_name()} generate --model {shlex.quote(shown_path(model))} --prompt "57+68=" --temperature 0'
+    command = f'quartet generate --model {shlex.quote(shown_path(model))} --prompt "57+68=" --temperature 0'
     line(console, f"next:   {command}")
 
 

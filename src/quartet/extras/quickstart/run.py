@@ -18,7 +18,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from quartet.config import Interrupted, UserError
-from quartet.config.nearest import DIRECTORY_OPTION, run_info
 from quartet.config.plugins import report_writer
 from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.checker import JUDGE_ERROR_RATE, is_correct, judge_pairs
@@ -32,7 +31,7 @@ from quartet.trainers.evaluation import generate
 from quartet.trainers.evaluation_metrics import write_rows
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json
-from quartet.trainers.run_files import Resume, completed, found_summary, take_lock, writing
+from quartet.trainers.run_files import Resume, completed, found_summary, read_json, take_lock, writing
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
@@ -149,7 +148,9 @@ class Quickstart:
 
     def _found(self) -> dict[str, Any] | None:
         """Reads ``run.json`` of the run that is there; None where there is none yet."""
-        if found := run_info(self.path):
+        marker = self.path / "run.json"
+        if marker.is_file():
+            found: dict[str, Any] = read_json(marker)
             same = all(found.get(key) == value for key, value in self._identity().items())
             if not self.resume or not same:
                 raise UserError(
@@ -201,7 +202,7 @@ class Quickstart:
         return {"job": "quickstart", "seed": self.seed, "shuffled_scores": self.shuffle_scores, "size": size}
 
     def _mark(self, status: str) -> None:
-        state = {"created": self._created, "status": status, "versions": software_versions(), DIRECTORY_OPTION: "--out"}
+        state = {"created": self._created, "status": status, "versions": software_versions()}
         write_json(self.path / "run.json", {"name": self.path.name, **self._identity(), **state})
 
     def _rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgorithm
 from quartet.config.errors import UserError
 from quartet.config.load import methods, no_such_job
-from quartet.config.nearest import nearest, synonyms, usual_columns
+from quartet.config.nearest import nearest, usual_columns
 from quartet.config.plugins import Starter, jobs, load, recipes
 from quartet.config.preference import KTOLoss
 from quartet.config.strict import bare, chosen_member, dotted_fields, item_annotation, members, tags
 from quartet.config.yamls import one_line
 
-_SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text", SecretStr: "text"}
+_SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text"}
 _BOUNDS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
 
 
@@ -326,7 +326,7 @@ def _find(job: str, address: str) -> tuple[str, _Place, Key | None]:
 def _unknown(job: str, address: str, part: str, name: str, place: _Place) -> UserError:
     known = list(place.models) if place.is_choice else list(_keys_of(place.model))
     names = list(dict(dotted_fields(recipes()[job])))
-    elsewhere = synonyms(_join(name, part), names) or [full for full in names if full.rpartition(".")[2] == part]
+    elsewhere = [full for full in names if full.rpartition(".")[2] == part]
     meant = nearest(part, known) or (f"did you mean {', '.join(elsewhere[:3])}?" if elsewhere else None)
     return UserError(
         f"the recipe of {job} has no {address}",

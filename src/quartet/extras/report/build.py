@@ -24,7 +24,6 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from quartet.config.errors import UserError, printable, read_error, read_file
-from quartet.config.nearest import made_by
 from quartet.observe.files import ENDED, Tail, replace_atomically, true_status
 from quartet.observe.health import Health, alarm_of_row, examine, repetition, worker_table
 from quartet.observe.metrics import find_metric
@@ -332,7 +331,6 @@ TELLING = (
     "agreement/logprob_diff_max",
     "eval/score_mean",
     "policy/clip_frac",
-    "language/change",
     "loss/value",
     "loss/sft",
     "eval/loss",
@@ -390,7 +388,7 @@ def check_run(run_dir: Path) -> None:
             raise UserError(
                 "no such run",
                 found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
-                remedy=made_by(run_dir) or "name the directory a run has written",
+                remedy="name the directory a run has written",
             )
         has_files = any((run_dir / name).exists() for name in _RUN_FILES)
         if not has_files and (runs := sorted(str(marker.parent) for marker in run_dir.glob("*/run.json"))):

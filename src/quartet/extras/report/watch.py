@@ -181,7 +181,7 @@ class _WatchedStage:
             table.add_column(column, justify="right", no_wrap=True, min_width=9)
         table.add_column("unit", no_wrap=True)
         table.add_column("curve", no_wrap=True, overflow="crop", min_width=_CURVE)
-        always = [name for name in ("rollout/repetition_frac", "language/change") if name in self._series]
+        always = [name for name in ("rollout/repetition_frac",) if name in self._series]
         series = {name: [value for _, value in rows] for name, rows in self._series.items()}
         names = [name for name in telling(series, self._health) if name in series and name not in always]
         names = names[: _SHOWN_METRICS - len(always)]

@@ -24,7 +24,6 @@ PLUGIN = Plugin(
             "Medusa heads from a model's own answers.",
             reader=_HERE + "job:reader",
             starter=_HERE + "config:STARTER",
-            words=("medusa",),
             folder="medusa",
             metrics=("loss/medusa", "eval/loss", "medusa/tokens_per_forward"),
         )

@@ -18,8 +18,6 @@ _PARAMS, _PARAM_CHARACTERS = 100, 500
 class WandbTracker:
     """A run of Weights & Biases, in a process of its own, which keeps what it cannot send in the run's directory."""
 
-    delay_s = 20.0  # it writes every 15 s
-
     def __init__(self, config: WandbConfig, run: TrackedRun, known: str | None) -> None:
         import wandb
 
@@ -60,8 +58,6 @@ class WandbTracker:
 class TrackioTracker:
     """A run of Trackio: a database on this machine, or a Space of the hub."""
 
-    delay_s = 2.0  # it writes every 0.5 s
-
     def __init__(self, config: TrackioConfig, run: TrackedRun, known: str | None) -> None:
         import trackio
 
@@ -91,8 +87,6 @@ class TrackioTracker:
 
 class MLflowTracker:
     """A run of MLflow, with the recipe as parameters and tables as artifacts."""
-
-    delay_s = 0.0
 
     def __init__(self, config: MLflowConfig, run: TrackedRun, known: str | None) -> None:
         from mlflow import MlflowClient
