@@ -333,7 +333,7 @@ def _section(path: str) -> str:
     return ".".join(filter(None, sections))
 
 
-_PARTS = ("model", "critic", "adapter", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
+_PARTS = ("model", "critic", "adapter", "answers.jsonl", "against.jsonl", "comparison.jsonl")
 """What a run leaves in its directory for later ones."""
 DIRECTORY_OPTION = "directory_option"
 """In a ``run.json``: the option of the run's command that names its directory; without it the key of a recipe does."""

@@ -250,14 +250,12 @@ class RolloutWorker(WeightReceiverMixin):
         self._codec = codec
         self._requests = RequestStore(codec)
         self._running: dict[str, Request] = {}  # submitted, not ended, by their ids
-        self._again: list[Request] = []  # stopped, to be begun anew
         self._stats = engine.stats()  # at the end of the last call
 
     def begin(self) -> EngineStats:
         """Gives up what a former driver left; returns the counts so far, for a new one."""
         self.engine.cancel(tuple(self._running))
         self._running.clear()
-        self._again.clear()
         self._requests = RequestStore(self._codec)
         return self.stats()
 
@@ -274,8 +272,6 @@ class RolloutWorker(WeightReceiverMixin):
         self._drop(cancel)
         ended: list[FinishedRequest] = []
         failed: list[tuple[tuple[str, ...], UserError]] = []
-        again, self._again = self._again, []
-        self._begin(again)
         for asked in submit:
             try:
                 requests = self._requests.engine_requests(asked)
@@ -313,21 +309,6 @@ class RolloutWorker(WeightReceiverMixin):
             self.engine.submit(requests)
             self._running.update((request.request_id, request) for request in requests)
 
-    def stop_running(self) -> EngineOutputs:
-        """Ends what runs, and returns what ended by itself meanwhile; ``run_steps`` begins the others anew."""
-        stopped, ended = dict(self._running), list[FinishedRequest]()
-        self.engine.cancel(tuple(stopped))
-        while stopped:
-            for made in self.engine.step():
-                request = stopped.pop(made.request_id, None)
-                self._running.pop(made.request_id, None)
-                if made.finish_reason is not FinishReason.CANCELLED:
-                    ended.append(self._requests.ended(made))
-                elif request is not None:
-                    self._again.append(request)
-        before, after = self._stats.generated_tokens, self.stats()
-        return EngineOutputs(tuple(ended), after.generated_tokens - before, after)
-
     def _ended(self, completions: Sequence[Completion]) -> list[Completion]:
         # A request that was cancelled may have been asked for again under its name.
         return [made for made in completions if made.finish_reason is not FinishReason.CANCELLED]
@@ -340,7 +321,6 @@ class RolloutWorker(WeightReceiverMixin):
         self._requests.forget(request_ids)
         for request_id in request_ids:
             self._running.pop(request_id, None)
-        self._again = [request for request in self._again if request.request_id not in request_ids]
 
     def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
         """Makes the batch of a group whose requests have all ended: see ``group_batch``; ``greedy`` is the
@@ -547,10 +527,6 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
     def _may_step(self) -> bool:
         self.engine.step_s = self._lease_end - time.monotonic()
         return self.engine.step_s > 0 and self.engine.has_work
-
-    def stop_running(self) -> EngineOutputs:
-        self._resume()  # a paused engine hands nothing over
-        return super().stop_running()
 
     def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
         self._resume()

@@ -368,18 +368,6 @@ def test_a_slice_of_time_ends_a_call_without_anything() -> None:
     assert engines[0].held.keys() | engines[1].held.keys() == {"0.0"}
 
 
-def test_what_is_stopped_begins_anew_and_what_is_cancelled_does_not() -> None:
-    worker, engines = made(1, lease_s=1e-9)
-    worker.run_steps([asked_of_rollout(0, 4), asked_of_rollout(1, 4)], (), 1)
-    assert ended(worker.stop_running()) == []
-    assert engines[0].held == {}
-    worker._lease_s = 5.0
-    engines[0].update_weights(None, 7)
-    outputs = worker.run_steps((), ["1.0"], 1)
-    assert ended(outputs) == ["0.0"]
-    assert worker.responses(0, ["0.0"]).token["policy_version"].tolist()[-4:] == [7] * 4
-
-
 def test_every_engine_sings_and_weights_come_in_a_pause() -> None:
     worker, engines = made(3, shares=False)
     worker.run_canary(PROBE, "canary")

@@ -21,7 +21,7 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import Trajectories
 from quartet.config import UserError
 from quartet.config.engines import NativeEngineConfig
-from quartet.config.placement import HEADS, AsynchronousPlacement
+from quartet.config.placement import HEADS
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
 from quartet.extras.doctor import rewards
@@ -623,14 +623,12 @@ def examine(
 
 
 def _scratch_recipe(recipe: RLRecipe, directory: Path) -> RLRecipe:
-    """Returns the recipe with another directory, without a journal to follow, and without anybody who is told."""
+    """Returns the recipe with another directory, and without anybody who is told."""
     changes: dict[str, Any] = {
         "output_dir": str(directory / "run"),
         "log": recipe.log.model_copy(update={"trackers": (), "notify": None}),
         "callbacks": (),
     }
-    if isinstance(recipe.placement, AsynchronousPlacement):
-        changes["placement"] = recipe.placement.model_copy(update={"follow": None})
     return recipe.model_copy(update=changes)
 
 
