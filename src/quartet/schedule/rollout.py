@@ -23,7 +23,6 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
-from quartet.rollout.router import Progress
 from quartet.schedule.clock import Condition, all_ended, shielded
 from quartet.schedule.groups import Group, by_group
 from quartet.schedule.leases import LeaseContext, MissedVersion
@@ -58,7 +57,6 @@ class EngineClient:
         self._lengths: dict[str, int] = {}  # of those waited for, the most tokens that each may get
         self._task: asyncio.Task[None] | None = None
         self.stats = EngineStats(policy_version=rollout.version)
-        self.progress: Progress | None = None
 
     @property
     def is_running(self) -> bool:
@@ -173,7 +171,7 @@ class EngineClient:
             await rollout.change()
 
     def _take(self, outputs: EngineOutputs) -> None:
-        self.stats, self.progress = outputs.stats, outputs.progress or self.progress
+        self.stats = outputs.stats
         for ended in outputs.ended:
             future = self._pop(ended.request_id)
             if future is not None:
@@ -351,16 +349,6 @@ class Rollout:
         if index not in self._homes:
             self._homes[index] = min(self._clients, key=lambda client: client.outstanding_tokens)
         return self._homes[index]
-
-    def progress(self) -> dict[str, str]:
-        """Returns tokens made of those expected, by engine, where there are several or they are elsewhere."""
-        of = [(i, client.progress) for i, client in enumerate(self._clients) if client.progress is not None]
-        several = len(self._clients) > 1
-        return {
-            f"{i}/{each.name}" if several else each.name: "out" if each.is_out else f"{each.done}/{each.expected}"
-            for i, progress in of
-            for each in progress.engines
-        }
 
     async def close(self) -> None:
         """Stops generation and waits until it has stopped."""

@@ -46,7 +46,7 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
-from quartet.rollout.router import Progress, Router
+from quartet.rollout.router import Router
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import answered, group_batch
 from quartet.schedule.leases import LeaseMode
@@ -231,7 +231,6 @@ class EngineOutputs:
         sampled: tokens.
         stats: as it ended.
         failed: requests that were not taken, or whose logits were not finite, which ends it early, and the error.
-        progress: tokens of each of several engines.
     """
 
     ended: tuple[FinishedRequest, ...]
@@ -239,7 +238,6 @@ class EngineOutputs:
     stats: EngineStats
     steps_left: int = 0
     failed: tuple[tuple[tuple[str, ...], UserError], ...] = ()
-    progress: Progress | None = None
 
 
 class RolloutWorker(WeightReceiverMixin):
@@ -297,9 +295,7 @@ class RolloutWorker(WeightReceiverMixin):
                 break
         stats = self.stats()
         steps_left = steps_left if self.engine.has_work else 0
-        return EngineOutputs(
-            tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed), self.progress()
-        )
+        return EngineOutputs(tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed))
 
     def _may_step(self) -> bool:
         return self.engine.has_work
@@ -355,15 +351,6 @@ class RolloutWorker(WeightReceiverMixin):
             raise
         pairs = zip(indices, requests, strict=True)
         return RaggedBatch.concat([self._requests.responses(index, asked.request_ids) for index, asked in pairs])
-
-    def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
-        """Returns the group of this request by each engine behind this one, by their names; errors as of
-        ``answers``."""
-        return {"engine": self.answers([asked], [0])}
-
-    def progress(self) -> Progress | None:
-        """Returns the tokens of each of several engines; None of one whose requests say enough."""
-        return None
 
     def share(self, version: int) -> None:
         """Notes that the trainer's tensors, which this engine computes with, have become those of ``version``."""
@@ -535,13 +522,6 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         self._yield_devices()
         return found
 
-    def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
-        found = dict[str, RaggedBatch]()
-        for name in self._router.usable():
-            self._router.pin(asked.request_ids[0], name)
-            found[name] = self.answers([asked], [0])
-        return found
-
     def _resume(self) -> None:
         self.engine.step_s = self._lease_s
         if self._is_paused:
@@ -556,9 +536,6 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
     def _yield_devices(self) -> None:
         if self._shares_devices:
             self._pause()
-
-    def progress(self) -> Progress:
-        return self._router.progress()
 
     # The canary ------------------------------------------------------------------------------------------
 

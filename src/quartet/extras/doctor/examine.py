@@ -68,14 +68,12 @@ class ExaminedRun:
         return self.roles.recipe.rollout.sampling.temperature
 
     async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
-        """Returns what each engine answers, with token ids, by each of ``params``; by the engines' names."""
+        """Returns what each rollout worker answers, with token ids, by each of ``params``; by the workers' names."""
         rollout, found = self.loop.rollout, dict[str, RaggedBatch]()
         asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
             for n, worker in enumerate(self.workers.engines):
-                of_worker = await worker.call(RolloutWorker.answers_by_engine, asked)
-                several = len(self.workers.engines) > 1
-                found |= {f"{n}/{engine}" if several else engine: batch for engine, batch in of_worker.items()}
+                found[f"engine {n}"] = await worker.call(RolloutWorker.answers, [asked], [0])
         return found
 
     async def canaries(self) -> list[RaggedBatch]:
