@@ -56,7 +56,6 @@ class Router:
 
     Attributes:
         restarts: of all engines so far.
-        starts: engines that were ready, or ready anew, so far.
         rerouted: requests that were begun anew because their engine failed or left.
 
     Raises:
@@ -70,7 +69,7 @@ class Router:
         max_outstanding: int = 128,
         max_restarts: int = 3,
     ) -> None:
-        self.restarts = self.starts = self.rerouted = 0
+        self.restarts = self.rerouted = 0
         self._max_outstanding = max_outstanding
         self._pins: dict[str, Member] = {}  # where requests go whatever there is, by their ids
         self._homes: OrderedDict[str, Member] = OrderedDict()  # by session
@@ -133,7 +132,6 @@ class Router:
                         engine.pause()
                     member.state = "up"
                     member.up_s = time.monotonic()
-                    self.starts += 1
             except UserError as error:  # as it may say when it is made anew: no memory, a file that is gone
                 self._fail(member, error)
 

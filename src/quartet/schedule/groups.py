@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -255,27 +254,6 @@ class AdmissionRule:
         steps = open_steps if self.max_staleness is None else self.max_staleness + versions_published + 1
         return steps * self.prompts_per_step
 
-    def check_restored(self, index: int, *, first_version: int, step: int, ahead: int) -> None:
-        """Checks that a restored group is not too old for its step.
-
-        Args:
-            index: of a group that a checkpoint holds.
-            first_version: of the oldest weights that made it.
-            step: the one that it comes into at the latest.
-            ahead: how many steps before that one the run goes on with.
-
-        Raises:
-            UserError: it would be older in that step than this rule allows.
-        """
-        age = max(ahead, step - first_version)
-        if age > (self.max_staleness or 0):
-            raise UserError(
-                "the checkpoint holds groups that were generated further ahead than this run may",
-                found=f"group {index} is for step {step}, made with weights of version {first_version}; "
-                f"max_staleness={self.max_staleness}",
-                remedy=f"resume with max_staleness of at least {age}",
-            )
-
 
 @dataclass(frozen=True)
 class BufferedGroups:
@@ -398,35 +376,15 @@ class GroupStream:
 
         Args:
             buffered: groups that need not be produced again.
-
-        Raises:
-            UserError: the rule differs, so that the steps would be others or these groups too old in theirs.
         """
-        size = self.rule.prompts_per_step
-        if state["accepted"] != state["steps"] * size:
-            raise UserError(
-                "the number of prompts per step differs from that of the saved run",
-                found=f"{state['accepted']} groups in {state['steps']} steps, now prompts_per_step={size}",
-                remedy="resume with the recipe that the run was saved with",
-            )
         self._cursor = self._next_launch = state["next_index"]
         self._consumed = state["accepted"]
         self._open_steps = state["steps"]
         self._versions_published = state["versions_published"]
         self._boundary = self._snapshot()
         if buffered is not None:
-            self._check_age(buffered)
             self._decided = {**buffered.groups, **dict.fromkeys(buffered.rejected)}
             self._num_waiting = len(buffered.groups)
-
-    def _check_age(self, buffered: BufferedGroups) -> None:
-        """Checks the ages of restored groups: a group's step is at the latest the one that it comes into when all
-        before it are accepted."""
-        rejected = sorted(buffered.rejected)
-        for index, group in buffered.groups.items():
-            ahead = (index - self._cursor - bisect_left(rejected, index)) // self.rule.prompts_per_step
-            step = self._open_steps + ahead
-            self.rule.check_restored(index, first_version=group.first_version, step=step, ahead=ahead)
 
     async def close(self) -> None:
         """Cancels what is in flight and waits until it has really stopped. May be called again."""

@@ -361,7 +361,7 @@ class RolloutWorker(WeightReceiverMixin):
         before = self._stats.generated_tokens
         ids = tuple(self._codec.encode_prompt(probe.prompt))
         sampling = SamplingParams(temperature=0.0, max_new_tokens=probe.num_tokens)
-        answers, others = self._answers_of_engines(Request(CANARY, CANARY, ids, sampling), probe)
+        answers, others = self._answers_of_engines(Request(CANARY, CANARY, ids, sampling))
         names = [name, *(f"{name}.{number}" for number in range(1, len(answers)))]
         batch = RaggedBatch.from_groups([ids], [[answer.token_ids for answer in answers]], names)
         mask, logprobs = batch.sequence_index() >= 0, torch.zeros(batch.num_tokens, dtype=torch.float64)
@@ -370,9 +370,7 @@ class RolloutWorker(WeightReceiverMixin):
         stats = self.stats()
         return EngineOutputs(tuple(others), stats.generated_tokens - before, stats)
 
-    def _answers_of_engines(
-        self, request: Request, probe: CanaryProbe | None = None
-    ) -> tuple[list[Completion], list[FinishedRequest]]:
+    def _answers_of_engines(self, request: Request) -> tuple[list[Completion], list[FinishedRequest]]:
         """Returns what each engine behind this one answers, and what else ended meanwhile."""
         asked, answers, others = self._ask_engines(request), dict[str, Completion](), list[FinishedRequest]()
         while len(answers) < len(asked):
@@ -481,9 +479,6 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         self._close = close
         self._lease_end = 0.0
         self._is_paused = self._is_asleep = False
-        self._canary_of: tuple[CanaryProbe, Request, Completion] | None = None
-        self._is_proven = True  # since the last canary no engine was woken
-        self._starts = 0  # of engines, before that
 
     def close(self) -> None:
         self._router.close()
@@ -505,11 +500,10 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         if not num_steps:
             return super().run_steps(submit, cancel, 0)
         self._resume()
-        others = self._prove()
         self._lease_end = time.monotonic() + self._lease_s
         outputs = super().run_steps(submit, cancel, 1 << 30)
         self._yield_devices()
-        return replace(outputs, ended=(*others, *outputs.ended), steps_left=0)
+        return replace(outputs, steps_left=0)
 
     def _may_step(self) -> bool:
         self.engine.step_s = self._lease_end - time.monotonic()
@@ -517,7 +511,6 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
 
     def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
         self._resume()
-        self._prove()
         found = super().answers(requests, indices)
         self._yield_devices()
         return found
@@ -545,47 +538,15 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         self._yield_devices()
         return outputs
 
-    def _answers_of_engines(
-        self, request: Request, probe: CanaryProbe | None = None
-    ) -> tuple[list[Completion], list[FinishedRequest]]:
-        self._starts = self._router.starts
-        answers, others = super()._answers_of_engines(request)
-        if probe is not None:
-            self._canary_of = probe, request, answers[0]
-        self._is_proven = True
-        return answers, others
-
     def _ask_engines(self, request: Request) -> Sequence[str]:
         asked = self._router.probe(request)
         self.engine.note(asked)
         return asked
 
-    def _prove(self) -> list[FinishedRequest]:
-        """Asks the canary again where an engine was woken or started since; returns what else ended meanwhile.
-
-        Raises:
-            UserError: an engine answers otherwise than before.
-        """
-        if self._canary_of is None or (self._is_proven and self._starts == self._router.starts):
-            return []
-        probe, request, before = self._canary_of
-        answers, others = self._answers_of_engines(request)
-        for answer in answers:
-            difference = _difference(answer, before)
-            if not difference <= probe.tolerance:
-                raise UserError(
-                    "a rollout engine that was woken or started anew computes with other weights than before",
-                    found=f"log-probabilities of the canary prompt differ by {difference:.3g}, more than "
-                    f"{probe.tolerance:.3g}, at version {before.versions[-1]}",
-                    remedy="set rollout.engine.sleep_level: 1; where it is 1, the engine lost weights and said nothing",
-                )
-        return others
-
     # Weights and memory ----------------------------------------------------------------------------------
 
     def before_weights(self) -> None:
         self._pause()  # until something is to be generated
-        self._canary_of = None
 
     def make_offloadable(self, config: OffloadConfig) -> None:
         """Does nothing: the engines keep by themselves what leaves the devices."""
@@ -599,7 +560,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         if not self._is_asleep:
             return Moved(0, 0, 0.0)
         self._router.wake()
-        self._is_asleep = self._is_proven = False
+        self._is_asleep = False
         return Moved(self._weight_bytes, -self._weight_bytes, time.perf_counter() - began)
 
     def offload(self) -> Moved:
@@ -616,14 +577,3 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
 
     def _offload(self, store: Store) -> Offload:
         raise AssertionError("engines move their own parts")
-
-
-def _difference(one: Completion, other: Completion) -> float:
-    """Returns the largest difference between the log-probabilities of two greedy answers, up to where their tokens
-    differ, in nats."""
-    largest = 0.0
-    for a, b, x, y in zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False):
-        largest = max(largest, abs(x - y))
-        if a != b:
-            break
-    return largest
