@@ -214,7 +214,7 @@ def _random_fields(kind: str, roles: Sequence[Role], draw: random.Random) -> dic
     fields: dict[str, Any] = {"pools": pools}
     if kind == "asynchronous":
         fields["max_staleness"] = draw.randint(0, 3)
-        fields["in_flight"] = draw.choice(["pick_up", "finish_old"])
+        fields["in_flight"] = draw.choice(["pick_up", "pick_up", "finish_old"])
     return fields
 
 
