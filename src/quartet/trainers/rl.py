@@ -535,8 +535,7 @@ class RLTrainer:
 
     def _on_finished(self, finished: int) -> None:
         if self._rollout_bar is not None:
-            engines = self._loop.rollout.progress() if self._loop is not None else {}
-            self._rollout_bar.advance(finished, **engines)
+            self._rollout_bar.advance(finished)
 
     # Checkpoints -----------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from quartet.observe import files
 from quartet.observe.files import read_rows
 from quartet.observe.progress import Progress
 from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
-from quartet.schedule.groups import Event, Journal
 from quartet.trainers.evaluation_metrics import read_answers
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models
@@ -328,21 +327,6 @@ def test_a_stage_that_is_not_as_it_left_itself_writes_its_files_anew(name: str, 
 
 
 # Other readers -----------------------------------------------------------------------------------------------
-
-EVENT = {"kind": "admit", "number": 1, "tick": 2, "chunk": 0, "groups": [[3, [[0, 5]]]]}
-
-
-@pytest.mark.parametrize("changes", [{"kind": "rest"}, {"groups": [["3", [[0, 5]]]]}])
-def test_a_damaged_journal_is_named_by_its_line(changes: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    path.write_text(json.dumps(EVENT) + "\n")
-    assert Journal.load(path) == [Event("admit", 1, 2, 0, ((3, ((0, 5),)),))]
-    with path.open("a") as file:
-        file.write(json.dumps({**EVENT, **changes}) + "\n")
-    with pytest.raises(UserError, match="damaged") as caught:
-        Journal.load(path)
-    assert "journal.jsonl, line 2" in caught.value.found
-
 
 ANSWER = {"prompt_id": "p0", "sample": 0, "prompt": "1+2=", "completion": "3", "finish_reason": "stop", "rewards": {}}
 

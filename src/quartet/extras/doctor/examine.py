@@ -21,7 +21,7 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import Trajectories
 from quartet.config import UserError
 from quartet.config.engines import NativeEngineConfig
-from quartet.config.placement import HEADS, AsynchronousPlacement
+from quartet.config.placement import HEADS
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
 from quartet.extras.doctor import rewards
@@ -67,14 +67,12 @@ class ExaminedRun:
         return self.roles.recipe.rollout.sampling.temperature
 
     async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
-        """Returns what each engine answers, with token ids, by each of ``params``; by the engines' names."""
+        """Returns what each rollout worker answers, with token ids, by each of ``params``; by the workers' names."""
         rollout, found = self.loop.rollout, dict[str, RaggedBatch]()
         asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
             for n, worker in enumerate(self.workers.engines):
-                of_worker = await worker.call(RolloutWorker.answers_by_engine, asked)
-                several = len(self.workers.engines) > 1
-                found |= {f"{n}/{engine}" if several else engine: batch for engine, batch in of_worker.items()}
+                found[f"engine {n}"] = await worker.call(RolloutWorker.answers, [asked], [0])
         return found
 
     async def canaries(self) -> list[RaggedBatch]:
@@ -630,14 +628,12 @@ def examine(
 
 
 def _scratch_recipe(recipe: RLRecipe, directory: Path) -> RLRecipe:
-    """Returns the recipe with another directory, without a journal to follow, and without anybody who is told."""
+    """Returns the recipe with another directory, and without anybody who is told."""
     changes: dict[str, Any] = {
         "output_dir": str(directory / "run"),
         "log": recipe.log.model_copy(update={"trackers": ()}),
         "callbacks": (),
     }
-    if isinstance(recipe.placement, AsynchronousPlacement):
-        changes["placement"] = recipe.placement.model_copy(update={"follow": None})
     return recipe.model_copy(update=changes)
 
 
