@@ -158,7 +158,7 @@ class LoRAConfig(Strict):
     The scalar head of a critic or reward model is trained in full beside them.
     """
 
-    rank: int = Field(16, ge=1, description="Numbers between A and B; not larger than a layer.")
+    rank: int = Field(16, ge=1, description="Numbers between A and B.")
     alpha: float = Field(32.0, gt=0, description="Adapters count alpha / rank times.")
     target_modules: tuple[str, ...] = Field(
         (ALL_LINEAR,),
