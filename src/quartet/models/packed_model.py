@@ -279,10 +279,11 @@ class PackedCausalLM(PackedModel):
         vocabulary: the rows of the head that this rank has, where several have them between them.
     """
 
+    head: nn.Linear
     logit_scale = 1.0
     vocabulary: VocabularyPart | None = None
 
-    def _find_head(self, model: PreTrainedModel) -> nn.Module:
+    def _find_head(self, model: PreTrainedModel) -> nn.Linear:
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise UserError(
