@@ -154,7 +154,7 @@ class LoRAConfig(Strict):
     The scalar head of a critic or reward model is trained in full beside them.
     """
 
-    rank: int = Field(16, ge=1, description="Numbers between A and B; not larger than a layer.")
+    rank: int = Field(16, ge=1, description="Numbers between A and B.")
     alpha: float = Field(32.0, gt=0, description="Adapters count alpha / rank times.")
     target_modules: tuple[str, ...] = Field(
         (ALL_LINEAR,),
@@ -217,9 +217,6 @@ class _Rows(Strict):
         description="Our name: the file's, as {prompt: question} or, of two texts, {prompt: instruction + input}.",
     )
     limit: Rows | None = Field(None, ge=1, description="Use only the first so many rows.")
-    turns: Literal["text", "messages"] = Field(
-        "text", description="messages: Human/Assistant turns in texts become messages, a text without turns the user's."
-    )
     system_prompt: str | None = Field(
         None, description="Begins conversations without a system message; a row's column `system` comes before it."
     )

@@ -30,11 +30,9 @@ from quartet.data.datasets import PromptData
 from quartet.envs.protocol import Environment
 from quartet.models.loading import (
     adapter_path,
-    check_saves,
     load_causal_lm,
     load_scalar_model,
     load_trained,
-    seen_tokens,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.callbacks import Callback
@@ -379,9 +377,6 @@ class RLTrainer:
         """Starts what computes. What only loaded models show is refused here, before anything is written."""
         await asyncio.to_thread(self.workers.start, self.roles.ptx)
         self.roles.groups = self.workers.models
-        codec, prompts = self.roles.codec, torch.tensor(sorted(self.roles.prompts.seen))
-        for packed in (engine.packed for engine in self.roles.engines().values()):
-            check_saves(packed, codec.tokenizer, seen_tokens(packed.vocab_size, iter([prompts])), codec.eos_ids)
         await self.roles.describe()
 
     async def _train(self, watch: Stopwatch) -> TrainResult:

@@ -38,7 +38,6 @@ from quartet.data.lazy import Prefetcher
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
     adapter_path,
-    check_saves,
     load_causal_lm,
     load_scalar_model,
     load_trained,
@@ -166,7 +165,6 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
                 shard_model(self.packed, self.mesh, on_host=recipe.sharding.cpu_offload)
                 load_shares(self.packed, self._contents(given.model), device=device, seed=recipe.seed)
             self.engine: TrainEngine[Any] = TrainEngine(self.packed, train, total_steps=self.steps, mesh=mesh)
-            check_saves(self.packed, text, self._seen(), self.codec.eos_ids)
             self._begin(given)
             taken.pop_all()
 

@@ -88,24 +88,6 @@ def test_code_that_nobody_trusted_never_runs_and_is_not_written_out(
     assert not ran.exists()
 
 
-def test_what_an_export_needs_is_tried_before_the_first_step(
-    causal_lm: Any, tokenizer: Any, demonstrations: Any, tiny_rl: Any, digits: Any, tmp_path: Path
-) -> None:
-    broken = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
-    broken.init_kwargs["of_its_own"] = object()
-    with pytest.raises(UserError, match="could not be saved after training") as refused:
-        sft(tmp_path / "run", demonstrations, model=causal_lm(), tokenizer=broken)
-    assert "not JSON serializable" in refused.value.found and not (tmp_path / "run").exists()
-    trainer = tiny_rl(tmp_path / "rl", digits, steps=1, prompts_per_step=2)
-    trainer.roles.codec.tokenizer.init_kwargs["of_its_own"] = object()
-    try:
-        with pytest.raises(UserError, match="could not be saved after training"):
-            trainer.train()
-    finally:
-        del tokenizer.init_kwargs["of_its_own"]
-    assert not (tmp_path / "rl").exists()
-
-
 # End of text -----------------------------------------------------------------------------------------------
 
 
