@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from torch import distributed
 
 from quartet.config.errors import UserError
 
@@ -23,7 +26,7 @@ class Failure:
         summary: type and message, one line.
         traceback: as the worker printed it.
         user_error: problem, found and remedy of a ``UserError``.
-        is_echo: it only says that another rank failed: the exception's class has an ``is_echo`` that is true.
+        is_echo: it only says that another rank failed.
     """
 
     group: str
@@ -42,7 +45,7 @@ class Failure:
         three = (error.problem, error.found, error.remedy) if isinstance(error, UserError) else None
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         text = "".join(traceback.format_exception(error)).rstrip()
-        return cls(group, rank, pid, host, where, summary, text, three, bool(getattr(error, "is_echo", False)))
+        return cls(group, rank, pid, host, where, summary, text, three, isinstance(error, RankFailed))
 
     def brief(self) -> str:
         return f"rank {self.rank} of group {self.group!r}: {self.summary}"
@@ -101,6 +104,25 @@ class Death:
 
 class ClusterError(Exception):
     """Workers could not do what they were asked to."""
+
+
+class RankFailed(ClusterError):
+    """A rank that this one computes with failed, or cannot be reached any more."""
+
+
+@contextmanager
+def reaching(ranks: int) -> Iterator[None]:
+    """Turns the failure of a collective of so many ranks, in the ``with`` block, into ``RankFailed``.
+
+    torch has types of its own for it; gloo raises a plain RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, distributed.DistError) or "gloo" in str(error)):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        raise RankFailed(f"another of {ranks} ranks failed, or cannot be reached: {said}") from error
 
 
 class WorkerError(ClusterError):
