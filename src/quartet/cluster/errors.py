@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,9 +10,6 @@ from dataclasses import dataclass
 from torch import distributed
 
 from quartet.config.errors import UserError
-
-_ERROR_LINE = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit|Interrupt)\b")
-_TROUBLE = re.compile(r"error|fatal|killed|out of memory|segmentation|abort|terminate", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -75,14 +71,12 @@ class Lost:
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that died, with its last words.
+    """A worker that died.
 
     Attributes:
         rank: None where only the group or nothing but the loss of data is known.
         during: the call that found out.
         reason: what the back end knows.
-        last_error: the last line of its output, or the last exception it reported, that looks like an error.
-        last_lines: the end of its output.
     """
 
     group: str
@@ -91,15 +85,13 @@ class Death:
     host: str
     during: str
     reason: str
-    last_error: str | None
-    last_lines: tuple[str, ...] = ()
 
     def brief(self) -> str:
         return f"{f'rank {self.rank}' if self.rank is not None else 'a process'} of group {self.group!r} died"
 
     def report(self) -> str:
         """Tells who died, and of what."""
-        return f"{self.brief()}: {self.last_error or 'it left no error, so it was killed from outside'}"
+        return f"{self.brief()}: {self.reason}"
 
 
 class ClusterError(Exception):
@@ -148,7 +140,7 @@ class WorkerDied(ClusterError):
     """A worker's process is gone; its group works again after ``restart()``.
 
     Args:
-        death: who died and its last words.
+        death: who died.
         also: one line for each other rank that failed in the same call.
     """
 
@@ -162,21 +154,5 @@ class WorkerDied(ClusterError):
         who = f"rank {d.rank} of group {d.group!r} (pid {d.pid} on {d.host})"
         if d.rank is None:
             who = f"a process that group {d.group!r} needs"
-        lines = [
-            f"{who} died; noticed by {d.during}",
-            f"  its last error: {d.last_error or 'none in its output'}",
-            f"  reason: {d.reason}",
-        ]
-        lines += [f"  also failed: {line}" for line in self.also]
-        if d.last_lines:
-            lines += ["  its last output:", *(f"    {line}" for line in d.last_lines)]
-        return "\n".join(lines)
-
-
-def last_error(lines: Sequence[str]) -> str | None:
-    """Finds the last line that names an exception, else the last one that sounds like trouble."""
-    for pattern in (_ERROR_LINE.match, _TROUBLE.search):
-        for line in reversed(lines):
-            if pattern(line.strip()):
-                return line.strip()
-    return None
+        head = [f"{who} died; noticed by {d.during}; its own output may say more", f"  reason: {d.reason}"]
+        return "\n".join([*head, *(f"  also failed: {line}" for line in self.also)])

@@ -142,5 +142,5 @@ class Ranks(Worker):
             self._is_intact = False
             # torchrun is to notice that one first, and not this one's end: its report names the cause.
             time.sleep(_NOTICED_S)
-            said = "torchrun's report and the output of that rank name it"
-            raise WorkerDied(Death(self.name, None, None, "unknown host", during, str(error), said)) from error
+            said = f"{error}; torchrun's report and the output of that rank name it"
+            raise WorkerDied(Death(self.name, None, None, "unknown host", during, said)) from error

@@ -272,7 +272,7 @@ def test_a_call_that_never_ends_keeps_no_other(make: Make, monkeypatch: pytest.M
 
 def test_a_dead_worker_is_the_cause(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cast = make(2, here=False)
-    death = WorkerDied(Death("rollout", 1, 4, "h", "on", "killed", "OSError: gone"))
+    death = WorkerDied(Death("rollout", 1, 4, "h", "on", "killed"))
 
     @dataclass(frozen=True)
     class Dying:
