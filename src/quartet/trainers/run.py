@@ -63,7 +63,6 @@ from quartet.train.checkpoint import (
     claimed_steps,
     newest_checkpoint,
     prune,
-    set_aside_after,
 )
 from quartet.trainers.devices import check_torch, compute_device, device_changes, resolved, use_threads
 from quartet.trainers.run_files import (
@@ -319,7 +318,6 @@ class RunDirectory:
         checkpoint everything is written again, the figures from before the first step too.
         """
         with writing(self.path):
-            set_aside_after(self.checkpoints, step)
             prune(self.checkpoints, self.recipe.checkpoint.keep)
             self._drop_exports(lambda exported: exported > step)
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
