@@ -436,17 +436,10 @@ class TrainEngine(Generic[Model]):
     # Room on the device ----------------------------------------------------------------------------------
 
     def offloading(self, store: Store | None = None) -> Offload:
-        """Returns what moves this engine's parts; made by the first call, which says where they go.
-
-        Raises:
-            RuntimeError: no store was given yet, or another one.
-        """
+        """Returns what moves this engine's parts; made by the first call, which says where they go."""
         if self._offload is None:
-            if store is None:
-                raise RuntimeError("this engine has no offload store; call offloading(store) first")
+            assert store is not None, "the first call gives the store"
             self._offload = Offload(self.packed, store, self.optimizer)
-        elif store is not None and store is not self._offload.store:
-            raise RuntimeError("this engine's parts have a store already, and may lie there now")
         return self._offload
 
     def _require(self, *parts: OffloadPart) -> None:
