@@ -58,7 +58,6 @@ from quartet.train.checkpoint import (
     claimed_steps,
     newest_checkpoint,
     prune,
-    set_aside_after,
 )
 from quartet.trainers.devices import compute_device, resolved, use_threads
 from quartet.trainers.run_files import (
@@ -304,7 +303,6 @@ class RunDirectory:
         checkpoint everything is written again, the figures from before the first step too.
         """
         with writing(self.path):
-            set_aside_after(self.checkpoints, step)
             prune(self.checkpoints, self.recipe.checkpoint.keep)
             for exported in filter(lambda exported: exported > step, claimed_steps(self.exports)):
                 shutil.rmtree(checkpoint_path(self.exports, exported), ignore_errors=True)

@@ -64,8 +64,8 @@ FREE_KEYS = (
     "ptx.prefetch",
     "algorithm.dynamic_sampling.max_prompts_factor",
 )
-"""Recipe keys that may differ when a run is resumed, beside ``sharding`` of any role: they change no weight, or
-(``device``, ``processes``, ``nodes``, ``sharding``) its last bits only."""
+"""Recipe keys that may differ when a run is resumed, beside ``sharding`` and token budgets of any role: they change no
+weight, or (``device``, ``processes``, ``nodes``, ``sharding``, budgets) its last bits only."""
 
 OTHER_LENGTH = "other_length"
 """Beside what a ``run.json`` says: the run was to have more steps, or fewer."""
@@ -352,6 +352,7 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
         and _from_run(then, key) != _from_run(now, key)
         and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
         and ".sharding." not in f".{key}."
+        and not key.endswith("token_budget")
         and not (key.rpartition(".")[2] == "precision" and "auto" in (then.get(key), now.get(key)))
     ]
 

@@ -264,8 +264,7 @@ class SupervisedWorker(Checkpointed, Generic[R, D]):
     def step(self, step: int) -> dict[str, float]:
         """Makes the update of step ``step``, from 0; returns its figures by the names under which they are logged."""
         engine = self.engine
-        with engine.reporting_failures():
-            batch = self._batch(step)
+        batch = self._batch(step)
         found = self._update(batch)
         figures = {name: value for name, value in found.items() if name not in ("lr", "grad_norm", "skipped")}
         return {

@@ -485,7 +485,6 @@ class RayRunWorkers(RunWorkers):
             ptx if self.placement.pool_of["actor"] == pool else None,
             name=pool,
             backend=self._backend,
-            max_restarts=2**31,
             start_timeout_s=self.cluster.start_timeout_s,
         )
 

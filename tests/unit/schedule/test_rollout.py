@@ -139,7 +139,7 @@ class Slow(RoleGroup[Any]):
         name = method.__name__
         await shielded(asyncio.sleep(self.seconds(name)))
         if self.died:
-            raise WorkerDied(Death("rollout", 0, 1, "here", name, "killed", None))
+            raise WorkerDied(Death("rollout", 0, 1, "here", name, "killed"))
         return getattr(self.host, name)(*args)
 
 
