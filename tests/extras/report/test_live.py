@@ -17,7 +17,7 @@ from test_report import Dom, load, needs_browser, render
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.extras.report import watch
-from quartet.extras.report.build import ReportLimits, collect_run
+from quartet.extras.report.build import ReportLimits, collect_run, collect_stage
 from quartet.extras.report.compare import build_comparison, collect_comparison
 from quartet.extras.report.watch import LiveRun, LiveServer
 from quartet.observe.files import truncate_after
@@ -83,6 +83,24 @@ def test_news_of_status_alarms_and_another_stage(run: Path) -> None:
     assert next(p for p in pieces if "alarms" in p)["alarms"]["text"] == "beware"
     assert next(p for p in pieces if "whole" in p)["whole"]["metrics"]["steps"] == [1]
     assert pieces[-1]["run"]["status"] == "done" and "stage" not in pieces[-1]
+
+
+def test_a_step_that_is_logged_while_its_stage_is_met_is_in_the_news(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.move(run / "rl", tmp_path / "rl")
+    served = LiveRun(run)
+    shutil.move(tmp_path / "rl", run / "rl")
+
+    def collect(*args: Any) -> dict[str, Any]:
+        found = collect_stage(*args)
+        go_on(run, 5)
+        return found
+
+    monkeypatch.setattr(watch, "collect_stage", collect)
+    pieces = [*served.news(0)["news"], *served.news(0)["news"]]
+    metrics = [piece["whole"]["metrics"] if "whole" in piece else piece.get("metrics") for piece in pieces]
+    assert {step for part in metrics if part for step in part["steps"]} == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(

@@ -363,9 +363,11 @@ class LiveRun:
         try:
             for path in stage_dirs(self._dir):
                 stage = self._stages.get(path.name)
-                found = stage.poll() if stage is not None else self._whole(path)
+                found = stage.poll() if stage is not None else []
                 if stage is None or RELOAD in found:
                     self._stages[path.name] = self._stage(path)
+                if stage is None:  # after its tails have begun: a row that comes meanwhile is told twice, not never
+                    found = self._whole(path)
                 self._tell(*found)
             if (head := self._collect_head()) != self._head:
                 self._head = head
