@@ -364,7 +364,10 @@ def collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
     check_run(run_dir)
     notes: list[str] = []
     with _reading(run_dir):
-        stages = [collect_stage(path, limits, notes) for path in stage_dirs(run_dir)]
+        stages = []
+        for path in stage_dirs(run_dir):
+            (files := StageFiles(path)).poll()
+            stages.append(collect_stage(files, limits, notes.append))
         head = collect_head(run_dir, notes)
     stages.sort(key=lambda stage: (stage["started_s"] is None, stage["started_s"] or 0.0))
     names = sorted({name for stage in stages if stage["metrics"] for name in stage["metrics"]["series"]})
@@ -436,12 +439,36 @@ def stage_dirs(run_dir: Path) -> list[Path]:
     ]
 
 
-def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
-    """Returns what the page shows of one stage."""
-    warn = notes.append
+class StageFiles:
+    """The metrics and spans of one stage of a run, as they come."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._metrics: Tail[dict[str, float]] = Tail(directory / "metrics.jsonl", metrics_of_row)
+        self._spans: Tail[Span] = Tail(directory / "spans.jsonl", span_of_row)
+        self.rows: list[dict[str, float]] = []
+        self.spans: list[Span] = []
+
+    def poll(self) -> bool:
+        """Takes in what is new, and forgets what a resumed run has cut back; returns whether anything has changed."""
+        rows, spans = self._metrics.poll(), self._spans.poll()
+        self.rows = rows if self._metrics.restarted else self.rows + rows
+        self.spans = spans if self._spans.restarted else self.spans + spans
+        return bool(rows or spans or self._metrics.restarted or self._spans.restarted)
+
+    @property
+    def troubles(self) -> list[str]:
+        return [tail.trouble for tail in (self._metrics, self._spans) if tail.trouble is not None]
+
+
+def collect_stage(
+    files: StageFiles, limits: ReportLimits, warn: Callable[[str], None], steps: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Returns what the page shows of one stage; of the tokens those of ``steps`` alone, if given."""
+    path, rows, spans = files.directory, files.rows, files.spans
     run = _read_json(path / "run.json", warn) or {}
-    rows = _rows(path / "metrics.jsonl", metrics_of_row, warn)
-    spans = _rows(path / "spans.jsonl", span_of_row, warn)
+    for trouble in files.troubles:
+        warn(trouble)
     columns, health = metric_columns(rows), examine(rows)
     starts = [row["time_s"] for row in rows[:1]] + [span.start_s for span in spans[:1]]
     return {
@@ -453,7 +480,7 @@ def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[st
         "telling": telling(columns["series"] if columns else {}, health),
         "timing": show_timing(spans),
         "alarms": collect_alarms(path, limits, warn),
-        "rollouts": collect_rollouts(path / "rollouts", limits, warn),
+        "rollouts": collect_rollouts(path / "rollouts", limits, warn, steps),
     }
 
 
@@ -465,14 +492,6 @@ def _read_or_warn(path: Path, read: Callable[[Path], T], warn: Callable[[str], N
     except UserError as error:
         warn(f"{error.problem}: {error.found}")
         return None
-
-
-def _rows(path: Path, build: Callable[[dict[str, Any]], T], warn: Callable[[str], None]) -> list[T]:
-    tail = Tail(path, build)
-    rows = tail.poll()
-    if tail.trouble is not None:
-        warn(tail.trouble)
-    return rows
 
 
 def _read_text(path: Path, warn: Callable[[str], None]) -> str | None:
@@ -526,26 +545,6 @@ def metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
     }
 
 
-# Following -------------------------------------------------------------------------------------------------
-
-
-class StageTails:
-    """The metrics and spans of one stage of a run as they come."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.metrics: Tail[dict[str, float]] = Tail(directory / "metrics.jsonl", metrics_of_row)
-        self.spans: Tail[Span] = Tail(directory / "spans.jsonl", span_of_row)
-
-    @property
-    def restarted(self) -> bool:
-        return self.metrics.restarted or self.spans.restarted
-
-    @property
-    def troubles(self) -> list[str]:
-        return [tail.trouble for tail in (self.metrics, self.spans) if tail.trouble is not None]
-
-
 # Health -----------------------------------------------------------------------------------------------------
 
 
@@ -578,7 +577,10 @@ def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) 
 
 def collect_alarms(path: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """Collects the alarms of a stage; None without any."""
-    rows = _rows(path / "alarms.jsonl", alarm_of_row, warn)
+    tail = Tail(path / "alarms.jsonl", alarm_of_row)
+    rows = tail.poll()
+    if tail.trouble is not None:
+        warn(tail.trouble)
     if not rows:
         return None
     last = rows[-1]
