@@ -87,4 +87,3 @@ def test_a_run_is_watched_while_it_writes(world: Any, recipes: Any, processes: A
     assert replayed.status == 0 and "score" in replayed.out.splitlines()[-1]
     quartet("compare", path).expect_user_error("2 to 10 different runs")
     quartet("watch", world.path / "nowhere").expect_user_error("no such run")
-    quartet("report", path, "--live", "--out", "x.html").expect_user_error("--live and --out")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from quartet.config import UserError
 from quartet.config.errors import printable
 
 RunPath = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
@@ -27,14 +25,6 @@ def report(
     if not live:
         typer.echo(_written_report(run, out) if is_url(run) else build_report(Path(run), out))
         return
-    if is_url(run):
-        raise UserError("a live page follows a run on this machine", found=f"--live {run}", remedy="leave --live out")
-    if out is not None:
-        raise UserError(
-            "a live page is served, and not written",
-            found=f"--live and --out {out}",
-            remedy="leave one of them out",
-        )
     from quartet.extras.report.watch import LiveServer
 
     with LiveServer(Path(run), port) as server:
@@ -89,14 +79,9 @@ def replay(
     step: Annotated[int | None, typer.Option(help="Step; by default the newest that was kept.", min=0)] = None,
     sample: Annotated[int, typer.Option(help="Trajectory of the step, from 0.", min=0)] = 0,
     stage: Annotated[str | None, typer.Option(help="Of a run of several stages.")] = None,
-    delay: Annotated[float, typer.Option(help="Seconds between two tokens.", min=0.0)] = 0.0,
 ) -> None:
     """A kept trajectory, token by token."""
     from quartet.extras.report.compare import kept_trajectory, replay_lines
 
-    try:
-        for line in replay_lines(kept_trajectory(run, step, sample, stage)):
-            typer.echo(printable(line))
-            time.sleep(delay)
-    except KeyboardInterrupt:
-        typer.echo("ended")
+    for line in replay_lines(kept_trajectory(run, step, sample, stage)):
+        typer.echo(printable(line))

@@ -304,7 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif address.path == "/":
             try:
                 self._answer(200, "text/html", self.server.run.page())
-            except UserError as error:
+            except (UserError, OSError) as error:
                 self._answer(503, "text/plain", f"{error}\n")
         elif address.path == "/news":
             after = parse_qs(address.query).get("after", [""])[0]
