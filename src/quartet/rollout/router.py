@@ -237,14 +237,6 @@ class Router:
         self._dispatch()
         return [copy.request_id for copy in copies]
 
-    def usable(self) -> list[str]:
-        """Returns the names of the engines that can be asked now."""
-        return [member.name for member in self._usable()]
-
-    def pin(self, request_id: str, name: str) -> None:
-        """Sends the group that will begin with this request to this engine, if that can be asked then."""
-        self._routing.pins[request_id] = next(member for member in self._members if member.name == name)
-
     def _withdraw(self, ids: set[str]) -> None:
         """Withdraws these requests: nothing more is heard of them."""
         self._errors = deque(error for error in self._errors if ids.isdisjoint(error.request_ids))

@@ -376,11 +376,6 @@ class RolloutWorker(WeightReceiverMixin):
         pairs = zip(indices, requests, strict=True)
         return RaggedBatch.concat([self._requests.responses(index, asked.request_ids) for index, asked in pairs])
 
-    def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
-        """Returns the group of this request by each engine behind this one, by their names; errors as of
-        ``answers``."""
-        return {"engine": self.answers([asked], [0])}
-
     def progress(self) -> Progress | None:
         """Returns the tokens of each of several engines; None of one whose requests say enough."""
         return None
@@ -557,13 +552,6 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         self._prove()
         found = super().answers(requests, indices)
         self._yield_devices()
-        return found
-
-    def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
-        found = dict[str, RaggedBatch]()
-        for name in self._router.usable():
-            self._router.pin(asked.request_ids[0], name)
-            found[name] = self.answers([asked], [0])
         return found
 
     def _resume(self) -> None:
