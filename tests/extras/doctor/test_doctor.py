@@ -142,7 +142,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 def test_a_healthy_recipe_is_all_ok(name: str, examined: Examined) -> None:
     found = examined(**HEALTHY[name])
     assert not unwell(found), [finding.line() for finding in found.values() if finding.status != "ok"]
-    assert len(found) == 27
+    assert len(found) == 25
     needed = {"sampler_agreement", "first_ratio", "reference_kl", "weight_update"}
     assert needed <= found.keys()
 
@@ -314,10 +314,9 @@ def test_rewards_that_teach_nothing(examined: Examined, reward: Any, changes: An
     ("changes", "expected"),
     [
         ({"rows": ["1+1="] * 3 + ["2+2="]}, {"duplicates"}),
-        ({"rows": ["12+3=x", "4+5="]}, {"unknown_tokens", "round_trip"}),
+        ({"rows": ["12+3=x", "4+5="]}, {"round_trip"}),
         ({"sampling": {"max_new_tokens": 60}}, {"prompt_lengths"}),
         ({"rows": [{**row, "answer": "1234567890"} for row in ROWS], "rewards": lengths}, {"answer_lengths"}),
-        ({"steps": 10**10}, {"duration"}),
         (
             {"objects": {"evaluation_prompts": task.toy_prompts(0, 12)[:3]}, "evaluation": EvaluationConfig()},
             {"held_out"},

@@ -118,8 +118,6 @@ def test_replay_of_an_episode_tells_observations_from_tokens(tmp_path: Path) -> 
     for step, sample, what in ((7, 2, "no sample 2(?s:.)*0 to 1"), (8, 0, "no rollouts of step 8")):
         with pytest.raises(UserError, match=what):
             kept_trajectory(tmp_path, step, sample)
-    with pytest.raises(UserError, match="no stage 'sft'"):
-        kept_trajectory(tmp_path, None, 0, "sft")
 
 
 def test_replay_reads_columns_out(tmp_path: Path, make_run: MakeRun) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _BOUNDARY = "¦"
 _TOKENS = 400
 """Most tokens that are shown of a run."""
-_BARS, _BAR = 12, 40
 
 
 def data(
@@ -115,7 +114,7 @@ def _token_lines(span: Span, run: range) -> list[str]:
 
 
 def _figures(found: DataRows) -> Iterator[str]:
-    """Tells what becomes of the rows, how long they are in tokens, and shows a histogram of lengths."""
+    """Tells what becomes of the rows, and how long they are in tokens."""
     used, skipped, stopping = len(found.lengths), found.told.skipped.total(), found.stopping.skipped.total()
     yield f"{found.num_rows:,} rows: {used:,} used, {skipped:,} left out, {stopping:,} that stop the run"
     if not used:
@@ -126,10 +125,3 @@ def _figures(found: DataRows) -> Iterator[str]:
         f"{name} {value:,}" for name, value in {"shortest": lengths[0], **at, "longest": lengths[-1]}.items()
     )
     yield f"tokens of the longest sequence of a row: {places}; allowed {found.limit.max_tokens:,}"
-    low, width = lengths[0], max(1, -(-(lengths[-1] + 1 - lengths[0]) // _BARS))
-    counts = [0] * (1 + (lengths[-1] - low) // width)
-    for length in lengths:
-        counts[(length - low) // width] += 1
-    for n, count in enumerate(counts):
-        span = f"{low + n * width:,}–{low + (n + 1) * width - 1:,}"
-        yield f"{span:>15} {count:>9,} {'█' * -(-_BAR * count // max(counts))}"

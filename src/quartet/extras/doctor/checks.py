@@ -34,13 +34,11 @@ Compared = ExactMatchReward | NumericReward | RegexReward | MathReward
 _SAMPLED = 64
 """Prompts that are read, spread over the data."""
 _ANSWER = "7"
-_TOKENS = "use the tokenizer that the model was trained with, one that keeps all characters of the data"
 _REMEDIES = {
     "template": "mend chat_template.jinja: it writes every message, and opens the assistant's turn where asked to",
     "turn_end": "set eos_token_id in generation_config.json to all tokens that end an answer",
     "begin_of_text": "write bos_token once, in the chat template or in the data, where the tokenizer adds it to text",
-    "round_trip": _TOKENS,
-    "unknown_tokens": _TOKENS,
+    "round_trip": "use the tokenizer that the model was trained with, one that keeps all characters of the data",
     "prompt_lengths": "raise data.max_tokens, lower rollout.sampling.max_new_tokens, or use a longer context",
     "answer_lengths": "raise rollout.sampling.max_new_tokens: what is cut off cannot be right",
     "duplicates": "leave repeated rows out: they are trained on more often than others",
@@ -60,7 +58,6 @@ _REMEDIES = {
     "gradient": "check the model's weights and its precision; see learning_signal",
     "reference_kl": "the reference is the actor as it starts, or of its family: same tokenizer, precision, temperature",
     "weight_update": "the engine kept old weights: look at weight_sync, and at what it computes from weights only once",
-    "duration": "lower steps, prompts_per_step or max_new_tokens, or use more devices (docs/placements.md)",
 }
 """What to do, by the names of the checks."""
 
@@ -121,10 +118,9 @@ def quick_findings(roles: RLRoles, directory: Path) -> list[Finding]:
     items, codec, recipe = roles.prompts.items, roles.codec, roles.recipe
     sampled = items[:: max(1, len(items) // _SAMPLED)][:_SAMPLED]
     prompts = [item.prompt for item in sampled]
-    encoded = [codec.encode_prompt(prompt) for prompt in prompts]
     return [
         *(check(codec, prompts) for check in (check_template, check_turn_end, check_round_trip)),
-        *(check(codec, encoded) for check in (check_begin_of_text, check_unknown_tokens)),
+        check_begin_of_text(codec, [codec.encode_prompt(prompt) for prompt in prompts]),
         check_prompt_lengths(roles),
         check_answer_lengths(recipe, codec, sampled),
         check_duplicates(roles.prompts),
@@ -201,16 +197,6 @@ def check_round_trip(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding
             first = first or f": {text[same : same + 20]!r} became {again[same : same + 20]!r}"
     found = f"{lost} of {len(prompts)} prompts are another text after their tokens{first}"
     return judged("round_trip", found, failure=2 * lost > len(prompts), warning=lost > 0)
-
-
-def check_unknown_tokens(codec: TextCodec, prompts: Sequence[Sequence[int]]) -> Finding:
-    name, unknown = "unknown_tokens", codec.tokenizer.unk_token_id
-    if unknown is None:
-        return judged(name, "the tokenizer knows every character")
-    ids = [token for prompt in prompts for token in prompt]
-    num = ids.count(unknown)
-    found = f"{num} of {len(ids)} tokens of {len(prompts)} prompts are {codec.tokenizer.unk_token!r}"
-    return judged(name, found, failure=num > 0.01 * len(ids), warning=num > 0)
 
 
 def _plain(codec: TextCodec, text: str) -> list[int]:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch
-from quartet.batch.trajectory import Trajectories
 from quartet.config import UserError
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.placement import HEADS, AsynchronousPlacement
@@ -37,7 +36,7 @@ from quartet.trainers.experience import Experience, sampled_only
 from quartet.trainers.loop import RLLoop
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles, limits_of
-from quartet.trainers.run import RunDirectory, Stopwatch
+from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import output_path
 from quartet.trainers.signals import run_async
 from quartet.trainers.workers import RunWorkers, Sizes
@@ -99,12 +98,10 @@ class Learned:
     """
     Args:
         experience: the sampled answers with all columns.
-        scoring_s, update_s: seconds of the models' passes, and of the rehearsed update.
+        metrics: of the rehearsed update.
     """
 
     experience: Experience
-    scoring_s: float
-    update_s: float
     metrics: dict[str, float]
 
 
@@ -115,7 +112,7 @@ async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet])
     Raises:
         UserError: a model's values are not finite, or memory is too small.
     """
-    roles, loop, watch = run.roles, run.loop, Stopwatch()
+    roles, loop = run.roles, run.loop
     scorers = list(roles.column_scorers(loop.leases))
     if all(scorer.column != OLD for scorer in scorers):
         scorers.append(ModelScorer(loop.leases, "actor", roles.groups["actor"], run.needs(), OLD, trains=True))
@@ -124,9 +121,7 @@ async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet])
         parts = [PartScorer(scorer, sampled_only) for scorer in scorers]
     columns = await score_all(parts, chunk)
     experience: Experience = await loop.stages.assemble([(chunk, [*rewards, *columns])])
-    scoring_s, watch = watch.seconds, Stopwatch()
-    metrics = await _update(run, loop.learned(experience))
-    return Learned(experience, scoring_s, watch.seconds, metrics)
+    return Learned(experience, await _update(run, loop.learned(experience)))
 
 
 async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
@@ -193,7 +188,6 @@ def check_reference(run: ExaminedRun, learned: Learned) -> Finding:
 
 
 _GIB = 2**30
-_LONG_HOURS = 24 * 7
 
 
 async def check_memory(run: ExaminedRun) -> Finding:
@@ -250,25 +244,6 @@ def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
     return engine.cache_tokens or running * longest
 
 
-def check_duration(
-    run: ExaminedRun, batch: RaggedBatch, generate_s: float, score_s: float, update_s: float, publish_s: float
-) -> Finding:
-    """Estimates seconds per step and hours per run, if every answer took as long as those of ``batch`` did, and nothing
-    overlapped: larger batches are faster.
-    """
-    num = len(Trajectories.of(batch))
-    sampled = int(batch.token["action_mask"].sum())
-    recipe = run.roles.recipe
-    answers = recipe.prompts_per_step * recipe.responses_per_prompt
-    share = answers / max(1, num)
-    parts = {"generate": generate_s * share, "score": score_s * share, "update": update_s * share * recipe.epochs}
-    parts["publish"] = publish_s
-    step_s = sum(parts.values())
-    hours, shown = step_s * recipe.steps / 3600, ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items())
-    found = f"at most {step_s:.3g} s per step ({shown}; {sampled / max(1, num):.0f} tokens per answer), "
-    return judged("duration", f"{found}{hours:.2g} h for {recipe.steps} steps", warning=hours > _LONG_HOURS)
-
-
 def check_ends(run: ExaminedRun, batch: RaggedBatch) -> list[Finding]:
     """Checks that nothing follows an end-of-text token, and most answers end by themselves."""
     recipe, num = run.roles.recipe, len(batch)
@@ -315,11 +290,8 @@ async def check_agreement(run: ExaminedRun, batch: RaggedBatch) -> Finding:
     return judged("sampler_agreement", f"{found}allowed {run.tolerance:.2g})", failure=wrong)
 
 
-async def check_weights(run: ExaminedRun) -> tuple[Finding, float]:
+async def check_weights(run: ExaminedRun) -> Finding:
     """Changes every weight of the actor, gives the engines the new ones, and changes all back.
-
-    Returns:
-        The finding, and the seconds of the publication.
 
     Raises:
         UserError: engines and trainer differ by more than the run allows.
@@ -327,9 +299,8 @@ async def check_weights(run: ExaminedRun) -> tuple[Finding, float]:
     rollout, before = run.loop.rollout, await run.canaries()
     await _flip(run)
     try:
-        watch = Stopwatch()
         difference = (await rollout.publish(_version(run)))["agreement/canary_diff"]
-        seconds, after = watch.seconds, await run.canaries()
+        after = await run.canaries()
     finally:
         await _flip(run)
     if len(before) != len(after):
@@ -340,7 +311,7 @@ async def check_weights(run: ExaminedRun) -> tuple[Finding, float]:
         )
     still = sum(torch.equal(old.token[_LOGPROBS], new.token[_LOGPROBS]) for old, new in zip(before, after, strict=True))
     found = f"{still} of {len(before)} engines compute as before a change of all weights, "
-    return judged("weight_update", f"{found}{difference:.2g} nats from the trainer", failure=still > 0), seconds
+    return judged("weight_update", f"{found}{difference:.2g} nats from the trainer", failure=still > 0)
 
 
 async def _flip(run: ExaminedRun) -> None:
@@ -428,21 +399,13 @@ class _Examination:
     async def _check(self, run: ExaminedRun) -> None:
         findings = self._findings
         findings.add(await check_memory(run))
-        chunk: Chunk | None = None
-        watch = Stopwatch()
         with findings.errors_of("sampling"):
-            chunk = await self._sample(run)
-            generate_s = watch.seconds
-        learned = await self._check_sample(run, chunk) if chunk is not None else None
+            await self._check_sample(run, await self._sample(run))
         with findings.errors_of("weight_update"):
-            finding, publish_s = await check_weights(run)
-            findings.add(finding)
-            if chunk is not None and learned is not None:
-                seconds = (generate_s, learned.scoring_s, learned.update_s, publish_s)
-                findings.add(check_duration(run, chunk.data, *seconds))
+            findings.add(await check_weights(run))
 
-    async def _check_sample(self, run: ExaminedRun, chunk: Chunk) -> Learned | None:
-        """Checks that read sampled answers, with the weights that sampled them; None where no update is possible."""
+    async def _check_sample(self, run: ExaminedRun, chunk: Chunk) -> None:
+        """Checks that read sampled answers, with the weights that sampled them."""
         findings, batch = self._findings, chunk.data
         findings.add(check_diversity(batch), await check_agreement(run, batch), *check_ends(run, batch))
         learned: Learned | None = None
@@ -453,10 +416,8 @@ class _Examination:
             with findings.errors_of("first_ratio"):
                 learned = await rehearse(run, chunk, scored.columns)
         if learned is not None:
-            learned = replace(learned, scoring_s=learned.scoring_s + scored.seconds)
             findings.add(check_signal(learned), check_first_ratio(run, learned), check_gradient(learned))
             findings.add(check_reference(run, learned))
-        return learned
 
     async def _sample(self, run: ExaminedRun) -> Chunk:
         """Samples groups of the first prompts, by the run's own way of asking for them."""

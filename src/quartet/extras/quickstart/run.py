@@ -24,7 +24,7 @@ from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.checker import JUDGE_ERROR_RATE, is_correct, judge_pairs
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import load_causal_lm, packed_causal_lm, save_causal_lm
-from quartet.observe.files import ENDED, LOCK
+from quartet.observe.files import LOCK
 from quartet.observe.progress import Progress
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
@@ -174,8 +174,6 @@ class Quickstart:
             self._lock = take_lock(self.path / LOCK)
         if found is not None:
             self._created = found.get("created", self._created)
-            if found.get("status") == "running":
-                self.progress.print(f"the process that ran it before {ENDED}: its status was still running")
         self._mark("running")
 
     def _identity(self) -> dict[str, Any]:

@@ -359,8 +359,6 @@ def starter(
         keys[f"{place}{_EXAMPLE}columns"] = {needs[0]: "question"}
     elif mapped := usual_columns(needs, row):
         keys[f"{place}columns"] = mapped
-    if row is not None and any("\n\nHuman:" in text for text in row.values() if isinstance(text, str)):
-        keys[f"{place}{_EXAMPLE}turns"] = "messages"
     keys[f"{place}overlong"] = "skip"
     called = "".join(f" --{name} {value}" for name, value in (("method", method), ("reward", reward)) if value)
     head = [
@@ -369,8 +367,6 @@ def starter(
         "# Lines that begin with # are examples of what else is often set.",
         f"# Columns of the data: {', '.join(needs)}; docs/data.md.",
     ]
-    if reward == "math":
-        head.append("# The reward needs math-verify: pip install 'quartet-rl[math]'")
     tree: dict[str, Any] = {}
     for address, value in {"job": job, "output_dir": f"runs/{job}", **keys}.items():
         *above, name = address.split(".")
@@ -397,12 +393,9 @@ def _begun(job: str) -> Starter:
 def _check(job: str, what: str, name: str | None, known: Any) -> None:
     if job not in jobs():
         raise no_such_job(job)
-    if name is None or name in known:
-        return
-    if not known:
-        raise UserError(f"{job} has no {what} to choose", found=f"--{what} {name}", remedy=f"leave --{what} out")
-    remedy = " Else ".join(filter(None, (nearest(name, known), f"use one of {', '.join(known)}")))
-    raise UserError(f"{job} knows no such {what}", found=f"--{what} {name}", remedy=remedy)
+    if name is not None and name not in known:
+        remedy = f"use one of {', '.join(known)}" if known else f"leave --{what} out"
+        raise UserError(f"{job} knows no such {what}", found=f"--{what} {name}", remedy=nearest(name, known) or remedy)
 
 
 # Keys of jobs by their addresses, in the order of the recipe, and columns that the data need ----------------------

@@ -78,10 +78,9 @@ def replay(
     run: RunPath,
     step: Annotated[int | None, typer.Option(help="Step; by default the newest that was kept.", min=0)] = None,
     sample: Annotated[int, typer.Option(help="Trajectory of the step, from 0.", min=0)] = 0,
-    stage: Annotated[str | None, typer.Option(help="Of a run of several stages.")] = None,
 ) -> None:
     """A kept trajectory, token by token."""
     from quartet.extras.report.compare import kept_trajectory, replay_lines
 
-    for line in replay_lines(kept_trajectory(run, step, sample, stage)):
+    for line in replay_lines(kept_trajectory(run, step, sample)):
         typer.echo(printable(line))

@@ -109,26 +109,26 @@ _MORE = (("advantage", ("advantages",)), ("value", ("values",)))
 _WIDTH = 24
 
 
-def kept_trajectory(run_dir: Path, step: int | None, sample: int, stage: str | None = None) -> list[RolloutRecord]:
-    """Reads the sequences of one trajectory in their order: one, or several where an environment rewrote the state.
+def kept_trajectory(run_dir: Path, step: int | None, sample: int) -> list[RolloutRecord]:
+    """Reads the sequences of one trajectory in their order: one, or several where an environment rewrote the state. Of
+    a run of several stages it is the last that has kept any.
 
     Args:
         step: None for the newest that was kept.
         sample: place among the step's trajectories, from 0.
-        stage: of a run of several, the directory; None for the only one that has kept rollouts, or the last.
 
     Raises:
-        UserError: there is no such run, stage, step or sample, or its file is damaged.
+        UserError: there is no such run, step or sample, or its file is damaged.
     """
     check_run(run_dir)
-    kept = {path.name: path / "rollouts" for path in stage_dirs(run_dir) if list_steps(path / "rollouts")}
-    if not kept or (stage is not None and stage not in kept):
+    kept = [path / "rollouts" for path in stage_dirs(run_dir) if list_steps(path / "rollouts")]
+    if not kept:
         raise UserError(
-            "the run has kept no rollouts" if not kept else f"no stage {stage!r} has kept rollouts",
-            found=f"{run_dir}: " + (", ".join(kept) or "no rollouts/ with a step in it"),
-            remedy="name one of these with --stage" if kept else "RL keeps those of every log.rollouts_every-th step",
+            "the run has kept no rollouts",
+            found=f"{run_dir}: no rollouts/ with a step in it",
+            remedy="RL keeps those of every log.rollouts_every-th step",
         )
-    directory = kept[stage] if stage is not None else list(kept.values())[-1]
+    directory = kept[-1]
     records = read_step(directory, list_steps(directory)[-1] if step is None else step)
     names = list(dict.fromkeys(record.trajectory_id for record in records))
     if not 0 <= sample < len(names):
