@@ -58,15 +58,6 @@ def available_bytes() -> int:
     return _line_of("/proc/meminfo", "MemAvailable")
 
 
-def total_bytes() -> int:
-    """Returns the machine's memory.
-
-    Raises:
-        OSError: not on Linux, which alone tells this.
-    """
-    return _line_of("/proc/meminfo", "MemTotal")
-
-
 def copy_fits(num_bytes: int) -> bool:
     """Tells whether a copy of a training state takes at most a quarter of what is available; True where none knows.
 

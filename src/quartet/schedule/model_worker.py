@@ -222,7 +222,6 @@ class ModelStats:
     """
 
     num_oom: int
-    num_updates: int = 0
     num_skipped: int = 0
     token_budget: int = 0
     work: Work = field(default_factory=Work)
@@ -384,8 +383,7 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
 
     def stats(self) -> ModelStats:
         engine = self.engine
-        counts = engine.num_oom, engine.num_updates, engine.num_skipped
-        return ModelStats(*counts, engine.budget.tokens, self._taken_work())
+        return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens, self._taken_work())
 
     def describe(self) -> Described:
         return Described(self.engine.warnings, self.packed.shares_prefixes)

@@ -224,7 +224,7 @@ def test_what_does_not_fit_together(train: Any, causal_lm: Any, tokenizer: Any, 
     with pytest.raises(UserError, match="looks at the policy alone"):
         train(loss=SimPOLoss(), other=causal_lm(seed=4))
     with pytest.raises(UserError, match="reference's vocabulary is smaller"):
-        train(other=causal_lm(seed=4, vocab_size=40))
+        train(other=causal_lm(seed=4, vocab_size=15))
     with pytest.raises(UserError, match=r"train\.token_budget is too small"):
         train(train=TrainConfig(token_budget=12))
     with pytest.raises(UserError, match=r"train\.forward_token_budget is too small"):
