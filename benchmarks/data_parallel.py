@@ -116,7 +116,6 @@ class Clock:
         self.seconds = Counter[str]()
         for module in (collectives, pass_group):
             module.swap = self._timed("exchanged", module.swap)
-        pass_group.PassGroup.hear = self._timed("words", pass_group.PassGroup.hear)
 
     def _timed(self, kind: str, function: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any) -> None:

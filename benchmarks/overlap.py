@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from common import arguments, markdown, write_results
 from pydantic import TypeAdapter
 
+from quartet.batch.ragged import ColumnSet
 from quartet.cluster import BROADCAST, ResourcePool, Worker, WorkerGroup, connect, dispatch
 from quartet.config.placement import HEADS, PlacementConfig, ResolvedPlacement, Role, resolve
 from quartet.extras.simulation.simulation import (
@@ -40,6 +41,8 @@ from quartet.extras.simulation.simulation import (
     seconds_on_path,
     sleep_here,
 )
+from quartet.schedule.groups import Chunk
+from quartet.schedule.iteration import Scorer
 from quartet.schedule.leases import LeaseMode
 
 SAMPLES, GPUS, CHUNK = 256, 16, 32
@@ -66,7 +69,8 @@ TWO_POOLS = {
         "scores": {"processes": 8, "roles": ("reference", "reward", "critic")},
     },
 }
-BARRIERS = {"after": {"values": ("reward",), "ref_logprobs": ("values",), "old_logprobs": ("values",)}}
+BARRIERS = {"values": "reward", "ref_logprobs": "values", "old_logprobs": "values"}
+"""Stages of the study, and the one of which each waits for all chunks."""
 
 
 @dataclass(frozen=True)
@@ -114,20 +118,41 @@ CONTENDED = replace(LESS_MEMORY, logprobs=25.0, reference=12.5, actor=70.0, crit
 
 @dataclass(frozen=True)
 class Case:
-    """``published_s`` None: no figure to compare with, except ``at_most_s``."""
+    """``published_s`` None: no figure to compare with, except ``at_most_s``. ``after``: as ``BARRIERS``."""
 
     name: str
     seconds: Seconds
     placement: Mapping[str, Any]
     published_s: float | None
     at_most_s: float | None = None
+    after: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A scorer that waits, in the first step, until every chunk has gone through another one."""
+
+    inner: Scorer
+    after: Waiting | None = None
+
+    def __post_init__(self) -> None:
+        self.left, self.ended = -(-SAMPLES // CHUNK), asyncio.Event()
+
+    async def score(self, chunk: Chunk) -> ColumnSet:
+        if self.after is not None:
+            await self.after.ended.wait()
+        found = await self.inner.score(chunk)
+        self.left -= 1
+        if not self.left:
+            self.ended.set()
+        return found
 
 
 CASES = (
     Case("serial", Seconds(1000.0, 0.0), ONE_POOL, 1376.0),
     Case("serial, fast engine", FAST_ENGINE, ONE_POOL, 456.0),
     Case("serial, less memory", LESS_MEMORY, ONE_POOL, 432.0),
-    Case("two pools, the study's barriers", CONTENDED, {**TWO_POOLS, **BARRIERS}, 295.0),
+    Case("two pools, the study's barriers", CONTENDED, TWO_POOLS, 295.0, after=BARRIERS),
     Case("two pools, data dependencies only", CONTENDED, TWO_POOLS, None, at_most_s=295.0 * 1.05),
 )
 
@@ -137,6 +162,7 @@ def simulated(
     placement: ResolvedPlacement,
     steps: int = 1,
     *,
+    after: Mapping[str, str] | None = None,
     run: Callable[[Coroutine[Any, Any, SimulationResult]], SimulationResult] = run_virtual,
     sleep: Sleep = sleep_here,
 ) -> SimulationResult:
@@ -144,6 +170,11 @@ def simulated(
 
     async def main() -> SimulationResult:
         simulation = Simulation(costs, placement, prompts_per_step=SAMPLES, chunk_size=CHUNK, sleep=sleep)
+        names = [stage.stage for stage in costs.scoring]
+        held = {name: Waiting(scorer) for name, scorer in zip(names, simulation.stages.scorers, strict=True)}
+        for name, earlier in (after or {}).items():
+            held[name].after = held[earlier]
+        simulation.stages = replace(simulation.stages, scorers=[*held.values()]) if after else simulation.stages
         return await simulation.run(steps)
 
     return run(main())
@@ -172,14 +203,17 @@ def ray_workers(placement: ResolvedPlacement) -> Iterator[Sleep]:
 def study(case: Case, *, real_runs: int, ray_runs: int = 0) -> dict[str, float]:
     """Seconds of one iteration in the study's units; on the real clock the least of so many runs."""
     costs, placement = case.seconds.costs(), placed(case.placement)
-    found = {"virtual_s": simulated(costs, placement).step_s[0]}
+    found = {"virtual_s": simulated(costs, placement, after=case.after).step_s[0]}
     faster = costs.times(1 / REAL_SPEED)
     if real_runs:
-        seconds = [simulated(faster, placement, run=asyncio.run).step_s[0] for _ in range(real_runs)]
+        seconds = [simulated(faster, placement, after=case.after, run=asyncio.run).step_s[0] for _ in range(real_runs)]
         found["real_s"] = min(seconds) * REAL_SPEED
     if ray_runs:
         with ray_workers(placement) as sleep:
-            seconds = [simulated(faster, placement, run=asyncio.run, sleep=sleep).step_s[0] for _ in range(ray_runs)]
+            seconds = [
+                simulated(faster, placement, after=case.after, run=asyncio.run, sleep=sleep).step_s[0]
+                for _ in range(ray_runs)
+            ]
         found["ray_s"] = min(seconds) * REAL_SPEED
     found["samples_per_gpu_s"] = SAMPLES / GPUS / found["virtual_s"]
     return found

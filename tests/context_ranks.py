@@ -20,7 +20,7 @@ from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScala
 from quartet.observe.memory import held_bytes, peak_resident_bytes
 from quartet.train.forward import Needs, Outputs, compute
 from quartet.train.parallel.context import ModelParallel
-from quartet.train.parallel.mesh import CONTEXT, DataParallelGroup, Mesh
+from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from quartet.train.parallel.pass_group import PassGroup
 from tolerances import in_dtype
 
@@ -140,7 +140,7 @@ def run_pass(case: PassCase) -> dict[str, Any]:
     if case.context > 1:
         mesh = mesh_of(case.context)
         assert mesh.context_group is not None
-        context = PassGroup(CONTEXT, mesh.context_group, mesh.words[CONTEXT], packed.work)
+        context = PassGroup(mesh.context_group, packed.work)
         packed.parallel = ModelParallel.of(packed, tensor=None, context=context)
         context.begin()
     with torch.no_grad():
@@ -179,9 +179,8 @@ def peak_bytes(context: int, num_tokens: int) -> int:
     if context > 1:
         mesh = mesh_of(context)
         assert mesh.context_group is not None
-        group = PassGroup(CONTEXT, mesh.context_group, mesh.words[CONTEXT], packed.work)
+        group = PassGroup(mesh.context_group, packed.work)
         packed.parallel = ModelParallel.of(packed, tensor=None, context=group)
-        group.begin()
     found = 0
     for length in (16, num_tokens):
         mask = {"loss_mask": torch.arange(length) > 0}
@@ -191,6 +190,4 @@ def peak_bytes(context: int, num_tokens: int) -> int:
         before = peak_resident_bytes()
         loss_of(compute(packed, batch, Needs(logprobs=True), 256)).backward()
         found = peak_resident_bytes() - before
-    if group is not None:
-        group.end()
     return found

@@ -97,7 +97,7 @@ def evaluated(job: str, mesh: Mesh | None, path: Path) -> dict[str, Any]:
     worker, found = make_worker(job, mesh), {}
     with counting() as found["reference"]:
         if isinstance(worker, PreferenceWorker):
-            found["missing"] = worker.begin_reference(path, is_resumed=False)
+            found["missing"] = worker.begin_reference(path)
             while worker.compute_reference():
                 pass
             found["tables"] = dict(worker._tables.tables)
@@ -119,14 +119,3 @@ def on_ranks(shard: int, jobs: list[str], path: str) -> dict[str, Any]:
         found[job] = evaluated(job, mesh, own)
         dist.barrier()
     return found
-
-
-def failing(shard: int) -> str:
-    """What is told where the passes of rank 1 fail."""
-    worker = make_worker("sft", Mesh.of(DataParallelGroup.of_world(), shard=shard))
-    try:
-        with counting(fails=dist.get_rank() == 1):
-            worker.evaluate()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

@@ -88,7 +88,7 @@ def run_pass(case: TensorCase) -> dict[str, Any]:
     def train() -> None:
         outputs.append(compute(packed, batch, needs, 7, share=case.share))
         loss = context_ranks.loss_of(outputs[-1])
-        root.backward(loss) if root is not None else loss.backward()
+        loss.backward()
 
     if root is None:
         forward()

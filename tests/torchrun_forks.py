@@ -17,20 +17,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import preload
 from quartet.cli.main import main
 from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
-from quartet.train.engine import TrainEngine
+from quartet.train.parallel.fsdp import ShardedModel
 
 for module in preload.MODULES:
     importlib.import_module(module)
 
 
 def torchrun(
-    arguments: Sequence[str], log: str, environment: Mapping[str, str], cwd: str | None = None, kill: int | None = None
+    arguments: Sequence[str],
+    log: str,
+    environment: Mapping[str, str],
+    cwd: str | None = None,
+    kill: int | None = None,
+    no_memory: bool = False,
 ) -> None:
     """``torchrun arguments… COMMAND…``, where every rank runs the command as ``run_under_torchrun``, or in ``cwd`` as
     ``quartet``.
@@ -39,6 +45,7 @@ def torchrun(
 
     Args:
         kill: SIGKILL hits the last rank before its update of this number, from 1; not once it was started anew.
+        no_memory: memory runs out there instead, in the update's passes.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     for target in (1, 2):
@@ -58,7 +65,7 @@ def torchrun(
             sys.argv = ["quartet", *command]
             is_last = env["RANK"] == str(int(env["WORLD_SIZE"]) - 1)
             if kill is not None and is_last and env["TORCHELASTIC_RESTART_COUNT"] == "0":
-                _kill_before(kill)
+                _fail_in(kill, no_memory)
             os._exit(_status(main))
 
         return subprocess.Popen(args, env=env, preexec_fn=rank, **options)
@@ -67,15 +74,17 @@ def torchrun(
     torch.distributed.run.main(list(arguments))
 
 
-def _kill_before(update: int) -> None:
-    step, seen = TrainEngine.train_step, itertools.count(1)
+def _fail_in(update: int, no_memory: bool) -> None:
+    make_passes, seen = ShardedModel.make_passes, itertools.count(1)
 
-    def counted(*args: Any, **options: Any) -> Any:
-        if next(seen) == update:
+    def counted(*args: Any, with_gradients: bool) -> None:
+        if with_gradients and next(seen) == update:
+            if no_memory:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(*args, **options)
+        make_passes(*args, with_gradients=with_gradients)
 
-    TrainEngine.train_step = counted  # type: ignore[method-assign]
+    ShardedModel.make_passes = counted  # type: ignore[method-assign]
 
 
 def _status(run: Callable[[], int | None]) -> int:

@@ -58,7 +58,7 @@ def routed_in_thread(path: Path) -> RolloutEngine:
 def routed_processes(path: Path) -> RolloutEngine:
     weights = staged(targets.build_model())
     specs = [targets.spec(name=f"engine {number}") for number in range(2)]
-    return Router([EngineProcess(spec, weights) for spec in specs], max_outstanding=5, policy="least_tokens")
+    return Router([EngineProcess(spec, weights) for spec in specs], max_outstanding=5)
 
 
 KINDS = {make.__name__: make for make in (in_thread, plain_operations, in_process, routed_in_thread, routed_processes)}

@@ -1,4 +1,4 @@
-"""Ranks that compute one part of a batch together: what they tell each other before their passes."""
+"""Ranks that compute one part of a batch together: what they tell each other before an update."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 
 import sharded_ranks as ranks
 from quartet.batch.ragged import RaggedBatch
-from quartet.train.forward import Needs
 from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.mesh import DataParallelGroup, Mesh
 from rank_forks import run_ranks
@@ -24,22 +23,19 @@ def _other(batch: RaggedBatch, what: str) -> RaggedBatch:
     return batch.with_token(advantages=batch.token["advantages"].flip(0))
 
 
-def _disagree() -> dict[str, tuple[str, str, int]]:
-    """By what rank 3 has otherwise: messages of a forward-only pass and an update, and the updates that were made."""
+def _disagree() -> dict[str, tuple[str, int]]:
+    """By what rank 3 has otherwise: the message of an update, and the updates that were made."""
     mesh, found = Mesh.of(DataParallelGroup.of_world(), shard=2, context=2), {}
     engine = ranks.make_engine(ranks.Case("sft"), mesh)
     for what in ("token ids", "advantages", "budget"):
         whole = ranks.make_batch()
-        own = whole.select(range(5 * mesh.data_rank, 5 * mesh.data_rank + 5))
         if mesh.data.rank == 3 and what == "budget":
-            engine.forward_budget.tokens, engine.budget.tokens = 20, 45
+            engine.budget.tokens = 45
         elif mesh.data.rank == 3:
-            own, whole = _other(own, what), _other(whole, what)
-        with pytest.raises(RuntimeError) as forward:
-            engine.forward(own, Needs(logprobs=True))
+            whole = _other(whole, what)
         with pytest.raises(RuntimeError) as update:
             engine.train_step(whole, SFTObjective())
-        found[what] = (str(forward.value), str(update.value), engine.num_updates)
+        found[what] = str(update.value), engine.num_updates
     return found
 
 
@@ -62,10 +58,7 @@ def test_weights_that_tensor_ranks_have_alike_are_compared() -> None:
 
 def test_peers_that_have_different_batches_are_told_before_any_pass() -> None:
     for found in run_ranks(4, _disagree, limit_s=60):
-        for what, (forward, update, num_updates) in found.items():
-            assert "compute one part of a batch together have different ones: the batch of data rank 1" in forward
-            assert "of rank 2: 5 sequences" in forward
-            assert "of rank 3: 5 sequences" in forward
+        for what, (update, num_updates) in found.items():
             name = "train.token_budget" if what == "budget" else "batch 0"
             assert f"began an update differently: {name} of rank 0" in update
             assert "of rank 3" in update

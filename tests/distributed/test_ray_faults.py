@@ -29,11 +29,9 @@ class Trainer(Worker):
         return value.item()
 
     @dispatch()
-    def stall(self, rank: int, words: str) -> float:
-        """One rank says its last words and hangs; the others wait for it in a collective."""
+    def stall(self, rank: int) -> float:
+        """One rank hangs; the others wait for it in a collective."""
         if self.rank == rank:
-            print("step 41 done")
-            print(words, file=sys.stderr)
             time.sleep(600)
         return self.sum_ranks()
 
@@ -61,7 +59,7 @@ class Reader(Worker):
 def groups(ray_cluster: Any) -> tuple[WorkerGroup, WorkerGroup]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     return (
-        WorkerGroup(ResourcePool([2], **TINY), Trainer, name="trainer", max_restarts=9),
+        WorkerGroup(ResourcePool([2], **TINY), Trainer, name="trainer"),
         WorkerGroup(ResourcePool([1], **TINY), Reader, name="reader"),
     )
 
@@ -85,12 +83,10 @@ def test_a_killed_worker_is_named_not_those_that_waited_for_it(trainer: WorkerGr
     kill(trainer, 1, after_s=1.0)
     start = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
-        trainer.stall(1, "OSError: the disk is on fire")
+        trainer.stall(1)
     assert time.monotonic() - start < 1.0 + SOON_S
     death = caught.value.death
     assert (death.group, death.rank, death.pid) == ("trainer", 1, pid)
-    assert death.last_error == "OSError: the disk is on fire"
-    assert "step 41 done" in death.last_lines
     assert all(line.startswith("rank 0 of group 'trainer'") for line in caught.value.also)
     assert [d.rank for d in trainer.dead()] == [1]
     trainer.restart()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quartet.config.errors import UserError
+from torch import distributed
 
-_ERROR_LINE = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit|Interrupt)\b")
-_TROUBLE = re.compile(r"error|fatal|killed|out of memory|segmentation|abort|terminate", re.IGNORECASE)
+from quartet.config.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Failure:
         summary: type and message, one line.
         traceback: as the worker printed it.
         user_error: problem, found and remedy of a ``UserError``.
-        is_echo: it only says that another rank failed: the exception's class has an ``is_echo`` that is true.
+        is_echo: it only says that another rank failed.
     """
 
     group: str
@@ -42,7 +41,7 @@ class Failure:
         three = (error.problem, error.found, error.remedy) if isinstance(error, UserError) else None
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         text = "".join(traceback.format_exception(error)).rstrip()
-        return cls(group, rank, pid, host, where, summary, text, three, bool(getattr(error, "is_echo", False)))
+        return cls(group, rank, pid, host, where, summary, text, three, isinstance(error, RankFailed))
 
     def brief(self) -> str:
         return f"rank {self.rank} of group {self.group!r}: {self.summary}"
@@ -72,14 +71,12 @@ class Lost:
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that died, with its last words.
+    """A worker that died.
 
     Attributes:
         rank: None where only the group or nothing but the loss of data is known.
         during: the call that found out.
         reason: what the back end knows.
-        last_error: the last line of its output, or the last exception it reported, that looks like an error.
-        last_lines: the end of its output.
     """
 
     group: str
@@ -88,19 +85,36 @@ class Death:
     host: str
     during: str
     reason: str
-    last_error: str | None
-    last_lines: tuple[str, ...] = ()
 
     def brief(self) -> str:
         return f"{f'rank {self.rank}' if self.rank is not None else 'a process'} of group {self.group!r} died"
 
     def report(self) -> str:
         """Tells who died, and of what."""
-        return f"{self.brief()}: {self.last_error or 'it left no error, so it was killed from outside'}"
+        return f"{self.brief()}: {self.reason}"
 
 
 class ClusterError(Exception):
     """Workers could not do what they were asked to."""
+
+
+class RankFailed(ClusterError):
+    """A rank that this one computes with failed, or cannot be reached any more."""
+
+
+@contextmanager
+def reaching(ranks: int) -> Iterator[None]:
+    """Turns the failure of a collective of so many ranks, in the ``with`` block, into ``RankFailed``.
+
+    torch has types of its own for it; gloo raises a plain RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, distributed.DistError) or "gloo" in str(error)):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        raise RankFailed(f"another of {ranks} ranks failed, or cannot be reached: {said}") from error
 
 
 class WorkerError(ClusterError):
@@ -126,7 +140,7 @@ class WorkerDied(ClusterError):
     """A worker's process is gone; its group works again after ``restart()``.
 
     Args:
-        death: who died and its last words.
+        death: who died.
         also: one line for each other rank that failed in the same call.
     """
 
@@ -140,21 +154,5 @@ class WorkerDied(ClusterError):
         who = f"rank {d.rank} of group {d.group!r} (pid {d.pid} on {d.host})"
         if d.rank is None:
             who = f"a process that group {d.group!r} needs"
-        lines = [
-            f"{who} died; noticed by {d.during}",
-            f"  its last error: {d.last_error or 'none in its output'}",
-            f"  reason: {d.reason}",
-        ]
-        lines += [f"  also failed: {line}" for line in self.also]
-        if d.last_lines:
-            lines += ["  its last output:", *(f"    {line}" for line in d.last_lines)]
-        return "\n".join(lines)
-
-
-def last_error(lines: Sequence[str]) -> str | None:
-    """Finds the last line that names an exception, else the last one that sounds like trouble."""
-    for pattern in (_ERROR_LINE.match, _TROUBLE.search):
-        for line in reversed(lines):
-            if pattern(line.strip()):
-                return line.strip()
-    return None
+        head = [f"{who} died; noticed by {d.during}; its own output may say more", f"  reason: {d.reason}"]
+        return "\n".join([*head, *(f"  also failed: {line}" for line in self.also)])

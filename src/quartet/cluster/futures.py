@@ -108,8 +108,7 @@ class BatchFuture:
             ended, _ = await asyncio.wait(coming, timeout=self._grace_s(), return_when=asyncio.FIRST_COMPLETED)
             self._take([coming.pop(value) for value in ended], [value.result() for value in ended])
         if self._troubles:
-            # It reads what the dead worker wrote, on its node.
-            await asyncio.to_thread(self._group.raise_for, self._troubles, self._during)
+            self._group.raise_for(self._troubles, self._during)
         return [self._values[rank] for rank in self._plan.answers]
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quartet.cluster.dispatch import BROADCAST, CallPlan, DispatchMode, Layout, Mark, marks_of
-from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, WorkerError, last_error
+from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, WorkerError
 from quartet.cluster.futures import LARGE, BatchFuture, num_bytes
 from quartet.cluster.resource_pool import ResourcePool
 from quartet.cluster.worker import LOOPBACK, CallHead, ClassWithArgs, ProcessInfo, RankInfo
@@ -21,7 +21,6 @@ from quartet.config.errors import UserError
 if TYPE_CHECKING:
     from quartet.cluster.ray_backend import RayBackend
 
-LAST_LINES = 30
 _names = itertools.count()
 connected: list[RayBackend] = []
 """Back ends of this process that are not closed; Ray is one connection for all of them."""
@@ -70,7 +69,6 @@ class WorkerGroup:
         args: for the class.
         name: of the group, in messages.
         backend: where the pool is; by default what ``connect`` made last.
-        max_restarts: how often ``restart`` may be called.
         start_timeout_s: to be granted the pool, and again to start the processes.
 
     Raises:
@@ -86,7 +84,6 @@ class WorkerGroup:
         *args: Any,
         name: str | None = None,
         backend: RayBackend | None = None,
-        max_restarts: int = 3,
         start_timeout_s: float = 120.0,
     ) -> None:
         self._worker = worker if isinstance(worker, ClassWithArgs) else ClassWithArgs(worker, *args)
@@ -102,9 +99,6 @@ class WorkerGroup:
         self.handles: list[Any] = []
         self.processes: tuple[ProcessInfo, ...] = ()
         self._pool, self._start_timeout_s = pool, start_timeout_s
-        self._max_restarts, self._num_restarts = max_restarts, 0
-        self._last_failures: dict[int, Failure] = {}
-        self._last_death: Death | None = None
         self._gone: Death | None = None  # of those before, until a restart has succeeded
         self._pings: dict[int, Any] = {}
         self._marks = marks_of(cls)
@@ -188,20 +182,11 @@ class WorkerGroup:
         owner to load again.
 
         Raises:
-            ClusterError: this was done ``max_restarts`` times already.
             UserError, WorkerError, WorkerDied: as when the group was made.
         """
-        if self._num_restarts >= self._max_restarts:
-            last = self._last_death
-            raise ClusterError(
-                f"group {self.name!r} was restarted {self._num_restarts} times already, which is its limit"
-                + (f"; {last.brief()}, its last error: {last.last_error or last.reason}" if last is not None else "")
-            )
-        self._num_restarts += 1
-        self._gone = Death(self.name, 0, None, "unknown host", "a call", "the group is being started anew", None)
+        self._gone = Death(self.name, 0, None, "unknown host", "a call", "the group is being started anew")
         try:
             self.stop()
-            self._last_failures.clear()  # they say nothing of the new processes
             self._start()
             self._gone = None
         except WorkerDied as error:
@@ -209,8 +194,8 @@ class WorkerGroup:
             raise
         except WorkerError as error:
             failed = error.failure
-            reason = "it raised as it was started anew"
-            self._gone = Death(failed.group, failed.rank, None, failed.host, "starting", reason, failed.summary)
+            reason = f"it raised as it was started anew: {failed.summary}"
+            self._gone = Death(failed.group, failed.rank, None, failed.host, "starting", reason)
             raise
 
     def dead(self, timeout_s: float = 1.0) -> list[Death]:
@@ -321,7 +306,6 @@ class WorkerGroup:
             for rank, t in troubles.items()
             if isinstance(t, Failure)
         ]
-        self._last_failures.update({failure.rank: failure for failure in failures if failure.group == self.name})
         others = list(dict.fromkeys(failure.brief() for failure in failures))
         if lost:
             deaths = {death.brief(): death for death in (self._death(t, during) for t in lost)}
@@ -333,14 +317,8 @@ class WorkerGroup:
 
     def _death(self, lost: Lost, during: str) -> Death:
         group, rank, info = _known_processes.get(lost.key or "", (self.name, None, None))
-        lines = self.backend.last_lines(info, LAST_LINES) if info is not None else []
         pid, host = (info.pid, info.host) if info is not None else (None, "unknown host")
-        known = self._last_failures.get(rank) if rank is not None and group == self.name else None
-        said = last_error(lines) or (known.summary if known is not None else None)
-        death = Death(group, rank, pid, host, during, lost.reason, said, tuple(lines))
-        if group == self.name:
-            self._last_death = death
-        return death
+        return Death(group, rank, pid, host, during, lost.reason)
 
 
 def _name_of(method: str | Callable[..., Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import distributed
 
 from quartet.cluster.dispatch import Call
-from quartet.cluster.errors import Death, Failure, WorkerDied
+from quartet.cluster.errors import Death, Failure, RankFailed, WorkerDied, reaching
 from quartet.cluster.torchrun import machine
 from quartet.cluster.worker import Worker
 from quartet.config.errors import UserError
@@ -71,26 +71,23 @@ class Ranks(Worker):
     def ask(self, run: Run, method: str, calls: Sequence[Call | None]) -> list[Any]:
         """Has every rank make its call, on rank 0: returns the results in the order of ranks, None of one not called.
 
+        A rank whose part raises ends with that error, and its process with it, whatever the others are doing.
+
         Raises:
-            WorkerError, UserError: another rank's method raised; rank 0's own error comes out as it is.
-            WorkerDied: a process is gone.
+            Exception: of rank 0's own part.
+            WorkerDied: another process has ended.
         """
         answers: list[Any] = [None] * self.world_size
         with self._reaching(method):
             distributed.broadcast_object_list([(method, calls)], src=0, group=self._control)
-            outcome, raised = self._part(run, method, calls)
-            distributed.gather_object((outcome, None), answers, dst=0, group=self._control)
+        own = self._part(run, method, calls)
+        with self._reaching(method):
+            distributed.gather_object((own, None), answers, dst=0, group=self._control)
         for number in {number for _, number in answers if number is not None} - self._passed_on:
             self._passed_on.add(number)
             # Not as SIGINT: this process may have got that, too, and a second one stops it at once.
             os.kill(os.getpid(), signal.SIGTERM if number == signal.SIGINT else number)
-        results = [result for result, _ in answers]
-        if failures := [result for result in results if isinstance(result, Failure)]:
-            first = min(failures, key=lambda failure: failure.is_echo)
-            if first.rank == self.rank and raised is not None:
-                raise raised
-            raise first.error([failure.brief() for failure in failures if failure is not first])
-        return results
+        return [result for result, _ in answers]
 
     def serve(self, run: Run, stopped_by: Callable[[], int | None]) -> End:
         """Does the parts of the other ranks until rank 0 ends.
@@ -99,16 +96,18 @@ class Ranks(Worker):
             stopped_by: the signal that this process got; rank 0 is told.
 
         Raises:
-            WorkerDied: rank 0 is gone.
+            WorkerError, UserError: a part raised; it names this rank.
+            WorkerDied: another process has ended.
         """
         while True:
             message: list[Any] = [None]
             with self._reaching("waiting for rank 0"):
                 distributed.broadcast_object_list(message, src=0, group=self._control)
-                if isinstance(message[0], End):
-                    return message[0]
-                outcome, _ = self._part(run, *message[0])
-                distributed.gather_object((outcome, stopped_by()), dst=0, group=self._control)
+            if isinstance(message[0], End):
+                return message[0]
+            own = self._part(run, *message[0])
+            with self._reaching("waiting for rank 0"):
+                distributed.gather_object((own, stopped_by()), dst=0, group=self._control)
 
     def end(self, end: End) -> None:
         """Lets the other ranks go, on rank 0, where they can be reached."""
@@ -116,30 +115,32 @@ class Ranks(Worker):
             if self._is_intact:
                 distributed.broadcast_object_list([end], src=0, group=self._control)
 
-    def _part(self, run: Run, method: str, calls: Sequence[Call | None]) -> tuple[Any, Exception | None]:
+    def _part(self, run: Run, method: str, calls: Sequence[Call | None]) -> Any:
         call = calls[self.rank]
         if call is None:
-            return None, None
-        try:
-            return run(method, *call.args, **call.kwargs), None
-        except Exception as error:
-            host, pid = machine().partition("/")[0], os.getpid()
-            return Failure.of(error, group=self.name, rank=self.rank, pid=pid, host=host, where=method), error
+            return None
+        with self._reaching(method):
+            try:
+                return run(method, *call.args, **call.kwargs)
+            except RankFailed:
+                raise
+            except Exception as error:
+                self._is_intact = False
+                if self.rank == 0:
+                    raise
+                host, pid = machine().partition("/")[0], os.getpid()
+                failure = Failure.of(error, group=self.name, rank=self.rank, pid=pid, host=host, where=method)
+                raise failure.error() from None
 
     @contextmanager
     def _reaching(self, during: str) -> Iterator[None]:
-        """Turns a rank that cannot be reached in the ``with`` block into a worker that died; whatever leaves it breaks
-        the order of calls.
-        """
+        """Turns a rank that cannot be reached in the ``with`` block into a worker that died."""
         try:
-            yield
-        except BaseException as error:
+            with reaching(self.world_size):
+                yield
+        except RankFailed as error:
             self._is_intact = False
-            if not isinstance(error, RuntimeError):
-                raise
             # torchrun is to notice that one first, and not this one's end: its report names the cause.
             time.sleep(_NOTICED_S)
-            said = str(error).strip().partition("\n")[0]
-            raise WorkerDied(
-                Death(self.name, None, None, "unknown host", during, said, "torchrun's report names it")
-            ) from error
+            said = f"{error}; torchrun's report and the output of that rank name it"
+            raise WorkerDied(Death(self.name, None, None, "unknown host", during, said)) from error

@@ -8,13 +8,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import io
 import os
 import signal
 import socket
-import stat
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +34,6 @@ from quartet.config.errors import UserError
 from quartet.processes import Keeper, descendants
 
 NAMESPACE = "quartet"
-_READ_TIMEOUT_S = 5.0
 _REASON_LINES = 6
 
 
@@ -52,17 +48,7 @@ class RayWorkerProcess(WorkerProcess):
     def process_info(self) -> ProcessInfo:
         context = ray.get_runtime_context()
         devices = ",".join(context.get_accelerator_ids().get("GPU", []))
-        return ProcessInfo(os.getpid(), self._host, context.get_node_id(), devices, _output_files())
-
-
-def _output_files() -> tuple[str, ...]:
-    """Returns the files that standard error and output go to, where they are files."""
-    found: dict[str, None] = {}
-    for descriptor in (2, 1):
-        with contextlib.suppress(OSError):
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                found[os.readlink(f"/proc/self/fd/{descriptor}")] = None
-    return tuple(found)
+        return ProcessInfo(os.getpid(), self._host, context.get_node_id(), devices)
 
 
 def fetch(refs: Sequence[Any]) -> list[Any]:
@@ -285,17 +271,6 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
         ref.future().add_done_callback(arrived)
         return coming
 
-    def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
-        """Returns the end of what a process wrote, also of one that is gone; nothing where it cannot be read."""
-        if info.node == ray.get_runtime_context().get_node_id():
-            return read_tails(info.logs, count)
-        strategy = NodeAffinitySchedulingStrategy(info.node, soft=False)
-        task = ray.remote(read_tails).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
-        try:
-            return list(ray.get(task.remote(info.logs, count), timeout=_READ_TIMEOUT_S))
-        except RayError:  # the node is gone, too
-            return []
-
     def close(self) -> None:
         """Ends the groups that this back end started; and Ray itself, if it started that."""
         try:
@@ -325,17 +300,6 @@ class RayBackend(contextlib.AbstractContextManager["RayBackend"]):
 def _settle(coming: asyncio.Future[Any], value: Any) -> None:
     if not coming.done():  # the waiter may have been cancelled
         coming.set_result(value)
-
-
-def read_tails(paths: Sequence[str], count: int) -> list[str]:
-    """Reads the last lines of the files, those of the first file last; lines that Ray writes for itself left out."""
-    lines: list[str] = []
-    for path in reversed(paths):
-        with contextlib.suppress(OSError), Path(path).open("rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - 2**16, 0))
-            text = file.read().decode(errors="replace").splitlines()
-            lines += [line for line in text if line.strip() and not line.startswith(":")][-count:]
-    return lines[-count:]
 
 
 # The cluster's address, checked before Ray itself is asked, which would try for a minute ---------------------
@@ -407,14 +371,10 @@ def deregister_tensors() -> None:
 
 
 def to_wire(tensor: Tensor) -> Any:
-    """Returns the bytes, dtype, shape and whether it wants gradients; of layouts that are not dense, a saved file.
+    """Returns the bytes, dtype, shape and whether it wants gradients, of a dense tensor.
 
     What was on a GPU arrives on the CPU: the reader may see other devices.
     """
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        file = io.BytesIO()
-        torch.save(tensor.detach().cpu(), file)
-        return file.getvalue()
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # A single element counts as contiguous with any stride, but only with 1 can its bytes be viewed.
     flat = dense.as_strided((dense.numel(),), (1,))
@@ -426,9 +386,6 @@ def from_wire(wire: Any) -> Tensor:
     """Makes a tensor of the reader's own: what lies in the store is shared by all readers and must not be
     written to.
     """
-    if isinstance(wire, bytes):
-        loaded: Tensor = torch.load(io.BytesIO(wire), weights_only=True)
-        return loaded
     array, dtype, shape, requires_grad = wire
     # In torch's memory and not in numpy's, which begins where a product may have other bits (quartet/models/memory.py).
     own = torch.empty(shape, dtype=dtype)

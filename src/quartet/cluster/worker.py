@@ -212,14 +212,12 @@ class ProcessInfo:
         host: its node's address.
         node: the back end's name of that node.
         devices: ``CUDA_VISIBLE_DEVICES`` as granted; None to leave it as it is.
-        logs: files on that node that hold its output.
     """
 
     pid: int
     host: str
     node: str
     devices: str | None
-    logs: tuple[str, ...]
 
 
 class CallHead(NamedTuple):

@@ -154,7 +154,7 @@ class LoRAConfig(Strict):
     The scalar head of a critic or reward model is trained in full beside them.
     """
 
-    rank: int = Field(16, ge=1, description="Numbers between A and B; not larger than a layer.")
+    rank: int = Field(16, ge=1, description="Numbers between A and B.")
     alpha: float = Field(32.0, gt=0, description="Adapters count alpha / rank times.")
     target_modules: tuple[str, ...] = Field(
         (ALL_LINEAR,),
@@ -217,9 +217,6 @@ class _Rows(Strict):
         description="Our name: the file's, as {prompt: question} or, of two texts, {prompt: instruction + input}.",
     )
     limit: Rows | None = Field(None, ge=1, description="Use only the first so many rows.")
-    turns: Literal["text", "messages"] = Field(
-        "text", description="messages: Human/Assistant turns in texts become messages, a text without turns the user's."
-    )
     system_prompt: str | None = Field(
         None, description="Begins conversations without a system message; a row's column `system` comes before it."
     )
@@ -320,10 +317,6 @@ class CheckpointConfig(Strict):
     export_every: Steps | None = Field(
         None, ge=1, description="Steps between models written to exports/step_N/model while the run goes on; none."
     )
-    metric_for_best_model: str | None = Field(
-        None, description="Keep only the export at whose step this metric was best, as eval/score_mean; all are kept."
-    )
-    greater_is_better: bool = Field(True, description="The best metric is the greatest one; false: the least.")
     background: bool = Field(
         True,
         description="Write checkpoints and rollouts while the next step computes; until it is written, "
@@ -334,10 +327,6 @@ class CheckpointConfig(Strict):
         ge=0,
         description="Longest wait for uploads that make no progress, at the end of a run whose output_dir is a URL.",
     )
-
-    def _misfits(self) -> Iterator[str]:
-        if self.metric_for_best_model is not None and self.export_every is None:
-            yield "metric_for_best_model chooses among exports: set export_every, too"
 
 
 class TrackerConfig(Strict):
@@ -410,7 +399,7 @@ def device_misfits(cluster: LocalCluster | RayCluster | TorchrunCluster, device:
 class WeightSyncConfig(Strict):
     """How new weights come to engines that have their own copy."""
 
-    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = Field(
+    transport: Literal["auto", "shared_memory", "collective"] = Field(
         "auto", description="auto: shared_memory on one machine, collective between several."
     )
     timeout_s: float = Field(120.0, gt=0, description="Longest silence of either end.")

@@ -76,11 +76,6 @@ class NativeEngineConfig(_Processes):
 class RoutedEngine(Served):
     """What all engines but the native one have; sections of plug-ins are subclasses."""
 
-    routing: Literal["least_tokens", "round_robin", "prefix"] = Field(
-        "prefix",
-        description="Which of several engines answers: that with the fewest tokens to make, each in turn, or where the "
-        "prompt's beginning was computed before.",
-    )
     max_outstanding: Sequences = Field(256, ge=1, description="Requests sent to one engine at a time.")
 
     def training_misfits(self) -> Iterator[str]:

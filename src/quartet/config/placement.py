@@ -1,7 +1,8 @@
 """Placements: which role works on which devices, what shares what, and what may overlap.
 
 One class per placement, each with only its own fields. ``resolve`` turns any of them into the same plain structure
-(pools, role → pool, admission rule, extra edges), so that nothing behind it knows which placement was asked for.
+(pools, role → pool, admission rule, when scoring begins), so that nothing behind it knows which placement was asked
+for.
 
 ================== ======================================================== ==========================================
 ``type``           pools                                                    scoring begins
@@ -18,38 +19,21 @@ asynchronous       any, by name                                             chun
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from graphlib import CycleError, TopologicalSorter
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from quartet.config.common import Strict
 from quartet.config.errors import UserError
 from quartet.config.strict import Processes
 
 Role = Literal["actor", "critic", "reference", "reward", "rollout", "heads"]
-Stage = Literal[
-    "generate", "reward", "ref_logprobs", "old_logprobs", "values", "train_actor", "train_critic", "train_heads"
-]
-InFlight = Literal["pick_up", "finish_old", "start_over"]
+InFlight = Literal["pick_up", "finish_old"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 HEADS: Role = "heads"
 """A drafter's model that learns along with the actor, in its processes: what it learns from is there."""
-ROLE_OF: dict[Stage, Role] = {
-    "generate": "rollout",
-    "reward": "reward",
-    "ref_logprobs": "reference",
-    "old_logprobs": "actor",
-    "values": "critic",
-    "train_actor": "actor",
-    "train_critic": "critic",
-    "train_heads": "heads",
-}
-SCORING: tuple[Stage, ...] = ("reward", "ref_logprobs", "old_logprobs", "values")
-LEARNING: tuple[Stage, ...] = ("train_actor", "train_critic", "train_heads")
-Edges = dict[Stage, tuple[Stage, ...]]
 
 
 # What a recipe says --------------------------------------------------------------------------------------
@@ -120,34 +104,12 @@ class FullOffloadPlacement(Strict):
 
 class _Pools(Strict):
     pools: dict[str, NamedPoolConfig] = Field(min_length=1, description="Pools by name; each role is on one of them.")
-    after: Edges = Field(
-        default_factory=dict,
-        description="Extra edges, {values: [reward]}: no part of a stage before all of the others of its step.",
-    )
 
     def _misfits(self) -> Iterator[str]:
         for role in ROLES:
             found = [name for name, pool in self.pools.items() for placed in pool.roles if placed == role]
             if len(found) > 1:
                 yield f"role {role} is on {len(found)} pools ({', '.join(found)}): keep it on one of them"
-
-    @field_validator("after")
-    @classmethod
-    def _edges_go_forward(cls, after: Edges) -> Edges:
-        """Refuses an extra edge that goes against the flow of data or closes a circle."""
-        rank = {"generate": 0, **dict.fromkeys(SCORING, 1), **dict.fromkeys(LEARNING, 2)}
-        for stage, earlier in after.items():
-            for other in earlier:
-                if rank[other] > rank[stage] or stage == "generate":
-                    raise ValueError(
-                        f"{stage} cannot come after {other}: {other} needs what {stage} gives, or its update"
-                    )
-        try:
-            TopologicalSorter({**after, "train_heads": (*after.get("train_heads", ()), "train_actor")}).prepare()
-        except CycleError as error:
-            circle = ", ".join(sorted(set(error.args[1])))
-            raise ValueError(f"{circle} wait for each other: leave out one of these edges") from None
-        return after
 
 
 class PipelinedPlacement(_Pools):
@@ -163,10 +125,7 @@ class AsynchronousPlacement(_Pools):
     max_staleness: int = Field(1, ge=0, description="Versions that weights may have moved on since a group began.")
     in_flight: InFlight = Field(
         "pick_up",
-        description="When weights arrive, responses go on with them, finish on the old ones first, or begin anew.",
-    )
-    follow: str | None = Field(
-        None, description="The journal.jsonl of another run, whose order of events this one then has to the bit."
+        description="When weights arrive, responses go on with them, or finish on the old ones first.",
     )
 
 
@@ -211,7 +170,7 @@ class ResolvedPlacement:
         pool_of: role name → pool name, for every role of the run.
         max_staleness: None for synchronous generation.
         in_flight: what new weights do to responses that are being generated.
-        after: stage → stages of the same step that must have ended wholly before any part of it begins.
+        scores_early: a chunk is scored as soon as it is complete, else when the step's generation has ended.
     """
 
     type: str
@@ -219,7 +178,7 @@ class ResolvedPlacement:
     pool_of: Mapping[str, str]
     max_staleness: int | None = None
     in_flight: InFlight = "pick_up"
-    after: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    scores_early: bool = True
 
     def pool(self, name: str) -> ResolvedPool:
         return next(pool for pool in self.pools if pool.name == name)
@@ -233,8 +192,7 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
     """Makes the placement of a run whose roles are ``roles`` (name → kind: there may be several reward models).
 
     Raises:
-        UserError: a role without a pool, a pool without a role, heads apart from the actor, or an edge of a stage that
-            the run does not have.
+        UserError: a role without a pool, a pool without a role, or heads apart from the actor.
     """
     pools = _pools_of(config)
     home = {kind: name for name, (_, on_it) in pools.items() for kind in on_it}
@@ -270,7 +228,7 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
             for name, (pool, _) in pools.items()
         ),
         pool_of={name: home[kind] for name, kind in roles.items()},
-        after=_edges_of_run(config, {*kinds, "reward"}),  # functions score, too, and need no pool
+        scores_early=isinstance(config, _Pools),
     )
     if isinstance(config, AsynchronousPlacement):
         return replace(resolved, max_staleness=config.max_staleness, in_flight=config.in_flight)
@@ -328,17 +286,3 @@ def has_budget(config: PlacementConfig | None, kind: Role) -> bool:
 def _pool_with(config: PlacementConfig | None, kind: Role) -> DevicesConfig | None:
     pools = _pools_of(config).values() if config is not None else ()
     return next((pool for pool, on_it in pools if kind in on_it), None)
-
-
-def _edges_of_run(config: PlacementConfig, kinds: set[Role]) -> dict[str, tuple[str, ...]]:
-    """Returns edges between stages that the run has; one that the recipe wrote about another stage is an error."""
-    after: Edges = config.after if isinstance(config, _Pools) else {stage: ("generate",) for stage in SCORING}
-    named = {stage for stage, earlier in after.items() for stage in (stage, *earlier)}
-    missing = sorted(stage for stage in named if ROLE_OF[stage] not in kinds)
-    if missing and isinstance(config, _Pools):
-        raise UserError(
-            "placement.after names a stage that this run does not have",
-            found=", ".join(f"{stage} (of the {ROLE_OF[stage]})" for stage in missing),
-            remedy="leave these edges out",
-        )
-    return {stage: tuple(earlier) for stage, earlier in after.items() if stage not in missing}

@@ -24,7 +24,6 @@ from quartet.config.common import HubConfig, Strict
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import Pairs
 
-DoubtfulPairs = Literal["keep", "skip", "error"]
 """What happens to pairs with an empty answer, or whose chosen answer is the beginning of the rejected one. Pairs of two
 equal answers teach nothing: they are left out, or with "error" stop the run."""
 
@@ -172,9 +171,6 @@ class CachedReferenceConfig(HubConfig):
     """The policy that log-ratios are taken against. Its log-probabilities are computed once, before training."""
 
     path: str | None = Field(None, description="Model directory or hub name; the model as it starts when left out.")
-    cache: str | None = Field(
-        None, description="Folder for its log-probabilities, which other runs may share; the run's own when left out."
-    )
 
 
 class PreferenceRecipe(SupervisedRecipe):
@@ -183,16 +179,12 @@ class PreferenceRecipe(SupervisedRecipe):
     job: Literal["preference"] = "preference"
     loss: PreferenceLossConfig = Field(DPOLoss(), description="The method, with its own keys.")
     reference: CachedReferenceConfig = CachedReferenceConfig()
-    doubtful_pairs: DoubtfulPairs = Field(
-        "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
-    )
     pairs_per_step: Pairs = Field(32, ge=1, description="Pairs, or judged answers, in each update.")
 
     def _misfits(self) -> Iterator[str]:
         yield from super()._misfits()
-        given = [name for name in ("path", "cache") if getattr(self.reference, name) is not None]
-        if isinstance(self.loss, REFERENCE_FREE) and given:
-            yield (f"loss {self.loss.name} has no reference: leave out reference.{' and reference.'.join(given)}")
+        if isinstance(self.loss, REFERENCE_FREE) and self.reference.path is not None:
+            yield f"loss {self.loss.name} has no reference: leave out reference.path"
         if isinstance(self.loss, KTOLoss) and self.pairs_per_step < 2:
             yield "loss kto estimates a KL over the step's answers: set pairs_per_step to 2 or more"
         if isinstance(self.loss, StepLossConfig) and self.pairs_per_step < 2:

@@ -53,7 +53,6 @@ from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, draw_mi
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.placement import ROLES, AsynchronousPlacement, PlacementConfig, Role, has_budget, processes_of
 from quartet.config.plugins import added
-from quartet.config.preference import DoubtfulPairs
 from quartet.config.rewards import ModelSource
 from quartet.config.run import LogConfig as LogConfig
 from quartet.config.run import Recipe as Recipe
@@ -76,9 +75,6 @@ class RewardModelRecipe(SupervisedRecipe):
     pairs_per_step: Pairs = Field(32, ge=1, description="Pairs in each update.")
     centring: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)², keeps scores near 0.")
     margin_scale: float = Field(1.0, ge=0, description="Factor of the data's column `margin`; 0 ignores it.")
-    doubtful_pairs: DoubtfulPairs = Field(
-        "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
-    )
 
 
 class RolloutConfig(Strict):
@@ -140,10 +136,8 @@ class EnvironmentConfig(Strict):
     )
     max_environments: int = Field(64, ge=1, description="Episodes that run at a time.")
     timeout_s: float = Field(60.0, gt=0, description="Longest reset or step, of the environment's own time.")
-    on_error: Literal["stop", "retry", "leave_out"] = Field(
-        "stop",
-        description="retry: an episode in which a call fails is played again, twice at most; leave_out: nothing is "
-        "learned from it.",
+    on_error: Literal["stop", "leave_out"] = Field(
+        "stop", description="leave_out: nothing is learned from an episode in which a call fails."
     )
     weight: float = Field(1.0, description="Factor of the environment's own rewards in the score.")
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -34,7 +31,6 @@ from quartet.models.directories import (
     WHOLE,
     check_finite,
     check_loaded,
-    has_one_label,
     load_warnings,
     load_weights,
     loading,
@@ -93,37 +89,16 @@ def with_pad_token(
 
 
 def _with_new_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Has ``tokenizer`` pad with a token added at the end of its vocabulary, or in a gap of it."""
+    """Has ``tokenizer`` pad with a token added at the end of its vocabulary."""
     former = tokenizer.get_vocab()
-    name = next(n for n in (PAD_TOKEN, *(f"<|quartet_pad_{k}|>" for k in range(len(former)))) if n not in former)
-    tokenizer.add_special_tokens({"pad_token": name})
-    if tokenizer.pad_token_id in former.values():
-        # The library numbers new tokens by how many there are, also where ids have gaps.
-        _move_token(tokenizer, name, max(former.values()) + 1)
-    ids = tokenizer.get_vocab()
-    new_id = ids.pop(name, None)
-    if new_id is None or new_id != tokenizer.pad_token_id or ids != former or new_id in former.values():
+    tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in former.values():
         raise UserError(
             "the reward model's tokenizer needs a pad token, and takes no new one",
             found=f"{type(tokenizer).__name__}; its pad token {tokenizer.pad_token!r} stands for other things too",
             remedy="give the tokenizer a pad token of its own (and the model a row for it), and train with that",
         )
     return tokenizer
-
-
-def _move_token(tokenizer: PreTrainedTokenizerBase, name: str, new_id: int) -> None:
-    """Gives the added token ``name`` another id, through the serialised form: the library has no call for it."""
-    backend = getattr(tokenizer, "_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        return
-    state = json.loads(backend.to_str())
-    if not isinstance(state["model"].get("vocab"), dict):
-        return
-    state["model"]["vocab"][name] = new_id
-    for token in state["added_tokens"]:
-        if token["content"] == name:
-            token["id"] = new_id
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
 
 
 @contextlib.contextmanager
@@ -199,18 +174,11 @@ def load_causal_lm(path: str, *, empty: bool = False, trust_remote_code: bool = 
         if empty and generation is not None:  # else read beside the weights
             model.generation_config = generation
     stray = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in _OTHER_HEADS)
-    lacks = f"its weights lack {named(info['missing_keys'])}"
-    if stray:
+    if stray or info["missing_keys"]:
         raise UserError(
             f"{path!r} is not a causal language model",
-            found=f"{lacks}; they hold another head, {stray}" if info["missing_keys"] else f"another head, {stray}",
-            remedy="name the directory of a language model (what `quartet sft` or `quartet rl` calls model/)",
-        )
-    if info["missing_keys"]:
-        raise UserError(
-            f"{path!r} is not a whole {type(model).__name__}",
-            found=lacks,
-            remedy="download the directory again, or correct its config.json; name a language model's directory",
+            found=f"its weights lack {named(info['missing_keys'])}" if info["missing_keys"] else f"a head {stray}",
+            remedy="name a whole directory of a language model (what `quartet sft` or `quartet rl` calls model/)",
         )
     check_loaded(model, path, info)
     return _named(model, path).eval()
@@ -246,8 +214,6 @@ def load_scalar_model(path: str, *, empty: bool = False, trust_remote_code: bool
     trust = {"trust_remote_code": trust_remote_code}
     with _quiet(), loading(path, "sequence-classification model"):
         config = read_config(source, **trust)
-        if config.num_labels != 1 and has_one_label(source):
-            config.num_labels = 1  # as saved by code that has no labels, such as a head of its own
         if config.num_labels != 1:
             raise UserError(
                 f"{path!r} is not a reward model",
@@ -284,21 +250,15 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
                 attn_implementation=own_attention(model),
                 trust_remote_code=brings_code(model),
             )
-        except ValueError as error:
+            head = scalar.score
+        except (ValueError, AttributeError) as error:
             raise UserError(
-                f"{type(model).__name__} has no sequence-classification class",
+                f"{type(model).__name__} has no sequence-classification class with a head `score`",
                 found=str(error).splitlines()[0],
                 remedy="use an architecture that has one (docs/models.md lists them) for reward model and critic",
             ) from error
     body = getattr(model, model.base_model_prefix)
     getattr(scalar, scalar.base_model_prefix).load_state_dict(body.state_dict())
-    head = getattr(scalar, "score", None)
-    if head is None:
-        raise UserError(
-            f"{type(scalar).__name__} has no scalar head called score",
-            found=f"modules {[name for name, _ in scalar.named_children()]}",
-            remedy="use an architecture whose classification head is `score` (docs/models.md lists them)",
-        )
     with torch.no_grad():
         head.weight.copy_(fresh_head(head.weight.shape, seed))
     vars(scalar)["quartet_load_remarks"] = load_warnings(model)
@@ -413,31 +373,6 @@ def _stopping_at(model: PreTrainedModel, eos_ids: Collection[int]) -> Iterator[N
         yield
     finally:
         config.eos_token_id = former
-
-
-def check_saves(
-    packed: PackedModel, tokenizer: PreTrainedTokenizerBase, seen: Tensor, eos_ids: Collection[int]
-) -> None:
-    """Tries what an export needs beside the weights, in a directory that is thrown away; arguments as of saving.
-
-    Raises:
-        UserError: the trained model could not be saved.
-    """
-    model = packed.model
-    try:
-        with _quiet(), tempfile.TemporaryDirectory() as directory:
-            model.save_pretrained(directory, state_dict={})
-            if isinstance(packed, PackedScalarModel):
-                tokenizer = with_pad_token(tokenizer, seen, {*eos_ids, *_config_eos_ids(model)})
-            save_tokenizer(tokenizer, Path(directory), trust_remote_code=brings_code(model))
-    except UserError:
-        raise
-    except Exception as error:  # as many kinds as configs and tokenizers have faults
-        raise UserError(
-            "model and tokenizer could not be saved after training",
-            found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-            remedy="mend what it names, in the model's directory or in the objects that are passed",
-        ) from error
 
 
 def adapter_path(path: Path) -> Path:

@@ -34,7 +34,7 @@ Shapes: R rows, V vocabulary, C candidates of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,7 +43,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from quartet.models.memory import to_device
 
@@ -270,30 +269,6 @@ def token_logprobs(
         weight, bias = part.local(weight), None if bias is None else part.local(bias)
     logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, labels, rule, part)
     return logprobs, entropies if rule.entropy else None
-
-
-def checkpointed_token_logprobs(
-    logits: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, rule: LogprobRule
-) -> tuple[Tensor, Tensor | None]:
-    """Does what ``token_logprobs`` does, for any ``logits: [C, D] → [C, V]`` (capped already), through autograd."""
-
-    def rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = logits(h) / rule.temperature
-        if rule.limits is not None:
-            scaled = scaled.masked_fill(left_out(scaled, y, rule.limits), -math.inf)
-        log_p = scaled - scaled.logsumexp(-1, keepdim=True)
-        picked = log_p.gather(-1, y.unsqueeze(-1)).squeeze(-1)
-        if not rule.entropy:
-            return picked, picked.new_zeros(0)
-        entropies = -(log_p.exp() * log_p.clamp(min=LEAST)).sum(-1)
-        return picked, entropies if rule.entropy_grad else entropies.detach()
-
-    parts = [
-        checkpoint(rows, h, y, use_reentrant=False) if torch.is_grad_enabled() else rows(h, y)
-        for h, y in zip(hidden.split(rule.chunk), labels.split(rule.chunk), strict=True)
-    ]
-    logprobs = torch.cat([part[0] for part in parts])
-    return logprobs, torch.cat([part[1] for part in parts]) if rule.entropy else None
 
 
 def _kept(z: Tensor, labels: Tensor, rule: LogprobRule) -> Tensor:

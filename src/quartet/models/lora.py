@@ -334,9 +334,12 @@ def attach(
 
 
 def _inject(model: nn.Module, config: Any, paths: set[str]) -> None:
-    """Has peft replace the layers at ``paths``; where it would not, or would replace others, the model stays as it was.
+    """Has peft replace the layers at ``paths``.
 
     For families whose experts once were single layers, peft takes some names for those of the experts.
+
+    Raises:
+        UserError: it would not, or replaces others; the model is of no more use then.
     """
     failure = ""
     # peft draws first factors from the global generator.
@@ -345,24 +348,14 @@ def _inject(model: nn.Module, config: Any, paths: set[str]) -> None:
             _peft().inject_adapter_in_model(config, model, _ADAPTER)
         except ValueError as error:
             failure = str(error)
-    found = set(_peft_layers(model))
     vars(model).pop("peft_config", None)
-    if not failure and found == paths:
-        return
-    while layers := _peft_layers(model):
-        path, layer = next(iter(layers.items()))
-        parent, _, name = path.rpartition(".")
-        model.get_submodule(parent)._modules[name] = layer.base_layer  # type: ignore[assignment]
-    model.requires_grad_(True)
-    raise UserError(
-        f"peft does not adapt these layers of {type(model).__name__}",
-        found=failure or f"{len(found ^ paths)} other layers, first {min(found ^ paths)}",
-        remedy="name fewer layers in lora.target_modules, as those of attention: [q_proj, k_proj, v_proj, o_proj]",
-    )
-
-
-def _peft_layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: m for name, m in model.named_modules() if _is_of_peft(m) and hasattr(m, "base_layer")}
+    found = {name for name, m in model.named_modules() if _is_of_peft(m) and hasattr(m, "base_layer")}
+    if failure or found != paths:
+        raise UserError(
+            f"peft does not adapt these layers of {type(model).__name__}",
+            found=failure or f"other layers, as {min(found ^ paths)}",
+            remedy="name fewer layers in lora.target_modules, as those of attention: [q_proj, k_proj, v_proj, o_proj]",
+        )
 
 
 def _is_of_peft(module: nn.Module) -> bool:
@@ -400,13 +393,6 @@ def _targets(body: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
                 remedy="choose from these, or leave target_modules out (all-linear)",
             )
         found = {name: m for name, m in linears.items() if any(_is_named(name, target) for target in wanted)}
-    narrow = min(found, key=lambda name: min(found[name].weight.shape))
-    if config.rank > (side := min(found[narrow].weight.shape)):
-        raise UserError(
-            "lora.rank is larger than a layer that it should approximate",
-            found=f"rank {config.rank}; {narrow} is {' x '.join(map(str, found[narrow].weight.shape))}",
-            remedy=f"set lora.rank to {side} or less, or leave that layer out of lora.target_modules",
-        )
     return found
 
 

@@ -9,7 +9,6 @@ one autocast policy and one set of weights.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from quartet.models import attention
 from quartet.models.attention import AttentionContext
 from quartet.models.directories import WHOLE, load_warnings
 from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
-from quartet.models.logprobs import Limits, LogprobRule, VocabularyPart, checkpointed_token_logprobs, token_logprobs
+from quartet.models.logprobs import Limits, LogprobRule, VocabularyPart, token_logprobs
 from quartet.models.lora import Adapters, attach, refuse_wrapped
 from quartet.models.memory import align_storages
 from quartet.models.work import ModelFlops, WorkCounter
@@ -280,15 +279,16 @@ class PackedCausalLM(PackedModel):
         vocabulary: the rows of the head that this rank has, where several have them between them.
     """
 
+    head: nn.Linear
     logit_scale = 1.0
     vocabulary: VocabularyPart | None = None
 
-    def _find_head(self, model: PreTrainedModel) -> nn.Module:
+    def _find_head(self, model: PreTrainedModel) -> nn.Linear:
         head = model.get_output_embeddings()
-        if head is None:
+        if type(head) is not nn.Linear:
             raise UserError(
-                f"{type(model).__name__} has no language-model head",
-                found="get_output_embeddings() is None",
+                f"{type(model).__name__} has no linear language-model head",
+                found=f"get_output_embeddings() is {head}",
                 remedy="load it with AutoModelForCausalLM",
             )
         return head
@@ -342,9 +342,6 @@ class PackedCausalLM(PackedModel):
         Returns:
             ``logprobs [M]``, and ``entropies [M]`` in nats or None.
         """
-        if type(self.head) is not nn.Linear:
-            rule = LogprobRule(hidden.dtype, temperature, 1.0, None, chunk, entropy, entropy_grad, limits)
-            return checkpointed_token_logprobs(self.logits, hidden, labels, rule)
         weight, num_rows = self.head.weight, hidden.shape[0]
         if self.numerics == "exact":
             # Chunks are of nearly equal size, so none then has fewer than MIN_ROWS.
@@ -492,7 +489,7 @@ class CompiledLayers:
         backend: torch's name of the compiler.
 
     Raises:
-        UserError: the model has no decoder layers that transformers marks as such, or there is nothing to compile with.
+        UserError: the model has no decoder layers that transformers marks as such.
     """
 
     def __init__(self, packed: PackedModel, *, backend: str = "inductor") -> None:
@@ -503,8 +500,6 @@ class CompiledLayers:
                 found="none of its modules is a transformers decoder layer",
                 remedy="leave train.compile out",
             )
-        if backend == "inductor":
-            _check_compiler(packed.device)
         packed.unfuse()
         # For all models of the process.
         function = ALL_ATTENTION_FUNCTIONS[attention.NAME]
@@ -529,20 +524,3 @@ class CompiledLayers:
         finally:
             for layer in self._layers:
                 layer._compiled_call_impl = None
-
-
-def _check_compiler(device: torch.device) -> None:
-    """Refuses now what the first step would end with."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    found = None
-    if device.type == "cpu":
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            found = "no C++ compiler (g++ or clang++, or the one that CXX names)"
-    elif importlib.util.find_spec("triton") is None:
-        found = "no Triton"
-    if found is not None:
-        raise UserError("layers cannot be compiled here", found=found, remedy="install it, or leave train.compile out")

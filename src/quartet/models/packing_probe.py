@@ -6,11 +6,11 @@ measured at load with a few tokens: three sequences that share their beginnings 
 both are compared with each sequence alone through the unmodified model.
 
 Where the model itself is not loaded the probe runs a small random one of its architecture (``tiny_random_model``). It
-has every kind of layer that the model has, in the model's order, with the real ratio of query to key/value heads and
+has every type of layer that the config names, in the model's order, with the real ratio of query to key/value heads and
 the real factors and caps; widths, vocabulary and windows are small, and all weights are drawn at random.
 
 ``check_exact`` says whether ``numerics: exact`` holds here: settings it needs, and its three equalities measured with
-the model's shapes. Which bits a kernel gives is promised by no library: it depends on the processor, its libraries and
+the model. Which bits a kernel gives is promised by no library: it depends on the processor, its libraries and
 their versions. So nothing is trusted; what the engines rely on is measured before they start, to the bit.
 
 Shapes: M rows, T or P packed tokens, L tokens of one sequence, n sequences, H query heads, Hk key/value heads,
@@ -348,29 +348,37 @@ def _refuse(packed: PackedModel, found: str) -> UserError:
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Under these names configs keep the number of experts."""
-_EXACT_LENGTHS = (2, 19, 45)
-"""Sequences of the runs of the whole model: fewer than 16 tokens, more, and more than 32."""
-_PRODUCT_ROWS = 520
-_POSITIONS = (0, 40, 299, 511, 512, 1099)
-"""Queries that attention is checked for: in a first block of keys, in a half and a whole one, and behind."""
+_EXACT_LENGTHS = (2, 45, 300, 530)
+"""Sequences, each the beginning of the next: fewer than 16 tokens, more, half a block of keys, more than a block."""
 
 
 def check_exact(packed: PackedModel) -> None:
     """Raises unless batch invariance, trainer forward = prefill and decode = prefill hold to the bit.
 
-    Takes about as long as a forward pass over a few hundred tokens.
+    Takes about as long as forward passes over three thousand tokens.
 
     Raises:
         UserError: a setting or the architecture rules it out, or an equality fails on this processor.
     """
     _check_settings(packed)
-    _check_products(packed.model)
-    for shape in _attention_shapes(packed):
-        _check_attention(*shape)
-    _check_model(packed)
-
-
-# Settings --------------------------------------------------------------------------------------------------
+    limit = model_context_length(packed.model) or max(_EXACT_LENGTHS)
+    lengths = [min(length, limit) for length in _EXACT_LENGTHS]
+    longest = torch.randint(packed.vocab_size, (lengths[-1],), generator=torch.Generator().manual_seed(0))
+    sequences = [longest[:length] for length in lengths]
+    with torch.no_grad():
+        alone = [_run(packed, [s], ExactPackedAttention([len(s)])) for s in sequences]
+        _demand_equal("batch invariance", torch.cat([alone[-1][:length] for length in lengths]), torch.cat(alone))
+        before = [length - 1 for length in lengths]
+        beginnings = _Recorded(before)
+        _run(packed, [s[:-1] for s in sequences], beginnings)
+        last, positions = torch.stack([s[-1] for s in sequences]), torch.tensor(before)
+        decoded = packed.hidden(last, positions, _ContinuedExactly(beginnings, before))
+        _demand_equal("decode = prefill", decoded, torch.stack([states[-1] for states in alone]))
+    with torch.enable_grad():
+        trained = _run(packed, sequences, ExactPackedAttention(lengths)).detach()
+    _demand_equal("trainer forward = prefill", trained, torch.cat(alone))
+    if isinstance(packed, PackedCausalLM):
+        _check_logprobs(packed, trained, torch.cat(sequences))
 
 
 def _check_settings(packed: PackedModel) -> None:
@@ -405,78 +413,16 @@ def _fails(equality: str, found: str) -> UserError:
     )
 
 
-# Parts -----------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _check_products(model: nn.Module) -> None:
-    """Compares rows of each distinct linear layer, among few and among many."""
-    generator = torch.Generator().manual_seed(0)
-    seen: set[tuple[int, int, bool]] = set()
-    for module in model.modules():
-        if not isinstance(module, nn.Linear) or module.out_features == 1:
-            continue
-        shape = (module.in_features, module.out_features, module.bias is not None)
-        if shape in seen:
-            continue
-        seen.add(shape)
-        rows = torch.randn(_PRODUCT_ROWS, module.in_features, generator=generator)
-        many = module(rows)
-        for num_rows in (MIN_ROWS, MIN_ROWS + 1, 33, 257):
-            # From the end, where what is left over of many rows is computed.
-            if not torch.equal(module(rows[-num_rows:]), many[-num_rows:]):
-                raise _fails(
-                    "batch invariance",
-                    f"a product {shape[0]} → {shape[1]} has other bits for {num_rows} rows than for {_PRODUCT_ROWS}",
-                )
-
-
 class _Recorded(ExactPackedAttention):
-    """Keeps the rule, the number of query heads, and keys and values ``[T, Hk, D]`` of every layer."""
+    """Keeps keys and values ``[T, Hk, D]`` of every layer."""
 
     def __init__(self, lengths: list[int]) -> None:
         super().__init__(lengths)
-        self.layers: dict[int, tuple[LayerRule, int, Tensor, Tensor]] = {}
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        self.layers[layer] = rule, q.shape[1], k[0].transpose(0, 1), v[0].transpose(0, 1)
+        self.layers[layer] = k[0].transpose(0, 1), v[0].transpose(0, 1)
         return super().attend(layer, q, k, v, rule)
-
-
-@torch.no_grad()
-def _attention_shapes(packed: PackedModel) -> set[tuple[LayerRule, int, int, int]]:
-    """Returns what distinguishes layers: rule, H, Hk, D."""
-    context, token = _Recorded([1]), torch.zeros(1, dtype=torch.int64)
-    packed.hidden(token, token, context)
-    return {(rule, num_heads, k.shape[1], k.shape[2]) for rule, num_heads, k, _ in context.layers.values()}
-
-
-@torch.no_grad()
-def _check_attention(rule: LayerRule, num_heads: int, num_kv: int, size: int) -> None:
-    """Compares queries of a long sequence with those of its beginnings, and with single ones as decode
-    computes them.
-    """
-    generator = torch.Generator().manual_seed(0)
-    longest = max(_POSITIONS) + 1
-    q, k, v = (torch.randn(1, n, longest, size, generator=generator) for n in (num_heads, num_kv, num_kv))
-    whole = ExactPackedAttention([longest]).attend(0, q, k, v, rule)
-    padding = (0, 0, 0, key_length(longest) - longest)
-    keys, values = F.pad(k, padding), F.pad(v, padding)
-    kind = f"attention with {num_heads} heads of {size} over {num_kv}"
-    for position in _POSITIONS:
-        length = position + 1
-        part_q, part_k, part_v = (x[:, :, :length] for x in (q, k, v))
-        part = ExactPackedAttention([length]).attend(0, part_q, part_k, part_v, rule)
-        if not torch.equal(part, whole[:, :, :length]):
-            raise _fails("batch invariance", f"{kind} has other bits in a sequence of {length} than in a longer one")
-        for num_keys in (key_length(length), key_length(longest)):
-            mask = additive_mask(torch.tensor([[position]]), num_keys, rule, q.dtype).unsqueeze(1)
-            row = decode_attention(q[:, :, position], keys[:, :, :num_keys], values[:, :, :num_keys], mask, rule)
-            if not torch.equal(row, whole[:, :, position]):
-                raise _fails("decode = prefill", f"{kind} has other bits for one query at position {position}")
-
-
-# The whole model -------------------------------------------------------------------------------------------
 
 
 class _ContinuedExactly(ExactContext):
@@ -491,7 +437,7 @@ class _ContinuedExactly(ExactContext):
         num_rows = len(self.lengths)
         keys, values = (
             self._with_last(stored, new[0].transpose(0, 1))
-            for stored, new in zip(self.beginnings.layers[layer][2:], (k, v), strict=True)
+            for stored, new in zip(self.beginnings.layers[layer], (k, v), strict=True)
         )
         mask = additive_mask(torch.tensor(self.lengths).unsqueeze(1), self.num_keys, rule, q.dtype).unsqueeze(1)
         out = decode_attention(q[0].transpose(0, 1)[:num_rows], keys, values, mask, rule)
@@ -505,28 +451,6 @@ class _ContinuedExactly(ExactContext):
             for part, last in zip(beginnings, new, strict=False)
         ]
         return torch.stack(rows).transpose(1, 2)
-
-
-def _check_model(packed: PackedModel) -> None:
-    limit = model_context_length(packed.model) or max(_EXACT_LENGTHS)
-    lengths = [min(length, limit) for length in _EXACT_LENGTHS]
-    generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(packed.vocab_size, (length,), generator=generator) for length in lengths]
-    with torch.no_grad():
-        alone = [_run(packed, [s], ExactPackedAttention([len(s)])) for s in sequences]
-        together = _run(packed, sequences, ExactPackedAttention(lengths))
-        _demand_equal("batch invariance", together, torch.cat(alone))
-        before = [length - 1 for length in lengths]
-        beginnings = _Recorded(before)
-        _run(packed, [s[:-1] for s in sequences], beginnings)
-        last, positions = torch.stack([s[-1] for s in sequences]), torch.tensor(before)
-        decoded = packed.hidden(last, positions, _ContinuedExactly(beginnings, before))
-        _demand_equal("decode = prefill", decoded, torch.stack([states[-1] for states in alone]))
-    with torch.enable_grad():
-        trained = _run(packed, sequences, ExactPackedAttention(lengths)).detach()
-    _demand_equal("trainer forward = prefill", trained, together)
-    if isinstance(packed, PackedCausalLM):
-        _check_logprobs(packed, together, torch.cat(sequences))
 
 
 def _run(packed: PackedModel, sequences: list[Tensor], context: ExactContext) -> Tensor:
@@ -550,191 +474,96 @@ def _demand_equal(equality: str, actual: Tensor, expected: Tensor) -> None:
         raise _fails(equality, f"hidden states or log-probabilities of a few tokens differ by up to {difference:.3g}")
 
 
-MAX_PARAMETERS = 4_000_000
-_HEAD_DIMS = (8, 16, 32, 64)
+MAX_PARAMETERS = 20_000_000
 _WINDOW = 4
 """Tokens: shorter than the probe's sequences, so that windows cut something off."""
+_HEAD_DIM = 16
 _INITIALIZER_RANGE = 0.2
 """Of widths around 32: attention and soft caps then do something, which fresh models' do not."""
-
 _MOST = {
-    "vocab_size": 128, "vocab_size_per_layer_input": 128, "sliding_window": _WINDOW, "attention_chunk_size": _WINDOW,
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp"), 48),
+    "vocab_size": 128, "vocab_size_per_layer_input": 128, "sliding_window": _WINDOW, "num_experts_per_tok": 2,
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_group", "n_shared_experts"), 2),
-    **dict.fromkeys(("topk_group", "moe_num_shared_experts"), 1),
-    # Keys and values through a narrow latent.
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    **dict.fromkeys(_EXPERTS, 4),
     # Layers with a state instead of attention.
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8,
-    # What sees images.
-    "image_size": 32, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
 }  # fmt: skip
 """Sizes that may be this small whatever the others are; smaller ones stay."""
 
 
 def tiny_random_model(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel | None:
-    """Makes a model of ``model``'s class of at most ``MAX_PARAMETERS``; None where none can be made that has the same
-    kinds of layers.
+    """Makes a model of ``model``'s class of at most ``MAX_PARAMETERS``; None where sizes do not shrink so simply.
 
     Args:
         model: its weights are not read, so it may be on the meta device.
         seed: of all weights.
     """
-    if (layers := _layers(model)) is None:
+    kind, attention_name = type(model), own_attention(model)
+    config = copy.deepcopy(model.config)
+    try:
+        _shrink(config)
+        with torch.device("meta"):
+            outline = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention_name)
+        if sum(parameter.numel() for parameter in outline.parameters()) > MAX_PARAMETERS:
+            return None
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            tiny: PreTrainedModel = kind._from_config(
+                config, dtype=torch.float32, attn_implementation=attention_name
+            ).eval()
+            for parameter in tiny.parameters():
+                # Norms start as ones and biases as zeros, where a mix-up would not show.
+                if parameter.ndim <= 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+            # Sizes that do not go together may show only now.
+            tiny(input_ids=torch.arange(2 * _WINDOW).unsqueeze(0), use_cache=False)
+        return tiny
+    except MemoryError:
+        raise
+    except Exception:  # families check sizes each in its own way
         return None
-    kinds = [_kind(layer) for layer in layers]
-    num_layers = min(len(kinds), max(2, 1 + max(kinds.index(kind) for kind in set(kinds))))
-    for head_dim in _HEAD_DIMS:
-        config = copy.deepcopy(model.config)
-        try:
-            _shrink(config, num_layers, head_dim)
-            tiny = _built(type(model), config, own_attention(model), seed)
-        except MemoryError:
-            raise
-        except Exception:  # sizes that do not go together; families check them each in its own way
-            continue
-        if tiny is None or [_kind(layer) for layer in _layers(tiny) or ()] == kinds[:num_layers]:
-            return tiny
-    return None
 
 
-def _built(kind: Any, config: PreTrainedConfig, attention: str, seed: int) -> PreTrainedModel | None:
-    """Makes the tiny model; None where it would be too large."""
-    with torch.device("meta"):
-        outline = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
-    if sum(parameter.numel() for parameter in outline.parameters()) > MAX_PARAMETERS:
-        return None
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        tiny: PreTrainedModel = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
-        for parameter in tiny.parameters():
-            # Norms start as ones and biases as zeros, where a mix-up would not show.
-            if parameter.ndim <= 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        # Sizes that do not go together may show only now.
-        tiny.eval()(input_ids=torch.arange(2 * _WINDOW).unsqueeze(0), use_cache=False)
-    return tiny
-
-
-# Kinds of layers -----------------------------------------------------------------------------------------
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module] | None:
-    """Finds the decoder's layers; None where they are not to be found."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    body = getattr(model, model.base_model_prefix, model)
-    modules = getattr(body, "language_model", body).modules()
-    return next((list(m) for m in modules if isinstance(m, nn.ModuleList) and len(m) == num_layers), None)
-
-
-def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Returns what tells layers of one kind from others: modules, their parameters, switches and what is left out.
-
-    Sizes do not; whether there is one (a window) does.
-    """
-    return tuple(
-        (name, type(module).__name__, tuple(sorted(module._parameters)), tuple(sorted(_switches(module))))
-        for name, module in layer.named_modules()
-        # Of experts there may be more or fewer.
-        if not any(part.isdigit() and int(part) > 0 for part in name.split("."))
-    )
-
-
-def _switches(module: nn.Module) -> Iterator[tuple[str, object]]:
-    for name, value in vars(module).items():
-        if name == "training" or name.startswith("_"):
-            continue
-        if isinstance(value, bool | str):
-            yield name, str(value)
-        elif value is None or isinstance(value, int):
-            yield name, type(value).__name__
-
-
-# Sizes ---------------------------------------------------------------------------------------------------
-
-
-def _shrink(config: PreTrainedConfig, num_layers: int, head_dim: int) -> None:
+def _shrink(config: PreTrainedConfig) -> None:
     text = config.get_text_config()
-    depth = text.num_hidden_layers
+    depth, kinds = text.num_hidden_layers, list(getattr(text, "layer_types", None) or ())
+    num_layers = min(depth, max([2, *(1 + kinds.index(kind) for kind in set(kinds))]))
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == depth:
             setattr(text, name, value[:num_layers])
     text.num_hidden_layers = num_layers
-    _shrink_heads(text, head_dim)
-    _shrink_sizes(text)
-    for part in (config, text):
-        _forget_tokens(part, int(text.vocab_size))
-    if (vision := getattr(config, "vision_config", None)) is not None and vision is not text:
-        vision.num_hidden_layers = 1
-        _shrink_heads(vision, 8)
-        _shrink_sizes(vision)
-        _shrink_sizes(config)
-
-
-def _shrink_sizes(part: PreTrainedConfig) -> None:
+    _shrink_heads(text)
     for name, most in _MOST.items():
-        value = getattr(part, name, None)
+        value = getattr(text, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > most:
-            setattr(part, name, most)
-        elif isinstance(value, list | tuple) and all(isinstance(size, int) for size in value):
-            setattr(part, name, type(value)(min(size, most) for size in value))
-    if isinstance(getattr(part, "qk_head_dim", None), int):
-        part.qk_head_dim = part.qk_nope_head_dim + part.qk_rope_head_dim
-    if hasattr(part, "initializer_range"):
-        part.initializer_range = _INITIALIZER_RANGE
+            setattr(text, name, most)
+    if (vision := getattr(config, "vision_config", None)) is not None:
+        vision.num_hidden_layers = 1
+    if hasattr(text, "initializer_range"):
+        text.initializer_range = _INITIALIZER_RANGE
+    # Ids beyond the small vocabulary stand for nothing.
+    for name, value in list(vars(text).items()):
+        if name.endswith("_token_id") and value is not None:
+            setattr(text, name, None)
 
 
-def _shrink_heads(part: PreTrainedConfig, head_dim: int) -> None:
-    """Leaves as many query heads for a key/value head as before, of at most ``head_dim``; the width in proportion."""
-    heads, width = int(part.num_attention_heads), int(part.hidden_size)
-    groups = int(getattr(part, "num_key_value_heads", None) or heads)
-    rotated = getattr(part, "qk_rope_head_dim", None)
-    # With a latent for keys and values the rotated part is what is called the head's size.
-    former = width // heads if rotated else int(getattr(part, "head_dim", None) or width // heads)
-    share = heads // groups if heads % groups == 0 else 1
-    if (size := min(former, head_dim)) == former and heads * former <= 64:
-        return  # small already
+def _shrink_heads(text: PreTrainedConfig) -> None:
+    """Leaves as many query heads for a key/value head as before; the width in proportion."""
+    heads, width = int(text.num_attention_heads), int(text.hidden_size)
+    groups = int(getattr(text, "num_key_value_heads", None) or heads)
+    former = int(getattr(text, "head_dim", None) or width // heads)
+    share, size = heads // groups, min(former, _HEAD_DIM)
     few = min(groups, 4 if share <= 2 else 2)
-    new_heads = few * share
-    part.num_attention_heads = new_heads
-    if getattr(part, "num_key_value_heads", None) is not None:
-        part.num_key_value_heads = few
-    if isinstance(getattr(part, "head_dim", None), int):
-        part.head_dim = min(rotated, _MOST["qk_rope_head_dim"]) if rotated else size
+    text.num_attention_heads = few * share
+    if getattr(text, "num_key_value_heads", None) is not None:
+        text.num_key_value_heads = few
+    if isinstance(getattr(text, "head_dim", None), int):
+        text.head_dim = size
     # Where heads together are wider or narrower than the model, the tiny model's are too.
     ratio = 1 if heads * former == width else 2 if width > heads * former else 0.5
-    new_width = int(new_heads * size * ratio)
-    for name in ("word_embed_proj_dim", "hidden_size_per_layer_input"):
-        if isinstance(found := getattr(part, name, None), int):
-            setattr(part, name, new_width if found == width else new_width // 2)
-    part.hidden_size = new_width
-    if isinstance(rotary := getattr(part, "rotary_dim", None), int):
-        part.rotary_dim = max(2, rotary * size // former)
-    for rope in (getattr(part, "rope_parameters", None), getattr(part, "rope_scaling", None)):
-        if isinstance(rope, dict):
-            _shrink_rope(rope, size, former)
-
-
-def _shrink_rope(rope: dict[str, Any], size: int, former: int) -> None:
-    """Cuts lists of one number for each rotated pair down to as many as there are pairs."""
+    text.hidden_size = int(few * share * size * ratio)
+    # Lists of one number for each rotated pair.
+    rope = getattr(text, "rope_parameters", None) or {}
     for name, value in rope.items():
-        if isinstance(value, dict):
-            _shrink_rope(value, size, former)
-        elif isinstance(value, list) and name.endswith("_factor"):
+        if isinstance(value, list) and name.endswith("_factor"):
             rope[name] = value[: max(1, len(value) * size // former)]
-        elif isinstance(value, list) and name.endswith("_section"):
-            parts = [number * size // former for number in value]
-            rope[name] = [parts[0] + size // 2 - sum(parts), *parts[1:]] if sum(value) * 2 == former else parts
-
-
-def _forget_tokens(part: PreTrainedConfig, vocab_size: int) -> None:
-    """Clears ids beyond the small vocabulary: they stand for nothing."""
-    for name, value in list(vars(part).items()):
-        if not name.endswith(("_token_id", "_token_index")):
-            continue
-        ids = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(token, int) and token >= vocab_size for token in ids):
-            setattr(part, name, None if name.endswith("_token_id") else vocab_size - 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -114,18 +113,6 @@ def processor() -> dict[str, Any]:
 def record() -> dict[str, Any]:
     """Returns ``processor`` of ``run.json``."""
     return {"processor": processor()}
-
-
-def processor_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns remarks on a run that goes on where it would not have had the same bits; both as ``run.json``
-    has them.
-    """
-    former, present = before.get("processor"), now["processor"]
-    changed = [key for key in present if isinstance(former, Mapping) and former.get(key) != present[key]]
-    if not changed or not isinstance(former, Mapping):
-        return []
-    what = "; ".join(f"{key} {former.get(key)} → {present[key]}" for key in changed)
-    return [f"the run goes on with other bits than it would have had: it began on another processor ({what})"]
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -10,12 +10,11 @@ one engine, so none is lost, and none is answered twice.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,37 +36,14 @@ from quartet.rollout.protocol import (
 if TYPE_CHECKING:
     from quartet.weights.sink import TensorSink
 
-Policy = Literal["prefix", "least_tokens", "round_robin"]
 _MAX_HOMES = 1 << 16
-_MAX_FAILURES = 3
 State = Literal["up", "starting", "asleep", "out"]
 _HEALTHY_S = 600.0
 """After so long without a failure an engine is as good as new."""
-_LONGEST_WAIT_S = 30.0
 _LOOK_S = 0.5
 """Between two looks at engines that say nothing."""
 _SLICE_S = 0.005
 """For each engine that cannot be waited for together with others."""
-
-
-@dataclass(frozen=True)
-class EngineProgress:
-    """Tokens of one engine; ``expected`` counts as many as running requests may get at most."""
-
-    name: str
-    done: int
-    expected: int
-    is_out: bool
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Tokens since the router last had no work, over all engines; ``waiting`` of them are of requests in the queue."""
-
-    done: int
-    expected: int
-    waiting: int
-    engines: tuple[EngineProgress, ...]
 
 
 class Router:
@@ -75,16 +51,11 @@ class Router:
     Args:
         engines: with ``restart()`` and ``is_ready()`` a failed one is started anew, else it is out; with ``fileno()``
             it is waited for without polling; with ``has_weights()`` it gets nothing before it has some.
-        policy: ``prefix`` keeps a group and a session where it was, while there is room; others, and all under
-            ``least_tokens``, go where the fewest tokens are outstanding; ``round_robin`` takes turns.
         max_outstanding: requests at one engine, which the last group may exceed; what is over waits here, in order.
-        max_restarts: of each engine, until it was up for ten minutes: at once after a first failure, then after 1 s,
-            2 s, 4 s, …, at most 30 s. A request with which three engines failed is refused, the last time sent alone.
-        clock: of the waits before restarts; seconds that never jump.
+        max_restarts: of each engine, until it was up for ten minutes.
 
     Attributes:
         restarts: of all engines so far.
-        starts: engines that were ready, or ready anew, so far.
         rerouted: requests that were begun anew because their engine failed or left.
 
     Raises:
@@ -95,16 +66,16 @@ class Router:
         self,
         engines: Sequence[RolloutEngine],
         *,
-        policy: Policy = "prefix",
         max_outstanding: int = 128,
         max_restarts: int = 3,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.restarts = self.starts = self.rerouted = 0
-        self._routing = Routing(policy, max_outstanding)
+        self.restarts = self.rerouted = 0
+        self._max_outstanding = max_outstanding
+        self._pins: dict[str, Member] = {}  # where requests go whatever there is, by their ids
+        self._homes: OrderedDict[str, Member] = OrderedDict()  # by session
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="router")
         names = (getattr(engine, "name", None) or f"engine {number}" for number, engine in enumerate(engines))
-        self._members = [Member(*each, max_restarts, clock) for each in zip(engines, names, strict=True)]
+        self._members = [Member(*each, max_restarts) for each in zip(engines, names, strict=True)]
         self._queue: deque[list[Request]] = deque()
         self._ledger = RequestLedger("router")  # all of them, wherever they are
         self._done: list[Completion] = []
@@ -133,8 +104,6 @@ class Router:
         """Handles the failure of an engine: its requests go elsewhere; it is started anew, where it can be and has not
         been too often."""
         member.reason = error.found
-        if refused := self._routing.blame(member.ledger.held):
-            self._refuse(member, refused, _ended_engines(refused, error))
         self._take_back(member)
         has_more = member.note_failure()
         if not hasattr(member.engine, "restart") or not has_more:
@@ -146,11 +115,7 @@ class Router:
             self._restart(member)
 
     def _restart(self, member: Member) -> None:
-        """Starts an engine anew, once its wait is over."""
         member.state = "starting"
-        member.is_waiting = member.clock() < member.due_s
-        if member.is_waiting:
-            return
         self.restarts += 1
         engine: Any = member.engine
         try:
@@ -161,16 +126,12 @@ class Router:
     def _look_at_starting(self) -> None:
         for member in self._in_state("starting"):
             engine: Any = member.engine
-            if member.is_waiting:
-                self._restart(member)
-                continue
             try:
                 if engine.is_ready():
                     if self._is_paused:
                         engine.pause()
                     member.state = "up"
-                    member.up_s = member.clock()
-                    self.starts += 1
+                    member.up_s = time.monotonic()
             except UserError as error:  # as it may say when it is made anew: no memory, a file that is gone
                 self._fail(member, error)
 
@@ -209,9 +170,6 @@ class Router:
     def submit(self, requests: Sequence[Request]) -> None:
         self._require_engines()
         check_ids(requests, self._ledger.held)
-        if not self._ledger.held:
-            for member in self._members:
-                member.done = 0
         self._ledger.add(requests)
         self._queue.extend(units_of(requests))
         self._dispatch()
@@ -232,18 +190,10 @@ class Router:
         self._require_engines()
         check_ids(copies, self._ledger.held)
         self._ledger.add(copies)
-        self._routing.pins.update((copy.request_id, member) for copy, member in zip(copies, members, strict=False))
+        self._pins.update((copy.request_id, member) for copy, member in zip(copies, members, strict=False))
         self._queue.extendleft([copy] for copy in reversed(copies))
         self._dispatch()
         return [copy.request_id for copy in copies]
-
-    def usable(self) -> list[str]:
-        """Returns the names of the engines that can be asked now."""
-        return [member.name for member in self._usable()]
-
-    def pin(self, request_id: str, name: str) -> None:
-        """Sends the group that will begin with this request to this engine, if that can be asked then."""
-        self._routing.pins[request_id] = next(member for member in self._members if member.name == name)
 
     def _withdraw(self, ids: set[str]) -> None:
         """Withdraws these requests: nothing more is heard of them."""
@@ -256,9 +206,9 @@ class Router:
         """Sends what waits to engines that have room for it."""
         if not self._queue:
             return
-        loads = {m: sum(map(size, m.ledger.held.values())) - m.running_tokens for m in self._usable()}
+        loads = {member: sum(map(size, member.ledger.held.values())) for member in self._usable()}
         sent: dict[Member, list[list[Request]]] = {}
-        while self._queue and (member := self._routing.choose(self._queue[0], loads)) is not None:
+        while self._queue and (member := self._choose(self._queue[0], loads)) is not None:
             unit = self._queue.popleft()
             member.ledger.add(unit)
             loads[member] += sum(map(size, unit))
@@ -266,6 +216,30 @@ class Router:
         errors = self._each([*sent], lambda member: member.engine.submit([r for unit in sent[member] for r in unit]))
         for member, error in errors.items():
             self._send_singly(member, sent[member], error)
+
+    def _choose(self, unit: Sequence[Request], loads: Mapping[Member, int]) -> Member | None:
+        """Chooses where a unit goes: to the engine that had its session, if there is room, else where the fewest tokens
+        are outstanding.
+
+        Args:
+            loads: of all engines that can be asked, in the order in which they joined: their outstanding tokens.
+
+        Returns:
+            None: there is no room anywhere.
+        """
+        if (pinned := self._pins.pop(unit[0].request_id, None)) in loads:
+            return pinned
+        free = [member for member in loads if len(member.ledger) < self._max_outstanding]
+        if not free:
+            return None
+        chosen = min(free, key=lambda member: loads[member])  # of equals the first
+        if (session := unit[0].session) is not None:
+            chosen = home if (home := self._homes.get(session)) in free else chosen
+            self._homes[session] = chosen
+            self._homes.move_to_end(session)
+            if len(self._homes) > _MAX_HOMES:
+                self._homes.popitem(last=False)
+        return chosen
 
     def _usable(self) -> list[Member]:
         usable = []
@@ -298,7 +272,6 @@ class Router:
     def _forget(self, ids: Sequence[str]) -> None:
         """Forgets requests that have ended by an error."""
         self._ledger.drop(ids)
-        self._routing.absolve(ids)
         for request_id in ids:
             del self._muted[request_id]
 
@@ -326,8 +299,7 @@ class Router:
         if self._queue and up and not self._in_state("starting") and not self._usable():
             self.weight_sink().require()
         polled = [member for member in up if not hasattr(member.engine, "fileno") and len(member.ledger)]
-        there = [member for member in self._in_state("up", "starting") if not member.is_waiting]
-        watched: list[Any] = [member.engine for member in there if hasattr(member.engine, "fileno")]
+        watched: list[Any] = [m.engine for m in self._in_state("up", "starting") if hasattr(m.engine, "fileno")]
         for member in polled:
             self._collect(member, min(seconds, _SLICE_S))
         if watched and not polled:
@@ -346,7 +318,7 @@ class Router:
             ended = {made.request_id for made in done if made.finish_reason is not FinishReason.CANCELLED}
             member.ledger.cancel(i for i in cancelled if i not in ended)
             for completion in done:
-                member.settle(completion)
+                member.ledger.settle(completion)
                 self._hand_over(completion)
         except GenerationError as error:
             member.ledger.drop(error.request_ids)
@@ -361,7 +333,6 @@ class Router:
         request_id = completion.request_id
         if completion.finish_reason is not FinishReason.CANCELLED:
             self._ledger.drop([request_id])
-        self._routing.absolve([request_id])
         if self._muted[request_id]:
             self._muted[request_id] -= 1
         else:
@@ -407,10 +378,7 @@ class Router:
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """Waits for engines that are being started; what fails from now on is started when the others wake."""
-        while starting := self._in_state("starting"):
-            for member in starting:
-                if member.is_waiting:
-                    member.state = "asleep"
+        while self._in_state("starting"):
             self._look_at_starting()
             time.sleep(_SLICE_S)
         self._is_asleep = True
@@ -438,12 +406,6 @@ class Router:
         }
         return replace(summed, num_waiting=summed.num_waiting + sum(map(len, self._queue)), **counts)
 
-    def progress(self) -> Progress:
-        engines = tuple(member.progress() for member in self._members)
-        waiting = sum(request.sampling.max_new_tokens for unit in self._queue for request in unit)
-        done, expected = sum(engine.done for engine in engines), sum(engine.expected for engine in engines)
-        return Progress(done, expected + waiting, waiting, engines)
-
     def close(self) -> None:
         members, self._members = self._members, []
         self._asked(members, lambda member: member.engine.close())
@@ -457,125 +419,32 @@ class Member:
     """One engine, and what it owes.
 
     Attributes:
-        is_waiting: "starting", but not yet asked to.
-        done: tokens of answers, since there was no work.
         past: counters of before the last restart.
         up_s: since when it is up.
-        due_s: when it may be started anew.
     """
 
-    def __init__(self, engine: RolloutEngine, name: str, max_restarts: int, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: RolloutEngine, name: str, max_restarts: int) -> None:
         self.engine = engine
         self.name = name
         self.ledger = RequestLedger(name)
         self.state: State = "starting" if hasattr(engine, "is_ready") else "up"
         self.reason = ""
-        self.is_waiting = False
-        self.done = 0
         self.past = EngineStats()
-        self.clock, self._max_restarts = clock, max_restarts
-        self.due_s, self.up_s = -math.inf, clock()
+        self.up_s = time.monotonic()
+        self._max_restarts = max_restarts
         self._failures = 0  # since it was up for long
-        self._settled = 0  # tokens of all answers since the last start
 
     def note_failure(self) -> bool:
-        """Notes a failure: sets when another start is due, and tells whether there is one."""
-        now = self.clock()
-        if self.state == "up" and now - self.up_s >= _HEALTHY_S:
+        """Notes a failure; tells whether another start is due."""
+        if self.state == "up" and time.monotonic() - self.up_s >= _HEALTHY_S:
             self._failures = 0
-        self.due_s = now + (min(2.0 ** (self._failures - 1), _LONGEST_WAIT_S) if self._failures else 0.0)
         self._failures += 1
-        self.past, self._settled = EngineStats.total([self.past, self.engine.stats()]), 0
+        self.past = EngineStats.total([self.past, self.engine.stats()])
         return self._failures <= self._max_restarts
 
     @property
     def has_weights(self) -> bool:
         return bool(getattr(self.engine, "has_weights", lambda: True)())
-
-    def settle(self, completion: Completion) -> None:
-        self.ledger.settle(completion)
-        self.done += len(completion.token_ids)
-        self._settled += len(completion.token_ids)
-
-    @property
-    def running_tokens(self) -> int:
-        """The number of tokens that it has made for requests which go on."""
-        return max(0, self.engine.stats().generated_tokens - self._settled) if self.ledger.held else 0
-
-    def progress(self) -> EngineProgress:
-        done = self.done + self.running_tokens
-        expected = self.done + sum(request.sampling.max_new_tokens for request in self.ledger.held.values())
-        return EngineProgress(self.name, done, expected, self.state != "up")
-
-
-class Routing:
-    """
-    Args:
-        policy, max_outstanding: as for ``Router``.
-
-    Attributes:
-        pins: requests that go to one engine whatever it has, by their ids.
-    """
-
-    def __init__(self, policy: Policy, max_outstanding: int) -> None:
-        self._policy = policy
-        self._max_outstanding = max_outstanding
-        self.pins: dict[str, Member] = {}
-        self._homes: OrderedDict[str, Member] = OrderedDict()
-        self._last: Member | None = None
-        self._failures: Counter[str] = Counter()  # by the ids of requests that engines had as they failed
-
-    def choose(self, unit: Sequence[Request], loads: Mapping[Member, int]) -> Member | None:
-        """Chooses the engine for a unit.
-
-        Args:
-            loads: of all engines that can be asked, in the order in which they joined: their outstanding tokens.
-
-        Returns:
-            None: there is no room anywhere.
-        """
-        if (pinned := self.pins.pop(unit[0].request_id, None)) in loads:
-            return pinned
-        free = [m for m in loads if len(m.ledger) < self._max_outstanding and not self._meets_suspects(unit, m)]
-        if not free:
-            return None
-        if self._policy == "round_robin":
-            members = list(loads)
-            turn = members.index(self._last) + 1 if self._last is not None and self._last in loads else 0
-            self._last = next(member for member in members[turn:] + members[:turn] if member in free)
-            return self._last
-        # Of equals the first.
-        chosen = min(free, key=lambda member: loads[member])
-        return self._home(unit, free, chosen) if self._policy == "prefix" else chosen
-
-    def blame(self, request_ids: Iterable[str]) -> list[str]:
-        """Notes that an engine failed with these requests; returns those with which too many have. The last one had
-        nothing else."""
-        self._failures.update(ids := list(request_ids))
-        return [i for i in ids if self._failures[i] >= _MAX_FAILURES]
-
-    def absolve(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            del self._failures[request_id]
-
-    def _meets_suspects(self, unit: Sequence[Request], member: Member) -> bool:
-        if not self._failures:
-            return False
-        suspects = {i for i, number in self._failures.items() if number == _MAX_FAILURES - 1}
-        if suspects.isdisjoint(request.request_id for request in unit):
-            return not suspects.isdisjoint(member.ledger.held)
-        return bool(member.ledger.held)
-
-    def _home(self, unit: Sequence[Request], free: Sequence[Member], other: Member) -> Member:
-        """Returns where the unit's session was last, or its group, if there is room; else ``other``."""
-        keys = [*(f"session {r.session}" for r in unit if r.session is not None), f"group {unit[0].group}"]
-        chosen = next((home for key in keys if (home := self._homes.get(key)) in free), None) or other
-        for key in keys:
-            self._homes[key] = chosen
-            self._homes.move_to_end(key)
-        while len(self._homes) > _MAX_HOMES:
-            self._homes.popitem(last=False)
-        return chosen
 
 
 def size(request: Request) -> int:
@@ -594,11 +463,3 @@ def units_of(requests: Iterable[Request]) -> list[list[Request]]:
 def cancelled_completion(request: Request) -> Completion:
     """Makes the cancelled completion of a request that no engine began."""
     return Completion(request.request_id, request.group, (), (), (), FinishReason.CANCELLED)
-
-
-def _ended_engines(ids: Sequence[str], error: UserError) -> UserError:
-    return UserError(
-        "a request ended every engine that had it",
-        found=f"{ids[0]!r} ({len(ids)} in all); the last one said: {error.found}",
-        remedy="leave this prompt out, or report it with the engine's version",
-    )

@@ -2,15 +2,6 @@
 
 The batch of a group (``group_batch``) is made where its tokens are: in the process of a rollout worker.
 
-The journal of an asynchronous run: what was decided by the clock, so that a second run may follow it.
-
-Durations decide three things when generation runs ahead: before which lease of the engine a group was admitted, before
-which one its weights were swapped, and therefore with which weights each group began. Everything else follows from the
-data. The journal counts time in *ticks*, the leases that the engine has begun, so a run that follows it takes the same
-decisions before the same ticks, whatever its own seconds are: what comes early waits.
-
-What the training consumed is noted as well, and compared when a journal is followed.
-
 How far generation may run ahead of training: the bound on the age of weights that a group was sampled with.
 
 The group stream: a standing producer of groups under an admission rule.
@@ -30,14 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_left
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import groupby
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,143 +32,9 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
-from quartet.observe.files import RowAppender, as_dataclass, read_whole
 from quartet.observe.health import repetition
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.clock import Condition, shielded
-
-EventKind = Literal["admit", "pause", "swap", "consume"]
-Consumed = tuple[int, tuple[tuple[int, int], ...]]
-"""A group: its index, and runs ``(version, parts)`` of the weights that made it, in order."""
-
-
-class Diverged(RuntimeError):
-    """A run that follows a journal came to something else than the journal says."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """``admit`` group ``number``; ``pause`` for, or ``swap`` to, version ``number``; ``consume`` in step ``number``.
-
-    ``tick``: leases begun before it. ``groups`` are those consumed, of chunk ``chunk``.
-    """
-
-    kind: EventKind
-    number: int
-    tick: int
-    chunk: int = 0
-    groups: tuple[Consumed, ...] = ()
-
-
-class Journal:
-    """Notes what happens, in ``path`` as it happens where one is given; follows ``script`` as far as that goes.
-
-    The engine's driver calls ``admit``, ``is_due`` and ``begin_tick``; what brings weights ``turn`` and ``note``;
-    the consumer ``consume``.
-    """
-
-    def __init__(self, script: Iterable[Event] = (), path: Path | None = None) -> None:
-        self.events: list[Event] = []
-        self._rows = RowAppender(path) if path is not None else None
-        self.tick = 0
-        given = list(script)
-        self._script = deque(event for event in given if event.kind != "consume")
-        self._consumed = {(e.number, e.chunk): e.groups for e in given if e.kind == "consume"}
-        self._changed = Condition()
-
-    # The engine's driver ---------------------------------------------------------------------------------
-
-    def admit(self, index: int) -> bool:
-        """Tells whether the group may join the engine now, which is noted."""
-        if self._script:
-            due = self._due()
-            if due is None or (due.kind, due.number) != ("admit", index):
-                return False
-            self._script.popleft()
-        self._note(Event("admit", index, self.tick))
-        self.tell()
-        return True
-
-    def is_due(self) -> bool:
-        """Tells whether something that the script puts before the next tick has not happened."""
-        return self._due() is not None
-
-    async def change(self) -> None:
-        """Waits until something was told."""
-        await self._changed.wait()
-
-    def begin_tick(self) -> None:
-        self.tick += 1
-        self.tell()
-
-    def tell(self) -> None:
-        """Wakes those who wait for a change: a group asks to be admitted, a tick began."""
-        self._changed.notify_all()
-
-    # Weights, consumption --------------------------------------------------------------------------------
-
-    async def turn(self, kind: Literal["pause", "swap"], version: int) -> None:
-        """Waits, where a script is followed, until this event is the next and the engine has come to its tick."""
-        while self._script:
-            due = self._due()
-            if due is not None and (due.kind, due.number) == (kind, version):
-                return
-            await self.change()
-
-    def note(self, kind: Literal["pause", "swap"], version: int) -> None:
-        """Notes that the event has happened, before the next tick."""
-        if self._script:
-            self._script.popleft()
-        self._note(Event(kind, version, self.tick))
-        self.tell()
-
-    def consume(self, step: int, chunk: int, groups: Sequence[Consumed]) -> None:
-        """Raises `Diverged` when a followed journal has other groups there, or other versions."""
-        found = Event("consume", step, self.tick, chunk, tuple(groups))
-        expected = self._consumed.get((step, chunk), found.groups)
-        if expected != found.groups:
-            raise Diverged(
-                f"step {step}, chunk {chunk}: the journal has groups (index, versions) {expected}, "
-                f"this run has {found.groups}"
-            )
-        self._note(found)
-
-    # Files -----------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def load(path: Path) -> list[Event]:
-        """Reads a journal's events, one JSON object per line; a last line that a kill cut off is left out.
-
-        Raises:
-            UserError: it cannot be read, or a line of it is damaged.
-        """
-        return read_whole(path, _event)
-
-    def close(self) -> None:
-        if self._rows is not None:
-            self._rows.close()
-
-    def _note(self, event: Event) -> None:
-        self.events.append(event)
-        if self._rows is not None:
-            self._rows.append(asdict(event))
-
-    def _due(self) -> Event | None:
-        """Returns the script's next event, if it belongs before the next tick."""
-        if not self._script or self._script[0].tick > self.tick:
-            return None
-        if self._script[0].tick < self.tick:
-            raise Diverged(f"tick {self.tick} began before {self._script[0]} of the journal")
-        return self._script[0]
-
-
-def _event(row: dict[str, Any]) -> Event:
-    return as_dataclass(Event, {**row, "groups": tuple(_consumed(*group) for group in row["groups"])})
-
-
-def _consumed(index: int, versions: Sequence[Sequence[int]]) -> Consumed:
-    return index, tuple((version, parts) for version, parts in versions)
-
 
 NO_VERSION = -1
 """In ``policy_version`` of tokens that no weights of this run have sampled: prompts, observations."""
@@ -244,16 +97,6 @@ class Group:
     def first_version(self) -> int:
         """The version of the oldest weights that a token was sampled with."""
         return int(self.batch.sequence["version"].min())
-
-    def consumed(self) -> Consumed:
-        """Returns what is consumed, as the journal of an asynchronous run has it; parts are the policy's tokens,
-        trajectory after trajectory."""
-        batch = self.batch
-        if GREEDY in batch.sequence:
-            batch = batch.select((~batch.sequence[GREEDY]).nonzero().squeeze(1).tolist())
-        versions = batch.token["policy_version"].tolist()
-        sampled = [version for version in versions if version != NO_VERSION]
-        return self.index, tuple((version, len(list(run))) for version, run in groupby(sampled))
 
 
 def chunk_of(step: int, index: int, groups: Sequence[Group]) -> Chunk:
@@ -411,27 +254,6 @@ class AdmissionRule:
         steps = open_steps if self.max_staleness is None else self.max_staleness + versions_published + 1
         return steps * self.prompts_per_step
 
-    def check_restored(self, index: int, *, first_version: int, step: int, ahead: int) -> None:
-        """Checks that a restored group is not too old for its step.
-
-        Args:
-            index: of a group that a checkpoint holds.
-            first_version: of the oldest weights that made it.
-            step: the one that it comes into at the latest.
-            ahead: how many steps before that one the run goes on with.
-
-        Raises:
-            UserError: it would be older in that step than this rule allows.
-        """
-        age = max(ahead, step - first_version)
-        if age > (self.max_staleness or 0):
-            raise UserError(
-                "the checkpoint holds groups that were generated further ahead than this run may",
-                found=f"group {index} is for step {step}, made with weights of version {first_version}; "
-                f"max_staleness={self.max_staleness}",
-                remedy=f"resume with max_staleness of at least {age}",
-            )
-
 
 @dataclass(frozen=True)
 class BufferedGroups:
@@ -554,35 +376,15 @@ class GroupStream:
 
         Args:
             buffered: groups that need not be produced again.
-
-        Raises:
-            UserError: the rule differs, so that the steps would be others or these groups too old in theirs.
         """
-        size = self.rule.prompts_per_step
-        if state["accepted"] != state["steps"] * size:
-            raise UserError(
-                "the number of prompts per step differs from that of the saved run",
-                found=f"{state['accepted']} groups in {state['steps']} steps, now prompts_per_step={size}",
-                remedy="resume with the recipe that the run was saved with",
-            )
         self._cursor = self._next_launch = state["next_index"]
         self._consumed = state["accepted"]
         self._open_steps = state["steps"]
         self._versions_published = state["versions_published"]
         self._boundary = self._snapshot()
         if buffered is not None:
-            self._check_age(buffered)
             self._decided = {**buffered.groups, **dict.fromkeys(buffered.rejected)}
             self._num_waiting = len(buffered.groups)
-
-    def _check_age(self, buffered: BufferedGroups) -> None:
-        """Checks the ages of restored groups: a group's step is at the latest the one that it comes into when all
-        before it are accepted."""
-        rejected = sorted(buffered.rejected)
-        for index, group in buffered.groups.items():
-            ahead = (index - self._cursor - bisect_left(rejected, index)) // self.rule.prompts_per_step
-            step = self._open_steps + ahead
-            self.rule.check_restored(index, first_version=group.first_version, step=step, ahead=ahead)
 
     async def close(self) -> None:
         """Cancels what is in flight and waits until it has really stopped. May be called again."""

@@ -9,11 +9,7 @@
 The same function runs real roles under leases and simulated ones on a virtual clock, because it touches data only
 through chunks and named steps.
 
-Extra edges of a placement: a stage that waits until others have ended for the whole step.
-
-The iteration states data dependencies only; by them a chunk's values need its groups and nothing else. A placement may
-ask for more, `{"values": ["reward"]}`: no chunk's values before the rewards of all chunks. The wait is outside of any
-lease, so that nothing is held meanwhile.
+Under placements that do not overlap them scoring begins when the step's generation has ended.
 
 Scoring ahead: where generation runs ahead, chunks of coming steps are scored while the learners of this one work.
 
@@ -40,18 +36,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import HEADS, ResolvedPlacement
-from quartet.schedule.clock import Condition
 from quartet.schedule.groups import Chunk, Group, GroupStream, chunk_of, group_members
 from quartet.schedule.leases import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, TrainWorker, Update
@@ -152,7 +146,8 @@ class StepLearner(Protocol):
 class IterationStages:
     """What an iteration calls. ``collect`` makes a chunk; ``assemble`` computes advantages on the whole step;
     ``publish(version)`` waits for the actor's weights of that version and hands them to the rollout engine, be other
-    roles still learning. ``prefetch`` has begun to score some of the chunks already."""
+    roles still learning. ``scores_early``: each chunk as soon as it is complete, else once the step's last one is.
+    ``prefetch`` has begun to score some of the chunks already."""
 
     stream: GroupStream
     collect: Collect
@@ -161,47 +156,43 @@ class IterationStages:
     learners: Sequence[StepLearner]
     publish: Callable[[int], Awaitable[Mapping[str, float]]]
     prefetch: ScorePrefetcher | None = None
+    scores_early: bool = True
 
     @classmethod
     def wired(
         cls,
         rollout: Rollout,
         stream: GroupStream,
-        scorers: Sequence[tuple[str, Scorer, bool]],
+        scorers: Sequence[tuple[Scorer, bool]],
         assemble: Callable[[Sequence[tuple[Chunk, Sequence[ColumnSet]]]], Awaitable[Any]],
-        learners: Sequence[tuple[str, StepLearner]],
+        learners: Sequence[StepLearner],
         *,
         placement: ResolvedPlacement,
         on_chunk: Callable[[int, Sequence[Group]], object],
         num_steps: int | None = None,
     ) -> IterationStages:
-        """Makes the stages of a run, be its roles real or simulated, with the edges that its placement adds.
+        """Makes the stages of a run, be its roles real or simulated, under its placement.
 
         Args:
-            scorers: stage, scorer, and whether its columns depend on no weights that are trained.
-            learners: stage and learner.
+            scorers: each with whether its columns depend on no weights that are trained.
             on_chunk: called with the step and the groups of a chunk that is complete.
             num_steps: as for ``ScorePrefetcher``.
         """
-        barriers = Barriers(placement.after, num_chunks=-(-stream.rule.prompts_per_step // stream.chunk_size))
 
-        def collected(step: int, index: int, groups: Sequence[Group]) -> Chunk:
-            if rollout.journal is not None:  # notes it, or compares it with what is repeated
-                rollout.journal.consume(step, index, [group.consumed() for group in groups])
+        def collect(step: int, index: int, groups: Sequence[Group]) -> Chunk:
             on_chunk(step, groups)
             return chunk_of(step, index, groups)
 
-        collect = barriers.collect(collected)
-        held = [(barriers.scorer(stage, scorer), is_frozen) for stage, scorer, is_frozen in scorers]
-        frozen = [scorer for scorer, is_frozen in held if is_frozen]
+        frozen = [scorer for scorer, is_frozen in scorers if is_frozen]
         return cls(
             stream,
             collect,
-            [scorer for scorer, _ in held],
+            [scorer for scorer, _ in scorers],
             assemble,
-            [barriers.learner(stage, learner) for stage, learner in learners],
+            learners,
             rollout.publish,
             ScorePrefetcher(stream, collect, frozen, num_steps) if placement.max_staleness is not None else None,
+            placement.scores_early,
         )
 
 
@@ -223,14 +214,22 @@ async def run_iteration(step: int, stages: IterationStages) -> tuple[Any, dict[s
 
 
 async def _scored_chunks(step: int, stages: IterationStages) -> list[tuple[Chunk, list[ColumnSet]]]:
+    chunks: list[Chunk] = []
+    scores: list[list[asyncio.Task[ColumnSet]]] = []
     async with asyncio.TaskGroup() as tasks:
-        pending: list[tuple[Chunk, list[asyncio.Task[ColumnSet]]]] = []
+
+        def score(chunk: Chunk, begun: Begun) -> None:
+            scores.append([tasks.create_task(_score(scorer, chunk, begun)) for scorer in stages.scorers])
+
         async for groups in stages.stream.chunks(step):
-            ahead = stages.prefetch.take(step, len(pending)) if stages.prefetch is not None else None
-            chunk, begun = ahead or (stages.collect(step, len(pending), groups), {})
-            scores = [tasks.create_task(_score(scorer, chunk, begun)) for scorer in stages.scorers]
-            pending.append((chunk, scores))
-    return [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
+            ahead = stages.prefetch.take(step, len(chunks)) if stages.prefetch is not None else None
+            chunk, begun = ahead or (stages.collect(step, len(chunks), groups), {})
+            chunks.append(chunk)
+            if stages.scores_early:
+                score(chunk, begun)
+        for chunk in chunks[len(scores) :]:
+            score(chunk, {})
+    return [(chunk, [task.result() for task in of_chunk]) for chunk, of_chunk in zip(chunks, scores, strict=True)]
 
 
 async def score_all(scorers: Sequence[Scorer], chunk: Chunk) -> list[ColumnSet]:
@@ -267,83 +266,6 @@ def _first_error() -> Iterator[None]:
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         raise first from first.__cause__  # without the group as its context
-
-
-class Barriers:
-    """Counts what has ended in each step; parts of a coming one may end before the one under way has.
-
-    Args:
-        after: stage → stages that must have ended wholly before any part of it begins. Stages that a run does not have
-            have no parts and hold nothing back.
-        num_chunks: chunks of a step.
-    """
-
-    def __init__(self, after: Mapping[str, Sequence[str]], *, num_chunks: int) -> None:
-        self._after = after
-        self._num_chunks = num_chunks
-        self._parts: Counter[str] = Counter()  # in every step
-        self._ended: dict[int, Counter[str]] = {}  # by step
-        self._changed = Condition()
-
-    def collect(self, collect: Collect) -> Collect:
-        """Makes the stage ``generate``: a chunk's groups are there when it is collected."""
-        self._parts["generate"] += self._num_chunks
-
-        def collected(step: int, index: int, groups: Sequence[Group]) -> Chunk:
-            if index == 0:
-                self._begin(step)
-            chunk = collect(step, index, groups)
-            self._part_ended("generate", step)
-            return chunk
-
-        return collected
-
-    def scorer(self, stage: str, scorer: Scorer) -> Scorer:
-        """Returns the scorer, with its waits where the stage has edges; several scorers may make up one stage."""
-        return cast(Scorer, self._held(stage, scorer, self._num_chunks))
-
-    def learner(self, stage: str, learner: StepLearner) -> StepLearner:
-        return cast(StepLearner, self._held(stage, learner, 1))
-
-    def _held(self, stage: str, inner: Any, num_parts: int) -> Any:
-        if stage not in self._after and not any(stage in earlier for earlier in self._after.values()):
-            return inner
-        self._parts[stage] += num_parts
-        return _Held(self, stage, inner)
-
-    async def run(self, stage: str, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Runs a part of the stage, once everything that the stage comes after has ended in the step."""
-        while any(self._ended[step][earlier] < self._parts[earlier] for earlier in self._after.get(stage, ())):
-            await self._changed.wait()
-        result = await work()
-        self._part_ended(stage, step)
-        return result
-
-    def _part_ended(self, stage: str, step: int) -> None:
-        self._ended[step][stage] += 1
-        if self._ended[step][stage] >= self._parts[stage]:
-            self._changed.notify_all()
-
-    def _begin(self, step: int) -> None:
-        over = [earlier for earlier, ended in self._ended.items() if ended >= self._parts]
-        for earlier in over[:-1]:
-            del self._ended[earlier]
-        self._ended[step] = Counter()
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A scorer or a learner, behind the edges of its stage."""
-
-    barriers: Barriers
-    stage: str
-    inner: Any
-
-    async def score(self, chunk: Chunk) -> Any:
-        return await self.barriers.run(self.stage, chunk.step, lambda: self.inner.score(chunk))
-
-    async def train(self, experience: Any, step: int) -> Any:
-        return await self.barriers.run(self.stage, step, lambda: self.inner.train(experience, step))
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.config import UserError
 from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
-from quartet.rollout.router import Progress
 from quartet.schedule.clock import Condition, all_ended, shielded
-from quartet.schedule.groups import Diverged, Group, Journal, by_group
+from quartet.schedule.groups import Group, by_group
 from quartet.schedule.leases import LeaseContext, MissedVersion
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
@@ -45,7 +43,7 @@ from quartet.train.forward import Needs
 class EngineClient:
     """
     Args:
-        rollout: what the clients of a run's engines share: versions, pauses, the journal.
+        rollout: what the clients of a run's engines share: versions and pauses.
     """
 
     def __init__(self, engine: RoleGroup[RolloutWorker], rollout: Rollout) -> None:
@@ -59,7 +57,6 @@ class EngineClient:
         self._lengths: dict[str, int] = {}  # of those waited for, the most tokens that each may get
         self._task: asyncio.Task[None] | None = None
         self.stats = EngineStats(policy_version=rollout.version)
-        self.progress: Progress | None = None
 
     @property
     def is_running(self) -> bool:
@@ -116,12 +113,6 @@ class EngineClient:
         self._take(await self.engine.call(RolloutWorker.run_canary, probe, name))
         return await self.engine.leave(RolloutWorker.canary)
 
-    async def stop_running(self) -> int:
-        """Makes what runs begin anew with the next steps; inside a lease. Returns how many requests did."""
-        await self._forget_cancelled()
-        self._take(await self.engine.call(RolloutWorker.stop_running))
-        return len(self._running) - sum(map(len, self._to_send))
-
     async def close(self) -> None:
         """Stops and waits until the engine has stopped; waits for completions are cancelled."""
         if self._task is not None and not self._task.done():
@@ -129,36 +120,24 @@ class EngineClient:
             await shielded(asyncio.wait({self._task}))
 
     async def _run(self) -> None:
-        journal = self._rollout.journal
         while self._waiting:
             self._admit()
-            if journal is not None and journal.is_due():
-                await journal.change()
-            elif self._running:
+            if self._running:
                 await self._run_steps()
-            elif self._rollout.num_pauses:
-                await self._rollout.change()
             else:
-                assert journal is not None, "without a journal the first that asks is admitted"
-                raise Diverged(f"nothing runs at tick {journal.tick}, and the journal admits nothing")
+                await self._rollout.change()  # a pause
 
     def _admit(self) -> None:
-        """Admits requests in the order asked for, or in that of the journal that is followed."""
-        rollout, journal = self._rollout, self._rollout.journal
-        goes_on = True
-        while goes_on:
-            goes_on = False
-            for ids, (asked, index) in list(self._queue.items()):
-                if rollout.num_pauses and index >= 0:
-                    continue
-                most = rollout.max_running
-                if most is not None and self._running and len(self._running) + len(ids) >= most:
-                    break  # nor may smaller ones go before it, again and again
-                if journal is None or journal.admit(index):
-                    del self._queue[ids]
-                    self._to_send[ids] = asked
-                    self._running.update(ids)
-                    goes_on = True
+        """Admits requests in the order asked for."""
+        most = self._rollout.max_running
+        for ids, (asked, index) in list(self._queue.items()):
+            if self._rollout.num_pauses and index >= 0:
+                continue
+            if most is not None and self._running and len(self._running) + len(ids) >= most:
+                break  # nor may smaller ones go before it, again and again
+            del self._queue[ids]
+            self._to_send[ids] = asked
+            self._running.update(ids)
 
     async def _run_steps(self) -> None:
         """Runs the steps of one lease, with what is to be submitted and cancelled.
@@ -174,8 +153,6 @@ class EngineClient:
                 if not self._running:
                     return
                 span.step = lease.versions["rollout"]
-                if rollout.journal is not None:
-                    rollout.journal.begin_tick()
                 submit, self._to_send = list(self._to_send.values()), {}
                 cancel, self._cancelled = self._cancelled, []
                 steps_left, sampled = rollout.steps_per_lease, 0
@@ -194,7 +171,7 @@ class EngineClient:
             await rollout.change()
 
     def _take(self, outputs: EngineOutputs) -> None:
-        self.stats, self.progress = outputs.stats, outputs.progress or self.progress
+        self.stats = outputs.stats
         for ended in outputs.ended:
             future = self._pop(ended.request_id)
             if future is not None:
@@ -277,22 +254,16 @@ class Rollout:
         sends: the states that it brings, whose version is awaited: the actor's, and that of heads that learn along.
         shares_actor: the engines use the actor's weights directly, without a copy.
         in_flight: new weights come between two leases (``pick_up``), or once what runs has ended, with nothing new
-            begun meanwhile (``finish_old``), or what runs is given up and begins anew (``start_over``); with these two
-            each response has one version.
+            begun meanwhile (``finish_old``): each response has one version then.
         max_running: requests that an engine is given at a time, less one that is left for the canary; None for all at
             once, of which those that wait in it go before the canary, and with ``finish_old`` are waited for.
         balances: a group goes to the engine with the fewest tokens to make; else to that of its index modulo their
             number, which no clock decides.
-        journal: notes what the clock decides, or is followed. With one engine, and prompts answered in one turn.
         on_finished: called with the number of responses that each engine call ended.
 
     Attributes:
         num_pauses: while above 0 nothing is admitted.
         num_publishing: calls that bring weights, waiting ones included.
-        num_started_over: requests given up for new weights, and begun anew.
-
-    Raises:
-        UserError: a journal with several engines.
     """
 
     leases: LeaseContext
@@ -309,17 +280,13 @@ class Rollout:
     in_flight: InFlight = "pick_up"
     max_running: int | None = None
     balances: bool = False
-    journal: Journal | None = None
     on_finished: Callable[[int], None] | None = None
     num_pauses: int = field(default=0, init=False)
     num_publishing: int = field(default=0, init=False)
-    num_started_over: int = field(default=0, init=False)
     _beside: EngineStats = field(default_factory=EngineStats, init=False)
     """Less than nothing: what was sampled for evaluations and canaries, which is no step's."""
 
     def __post_init__(self) -> None:
-        if self.journal is not None and len(self.engines) != 1:
-            raise _no_journal(f"{len(self.engines)} rollout engines", "give the rollout role one process")
         self._changed = Condition()
         self._clients = [EngineClient(engine, self) for engine in self.engines]
         self._homes: dict[int, EngineClient] = {}  # of groups that are being made
@@ -337,8 +304,6 @@ class Rollout:
     def tell(self) -> None:
         """Wakes clients and pauses that wait for a change."""
         self._changed.notify_all()
-        if self.journal is not None:
-            self.journal.tell()
 
     def stats(self) -> EngineStats:
         """Sums over the engines, after their last calls; without evaluations and the tokens of canaries."""
@@ -369,8 +334,6 @@ class Rollout:
 
         Evaluations have negative indices, which no group of the stream has: theirs go on inside of ``quiet``.
         """
-        if self.journal is not None:
-            raise _no_journal("episodes of several turns", "leave the environment out")
         (ended,) = await self._client_of(index).complete(request, index)
         return ended
 
@@ -387,16 +350,6 @@ class Rollout:
             self._homes[index] = min(self._clients, key=lambda client: client.outstanding_tokens)
         return self._homes[index]
 
-    def progress(self) -> dict[str, str]:
-        """Returns tokens made of those expected, by engine, where there are several or they are elsewhere."""
-        of = [(i, client.progress) for i, client in enumerate(self._clients) if client.progress is not None]
-        several = len(self._clients) > 1
-        return {
-            f"{i}/{each.name}" if several else each.name: "out" if each.is_out else f"{each.done}/{each.expected}"
-            for i, progress in of
-            for each in progress.engines
-        }
-
     async def close(self) -> None:
         """Stops generation and waits until it has stopped."""
         await all_ended([client.close() for client in self._clients])
@@ -409,7 +362,7 @@ class Rollout:
 
         Groups that ask to be generated wait, and so do new weights.
         """
-        async with self._weights_stay, self._paused(self.version):
+        async with self._weights_stay, self._paused():
             before = self.stats()
             try:
                 yield
@@ -447,7 +400,7 @@ class Rollout:
                     await arbiter.until(state, version)
                 pause: AbstractAsyncContextManager[None] = nullcontext()
                 if self.in_flight == "finish_old":
-                    pause = self._paused(version)
+                    pause = self._paused()
                 async with self._weights_stay, pause:
                     probed = await self._swap(version)
                 difference = await self._difference(probed, version)
@@ -458,17 +411,10 @@ class Rollout:
 
     async def _swap(self, version: int) -> list[RaggedBatch]:
         """Updates the weights between two leases; returns each engine's log-probabilities of the canary prompt."""
-        journal = self.journal
-        if journal is not None:
-            await journal.turn("swap", version)
         reads: dict[str, int | None] = dict.fromkeys(self.sends, version)
         turn = self.leases.turn("rollout", "generate", "publish", step=version - 1, reads=reads, writes="rollout")
         async with turn as (_, span):
-            if self.in_flight == "start_over":
-                self.num_started_over += sum(await all_ended([client.stop_running() for client in self._clients]))
             span.nbytes = await self.update_engine_weights(version)
-            if journal is not None:
-                journal.note("swap", version)
             works = [client.canary(self.canary, f"canary.{i}") for i, client in enumerate(self._clients)]
             probed = await all_ended(works)
             tokens = sum(int(batch.token["loss_mask"].sum()) for batch in probed)
@@ -478,15 +424,10 @@ class Rollout:
         return probed
 
     @asynccontextmanager
-    async def _paused(self, version: int) -> AsyncIterator[None]:
+    async def _paused(self) -> AsyncIterator[None]:
         """Admits nothing meanwhile, and begins when what runs has ended."""
-        journal = self.journal
-        if journal is not None:
-            await journal.turn("pause", version)
         self.num_pauses += 1
         try:
-            if journal is not None:
-                journal.note("pause", version)
             while any(client.is_running for client in self._clients):
                 await self.change()
             yield
@@ -502,7 +443,3 @@ class Rollout:
         async with turn:
             columns = await self.trainer.call(ModelWorker.forward, batch, Needs(logprobs=True))
         return canary_difference(batch, columns)
-
-
-def _no_journal(found: str, remedy: str) -> UserError:
-    return UserError("a journal cannot be kept or followed here", found=found, remedy=remedy)

@@ -46,7 +46,7 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
-from quartet.rollout.router import Progress, Router
+from quartet.rollout.router import Router
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import answered, group_batch
 from quartet.schedule.leases import LeaseMode
@@ -231,7 +231,6 @@ class EngineOutputs:
         sampled: tokens.
         stats: as it ended.
         failed: requests that were not taken, or whose logits were not finite, which ends it early, and the error.
-        progress: tokens of each of several engines.
     """
 
     ended: tuple[FinishedRequest, ...]
@@ -239,7 +238,6 @@ class EngineOutputs:
     stats: EngineStats
     steps_left: int = 0
     failed: tuple[tuple[tuple[str, ...], UserError], ...] = ()
-    progress: Progress | None = None
 
 
 class RolloutWorker(WeightReceiverMixin):
@@ -250,14 +248,12 @@ class RolloutWorker(WeightReceiverMixin):
         self._codec = codec
         self._requests = RequestStore(codec)
         self._running: dict[str, Request] = {}  # submitted, not ended, by their ids
-        self._again: list[Request] = []  # stopped, to be begun anew
         self._stats = engine.stats()  # at the end of the last call
 
     def begin(self) -> EngineStats:
         """Gives up what a former driver left; returns the counts so far, for a new one."""
         self.engine.cancel(tuple(self._running))
         self._running.clear()
-        self._again.clear()
         self._requests = RequestStore(self._codec)
         return self.stats()
 
@@ -274,8 +270,6 @@ class RolloutWorker(WeightReceiverMixin):
         self._drop(cancel)
         ended: list[FinishedRequest] = []
         failed: list[tuple[tuple[str, ...], UserError]] = []
-        again, self._again = self._again, []
-        self._begin(again)
         for asked in submit:
             try:
                 requests = self._requests.engine_requests(asked)
@@ -301,9 +295,7 @@ class RolloutWorker(WeightReceiverMixin):
                 break
         stats = self.stats()
         steps_left = steps_left if self.engine.has_work else 0
-        return EngineOutputs(
-            tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed), self.progress()
-        )
+        return EngineOutputs(tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed))
 
     def _may_step(self) -> bool:
         return self.engine.has_work
@@ -312,21 +304,6 @@ class RolloutWorker(WeightReceiverMixin):
         if requests:
             self.engine.submit(requests)
             self._running.update((request.request_id, request) for request in requests)
-
-    def stop_running(self) -> EngineOutputs:
-        """Ends what runs, and returns what ended by itself meanwhile; ``run_steps`` begins the others anew."""
-        stopped, ended = dict(self._running), list[FinishedRequest]()
-        self.engine.cancel(tuple(stopped))
-        while stopped:
-            for made in self.engine.step():
-                request = stopped.pop(made.request_id, None)
-                self._running.pop(made.request_id, None)
-                if made.finish_reason is not FinishReason.CANCELLED:
-                    ended.append(self._requests.ended(made))
-                elif request is not None:
-                    self._again.append(request)
-        before, after = self._stats.generated_tokens, self.stats()
-        return EngineOutputs(tuple(ended), after.generated_tokens - before, after)
 
     def _ended(self, completions: Sequence[Completion]) -> list[Completion]:
         # A request that was cancelled may have been asked for again under its name.
@@ -340,7 +317,6 @@ class RolloutWorker(WeightReceiverMixin):
         self._requests.forget(request_ids)
         for request_id in request_ids:
             self._running.pop(request_id, None)
-        self._again = [request for request in self._again if request.request_id not in request_ids]
 
     def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
         """Makes the batch of a group whose requests have all ended: see ``group_batch``; ``greedy`` is the
@@ -376,15 +352,6 @@ class RolloutWorker(WeightReceiverMixin):
         pairs = zip(indices, requests, strict=True)
         return RaggedBatch.concat([self._requests.responses(index, asked.request_ids) for index, asked in pairs])
 
-    def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
-        """Returns the group of this request by each engine behind this one, by their names; errors as of
-        ``answers``."""
-        return {"engine": self.answers([asked], [0])}
-
-    def progress(self) -> Progress | None:
-        """Returns the tokens of each of several engines; None of one whose requests say enough."""
-        return None
-
     def share(self, version: int) -> None:
         """Notes that the trainer's tensors, which this engine computes with, have become those of ``version``."""
         self.engine.update_weights(None, version)
@@ -394,7 +361,7 @@ class RolloutWorker(WeightReceiverMixin):
         before = self._stats.generated_tokens
         ids = tuple(self._codec.encode_prompt(probe.prompt))
         sampling = SamplingParams(temperature=0.0, max_new_tokens=probe.num_tokens)
-        answers, others = self._answers_of_engines(Request(CANARY, CANARY, ids, sampling), probe)
+        answers, others = self._answers_of_engines(Request(CANARY, CANARY, ids, sampling))
         names = [name, *(f"{name}.{number}" for number in range(1, len(answers)))]
         batch = RaggedBatch.from_groups([ids], [[answer.token_ids for answer in answers]], names)
         mask, logprobs = batch.sequence_index() >= 0, torch.zeros(batch.num_tokens, dtype=torch.float64)
@@ -403,9 +370,7 @@ class RolloutWorker(WeightReceiverMixin):
         stats = self.stats()
         return EngineOutputs(tuple(others), stats.generated_tokens - before, stats)
 
-    def _answers_of_engines(
-        self, request: Request, probe: CanaryProbe | None = None
-    ) -> tuple[list[Completion], list[FinishedRequest]]:
+    def _answers_of_engines(self, request: Request) -> tuple[list[Completion], list[FinishedRequest]]:
         """Returns what each engine behind this one answers, and what else ended meanwhile."""
         asked, answers, others = self._ask_engines(request), dict[str, Completion](), list[FinishedRequest]()
         while len(answers) < len(asked):
@@ -514,9 +479,6 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         self._close = close
         self._lease_end = 0.0
         self._is_paused = self._is_asleep = False
-        self._canary_of: tuple[CanaryProbe, Request, Completion] | None = None
-        self._is_proven = True  # since the last canary no engine was woken
-        self._starts = 0  # of engines, before that
 
     def close(self) -> None:
         self._router.close()
@@ -538,32 +500,19 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         if not num_steps:
             return super().run_steps(submit, cancel, 0)
         self._resume()
-        others = self._prove()
         self._lease_end = time.monotonic() + self._lease_s
         outputs = super().run_steps(submit, cancel, 1 << 30)
         self._yield_devices()
-        return replace(outputs, ended=(*others, *outputs.ended), steps_left=0)
+        return replace(outputs, steps_left=0)
 
     def _may_step(self) -> bool:
         self.engine.step_s = self._lease_end - time.monotonic()
         return self.engine.step_s > 0 and self.engine.has_work
 
-    def stop_running(self) -> EngineOutputs:
-        self._resume()  # a paused engine hands nothing over
-        return super().stop_running()
-
     def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
         self._resume()
-        self._prove()
         found = super().answers(requests, indices)
         self._yield_devices()
-        return found
-
-    def answers_by_engine(self, asked: PromptRequest) -> dict[str, RaggedBatch]:
-        found = dict[str, RaggedBatch]()
-        for name in self._router.usable():
-            self._router.pin(asked.request_ids[0], name)
-            found[name] = self.answers([asked], [0])
         return found
 
     def _resume(self) -> None:
@@ -581,9 +530,6 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         if self._shares_devices:
             self._pause()
 
-    def progress(self) -> Progress:
-        return self._router.progress()
-
     # The canary ------------------------------------------------------------------------------------------
 
     def run_canary(self, probe: CanaryProbe, name: str) -> EngineOutputs:
@@ -592,47 +538,15 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         self._yield_devices()
         return outputs
 
-    def _answers_of_engines(
-        self, request: Request, probe: CanaryProbe | None = None
-    ) -> tuple[list[Completion], list[FinishedRequest]]:
-        self._starts = self._router.starts
-        answers, others = super()._answers_of_engines(request)
-        if probe is not None:
-            self._canary_of = probe, request, answers[0]
-        self._is_proven = True
-        return answers, others
-
     def _ask_engines(self, request: Request) -> Sequence[str]:
         asked = self._router.probe(request)
         self.engine.note(asked)
         return asked
 
-    def _prove(self) -> list[FinishedRequest]:
-        """Asks the canary again where an engine was woken or started since; returns what else ended meanwhile.
-
-        Raises:
-            UserError: an engine answers otherwise than before.
-        """
-        if self._canary_of is None or (self._is_proven and self._starts == self._router.starts):
-            return []
-        probe, request, before = self._canary_of
-        answers, others = self._answers_of_engines(request)
-        for answer in answers:
-            difference = _difference(answer, before)
-            if not difference <= probe.tolerance:
-                raise UserError(
-                    "a rollout engine that was woken or started anew computes with other weights than before",
-                    found=f"log-probabilities of the canary prompt differ by {difference:.3g}, more than "
-                    f"{probe.tolerance:.3g}, at version {before.versions[-1]}",
-                    remedy="set rollout.engine.sleep_level: 1; where it is 1, the engine lost weights and said nothing",
-                )
-        return others
-
     # Weights and memory ----------------------------------------------------------------------------------
 
     def before_weights(self) -> None:
         self._pause()  # until something is to be generated
-        self._canary_of = None
 
     def make_offloadable(self, config: OffloadConfig) -> None:
         """Does nothing: the engines keep by themselves what leaves the devices."""
@@ -646,7 +560,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         if not self._is_asleep:
             return Moved(0, 0, 0.0)
         self._router.wake()
-        self._is_asleep = self._is_proven = False
+        self._is_asleep = False
         return Moved(self._weight_bytes, -self._weight_bytes, time.perf_counter() - began)
 
     def offload(self) -> Moved:
@@ -663,14 +577,3 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
 
     def _offload(self, store: Store) -> Offload:
         raise AssertionError("engines move their own parts")
-
-
-def _difference(one: Completion, other: Completion) -> float:
-    """Returns the largest difference between the log-probabilities of two greedy answers, up to where their tokens
-    differ, in nats."""
-    largest = 0.0
-    for a, b, x, y in zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False):
-        largest = max(largest, abs(x - y))
-        if a != b:
-            break
-    return largest

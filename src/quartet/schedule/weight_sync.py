@@ -40,7 +40,6 @@ from quartet.weights.manifest import (
     WeightSyncError,
     WeightSyncTimeout,
     at_rank,
-    at_tensor,
 )
 from quartet.weights.sync import Endpoint, Offer, Transport, WeightReceiver, WeightSender
 
@@ -238,34 +237,31 @@ def _silent(rank: int | None, limit_s: float) -> WeightSyncTimeout:
 
 
 def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
-    """Raises the error that says most; what is no error of a sync (a dead worker) is its cause, or raised itself."""
-    others = [(rank, error) for rank, error in errors if not isinstance(error, WeightSyncError)]
+    """Raises the error that says most, of equals the sender's, which comes first and knows all receivers."""
 
-    def order(pair: tuple[int | None, WeightSyncError]) -> tuple[int, bool]:
-        # What is wrong with the weights; then what broke, then who was silent, as the sender saw it, which knows all
-        # receivers, or they. That another end has failed or that an engine has no weights now says least.
-        rank, error = pair
+    def says(pair: tuple[int | None, BaseException]) -> int:
+        # What is wrong with the weights; what is no error of a sync, a dead worker; what broke; who was silent. That
+        # another end has failed or that an engine has no weights now says least.
+        error = pair[1]
         if isinstance(error, WeightMismatch | WeightsRefused):
-            return 0, False
-        says = 3 if isinstance(error, OtherEndFailed | WeightsUnusable) else 1 + isinstance(error, WeightSyncTimeout)
-        return says, rank is not None
+            return 0
+        if not isinstance(error, WeightSyncError):
+            return 1
+        return 4 if isinstance(error, OtherEndFailed | WeightsUnusable) else 2 + isinstance(error, WeightSyncTimeout)
 
-    best = sorted(((rank, e) for rank, e in errors if isinstance(e, WeightSyncError)), key=order)
-    if not others:
-        raise best[0][1]
-    rank, cause = others[0]
-    if best and order(best[0])[0] == 0:
-        raise best[0][1] from cause
-    if not isinstance(cause, Exception) or (isinstance(cause, UserError) and not best):
-        raise cause
-    tensor = next((error.tensor for _, error in best if error.tensor is not None), None)
+    rank, error = min(errors, key=says)
+    if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
+        raise error
+    tensors = [each.tensor for _, each in errors if isinstance(each, WeightSyncError)]
+    if isinstance(error, UserError) and not tensors:
+        raise error
     raise WeightSyncError(
         f"{_who(rank)} failed in a weight sync",
-        found=f"{type(cause).__name__}: {cause}{at_tensor(tensor)}",
+        found=f"{type(error).__name__}: {error}",
         remedy="see its log for the reason; the next sync starts anew, with a dead worker replaced",
         rank=rank,
-        tensor=tensor,
-    ) from cause
+        tensor=next(filter(None, tensors), None),
+    ) from error
 
 
 @dataclass(frozen=True)

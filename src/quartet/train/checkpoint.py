@@ -8,7 +8,6 @@
                                  actor/__1_0.distcp      what rank 1 has of sharded tensors, and so on
                                  info.json               counters, cursors, the recipe
                                  manifest.json           size and SHA-256 of each file
-    checkpoints/damaged_step_…   one that was passed over, until the next is complete
 
 It is written beside its place, synced, then renamed. Every rank writes what it is the first to hold, by itself: no rank
 waits for another, and none needs a process group in the background. Until the checkpoint is complete each has metadata
@@ -26,7 +25,6 @@ import os
 import pickle
 import re
 import shutil
-import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -55,7 +53,7 @@ from quartet.train.state import REST, Shape, reading, snapshot, state_bytes
 NAME, METADATA = "manifest.json", ".metadata"
 """Names of the manifest, and of what every share has."""
 _STEP = re.compile(r"step_([0-9]{8,})")
-_DAMAGED, _DRAFT = "damaged_", ".draft_"
+_DRAFT = ".draft_"
 
 Shares = Mapping[str, Mapping[str, FileDigest]]
 """Of each role the digests of its files, by their names in its directory."""
@@ -151,7 +149,6 @@ def complete_checkpoint(
         discard(draft)
         raise write_error(final, error, what="checkpoint ") from error
     prune(root, keep)
-    _remove(root, f"{_DAMAGED}*")
     return final
 
 
@@ -169,15 +166,6 @@ def prune(root: Path, keep: int) -> None:
             if step < good[-keep]:
                 with contextlib.suppress(OSError):  # What cannot be deleted stays, and the next save tries again.
                     discard(_set_aside(checkpoint_path(root, step)))
-
-
-def set_aside_after(root: Path, step: int) -> None:
-    """Renames checkpoints after ``step``, which were passed over: a run that goes on from there writes them anew."""
-    for later in claimed_steps(root):
-        if later > step:
-            path = checkpoint_path(root, later)
-            discard(path.with_name(_DAMAGED + path.name))
-            os.replace(path, path.with_name(_DAMAGED + path.name))
 
 
 # Whole checkpoints: reading --------------------------------------------------------------------------------
@@ -282,17 +270,12 @@ def _load(root: Path, step: int, accept: Callable[[Collection[str], Mapping[str,
 def _check_names(root: Path, step: int) -> CheckpointManifest:
     """Reads the manifest, and checks that it agrees with the names and sizes that are there."""
     path = checkpoint_path(root, step)
-    if path.is_symlink() or not path.is_dir():
-        raise Damage("is a symbolic link" if path.is_symlink() else "is no directory")
     if not (path / NAME).is_file():
         raise Damage(f"{NAME} is missing")
     manifest = CheckpointManifest.read(path / NAME)
     manifest.check_names(path)
     if manifest.step != step:
         raise Damage(f"{NAME} says step {manifest.step}")
-    needed = {f"{name}/{METADATA}" for name in manifest.shares}
-    if lacking := needed - manifest.files.keys():
-        raise Damage(f"{NAME} has no file for {min(lacking)}")
     return manifest
 
 
@@ -373,17 +356,14 @@ class CheckpointManifest(BaseModel):
         """Compares names and sizes; opens no file.
 
         Raises:
-            Damage: a file is missing, was added, is of another size, or is a link or something else than a file.
+            Damage: a file is missing, was added, or is of another size.
         """
-        found = sizes(directory)
+        found, named = sizes(directory), {name: digest.bytes for name, digest in self.files.items()}
         found.pop(NAME, None)
-        if missing := sorted(self.files.keys() - found.keys()):
-            raise Damage(f"{', '.join(missing[:3])} {'is' if len(missing) == 1 else 'are'} missing")
-        if added := sorted(found.keys() - self.files.keys()):
-            raise Damage(f"{NAME} does not name {', '.join(added[:3])}")
-        for name, digest in self.files.items():
-            if found[name] != digest.bytes:
-                raise Damage(f"{name} has {found[name]:,} bytes instead of {digest.bytes:,}")
+        if differing := sorted(name for name in found.keys() | named.keys() if found.get(name) != named.get(name)):
+            name = differing[0]
+            there, wanted = (f"{of[name]:,} bytes" if name in of else "nothing" for of in (found, named))
+            raise Damage(f"{name} has {there} instead of {wanted}")
 
     def check_content(self, directory: Path) -> None:
         """Reads every file once and compares the digests; call ``check_names`` before.
@@ -400,17 +380,12 @@ def sizes(directory: Path) -> dict[str, int]:
     """Returns the size in bytes of every file in ``directory`` by its path inside.
 
     Raises:
-        Damage: there is a symbolic link or a device among them.
         OSError: a folder cannot be read, which is no damage.
     """
     found: dict[str, int] = {}
-    for folder, folders, files in os.walk(directory, onerror=_raised):
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode):
-                found[str(path.relative_to(directory))] = status.st_size
-            elif not stat.S_ISDIR(status.st_mode):
-                raise Damage(f"{path.relative_to(directory)} is a link or a device instead of a file")
+    for folder, _, files in os.walk(directory, onerror=_raised):
+        for path in (Path(folder, name) for name in files):
+            found[str(path.relative_to(directory))] = path.stat().st_size if path.is_file() else -1
     return found
 
 
@@ -649,13 +624,12 @@ def _cause_raised() -> Iterator[None]:
 
 
 def load_metadata(path: Path) -> formats.Metadata:
-    """Reads the metadata that a file holds; takes nothing but metadata from its pickle.
+    """Reads the metadata that a file holds, whose digest was compared before.
 
     Raises:
         OSError, pickle.UnpicklingError: it cannot be read.
     """
-    with open(path, "rb") as file:
-        found: formats.Metadata = _MetadataUnpickler(file).load()
+    found: formats.Metadata = pickle.loads(path.read_bytes())
     return found
 
 
@@ -699,17 +673,3 @@ def join_metadata(directory: Path, files: Mapping[str, FileDigest]) -> dict[str,
         (directory / name).unlink()
     kept = {name: digest for name, digest in files.items() if name not in of_ranks}
     return {**kept, METADATA: file.digest()}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch":
-            found = getattr(torch, name, None)
-            if name == "Size" or isinstance(found, torch.dtype):
-                return found
-        elif (module, name) in (
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ) or (module == formats.__name__ and isinstance(getattr(formats, name, None), type)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into metadata")

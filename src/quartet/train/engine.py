@@ -30,7 +30,7 @@ from quartet.train.forward import Needs, Outputs, compute, count_useful, forward
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, Store
 from quartet.train.parallel.exchange import RankExchange
-from quartet.train.parallel.fsdp import ShardedModel, shard_model
+from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.gradients import clip_sharded_gradients
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.parallel.tensors import local
@@ -131,8 +131,8 @@ Model = TypeVar("Model", bound=PackedModel)
 class TrainEngine(Generic[Model]):
     """Trains one packed model; see the module's docstring.
 
-    Where memory runs out, the budget is halved and the whole pass is done again, so results are those of the smaller
-    budget; it stays in force and is counted.
+    Where memory runs out in one process, the budget is halved and the whole pass is done again, so results are those of
+    the smaller budget; it stays in force and is counted. Of several ranks the one where it ran out raises.
 
     Args:
         packed: the model; parameters stay fp32, ``config.precision`` chooses the compute dtype.
@@ -212,12 +212,11 @@ class TrainEngine(Generic[Model]):
             return [(batch, forward(batch)) for batch in batches]
         mesh, own = self._exchange.root.mesh, []
         plans: list[tuple[RaggedBatch, list[Share], RaggedBatch]] = []
-        with self.reporting_failures():
-            for batch in batches:
-                table = table_of(batch)
-                plans.append((batch, shares_of(table, mesh.num_data_ranks), table))
-                own.append(forward(batch.select(plans[-1][1][mesh.data_rank].positions)))
-            of_ranks = self._exchange.gather(own if mesh.is_first_peer else [])[mesh.first_peers]
+        for batch in batches:
+            table = table_of(batch)
+            plans.append((batch, shares_of(table, mesh.num_data_ranks), table))
+            own.append(forward(batch.select(plans[-1][1][mesh.data_rank].positions)))
+        of_ranks = self._exchange.gather(own if mesh.is_first_peer else [])[mesh.first_peers]
         by_batch = zip(plans, zip(*of_ranks, strict=True), strict=True)
         return [(batch, merge_results(found, shares, table)) for (batch, shares, table), found in by_batch]
 
@@ -229,9 +228,8 @@ class TrainEngine(Generic[Model]):
         """
         if self._exchange is None:
             return function()
-        with self.reporting_failures():
-            found: Any = function() if self._exchange.data.rank == 0 else None
-            first: T = self._exchange.gather(found)[0]
+        found: Any = function() if self._exchange.data.rank == 0 else None
+        first: T = self._exchange.gather(found)[0]
         return first
 
     def of_all_ranks(self, value: T) -> list[T]:
@@ -263,7 +261,7 @@ class TrainEngine(Generic[Model]):
             RuntimeError: a part is offloaded.
         """
         terms = (LossTerm(batch, objective), *also)
-        with self.packed.work.timed(), self.reporting_failures():
+        with self.packed.work.timed():
             if self.packed.adapters is not None:
                 self.packed.adapters.check_in()
             self._require(*PARTS)
@@ -273,12 +271,6 @@ class TrainEngine(Generic[Model]):
             for term in terms:
                 count_useful(self.packed, term.batch, term.objective.needs, gradients=True)
         return metrics
-
-    def reporting_failures(self) -> AbstractContextManager[None]:
-        """Tells the other ranks, which wait for this one, of a failure in the ``with`` block, which goes before an
-        update.
-        """
-        return self._exchange.reporting_failures() if self._exchange is not None else nullcontext()
 
     def _optimizer_step(self, rehearsal: bool) -> dict[str, float]:
         """Clips the gradients and updates the weights; returns ``grad_norm``, ``lr`` and ``skipped``."""
@@ -332,7 +324,7 @@ class TrainEngine(Generic[Model]):
             for one_pass in filter(None, passes):
                 one_pass()
         else:
-            idle = partial(self._idle_part, self._root, terms[0].objective.needs)
+            idle = partial(self._idle_part, terms[0].objective.needs)
             self._root.make_passes(passes, idle, with_gradients=True)
         return sums
 
@@ -343,14 +335,14 @@ class TrainEngine(Generic[Model]):
         with self._compiled():
             outputs = compute(self.packed, batch, objective.needs, config.logprob_chunk, share=config.share_prefixes)
             loss = objective.loss(outputs, batch.to(self.packed.device), denominators, sums) * term.weight
-            if root is not None:
-                root.backward(loss if loss.requires_grad else outputs.nothing())
-            elif loss.requires_grad:
+            if root is not None and not loss.requires_grad:
+                loss = outputs.nothing()
+            if loss.requires_grad:
                 loss.backward()
 
-    def _idle_part(self, root: ShardedModel, needs: Needs) -> None:
+    def _idle_part(self, needs: Needs) -> None:
         with self._compiled():
-            root.backward(idle_pass(self.packed, needs, self.config.logprob_chunk).nothing())
+            idle_pass(self.packed, needs, self.config.logprob_chunk).nothing().backward()
 
     @torch.no_grad()
     def flip_bits(self, part: ModelPart) -> int:
@@ -444,17 +436,10 @@ class TrainEngine(Generic[Model]):
     # Room on the device ----------------------------------------------------------------------------------
 
     def offloading(self, store: Store | None = None) -> Offload:
-        """Returns what moves this engine's parts; made by the first call, which says where they go.
-
-        Raises:
-            RuntimeError: no store was given yet, or another one.
-        """
+        """Returns what moves this engine's parts; made by the first call, which says where they go."""
         if self._offload is None:
-            if store is None:
-                raise RuntimeError("this engine has no offload store; call offloading(store) first")
+            assert store is not None, "the first call gives the store"
             self._offload = Offload(self.packed, store, self.optimizer)
-        elif store is not None and store is not self._offload.store:
-            raise RuntimeError("this engine's parts have a store already, and may lie there now")
         return self._offload
 
     def _require(self, *parts: OffloadPart) -> None:

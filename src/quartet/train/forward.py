@@ -6,7 +6,6 @@ Shapes: T stored tokens, S sequences, P packed tokens, M selected rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,12 +91,13 @@ def forward_only(
     if isinstance(token_budget, int):
         token_budget = TokenBudget(token_budget, "forward_token_budget")
     exchange = _exchange(packed)
-    with packed.work.timed(), nullcontext() if exchange is None else exchange.reporting_failures():
+    with packed.work.timed():
         token, sequence = token_budget.run_several(
             lambda plans: _columns(packed, batch, plans[0], needs, logprob_chunk, share),
             [(batch, [[s] for s in range(len(batch))])],
             share=shares(packed, share),
             token_cost=packed.token_cost,
+            together=None if exchange is None else exchange.data.name(),
         )
         found = ColumnSet(
             batch.ids,
@@ -151,9 +151,8 @@ def _columns(
             fields.setdefault(name, values.new_zeros(size, *values.shape[1:]))
 
     if exchange is not None:
-        passes += [None] * (exchange.most_passes(batch, parts) - len(passes))
-    with nullcontext() if exchange is None else exchange.retrying_together():
-        root.make_passes(passes or [None], idle, with_gradients=False)
+        passes += [None] * (exchange.most_passes(len(parts)) - len(passes))
+    root.make_passes(passes or [None], idle, with_gradients=False)
     return found
 
 

@@ -16,7 +16,6 @@ memory, cut into parts of which each has a storage of its own.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import tempfile
@@ -27,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -150,8 +149,6 @@ PARTS: tuple[OffloadPart, ...] = get_args(OffloadPart)
 Parts = Collection[OffloadPart] | tuple[OffloadPart, ...]
 """The tuple is there for type checkers, which else take a literal one for one of strings."""
 
-_OWNERS: WeakKeyDictionary[nn.Module, ReferenceType[Offload]] = WeakKeyDictionary()
-"""Who moves which model."""
 _AWAY: WeakSet[nn.Module] = WeakSet()
 """What computes with parameters that are away: bodies and roots. A copy of such a module is none, and computes."""
 
@@ -217,25 +214,19 @@ class Offload:
         packed: the model, wholly on its device. Nothing else may move it.
         store: where parts go; it keeps the host memory of everything that was away once.
         optimizer: of the model, where it is trained.
-
-    Raises:
-        RuntimeError: something else moves this model.
     """
 
     def __init__(self, packed: PackedModel, store: Store, optimizer: torch.optim.Optimizer | None = None) -> None:
-        former = _OWNERS.get(packed.model)
-        if packed.body in _AWAY or (former is not None and former() is not None):
-            raise RuntimeError(
-                f"{type(packed.model).__name__} has an Offload already; its parts would be lost between the two"
-            )
-        _OWNERS[packed.model] = ref(self)
         self.packed = packed
         self.store = store
         self.optimizer = optimizer
         self.device = packed.device
         self._away: set[OffloadPart] = set()
         self._homes: dict[str, _Home] = {}
-        self._barriers: dict[nn.Module, Any] = {}
+        root = sharded(packed)
+        # The root of a sharded model, too: before it gathers anything.
+        self._guarded: list[nn.Module] = [packed.body, *([] if root is None else [root])]
+        self._hooks = [module.register_forward_pre_hook(_refuse, prepend=True) for module in self._guarded]
 
     def offload(self, parts: Parts = PARTS) -> Moved:
         """Moves parts off the device; those that are away stay there.
@@ -257,14 +248,11 @@ class Offload:
     def release(self) -> None:
         """Gives the model back to its owner, to compute with as they like; afterwards nothing here moves it.
 
-        Parameters come back; where the device has no room they stay in host memory, as those of a model on the CPU.
-        Gradients and the optimizer's part stay where they are.
+        Parameters come back; gradients and the optimizer's part stay where they are.
         """
-        with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
-            self.onload(("params",))
-        self._away.discard("params")
-        self._guard()
-        _OWNERS.pop(self.packed.model, None)
+        self.onload(("params",))
+        for hook in self._hooks:
+            hook.remove()
 
     def settle(self) -> None:
         """Brings tensors that were made anew, as by loading an optimizer's state, to where their part is."""
@@ -329,7 +317,8 @@ class Offload:
 
     def _stored(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """Returns copies of ``pieces`` in their homes."""
-        homeless = [piece for piece in pieces if not self._has_home(piece)]
+        known = {name: home.memory.numel() for name, home in self._homes.items()}
+        homeless = [piece for piece in pieces if known.get(piece.name) != piece.num_bytes]
         fresh = self.store.allocate([piece.num_bytes for piece in homeless]) if homeless else []
         for piece, memory in zip(homeless, fresh, strict=True):
             self._homes[piece.name] = _Home(memory)
@@ -342,13 +331,6 @@ class Offload:
             changed.append((storage_bytes(piece.storage), home.memory))
         self._copy(changed)
         return [home.memory for home in homes]
-
-    def _has_home(self, piece: _Piece) -> bool:
-        """Tells whether a piece may be written to its home: tensors of a former stay that are still referenced are left
-        as they are.
-        """
-        home = self._homes.get(piece.name)
-        return home is not None and home.memory.numel() == piece.num_bytes and not _is_shared(home.memory)
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies the first tensor of each pair to the second, all at once, and waits."""
@@ -408,18 +390,10 @@ class Offload:
             self.packed.adapters.check_in()
 
     def _guard(self) -> None:
-        """Has the model refuse to compute while its parameters are offloaded: its body, and the root of a sharded one
-        before it gathers anything.
-        """
-        root = sharded(self.packed)
-        for module in (self.packed.body, *([] if root is None else [root])):
-            if "params" in self._away:
-                if module not in _AWAY:
-                    self._barriers[module] = module.register_forward_pre_hook(_refuse, prepend=True)
-                    _AWAY.add(module)
-            elif module in _AWAY:
-                self._barriers.pop(module).remove()
-                _AWAY.discard(module)
+        """Has the model refuse to compute while its parameters are offloaded."""
+        change = _AWAY.add if "params" in self._away else _AWAY.discard
+        for module in self._guarded:
+            change(module)
 
 
 def _refuse(module: nn.Module, _: Any) -> None:
@@ -442,10 +416,3 @@ def _checked(parts: Parts) -> list[OffloadPart]:
 def _key(tensor: Tensor) -> int:
     """Returns the identity of a tensor's storage, while that lives."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _is_shared(memory: Tensor) -> bool:
-    """Tells whether another tensor lies in the storage of ``memory``."""
-    storage = memory.untyped_storage()
-    # One is that of ``memory``, one that of ``storage``.
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2

@@ -14,10 +14,6 @@ from quartet.config import UserError
 T = TypeVar("T")
 
 
-class OutOfMemoryElsewhere(torch.OutOfMemoryError):
-    """Memory ran out on another rank, in work that ranks with budgets of their own do over again together."""
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Tells whether an accelerator's or the host's memory ran out, for which torch's CPU allocator raises a plain
     RuntimeError.
@@ -68,6 +64,7 @@ class TokenBudget:
         token_cost: int = TOKEN_COST,
         rank: int = 0,
         num_ranks: int = 1,
+        together: str | None = None,
     ) -> T:
         """Runs ``work(plans)`` with one list of parts per batch, each part the sequences of a micro-batch; from its
         start with smaller parts where memory ran out. The result is that of the budget which was enough, and the budget
@@ -81,9 +78,10 @@ class TokenBudget:
             batches: each with its atoms, the sequences that must stay in one part.
             share: ancestors are computed once per part.
             token_cost: as in ``plan_micro_batches``.
+            together: this rank, in words, where ``work`` is collective: it is not run again, since others take part.
 
         Raises:
-            UserError: an atom is larger than the budget, or memory ran out here at the smallest parts.
+            UserError: an atom is larger than the budget, or memory ran out at the smallest parts or in collective work.
         """
         while True:
             plans = plan_micro_batches(
@@ -94,7 +92,6 @@ class TokenBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                is_elsewhere = isinstance(error, OutOfMemoryElsewhere)
                 failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             # Not before the handler has ended: until then its traceback holds the tensors of the failed attempt.
             if torch.cuda.is_initialized():
@@ -103,11 +100,16 @@ class TokenBudget:
                 _largest(batch, parts, share) for plan in plans for (batch, _), parts in zip(batches, plan, strict=True)
             )
             smallest = max(_largest(batch, atoms, share) for batch, atoms in batches)
-            if largest <= smallest and is_elsewhere:
-                continue  # The rank where it ran out has smaller parts, or raises.
+            here = f" on {together}" if together is not None else ""
+            if together is not None and largest > smallest:
+                raise UserError(
+                    f"memory ran out{here}",
+                    found=f"a micro-batch of at most {largest} tokens, {failure}",
+                    remedy=f"set {self.key} to {max(smallest, largest // 2)} or less, and go on with --resume",
+                )
             if largest <= smallest:
                 raise UserError(
-                    f"memory ran out at the smallest micro-batch that {self.key} allows",
+                    f"memory ran out{here} at the smallest micro-batch that {self.key} allows",
                     found=f"{largest} tokens, {failure}",
                     remedy="shorten the sequences, or set activation_checkpointing: true or precision: bf16 beside "
                     f"{self.key}",

@@ -102,11 +102,9 @@ def open_engine(config: EngineConfig, policy: Policy) -> Router:
         UserError: an engine cannot be had, in its own words.
         EngineFailed: it did not start; with its last lines.
     """
-    if isinstance(config, NativeEngineConfig):  # it is one, and never short of work
-        options: dict[str, Any] = {"max_outstanding": 4 * config.max_running}
-    else:
-        options = {"policy": config.routing, "max_outstanding": config.max_outstanding}
-    return Router(_engines(config, policy), max_restarts=config.max_restarts, **options)
+    # A native one is never short of work.
+    most = 4 * config.max_running if isinstance(config, NativeEngineConfig) else config.max_outstanding
+    return Router(_engines(config, policy), max_restarts=config.max_restarts, max_outstanding=most)
 
 
 def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:

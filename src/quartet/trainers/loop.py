@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from quartet.batch.trajectory import CUT_OFF, Trajectories, TrajectoryEnd, num_e
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, DynamicSamplingConfig, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.engines import is_served
-from quartet.config.placement import HEADS, AsynchronousPlacement
+from quartet.config.placement import HEADS
 from quartet.observe.health import straggler_metrics
 from quartet.observe.memory import resident_bytes
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
@@ -35,7 +34,6 @@ from quartet.schedule.groups import (
     AdmissionRule,
     Group,
     GroupStream,
-    Journal,
     chunk_of,
     staleness_metrics,
     without_texts,
@@ -68,7 +66,6 @@ from quartet.trainers.experience import (
 )
 from quartet.trainers.roles import RLRoles, limits_of, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch
-from quartet.trainers.run_files import writing
 from quartet.trainers.workers import RoleOffloader, RunWorkers
 
 
@@ -158,7 +155,6 @@ class RLLoop:
 
     Attributes:
         is_learning: updates of the step under way have begun, so the weights are no longer those of its beginning.
-        updates: made and skipped since the run began, by role; as ``metrics`` found them.
     """
 
     def __init__(
@@ -180,7 +176,6 @@ class RLLoop:
         self._offloader = RoleOffloader(workers, self._recorder)
         self._sampling: DynamicSampling | None = None
         self.is_learning = False
-        self.updates: dict[str, tuple[int, int]] = {}
 
     async def begin(self) -> None:
         """Connects actor and engines, brings the engines to the weights of ``step``, and makes what computes."""
@@ -191,7 +186,6 @@ class RLLoop:
         await workers.clear()
         arbiter = placed_arbiter(placement, sizes, version=step, offloader=self._offloader)
         self.leases = LeaseContext(arbiter, self._recorder)
-        self._journal = self._open_journal(step)
         self.rollout = self._rollout(step)
         self._assembler = Assembler(
             self.recipe.algorithm,
@@ -234,7 +228,6 @@ class RLLoop:
             drafted, kept = map(sum, _drafts(before, after))
             await self.roles.train_group("actor").call(TrainWorker.note_drafts, drafted, kept)
         stats = of_role.values()
-        self.updates = {role: (of.num_updates, of.num_skipped) for role, of in of_role.items()}
         return {
             **timing(spans, seconds, generated),
             **throughput(
@@ -261,15 +254,12 @@ class RLLoop:
         }
 
     def _engine_metrics(self) -> dict[str, float]:
-        """Tells what happened to engines and running responses since the run, or the loop after a worker's death,
-        began."""
-        found, stats = {}, self.rollout.stats()
-        if self._workers.placement.in_flight == "start_over":
-            found["rollout/started_over"] = float(self.rollout.num_started_over)
-        if is_served(self.recipe.rollout.engine):
-            found |= {"engine/restarts": float(stats.num_restarts), "engine/rerouted": float(stats.num_rerouted)}
-            found["engine/retries"] = float(stats.num_retries)
-        return found
+        """Tells what happened to engines since the run, or the loop after a worker's death, began."""
+        if not is_served(self.recipe.rollout.engine):
+            return {}
+        stats = self.rollout.stats()
+        counts = {"restarts": stats.num_restarts, "rerouted": stats.num_rerouted, "retries": stats.num_retries}
+        return {f"engine/{name}": float(count) for name, count in counts.items()}
 
     def _rollout(self, step: int) -> Rollout:
         roles, workers, config = self.roles, self._workers, self.recipe.rollout
@@ -287,38 +277,8 @@ class RLLoop:
             in_flight=workers.placement.in_flight,
             max_running=config.engine.capacity if self._runs_ahead else None,
             balances=is_served(config.engine),
-            journal=self._journal,
             on_finished=self._on_finished if roles.environment is None else None,
         )
-
-    def _open_journal(self, step: int) -> Journal | None:
-        """Opens the record of what depends on timing when generation runs ahead, so that another run can repeat it: in
-        ``journal.jsonl``, of a loop that begins after ``step`` steps in ``journal_<step>.jsonl``. None where it cannot
-        be repeated."""
-        placement = self.recipe.placement
-        if not isinstance(placement, AsynchronousPlacement):
-            return None
-        served = is_served(self.recipe.rollout.engine)
-        can_be_kept = len(self._workers.engines) == 1 and self.roles.environment is None and not served
-        if placement.follow is None and not can_be_kept:
-            return None
-        if placement.follow is not None and served:
-            raise UserError(
-                "a journal counts decode steps, and this engine generates at its own pace",
-                found=f"placement.follow, and rollout.engine {self.recipe.rollout.engine.type}",
-                remedy="leave placement.follow out, or use the native engine without process",
-            )
-        if placement.follow is not None and step:
-            raise UserError(
-                "a journal is followed from a run's first step only",
-                found=f"placement.follow, and a run that goes on after step {step}",
-                remedy="start the run again in another output_dir",
-            )
-        script = Journal.load(Path(placement.follow)) if placement.follow is not None else []
-        path = self._run.path / (f"journal_{step:08d}.jsonl" if step else "journal.jsonl")
-        with writing(path):
-            path.unlink(missing_ok=True)
-            return Journal(script, path)
 
     # The iteration's roles -------------------------------------------------------------------------------
 
@@ -328,7 +288,7 @@ class RLLoop:
             self.stream,
             self._scorers(),
             self._assemble,
-            [(f"train_{role}", learner) for role, learner in self._learners()],
+            self._learners(),
             placement=self._workers.placement,
             on_chunk=self._note_sampled,
             num_steps=self.recipe.steps,
@@ -338,16 +298,16 @@ class RLLoop:
         # Now, not when all is scored: how far an engine elsewhere has come by then is a matter of time.
         self._sampled = self.rollout.stats()
 
-    def _scorers(self) -> list[tuple[str, Scorer, bool]]:
-        """Returns stage, scorer, and whether its columns stay the same while the actor trains. Rewards are left out
+    def _scorers(self) -> list[tuple[Scorer, bool]]:
+        """Returns scorers, each with whether its columns stay the same while the actor trains. Rewards are left out
         where groups are scored as they are sampled; greedy responses have rewards, but no columns of models."""
         has_greedy = needs_greedy(self.recipe)
-        found: list[tuple[str, Scorer, bool]] = []
+        found: list[tuple[Scorer, bool]] = []
         for reward in self.roles.reward_scorers(self.leases) if self._sampling is None else []:
-            found.append(("reward", PartScorer(reward, sampled_and_greedy) if has_greedy else reward, True))
+            found.append((PartScorer(reward, sampled_and_greedy) if has_greedy else reward, True))
         for column in self.roles.column_scorers(self.leases):
             is_frozen = not column.trains and self.roles.refresh_steps is None
-            found.append((column.column, PartScorer(column, sampled_only) if has_greedy else column, is_frozen))
+            found.append((PartScorer(column, sampled_only) if has_greedy else column, is_frozen))
         return found
 
     async def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
@@ -359,7 +319,7 @@ class RLLoop:
         self.is_learning = True
         return experience
 
-    def _learners(self) -> list[tuple[str, AnyLearner]]:
+    def _learners(self) -> list[AnyLearner]:
         recipe, roles = self.recipe, self.roles
         plan = UpdatePlan(recipe.minibatches, recipe.epochs, recipe.seed)
 
@@ -367,9 +327,9 @@ class RLLoop:
             group = roles.train_group(role)
             return ModelLearner(self.leases, role, group, plan, objective, prefix, rests, self.learned)
 
-        critic = [("critic", learner("critic", self._value, "critic", 0))] if roles.critic is not None else []
-        actor = ("actor", learner("actor", self.policy_objective, "policy", roles.warmup_steps))
-        heads = [(HEADS, DrafterLearner(self.leases, roles.train_group("actor")))] if self._trains_drafter else []
+        critic = [learner("critic", self._value, "critic", 0)] if roles.critic is not None else []
+        actor = learner("actor", self.policy_objective, "policy", roles.warmup_steps)
+        heads = [DrafterLearner(self.leases, roles.train_group("actor"))] if self._trains_drafter else []
         return [*critic, actor, *heads]
 
     def learned(self, experience: Experience) -> RaggedBatch:
@@ -400,8 +360,6 @@ class RLLoop:
         if self.stages.prefetch is not None:
             await self.stages.prefetch.close()
         await self.rollout.close()
-        if self._journal is not None:
-            self._journal.close()
 
 
 # Metrics of a step ----------------------------------------------------------------------------------------

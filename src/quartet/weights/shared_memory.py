@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import platform
 import struct
 import time
 import weakref
@@ -68,14 +67,8 @@ class Segment:
     def create(cls, num_bytes: int) -> Segment:
         """
         Raises:
-            WeightSyncError: not on Linux, or no memory.
+            WeightSyncError: no memory.
         """
-        if not hasattr(os, "memfd_create"):
-            raise WeightSyncError(
-                "shared memory between processes needs Linux here",
-                found=f"no memfd_create on {os.uname().sysname}",
-                remedy="use the transport collective",
-            )
         # The kernel would hand out page after page until it kills a process.
         if num_bytes > (available := available_bytes()):
             raise _no_memory(num_bytes, f"{available / 2**30:.2f} GiB are available")
@@ -350,10 +343,8 @@ class Progress:
 
 def machine_id() -> str:
     """Returns the same for processes that can open each other's memory: one boot, one process namespace, one user."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not boot.exists():
-        return f"{platform.node()} {os.getuid()}"
-    return f"{boot.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 def _lives(pid: int) -> bool:

@@ -5,7 +5,6 @@ transport       how the bytes come                                  where it fit
 =============== =================================================== ==========================================
 shared          the receiver reads the trainer's tensors            one process
 shared_memory   buckets in memory that both see                     one machine
-cuda_ipc        buckets in memory that both see                     processes on one GPU
 collective      buckets in broadcasts (NCCL, gloo)                  several GPUs or machines
 =============== =================================================== ==========================================
 
@@ -60,7 +59,7 @@ from quartet.weights.sink import NamedSource, TensorSink, sync_in_process
 NUM_BUFFERS = 2
 NUM_IN_MEMORY = 8
 """Of the buffers that only the CPU sees: an end may be as far ahead while the other one has no core."""
-BUCKET_BYTES = {"memory": 4 * BLOCK_BYTES, "cuda_ipc": 2**28, "collective": 2**26}
+BUCKET_BYTES = {"memory": 4 * BLOCK_BYTES, "collective": 2**26}
 """Of each buffer. Those in memory stay in the caches that the processes share."""
 Place = Mapping[str, Any]
 """What a receiver needs in order to find the sender and the data: plain data."""
@@ -190,39 +189,31 @@ def _synchronize(device: torch.device) -> None:
 
 
 class MemorySend:
-    """The sender's half of ``shared_memory`` and ``cuda_ipc``: receivers copy out of the buffers, which they open.
+    """The sender's half of ``shared_memory``: receivers copy out of the buffers, which they open.
 
     A full buffer is noted on the board, every receiver copies out of it, waits for its copies and notes that; only then
     is it filled again.
-
-    Args:
-        device: of the buffers: the CPU, or the GPU that all ends compute on.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        is_cpu = device.type == "cpu"
-        self.bucket_bytes = BUCKET_BYTES["memory" if is_cpu else "cuda_ipc"]
-        self._num = NUM_IN_MEMORY if is_cpu else NUM_BUFFERS
-        self._rooms: list[tuple[Tensor, Callable[[], Any]]] = []
+    bucket_bytes = BUCKET_BYTES["memory"]
+
+    def __init__(self) -> None:
+        self._rooms: list[Segment] = []
 
     def open(self, num_receivers: int) -> tuple[Board, Place]:
         """Makes room for a sync."""
         if not self._rooms:
-            self._rooms = [_room(self._device, self.bucket_bytes) for _ in range(self._num)]
-            # torch counts the users of an exported buffer: one handle for each.
-            self._handles = [[handle() for _, handle in self._rooms] for _ in range(num_receivers)]
+            self._rooms = [Segment.create(self.bucket_bytes) for _ in range(NUM_IN_MEMORY)]
         board = MemoryBoard()
-        return board, {"board": board.path, "handles": self._handles, "bytes": self.bucket_bytes}
+        return board, {"board": board.path, "paths": [room.path for room in self._rooms], "bytes": self.bucket_bytes}
 
     def empty(self, bucket: Bucket, at: Progress) -> Tensor:
         """Returns a buffer for this bucket, waited for until what stood there before is not needed any more."""
-        at.wait(bucket.step - self._num)
-        return self._rooms[bucket.number % self._num][0]
+        at.wait(bucket.step - NUM_IN_MEMORY)
+        return self._rooms[bucket.number % NUM_IN_MEMORY].bytes
 
     def ship(self, bucket: Bucket, at: Progress) -> None:
         """Notes that the bucket is full; whether the receivers have it is seen later."""
-        _synchronize(self._device)
         at.note(step=bucket.step)
 
     def finish(self, at: Progress) -> None:
@@ -234,9 +225,8 @@ class MemorySend:
 
 
 class MemoryReceive:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._handles: list[Any] = []
+    def __init__(self) -> None:
+        self._paths: list[str] = []
         self._buffers: list[Tensor] = []
 
     def board(self, place: Place) -> Board:
@@ -245,10 +235,9 @@ class MemoryReceive:
 
     def open(self, place: Place, rank: int) -> None:
         """Finds the data."""
-        handles = place["handles"][rank]
-        if handles != self._handles:
-            self._buffers = [_opened(self._device, handle, place["bytes"]) for handle in handles]
-            self._handles = handles
+        if place["paths"] != self._paths:
+            self._paths = place["paths"]
+            self._buffers = [Segment.open(path, place["bytes"]).bytes for path in self._paths]
 
     def full(self, plan: Sequence[Bucket], at: Progress) -> Iterator[tuple[Bucket, Tensor]]:
         """Yields every bucket, and what it stands in until the next one is asked for."""
@@ -257,26 +246,7 @@ class MemoryReceive:
             yield bucket, self._buffers[bucket.number % len(self._buffers)]
 
     def drop(self) -> None:
-        self._handles, self._buffers = [], []
-
-
-def _room(device: torch.device, num_bytes: int) -> tuple[Tensor, Callable[[], Any]]:
-    """Makes a buffer, and what makes a handle by which one other process opens it."""
-    if device.type == "cpu":
-        segment = Segment.create(num_bytes)
-        return segment.bytes, lambda: segment.path
-    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    storage: Any = buffer.untyped_storage()
-    return buffer, lambda: storage._share_cuda_()[1:]
-
-
-def _opened(device: torch.device, handle: Any, num_bytes: int) -> Tensor:
-    if device.type == "cpu":
-        return Segment.open(handle, num_bytes).bytes
-    torch.cuda.init()
-    storage_type: Any = torch.UntypedStorage
-    storage = storage_type._new_shared_cuda(device.index or 0, *handle)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
+        self._paths, self._buffers = [], []
 
 
 # Broadcasts ----------------------------------------------------------------------------------------------
@@ -437,10 +407,9 @@ class CollectiveReceive:
 
 SendTransport = MemorySend | CollectiveSend
 ReceiveTransport = MemoryReceive | CollectiveReceive
-Transport = Literal["shared", "shared_memory", "cuda_ipc", "collective"]
+Transport = Literal["shared", "shared_memory", "collective"]
 P = ParamSpec("P")
 R = TypeVar("R")
-CPU = torch.device("cpu")
 _PATIENCE = 1.5
 """A receiver waits longer than the sender, which sees all receivers and can say which of them holds things up."""
 
@@ -554,7 +523,7 @@ class WeightSender:
             is_near = all(end.machine == here.machine for end in engines)
             self._half = CollectiveSend(self._device, "127.0.0.1" if is_near else here.address, timeout_s)
         elif chosen != "shared":
-            self._half = MemorySend(self._device if chosen == "cuda_ipc" else CPU)
+            self._half = MemorySend()
         return chosen
 
     @told
@@ -682,8 +651,7 @@ class WeightReceiver:
     def _half_of(self, transport: Transport) -> ReceiveTransport:
         """Returns the receiver's half that was used before, where it may be."""
         if transport not in self._halves:
-            device = CPU if transport == "shared_memory" else self._sink.device
-            half = CollectiveReceive(device) if transport == "collective" else MemoryReceive(device)
+            half = CollectiveReceive(self._sink.device) if transport == "collective" else MemoryReceive()
             self._halves = {transport: half}
         return self._halves[transport]
 
@@ -712,32 +680,30 @@ def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transpo
         return "shared"
     here = all(end.machine == sender.machine for end in receivers)
     devices = {end.device for end in (sender, *receivers)}
-    if here and "cpu" in devices:
-        return "shared_memory"
-    return "cuda_ipc" if here and len(devices) == 1 else "collective"
+    # NCCL takes no two processes of one GPU.
+    return "shared_memory" if here and ("cpu" in devices or len(devices) == 1) else "collective"
 
 
 def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[Endpoint]) -> None:
     places = [(end.machine, end.pid) for end in receivers]
     inside = places.count((sender.machine, sender.pid))
-    on_gpus = {end.device != "cpu" for end in (sender, *receivers)}
     if transport == "shared" and inside < len(receivers):
         found = f"{inside} of {len(receivers)} engines in the trainer's process {sender.pid}"
-        remedy = "sync engines within the trainer's process and others outside of it in two groups, with a trainer each"
-        remedy += ", or use the transport auto" if not inside else ""
     elif transport != "shared" and inside:
-        found, remedy = "an engine in the trainer's own process, which would wait for itself", "use the transport auto"
+        found = "an engine in the trainer's own process, which would wait for itself"
     elif len(set(places)) < len(places):
-        found, remedy = "several engines in one process, which take turns", "place one engine in each process"
+        found = "several engines in one process, which take turns"
     elif transport == "shared_memory" and any(machine != sender.machine for machine, _ in places):
-        found, remedy = "engines on other machines, in other containers or of other users", "use collective or auto"
-    elif transport == "cuda_ipc" and any(end.device != sender.device or end.device == "cpu" for end in receivers):
-        found, remedy = "ends that are not on one GPU", "use collective, shared_memory or auto"
-    elif transport == "collective" and len(on_gpus) > 1:
-        found, remedy = "ends on devices of different types", "place all of them on one type, or use shared_memory"
+        found = "engines on other machines, in other containers or of other users"
+    elif transport == "collective" and len({end.device != "cpu" for end in (sender, *receivers)}) > 1:
+        found = "ends on devices of different types"
     else:
         return
-    raise UserError(f"the weight transport {transport} does not lead to every engine", found=found, remedy=remedy)
+    raise UserError(
+        f"the weight transport {transport} does not lead to every engine",
+        found=found,
+        remedy="use the transport auto, with one engine in each process, or all of them in the trainer's",
+    )
 
 
 def _wanted(receivers: Sequence[Endpoint]) -> dict[str, torch.dtype]:

@@ -248,7 +248,7 @@ def test_a_server_that_dies_is_waited_for_and_its_requests_are_answered_by_other
         first = ExitStack()
         dies = first.enter_context(served(mortal))
         port = int(dies.url.rpartition(":")[2])
-        router = Router([engine_at(each.url, concurrency=4) for each in (stays, dies)], policy="round_robin")
+        router = Router([engine_at(each.url, concurrency=4) for each in (stays, dies)])
         opened.callback(router.close)
         router.submit([ask(f"r{n}", (n,)) for n in range(40)])
         done = router.completed(5.0)

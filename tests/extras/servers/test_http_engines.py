@@ -60,7 +60,7 @@ def sglang(folder: Path, *, num: int = 1, is_group: bool = False) -> Iterator[An
             engines.append(
                 SGLangEngine(remote(url), vocab_size=targets.VOCAB, decode=CODEC.decode_completion, weights=weights)
             )
-        engine = engines[0] if num == 1 else Router(engines, policy="least_tokens", max_outstanding=5)
+        engine = engines[0] if num == 1 else Router(engines, max_outstanding=5)
         opened.callback(engine.close)
         # The positions of a request that goes on are counted anew there.
         yield engine, {"is_seeded": False}

@@ -19,7 +19,6 @@ from breaking import same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig
-from quartet.config.placement import AsynchronousPlacement
 from quartet.config.plugins import load
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.extras.speculation.config import (
@@ -265,15 +264,6 @@ def test_heads_are_written_for_vllm(shared: bool, train: Any, causal_lm: Any, tm
     assert json.loads((folder / "config.json").read_text())["num_heads"] == 2
     assert written.keys() - {"lm_head.weight"} == shapes.keys() and ("lm_head.weight" in written) is shared
     assert all(torch.equal(written[name], heads.state_dict()[name]) for name in shapes)
-
-
-def test_a_run_that_follows_another_has_its_costs_given() -> None:
-    engine = {"engine": {"roles": ["rollout"]}, "models": {"roles": ["actor", "critic", "reference", "reward"]}}
-    follows = AsynchronousPlacement(pools=engine, max_staleness=0, follow="journal.jsonl")
-    measured = HistorySpeculation()
-    with pytest.raises(UserError, match="set the same costs for both"):
-        RLRecipe(placement=follows, rollout=RolloutConfig(speculation=measured))
-    RLRecipe(placement=follows, rollout=RolloutConfig(speculation=HISTORY))
 
 
 @pytest.mark.parametrize(

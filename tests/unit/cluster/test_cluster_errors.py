@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quartet.cluster import WorkerGroup
-from quartet.cluster.errors import Death, Failure, WorkerDied, WorkerError, last_error
+from quartet.cluster.errors import Death, Failure, RankFailed, WorkerDied, WorkerError
 
 
 def failure(error: Exception) -> Failure:
@@ -17,50 +17,28 @@ def failure(error: Exception) -> Failure:
         return Failure.of(raised, group="actor", rank=2, pid=77, host="10.0.0.2", where="actor.update")
 
 
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
-        (
-            ["step 1", "torch.OutOfMemoryError: CUDA out of memory", "cleaning up"],
-            "torch.OutOfMemoryError: CUDA out of memory",
-        ),
-        (["ValueError: first", "RuntimeError: second", "done"], "RuntimeError: second"),
-        (["[rank2] NCCL watchdog: fatal timeout", "bye"], "[rank2] NCCL watchdog: fatal timeout"),
-        (["all is well", "going on"], None),
-        ([], None),
-    ],
-)
-def test_the_last_error_among_a_workers_words(lines: list[str], found: str | None) -> None:
-    assert last_error(lines) == found
-
-
-def test_a_death_says_who_what_and_its_last_words() -> None:
-    death = Death("actor", 2, 77, "10.0.0.2", "actor.update", "the socket closed", "OSError: disk full", ("a", "b"))
+def test_a_death_says_who_died_and_of_what() -> None:
+    death = Death("actor", 2, 77, "10.0.0.2", "actor.update", "the socket closed")
     text = str(WorkerDied(death, ["rank 0 of group 'actor': RuntimeError: peer left"]))
-    assert "rank 2 of group 'actor' (pid 77 on 10.0.0.2) died" in text
-    assert "its last error: OSError: disk full" in text
-    assert text.index("also failed") < text.index("its last output") and text.endswith("    a\n    b")
+    assert "rank 2 of group 'actor' (pid 77 on 10.0.0.2) died; noticed by actor.update" in text
+    assert text.index("reason: the socket closed") < text.index("also failed: rank 0") and "peer left" in text
 
 
 def group() -> WorkerGroup:
     """Its processes are not started."""
     made = WorkerGroup.__new__(WorkerGroup)
-    made.name, made._last_failures = "critic", {}
+    made.name = "critic"
     return made
-
-
-class RankLeft(Exception):
-    is_echo = True
 
 
 @pytest.mark.parametrize("cause", [0, 1])
 def test_of_several_ranks_that_fail_the_cause_is_told_before_its_echoes(cause: int) -> None:
-    raised: list[Exception] = [RankLeft("a rank has failed"), RankLeft("a rank has failed")]
+    raised: list[Exception] = [RankFailed("a rank has failed"), RankFailed("a rank has failed")]
     raised[cause] = ValueError("no such token")
     failures = {rank: replace(failure(error), group="critic", rank=rank) for rank, error in enumerate(raised)}
     with pytest.raises(WorkerError, match=rf"rank {cause} of group .*no such token") as caught:
         group().raise_for(failures, "critic.update")
-    assert any("RankLeft" in line for line in caught.value.also)
+    assert any("RankFailed" in line for line in caught.value.also)
 
 
 def test_a_sender_that_is_not_known_is_filled_in() -> None:

@@ -65,11 +65,6 @@ def test_gradients_and_conjugates() -> None:
     assert torch.equal(there_and_back(value.conj())[0], value.conj())
 
 
-def test_what_is_not_dense_travels_too() -> None:
-    sparse = torch.eye(3).to_sparse()
-    assert torch.equal(there_and_back(sparse)[0].to_dense(), torch.eye(3))
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

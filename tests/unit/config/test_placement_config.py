@@ -73,13 +73,8 @@ def test_only_asynchronous_generation_runs_ahead() -> None:
 
 
 def test_scoring_waits_for_generation_unless_chunks_are_pipelined() -> None:
-    waits = {kind: resolved(type=kind, **fields).after for kind, fields in EVERY_TYPE.items()}
-    for kind in ("separated", "forward_offload", "homogeneous", "full_offload"):
-        assert waits[kind] == dict.fromkeys(("reward", "ref_logprobs", "old_logprobs", "values"), ("generate",))
-    assert waits["pipelined"] == waits["asynchronous"] == {}
-    # Without critic and reference there is nothing of theirs to hold back.
-    fewer = resolved(GRPO, type="full_offload", pool=FOUR)
-    assert fewer.after == {"reward": ("generate",), "old_logprobs": ("generate",)}
+    early = {kind for kind, fields in EVERY_TYPE.items() if resolved(type=kind, **fields).scores_early}
+    assert early == {"pipelined", "asynchronous"}
 
 
 @pytest.mark.parametrize("kind", EVERY_TYPE)
@@ -114,22 +109,6 @@ def test_sizes() -> None:
         ({"type": "pipelined", "pools": pools(a=ALL), "in_flight": "pick_up"}, "in_flight"),
         ({"type": "pipelined", "pools": pools(a=ALL, b=["actor"])}, r"role actor is on 2 pools \(a, b\)"),
         ({"type": "pipelined", "pools": pools(a=[])}, "at least 1 item"),
-        (
-            {"type": "pipelined", "pools": pools(a=ALL), "after": {"reward": ("train_actor",)}},
-            "reward cannot come after train_actor",
-        ),
-        (
-            {"type": "pipelined", "pools": pools(a=ALL), "after": {"reward": ("values",), "values": ("reward",)}},
-            "reward, values wait for each other",
-        ),
-        (
-            {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_actor": ("train_heads",)}},
-            "train_actor, train_heads wait for each other",
-        ),
-        (
-            {"type": "pipelined", "pools": pools(a=ALL), "after": {"generate": ("reward",)}},
-            "generate cannot come after reward",
-        ),
         ({"type": "colocated"}, "separated"),
     ],
 )
@@ -158,12 +137,6 @@ def test_what_cannot_be_written(fragment: dict[str, Any], says: str) -> None:
             {"type": "separated", **{role: FOUR for role in ALL}},
             "pool 'critic' would do nothing\n  found: 4 processes for critic",
             "leave the pool out",
-        ),
-        (
-            GRPO,
-            {"type": "pipelined", "pools": pools(a=ALL), "after": {"values": ("reward",)}},
-            "values (of the critic)",
-            "leave these edges out",
         ),
         (
             {**GRPO, "heads": "heads"},

@@ -104,7 +104,7 @@ CAUSAL: dict[str, tuple[Damage, str]] = {
     # Configs: sizes, types, contradictions, not even one.
     "a layer too many": (_config(num_hidden_layers=3), "lack model.layers.2"),
     "heads that do not divide": (_config(num_attention_heads=3), "multiple of the number of att"),
-    "a vocabulary too small": (_config(vocab_size=60), "is 61 x 32, by the config 60 x 32"),
+    "a vocabulary too small": (_config(vocab_size=60), "is [61, 32], by the config [60, 32]"),
     "an unknown dtype": (_config(dtype="float99"), "float99"),
     "eos of text": (_config(eos_token_id=[1, "b"]), "eos_token_id"),
     "quantised by its config": (_config(quantization_config={"quant_method": "gptq", "bits": 4}), "gptq"),
@@ -113,14 +113,11 @@ CAUSAL: dict[str, tuple[Damage, str]] = {
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "no file named model.safetensors"),
     "a pointer of Git LFS": (_file("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "header"),
     "a missing tensor": (_without("model.norm.weight"), "lack model.norm.weight"),
-    "turned round": (_each("gate_proj", lambda t: t.T.contiguous()), "is 32 x 48, by the config 48 x 32"),
-    "whole numbers": (_each("q_proj", lambda t: (t * 100).to(torch.int8)), "I8 numbers in model.layers.0"),
+    "turned round": (_each("gate_proj", lambda t: t.T.contiguous()), "is [32, 48], by the config [48, 32]"),
     "not a number": (_each("o_proj", lambda t: t * float("nan")), "model.layers.0.self_attn.o_proj.weight"),
     # Pickles and shards.
-    "harmful pickle": (_pickled(_harmful()), "would run posix.system"),
-    "empty pickle": (_pickled(b""), "pickled weights are damaged"),
-    "a shard gone": (lambda path: _sharded(path, keep=False), "names b.safetensors, not in the directory"),
-    "a shard elsewhere": (lambda path: _sharded(path, second="../b.safetensors"), "names ../b.safetensors"),
+    "harmful pickle": (_pickled(_harmful()), "weights only load failed"),
+    "a shard gone": (lambda path: _sharded(path, keep=False), "b.safetensors"),
 }  # fmt: skip
 
 

@@ -72,12 +72,3 @@ def test_a_model_without_decoder_layers_is_refused(make_model: Callable[..., nn.
     packed = PackedCausalLM(make_model("llama", num_hidden_layers=0))
     with pytest.raises(UserError, match="cannot be compiled"):
         CompiledLayers(packed)
-
-
-def test_without_a_compiler_it_is_refused_at_once(
-    make_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed = PackedCausalLM(make_model("llama"))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    with pytest.raises(UserError, match=r"cannot be compiled here\n  found: no C\+\+ compiler"):
-        CompiledLayers(packed)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaForSequenceClassification
 
 from quartet.config import UserError
@@ -73,31 +71,6 @@ def test_classifier_with_two_labels_is_no_reward_model(tmp_path, make_model):
 
 
 # A scalar model from a causal one ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("empty", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "says", "is_reward_model"),
-    [(1, {}, True), (2, {}, False), (1, {"num_labels": 2}, False), (1, {"id2label": {"0": "a", "1": "b"}}, False)],
-)
-def test_a_head_of_one_row_is_one_label_where_the_config_says_nothing(
-    rows, says, is_reward_model, empty, tmp_path, make_model
-):
-    model = scalar_model_from(make_model(), seed=0)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["score.weight"] = tensors["score.weight"].repeat(rows, 1)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    kept = {key: value for key, value in config.items() if key not in ("num_labels", "id2label", "label2id")}
-    (tmp_path / "config.json").write_text(json.dumps({**kept, **says}))
-    if not is_reward_model:
-        with pytest.raises(UserError, match="not a reward model"):
-            load_scalar_model(str(tmp_path), empty=empty)
-        return
-    loaded = load_scalar_model(str(tmp_path), empty=empty)
-    assert loaded.config.num_labels == 1
-    assert empty or torch.equal(loaded.score.weight, model.score.weight)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])

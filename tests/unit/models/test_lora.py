@@ -279,14 +279,6 @@ def test_unknown_layers_are_answered_with_the_known(make_model: Make) -> None:
         packed_causal_lm(make_model(), lora=LoRAConfig(target_modules="lm_head", rank=2))
 
 
-def test_a_rank_larger_than_a_layer(make_model: Make) -> None:
-    with pytest.raises(UserError, match=r"lora.rank is larger than a layer") as caught:
-        packed_causal_lm(make_model(), lora=LoRAConfig(rank=17))
-    assert "rank 17; layers.0.self_attn.k_proj is 16 x 32" in caught.value.found
-    assert "lora.rank to 16 or less" in caught.value.remedy
-    packed_causal_lm(make_model(), lora=LoRAConfig(rank=17, target_modules=["q_proj"]))
-
-
 def test_a_model_with_adapters_of_another_library(make_model: Make, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     wrapped = peft.get_peft_model(make_model(), config)
@@ -304,24 +296,11 @@ def test_a_model_with_adapters_of_another_library(make_model: Make, tmp_path: Pa
         packed_causal_lm(load_causal_lm(str(tmp_path / "adapter")))
 
 
-@pytest.mark.parametrize(
-    ("family", "lora", "said"),
-    [
-        ("llama", LoRAConfig(rank=999), "larger than a layer"),
-        # Its dense layer has names that peft takes for those of its experts.
-        ("qwen3_moe", LORA, "peft does not adapt these layers"),
-        ("qwen3_moe", LORA.model_copy(update={"target_modules": ("up_proj",)}), "peft does not adapt these layers"),
-    ],
-)
-def test_a_refused_model_is_given_back_as_it_was(
-    family: str, lora: Any, said: str, make_model: Make, sequences: Any
-) -> None:
-    model, twin = make_model(family), make_model(family)
-    with pytest.raises(UserError, match=said):
-        packed_causal_lm(model, lora=lora)
-    assert torch.equal(one_logits(model, sequences), one_logits(twin, sequences))
-    assert all(p.requires_grad for p in model.parameters())
-    assert model.state_dict().keys() == twin.state_dict().keys()
+@pytest.mark.parametrize("lora", [LORA, LORA.model_copy(update={"target_modules": ("up_proj",)})])
+def test_layers_that_peft_takes_for_others_are_refused(lora: Any, make_model: Make) -> None:
+    """A dense layer of this family has names that peft takes for those of its experts."""
+    with pytest.raises(UserError, match="peft does not adapt these layers"):
+        packed_causal_lm(make_model("qwen3_moe"), lora=lora)
 
 
 def test_without_peft_the_extra_is_named(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -396,7 +396,7 @@ def test_running_a_released_model_packed_says_so(make_model):
 
 def test_wrong_heads_are_refused(make_model):
     model = make_model("llama")
-    with pytest.raises(UserError, match="no language-model head"):
+    with pytest.raises(UserError, match="no linear language-model head"):
         packed_causal_lm(model.model)
     with pytest.raises(UserError, match="no scalar head"):
         packed_scalar_model(model)

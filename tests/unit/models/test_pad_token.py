@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +17,6 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     pipeline,
 )
 
@@ -223,19 +221,6 @@ def test_a_pad_token_outside_of_the_embedding_gets_rows(tmp_path, make_model, ma
     assert tokenizer.pad_token_id == VOCAB
     assert "<new>" in str(save_scalar_model(packed, tokenizer, tmp_path, seen=_seen(1)))
     close(_plain(tmp_path, TEXTS, "left"), _ours(packed, tokenizer, TEXTS))
-
-
-def test_ids_with_gaps(tmp_path, make_model, close):
-    """The library would give a new token the id of another one."""
-    words = {f"t{i}": i for i in range(20)} | {"t20": 22, "t21": 21}
-    backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer, packed = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="t1"), _packed(make_model())
-    save_scalar_model(packed, tokenizer, tmp_path, seen=_seen(1))
-    saved = AutoTokenizer.from_pretrained(tmp_path)
-    assert saved.pad_token_id == 23 and saved.convert_ids_to_tokens([21, 22, 23]) == ["t21", "t20", PAD_TOKEN]
-    texts = ["t20 t3 t20", "t7 t8 t9 t10", "t21"]
-    close(_plain(tmp_path, texts, "left"), _ours(packed, tokenizer, texts))
 
 
 def test_a_tokenizer_that_takes_no_new_token_is_refused(make_tokenizer, monkeypatch):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quartet.models import logprobs as logprobs_module
-from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
+from quartet.models.logprobs import LogprobRule, token_logprobs
 
 ROWS = 23
 
@@ -151,37 +151,6 @@ def test_entropy_without_gradient(rows, make_twins, close):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-class Scaled(torch.nn.Module):
-    """A head that is not a plain linear layer, as an adapter makes one."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-        self.adapter = torch.nn.Parameter(torch.full((61, 32), 0.01, dtype=inner.weight.dtype))
-
-    def forward(self, hidden):
-        return self.inner(hidden) + hidden @ self.adapter.T
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_another_head_runs_through_autograd(family, rows, make_twins, close):
-    hidden, labels = rows
-    packed = make_twins(family, torch.float64).packed
-    packed.head = Scaled(packed.head)
-    found = []
-    for run in (
-        lambda h: packed.token_logprobs(h, labels, temperature=0.8, chunk=9, entropy=True),
-        lambda h: _plain(packed, h, labels, 0.8),
-    ):
-        packed.head.zero_grad()
-        h = hidden.clone().requires_grad_()
-        logprobs, entropies = run(h)
-        (logprobs.sum() + entropies.sum()).backward()
-        found.append((logprobs.detach(), entropies.detach(), h.grad, packed.head.adapter.grad.clone()))
-    for ours, plain in zip(*found, strict=True):
-        close(ours, plain)
-
-
 # One head for sampler and trainer ------------------------------------------------------------------------
 
 
@@ -249,9 +218,3 @@ def test_a_token_that_cannot_be_drawn_is_as_one_that_is_not_there(dtype: torch.d
     tolerance = 1e-12 if dtype == torch.float64 else 1e-4
     for one, other in zip([*found, grad_weight[kept]], expected, strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
-
-    checkpointed = hidden.clone().requires_grad_()
-    _, entropies = checkpointed_token_logprobs(lambda x: x @ weight.T + bias, checkpointed, labels, rule)
-    assert entropies is not None
-    entropies.sum().backward()
-    assert checkpointed.grad is not None and bool(checkpointed.grad.isfinite().all())

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet.config.errors import UserError
 from quartet.extras.simulation.simulation import run_virtual
 from quartet.schedule.clock import now
-from quartet.schedule.groups import AdmissionRule, BufferedGroups, GroupStream
+from quartet.schedule.groups import AdmissionRule, GroupStream
 
 QUICK = settings(deadline=None, max_examples=300)
 
@@ -197,24 +196,6 @@ def test_what_was_ready_ahead_of_its_step_is_neither_lost_nor_made_again(setup: 
     run_virtual(main())
 
 
-def test_groups_from_further_ahead_than_the_rule_admits_are_refused() -> None:
-    def restored(rule: AdmissionRule, buffered: BufferedGroups) -> None:
-        stream = aged_stream(Setup(rule, 1, 3, [1], 0, frozenset()), [], lambda: 0)
-        state = {"next_index": 6, "steps": 3, "accepted": 6, "rejected": 0, "versions_published": 3}
-        stream.restore(state, buffered)
-
-    old = BufferedGroups({7: Aged(7, 1)})
-    restored(AdmissionRule(2, 2), old)
-    with pytest.raises(UserError, match="further ahead") as caught:
-        restored(AdmissionRule(2, 1), old)
-    assert "group 7 is for step 3, made with weights of version 1" in caught.value.found
-    assert "at least 2" in caught.value.remedy
-    far = BufferedGroups({9: Aged(9, 3)}, rejected=(6,))
-    restored(AdmissionRule(2, 1), far)
-    with pytest.raises(UserError, match="further ahead"):
-        restored(AdmissionRule(2), far)
-
-
 def fixed(
     size: int = 4,
     stale: int | None = None,
@@ -302,15 +283,6 @@ def test_closing_waits_for_producers_that_take_time_to_stop() -> None:
         return now(), log
 
     assert run_virtual(main()) == (4.0, ["stopped 0", "stopped 1"])
-
-
-def test_a_run_with_other_steps_is_not_restored() -> None:
-    async def produce(index: int) -> int:
-        return index
-
-    saved = {"next_index": 8, "steps": 2, "accepted": 8, "rejected": 0, "versions_published": 2}
-    with pytest.raises(UserError, match="prompts per step differs"):
-        GroupStream(produce, AdmissionRule(3), chunk_size=1).restore(saved)
 
 
 SIZE, STEPS = 4, 3

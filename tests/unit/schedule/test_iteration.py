@@ -1,7 +1,5 @@
 """One iteration with simulated roles under the real arbiter, on the virtual clock.
 
-Extra edges: what waits, for what, and that a failed step holds nobody back.
-
 Scoring ahead: what is scored before its step, when, and what that may not change.
 """
 
@@ -10,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ import pytest
 from quartet.extras.simulation.simulation import run_virtual
 from quartet.schedule.clock import now
 from quartet.schedule.groups import AdmissionRule, GroupStream
-from quartet.schedule.iteration import Barriers, Chunk, IterationStages, ScorePrefetcher, Scorer, run_iteration
+from quartet.schedule.iteration import Chunk, IterationStages, ScorePrefetcher, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseMode, PoolSpec, RoleSpec
 
 Log = list[tuple[str, int, float, float]]
@@ -199,98 +197,18 @@ def test_a_cancelled_iteration_leaves_nothing_running() -> None:
     assert simulation.arbiter.is_idle
 
 
-BarriersLog = list[tuple[str, int, float]]
-
-
-class Timed:
-    """Takes ``seconds`` and notes its end."""
-
-    def __init__(self, name: str, seconds: float, log: BarriersLog) -> None:
-        self.name, self.seconds, self.log = name, seconds, log
-
-    async def score(self, chunk: Chunk) -> str:
-        await asyncio.sleep(self.seconds)
-        self.log.append((self.name, chunk.index, now()))
-        return self.name
-
-    async def train(self, experience: Any, step: int) -> dict[str, float]:
-        await self.score(Chunk(step, -1, 0))
-        return {}
-
-
-def collect(step: int, index: int, groups: Sequence[int]) -> Chunk:
-    return Chunk(step, index, index)
-
-
-async def play(scorers: Sequence[Scorer], barriers: Barriers, *, steps: int = 1, chunk_s: float = 1.0) -> None:
-    """Two chunks per step, one after another."""
-    gather = barriers.collect(collect)
-    for step in range(steps):
-        async with asyncio.TaskGroup() as tasks:
-            for index in range(2):
-                await asyncio.sleep(chunk_s)
-                chunk = gather(step, index, [])
-                for scorer in scorers:
-                    tasks.create_task(scorer.score(chunk))  # type: ignore[arg-type]
-
-
-def played(after: dict[str, Sequence[str]], seconds: dict[str, float], steps: int = 1) -> BarriersLog:
-    log: BarriersLog = []
-    barriers = Barriers(after, num_chunks=2)
-    scorers = [barriers.scorer(name, Timed(name, s, log)) for name, s in seconds.items()]
-    run_virtual(play(scorers, barriers, steps=steps))
-    return log
-
-
-def test_without_edges_nothing_waits() -> None:
-    assert played({}, {"reward": 0.5}) == [("reward", 0, 1.5), ("reward", 1, 2.5)]
-
-
-def test_a_stage_waits_for_all_chunks_of_another() -> None:
-    log = played({"values": ["reward"]}, {"reward": 0.5, "values": 0.25}, steps=2)
-    assert [entry for entry in log if entry[0] == "values"] == [
-        ("values", 0, 2.75),
-        ("values", 1, 2.75),
-        ("values", 0, 5.5),
-        ("values", 1, 5.5),
-    ]
-
-
 def test_scoring_after_generation_waits_for_the_last_chunk() -> None:
-    assert played({"reward": ["generate"]}, {"reward": 0.5}) == [("reward", 0, 2.5), ("reward", 1, 2.5)]
-
-
-def test_learners_wait_for_each_other_where_an_edge_says_so() -> None:
-    log: BarriersLog = []
+    simulation = Simulation(colocated=False)
 
     async def main() -> None:
-        barriers = Barriers({"train_critic": ["train_actor"]}, num_chunks=1)
-        critic = barriers.learner("train_critic", Timed("critic", 1.0, log))
-        actor = barriers.learner("train_actor", Timed("actor", 2.0, log))
-        barriers.collect(collect)(0, 0, [])
-        await asyncio.gather(critic.train(None, 0), actor.train(None, 0))
+        async with GroupStream(simulation.produce, AdmissionRule(4), chunk_size=1) as stream:
+            await run_iteration(0, replace(simulation.roles(stream), scores_early=False))
 
     run_virtual(main())
-    assert log == [("actor", -1, 2.0), ("critic", -1, 3.0)]
-
-
-def test_a_failed_step_is_not_waited_for() -> None:
-    log: BarriersLog = []
-
-    async def main() -> None:
-        barriers = Barriers({"values": ["reward"]}, num_chunks=2)
-        values = barriers.scorer("values", Timed("values", 0.0, log))
-        reward = barriers.scorer("reward", Timed("reward", 0.0, log))
-        gather = barriers.collect(collect)
-        waiting = asyncio.create_task(values.score(gather(0, 0, [])))
-        await asyncio.sleep(1.0)
-        waiting.cancel()
-        await asyncio.wait({waiting})
-        chunks = [gather(1, index, []) for index in range(2)]
-        await asyncio.gather(*(scorer.score(chunk) for chunk in chunks for scorer in (values, reward)))
-
-    run_virtual(main())
-    assert len(log) == 4
+    generated = max(end for _, _, _, end in simulation.of("rollout") if end <= 4.0)
+    assert generated == 4.0
+    assert min(start for _, _, start, _ in simulation.of("reward", "reference")) == 4.0
+    assert [which for _, which, _, _ in simulation.of("reward")] == [0, 1, 2, 3]
 
 
 Seconds = Callable[[str], float]

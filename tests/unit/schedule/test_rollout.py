@@ -28,7 +28,7 @@ from quartet.rollout.protocol import (
     StepEngine,
 )
 from quartet.schedule.clock import now, shielded
-from quartet.schedule.groups import AdmissionRule, Group, GroupStream, Journal
+from quartet.schedule.groups import AdmissionRule, Group, GroupStream
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseContext, PoolSpec, RoleSpec
 from quartet.schedule.role_group import RoleGroup
@@ -139,7 +139,7 @@ class Slow(RoleGroup[Any]):
         name = method.__name__
         await shielded(asyncio.sleep(self.seconds(name)))
         if self.died:
-            raise WorkerDied(Death("rollout", 0, 1, "here", name, "killed", None))
+            raise WorkerDied(Death("rollout", 0, 1, "here", name, "killed"))
         return getattr(self.host, name)(*args)
 
 
@@ -184,7 +184,6 @@ class World:
     lengths: Callable[[str], int] = lambda request_id: 3
     rejects: frozenset[int] = frozenset()
     refused: frozenset[int] = frozenset()
-    journal: Journal | None = None
 
     def __post_init__(self) -> None:
         self.actor = Actor()
@@ -217,7 +216,6 @@ class World:
             shares_actor=self.shares_actor,
             in_flight=self.in_flight,
             max_running=self.max_running,
-            journal=self.journal,
         )
         self.stream: GroupStream = GroupStream(
             self.rollout.generate,
@@ -459,28 +457,6 @@ def test_finishing_on_old_weights_waits_for_no_more_than_what_runs(max_running: 
     assert versions == ([{0}] * 4 if max_running is None else [{0}, {0}, {1}, {1}])
 
 
-def test_starting_over_gives_every_response_the_new_weights_alone() -> None:
-    async def main() -> tuple[World, list[set[int]]]:
-        world = World(in_flight="start_over", lengths=lambda i: 12 if i[0] in "01" else 2)
-        groups = [asyncio.create_task(world.rollout.generate(index)) for index in range(3)]
-        await asyncio.sleep(1.5)
-        await _Learner(world, "actor").train(None, 0)
-        await world.rollout.publish(1)
-        done = await asyncio.gather(*groups)
-        return world, [{v for versions in versions_of(g) for v in versions} for g in done]
-
-    world, versions = run_virtual(main())
-    log = world.engines[0].log
-    stopped = next(ids for what, ids in log if what == "cancel")
-    assert stopped, "something ran when the weights came"
-    begun = [request_id for what, ids in log if what == "submit" for request_id in ids]
-    assert sorted(begun) == sorted([*(f"{g}.{r}" for g in range(3) for r in range(2)), *stopped, "canary"])
-    assert world.rollout.num_started_over == len(stopped)
-    assert all(len(of) == 1 for of in versions)
-    assert {1} in versions
-    assert log.index(("weights", 1)) > log.index(("cancel", stopped))
-
-
 def test_groups_go_to_the_engine_with_the_fewest_tokens_to_make() -> None:
     async def main() -> list[list[str]]:
         world = World(num_engines=2)
@@ -556,11 +532,3 @@ def test_groups_that_are_no_longer_asked_for_are_not_waited_for() -> None:
         return now()
 
     assert run_virtual(main()) < 6.0
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UserError, match="journal") as caught:
-        World(num_engines=2, journal=Journal())
-    assert "2 rollout engines" in caught.value.found
-    with pytest.raises(UserError, match="journal"):
-        run_virtual(World(journal=Journal()).rollout.act(0, first_turn("0.0")))

@@ -24,7 +24,6 @@ from quartet.train.checkpoint import (
     join_metadata,
     newest_checkpoint,
     prune,
-    set_aside_after,
     write_share,
 )
 
@@ -126,11 +125,6 @@ def in_place_of(name: str, make: Callable[[Path], object]) -> Damage:
     return damage
 
 
-def link_to_the_same(path: Path) -> None:
-    """Its content is right: it is refused for what it is."""
-    path.symlink_to(next(p for p in path.parents if (p / OLD).exists()).parent / "former")
-
-
 def swapped(root: Path) -> None:
     one, other, aside = (root / NEW / name for name in ("actor", "critic", "aside"))
     one.rename(aside)
@@ -151,20 +145,18 @@ def damages() -> dict[str, Damage]:
     for name in ("actor/__0_0.distcp", "info.json", "manifest.json"):
         found[f"{name}: empty"] = on_file(name, lambda data: b"")
         found[f"{name}: a byte more"] = on_file(name, lambda data: data + b"\n")
-        found[f"{name}: a link"] = in_place_of(name, link_to_the_same)
         found[f"{name}: a pipe"] = in_place_of(name, os.mkfifo)
         found[f"{name}: a directory"] = in_place_of(name, Path.mkdir)
         found[f"{name}: of the other step"] = lambda root, name=name: shutil.copy(root / OLD / name, root / NEW / name)
     for content in (b"[]", b"[" * 200_000, b'{"step": ' + b"9" * 5000 + b"}"):
         for name in ("info.json", "manifest.json"):
             found[f"{name}: {content[:12]!r}"] = on_file(name, lambda data, content=content: content)
-    for key, value in {"step": 2, "format": "quartet-checkpoint-99", "shares": [*SHARES, "more"], "files": {}}.items():
+    for key, value in {"step": 2, "format": "quartet-checkpoint-99", "files": {}}.items():
         found[f"a sealed manifest with another {key}"] = resealed(**{key: value})
     found["the parts swapped"] = swapped
     found["a file more"] = lambda root: (root / NEW / "actor" / "more").write_bytes(b"x")
     found["nothing in it"] = lambda root: [shutil.rmtree(root / NEW), (root / NEW).mkdir()]
     found["a file in its place"] = lambda root: [shutil.rmtree(root / NEW), (root / NEW).write_bytes(b"x")]
-    found["a link in its place"] = lambda root: [shutil.rmtree(root / NEW), (root / NEW).symlink_to(OLD)]
     found["renamed"] = lambda root: (root / NEW).rename(root / "step_00000006")
     return found
 
@@ -271,24 +263,6 @@ def test_a_damaged_one_does_not_count_and_goes_only_when_enough_good_ones_are_ne
     assert claimed_steps(root) == [2, 4, 6], "two good ones, the damaged one between them"
     save(root, 8, keep=2)
     assert claimed_steps(root) == [6, 8]
-
-
-def test_what_was_passed_over_is_set_aside_until_the_next_is_complete(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (root / NEW / "actor/.metadata").write_bytes(b"")
-    set_aside_after(root, 2)
-    assert sorted(os.listdir(root)) == [f"damaged_{NEW}", OLD]
-    found = newest_checkpoint(root)
-    assert found is not None and found.step == 2 and not found.warnings
-    draft = begin_checkpoint(root, 3)
-    with monkeypatch.context() as failing:
-        failing.setattr(checkpoint.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
-        with pytest.raises(UserError):
-            complete_checkpoint(draft, {}, {}, keep=1)
-    assert sorted(os.listdir(root)) == [f"damaged_{NEW}", OLD]
-    save(root, 3, keep=1)
-    assert os.listdir(root) == ["step_00000003"]
 
 
 def test_keep_holds_after_a_kill_between_rename_and_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,21 +332,6 @@ def test_trained_weights_are_always_written(build, data, monkeypatch):
     assert written == [num_bytes]
 
 
-def test_what_is_still_held_of_a_stay_is_left_as_it_was(build, data):
-    engine, store = build("causal"), Memory()
-    engine.offloading(store)
-    engine.offloading().offload()
-    held = dict(engine.weights())
-    expected = copy.deepcopy(held)
-    engine.offloading().onload()
-    engine.train_step(data, objective_for(engine))
-    first = sum(store.given)
-    engine.offloading().offload(["params"])
-    assert_same(held, expected)
-    assert not torch.equal(held["lm_head.weight"], engine.packed.model.lm_head.weight)
-    assert sum(store.given) - first == sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-
-
 # Sizes and memory ----------------------------------------------------------------------------------------
 
 
@@ -487,34 +472,12 @@ def test_passes_on_what_is_away_name_it(build, frozen, data, files):
     assert_same(dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token), dict(before.token))
 
 
-def test_only_one_moves_a_model(build, files):
-    engine = build("causal")
-    with pytest.raises(RuntimeError, match="offloading"):
-        engine.offloading().offload()
-    offload = engine.offloading(files)
-    assert engine.offloading() is offload is engine.offloading(files)
-    with pytest.raises(RuntimeError, match="have a store already"):
-        engine.offloading(Memory())
-    with pytest.raises(RuntimeError, match="has an Offload already"):
-        Offload(engine.packed, files)
-    engine.offloading().offload()
-    engine._offload = None
-    del offload
-    with pytest.raises(RuntimeError, match="has an Offload already"):
-        Offload(engine.packed, files)
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_released_model_computes_wherever_it_lies(has_room, frozen, data, files, monkeypatch):
+def test_a_released_model_computes(frozen, data, files):
     expected = dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token)
     offload = Offload(frozen, files)
     offload.offload()
     away = {parameter.data_ptr() for parameter in frozen.model.parameters()}
-    if not has_room:
-        failing_copies(monkeypatch, torch.OutOfMemoryError("the device is full"))
     offload.release()
-    places = {parameter.data_ptr() for parameter in frozen.model.parameters()}
-    assert away.isdisjoint(places) if has_room else away == places
+    assert away.isdisjoint(parameter.data_ptr() for parameter in frozen.model.parameters())
     assert_same(dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token), expected)
-    monkeypatch.undo()
     Offload(frozen, files).offload()

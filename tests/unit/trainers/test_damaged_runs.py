@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -25,7 +24,6 @@ from quartet.observe import files
 from quartet.observe.files import read_rows
 from quartet.observe.progress import Progress
 from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
-from quartet.schedule.groups import Event, Journal
 from quartet.trainers.evaluation_metrics import read_answers
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models
@@ -146,26 +144,6 @@ def test_no_good_checkpoint_ends_the_run_and_changes_nothing(run: Path, sft: Any
         sft(run, resume=True).train()
     assert "step_00000006" in caught.value.found and "step_00000004" in caught.value.found
     assert {path: path.read_bytes() for path in kept} == kept
-
-
-def test_another_run_s_checkpoint_is_not_taken(run: Path, sft: Any, tmp_path: Path) -> None:
-    """Whole, of the right step, but trained with another recipe."""
-    other = sft(tmp_path / "other")
-    other.recipe = other.run.recipe = other.recipe.model_copy(update={"seed": 5})
-    other.train()
-    shutil.rmtree(run / NEWEST)
-    shutil.copytree(tmp_path / "other" / NEWEST, run / NEWEST)
-    told = io.StringIO()
-    sft(run, resume=True, console=told).train()
-    assert "step_00000006: it belongs to another recipe (seed: 5 then, 0 now)" in told.getvalue()
-
-
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(run: Path, whole: Path, sft: Any) -> None:
-    shutil.rmtree(run / "checkpoints")
-    told = io.StringIO()
-    sft(run, resume=True, console=told).train()
-    assert "there is no checkpoint: the run begins anew" in told.getvalue()
-    assert untimed(run) == untimed(whole)
 
 
 def test_another_model_than_the_run_s_is_refused(run: Path, sft: Any, causal_lm: Any, tokenizer: Any) -> None:
@@ -298,36 +276,6 @@ def test_a_flipped_bit_in_the_recipe_is_refused_or_changes_nothing(number: int, 
     assert not changed_keys(parse_yaml(path.read_bytes().decode()), before)
 
 
-def test_the_lock_is_neither_followed_nor_emptied_nor_waited_for(small: Path) -> None:
-    lock, other = small / ".lock", small.parent / "precious"
-    other.write_text("precious")
-    lock.unlink()
-    lock.symlink_to(other)
-    with pytest.raises(UserError, match="could not be written") as caught:
-        resumed(small)
-    assert "symbolic link" in caught.value.remedy and other.read_text() == "precious"
-    lock.unlink()
-    lock.mkdir()
-    with pytest.raises(UserError, match="could not be written") as caught:
-        resumed(small)
-    assert "directory" in caught.value.remedy
-    lock.rmdir()
-    os.mkfifo(lock)
-    assert resumed(small)[0] == 2
-
-
-def test_a_file_system_without_locks_is_not_called_in_use(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
-    def none(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(UserError, match="cannot be locked") as caught:
-        resumed(small)
-    assert "No locks available" in caught.value.found
-
-
 @pytest.mark.parametrize("number", range(10))
 def test_a_flipped_bit_in_a_rollout_file_is_told_or_harmless(number: int, small: Path) -> None:
     rng = random.Random(f"{SEED} {number}")
@@ -379,21 +327,6 @@ def test_a_stage_that_is_not_as_it_left_itself_writes_its_files_anew(name: str, 
 
 
 # Other readers -----------------------------------------------------------------------------------------------
-
-EVENT = {"kind": "admit", "number": 1, "tick": 2, "chunk": 0, "groups": [[3, [[0, 5]]]]}
-
-
-@pytest.mark.parametrize("changes", [{"kind": "rest"}, {"groups": [["3", [[0, 5]]]]}])
-def test_a_damaged_journal_is_named_by_its_line(changes: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    path.write_text(json.dumps(EVENT) + "\n")
-    assert Journal.load(path) == [Event("admit", 1, 2, 0, ((3, ((0, 5),)),))]
-    with path.open("a") as file:
-        file.write(json.dumps({**EVENT, **changes}) + "\n")
-    with pytest.raises(UserError, match="damaged") as caught:
-        Journal.load(path)
-    assert "journal.jsonl, line 2" in caught.value.found
-
 
 ANSWER = {"prompt_id": "p0", "sample": 0, "prompt": "1+2=", "completion": "3", "finish_reason": "stop", "rewards": {}}
 

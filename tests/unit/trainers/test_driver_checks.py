@@ -61,7 +61,7 @@ def test_a_worker_that_cannot_be_made_anew_ends_the_run_after_its_restarts() -> 
         restarts.append(1)
         raise WorkerError(Failure("trained", 0, 1, "here", "trained.__init__", "OSError: no such model", ""))
 
-    death = Death("trained", 0, None, "here", "starting", "it raised", "OSError: no such model")
+    death = Death("trained", 0, None, "here", "starting", "OSError: no such model")
     workers: Any = RayRunWorkers.__new__(RayRunWorkers)
     workers._groups = {"trained": SimpleNamespace(dead=lambda timeout_s: [death], restart=restart)}
     workers._num_deaths, workers._changing = 0, {"actor"}

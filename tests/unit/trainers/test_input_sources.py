@@ -10,14 +10,12 @@ import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, ModelConfig, SourceConfig
-from quartet.config.evaluation import EvalRecipe
+from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.recipe import SFTRecipe
 from quartet.data.datasets import Mixture
 from quartet.extras.process_rewards.data import step_reader
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.input_sources import (
     demonstration_reader,
     pair_or_judgement_reader,
@@ -33,11 +31,11 @@ def sft_data(*given: Any) -> Any:
 
 
 def preference_data(*given: Any) -> Any:
-    return read_data(*given, pair_reader("keep"))
+    return read_data(*given, pair_reader)
 
 
 def pairs_or_judgements(*given: Any) -> Any:
-    return read_data(*given, pair_or_judgement_reader("keep"))
+    return read_data(*given, pair_or_judgement_reader)
 
 
 def process_data(config: Any, rows: Any, codec: Any, context: int, separator: str, key: str) -> Any:
@@ -108,11 +106,8 @@ def test_sources_are_joined_or_mixed(tmp_path: Path) -> None:
 
 def test_sources_that_do_not_go_together(tmp_path: Path) -> None:
     codec, config = TextCodec(build_tokenizer()), two_files(tmp_path)
-    with pytest.raises(UserError, match="an evaluation uses every row once"):
-        prompt_data(DataConfig(**weighted(config, 1, 3)), None, codec, 99, "evaluation.data")
-    assert len(prompt_data(DataConfig(**config), None, codec, 99, "evaluation.data")) == 10
-    with pytest.raises(UserError, match="leave one of them out"):
-        prompt_data(DataConfig(**config), ["1+1="], codec, 99, "data")
+    for sources in (config, weighted(config, 1, 3)):
+        assert len(prompt_data(DataConfig(**sources), None, codec, 99, "evaluation.data")) == 10
     config["sources"][1]["columns"] = {"prompt": "x"}
     with pytest.raises(UserError, match=r"data\.sources\.1\.columns\.prompt points"):
         prompt_data(DataConfig(**config), None, codec, 99, "data")
@@ -154,23 +149,6 @@ def test_overlong_rows_from_python_and_remedies_that_name_their_section(key: str
     assert f"map them: {key}.columns.prompt=question" in caught.value.remedy
     with pytest.raises(UserError, match=f"{key}.path is missing"):
         prompt_data(DataConfig(overlong="skip"), None, codec, 8, key)
-
-
-def test_turns_reach_every_job() -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
-    codec, config = TextCodec(tokenizer), DataConfig(turns="messages")
-    head = "\n\nHuman: 1+2\n\nAssistant:"
-    pair = {"chosen": f"{head} 3", "rejected": f"{head} 4"}
-    ids = codec.encode_prompt([{"role": "user", "content": "1+2"}])
-    (item,) = prompt_data(config, [pair], codec, 99, "data")
-    assert codec.encode_prompt(item.prompt) == ids and item.num_tokens == len(ids)
-    assert list(preference_data(config, [pair], codec, 99, "data").items[0].prompt_ids) == ids
-    judged = pairs_or_judgements(config, [{"prompt": head, "completion": " 3", "label": 1}], codec, 99, "data")
-    assert list(judged.items[0].prompt_ids) == ids
-    assert list(sft_data(config, [{"text": f"{head} 3"}], codec, 99, "data").items[0].input_ids)[: len(ids)] == ids
-    steps = process_data(config, [{"prompt": head, "steps": ["3"], "labels": [1]}], codec, 99, ";", "data")
-    assert list(steps.items[0].prompt_ids) == ids
 
 
 # Very long texts ------------------------------------------------------------------------------------------
@@ -216,15 +194,3 @@ def test_very_long_texts_are_left_out_before_they_are_tokenised(kind: str, monke
     with pytest.raises(UserError, match="longer than allowed"):
         build(None)
     assert longest < 70_000
-
-
-def test_jobs_that_use_every_row_refuse_weights(tmp_path: Path) -> None:
-    """An evaluation before its model is loaded; rounds of reward models, which take all sources without weights."""
-    config = two_files(tmp_path)
-    recipe = EvalRecipe(
-        model=ModelConfig(path=str(tmp_path / "none")),
-        data=DataConfig(**weighted(config, 1, 2)),
-        output_dir=str(tmp_path / "run"),
-    )
-    with pytest.raises(UserError, match="an evaluation uses every row once"):
-        Evaluator(recipe)

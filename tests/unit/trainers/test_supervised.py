@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from quartet.config.common import DataConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, RewardModelRecipe, SFTRecipe
 from quartet.extras.process_rewards.config import ProcessRewardRecipe
 from quartet.extras.process_rewards.trainer import ProcessRewardTrainer
-from quartet.train.engine import TrainEngine
-from quartet.trainers.supervised import Given, RewardModelTrainer, SFTTrainer, SFTWorker
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 COMMON: dict[str, Any] = {
     "threads": 1,
@@ -163,32 +160,6 @@ def test_without_model_or_data_there_is_nothing_to_do(tokenizer: Any, causal_lm:
     with pytest.raises(UserError, match="no data"):
         SFTTrainer(bare, tokenizer=tokenizer, model=causal_lm())
     assert not (tmp_path / "run").exists()
-
-
-def test_a_rank_that_cannot_make_its_batch_says_so_to_the_others(
-    causal_lm: Any, tokenizer: Any, demonstrations: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are in the update already, and would wait for it."""
-    told: list[str] = []
-
-    @contextlib.contextmanager
-    def reporting(engine: TrainEngine[Any]) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            told.append(f"{type(error).__name__}: {error}")
-            raise
-
-    def broken(step: int) -> Any:
-        raise ValueError(f"no rows of step {step}")
-
-    monkeypatch.setattr(TrainEngine, "reporting_failures", reporting)
-    worker = SFTWorker(SFTRecipe(steps=2), Given(causal_lm(), tokenizer, demonstrations), torch.device("cpu"))
-    monkeypatch.setattr(worker, "_batch", broken)
-    with pytest.raises(ValueError):
-        worker.step(1)
-    assert told == ["ValueError: no rows of step 1"]
-    worker.release()
 
 
 def test_a_run_whose_gradients_are_never_finite_stops(

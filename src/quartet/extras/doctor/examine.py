@@ -21,7 +21,7 @@ from quartet.batch.ragged import ColumnSet, RaggedBatch
 from quartet.batch.trajectory import Trajectories
 from quartet.config import UserError
 from quartet.config.engines import NativeEngineConfig
-from quartet.config.placement import HEADS, AsynchronousPlacement
+from quartet.config.placement import HEADS
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
 from quartet.extras.doctor import rewards
@@ -35,7 +35,6 @@ from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.text.examples import PromptText
 from quartet.train.engine import ModelPart
 from quartet.train.forward import Needs
-from quartet.trainers.devices import numbers_per_token
 from quartet.trainers.experience import Experience, sampled_only
 from quartet.trainers.loop import RLLoop
 from quartet.trainers.rl import RLTrainer
@@ -68,14 +67,12 @@ class ExaminedRun:
         return self.roles.recipe.rollout.sampling.temperature
 
     async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
-        """Returns what each engine answers, with token ids, by each of ``params``; by the engines' names."""
+        """Returns what each rollout worker answers, with token ids, by each of ``params``; by the workers' names."""
         rollout, found = self.loop.rollout, dict[str, RaggedBatch]()
         asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
         async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
             for n, worker in enumerate(self.workers.engines):
-                of_worker = await worker.call(RolloutWorker.answers_by_engine, asked)
-                several = len(self.workers.engines) > 1
-                found |= {f"{n}/{engine}" if several else engine: batch for engine, batch in of_worker.items()}
+                found[f"engine {n}"] = await worker.call(RolloutWorker.answers, [asked], [0])
         return found
 
     async def canaries(self) -> list[RaggedBatch]:
@@ -266,7 +263,15 @@ def _coming_bytes(run: ExaminedRun, sizes: Sizes) -> float:
     tokens = min(train.token_budget, step_tokens)
     activations = tokens * (kept * config.num_hidden_layers + per_layer)
     logits = 3 * min(train.logprob_chunk, tokens) * packed.vocab_size * 4
-    return state + activations + logits + width * numbers_per_token(config) * _cache_tokens(recipe, longest)
+    return state + activations + logits + width * _numbers_per_token(config) * _cache_tokens(recipe, longest)
+
+
+def _numbers_per_token(config: Any) -> int:
+    """Counts the keys and values that a token has in all layers."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size)
 
 
 def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
@@ -623,14 +628,12 @@ def examine(
 
 
 def _scratch_recipe(recipe: RLRecipe, directory: Path) -> RLRecipe:
-    """Returns the recipe with another directory, without a journal to follow, and without anybody who is told."""
+    """Returns the recipe with another directory, and without anybody who is told."""
     changes: dict[str, Any] = {
         "output_dir": str(directory / "run"),
         "log": recipe.log.model_copy(update={"trackers": ()}),
         "callbacks": (),
     }
-    if isinstance(recipe.placement, AsynchronousPlacement):
-        changes["placement"] = recipe.placement.model_copy(update={"follow": None})
     return recipe.model_copy(update=changes)
 
 

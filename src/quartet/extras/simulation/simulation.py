@@ -1,9 +1,9 @@
 """A run whose models and engine only take time: everything that schedules is what a real run has.
 
-The iteration, the group stream, the rollout with its engine clients, weights and canary, scorers, learners, leases,
-barriers and the journal are the product's own; timed workers stand behind them. On a virtual clock this plans a run in
-no time; on the real clock it shows what scheduling itself costs, and with workers that sleep in other processes what
-reaching them costs.
+The iteration, the group stream, the rollout with its engine clients, weights and canary, scorers, learners and
+leases are the product's own; timed workers stand behind them. On a virtual clock this plans a run in no time; on
+the real clock it shows what scheduling itself costs, and with workers that sleep in other processes what reaching them
+costs.
 
 Models and an engine that only take time, behind the groups by which a run calls its workers.
 
@@ -35,7 +35,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 import torch
@@ -45,7 +45,7 @@ from quartet.config.placement import HEADS, ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams, StepEngine
 from quartet.schedule.clock import now, shielded
-from quartet.schedule.groups import AdmissionRule, Consumed, Event, Group, GroupStream, Journal
+from quartet.schedule.groups import NO_VERSION, AdmissionRule, Group, GroupStream
 from quartet.schedule.iteration import (
     Chunk,
     DrafterLearner,
@@ -330,6 +330,16 @@ async def sleep_here(role: str, seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
+Consumed = tuple[int, tuple[tuple[int, int], ...]]
+"""A group: its index, and runs ``(version, tokens)`` of the weights that made it, in order."""
+
+
+def consumed(group: Group) -> Consumed:
+    """Tells which weights made the group, trajectory after trajectory."""
+    sampled = [version for version in group.batch.token["policy_version"].tolist() if version != NO_VERSION]
+    return group.index, tuple((version, len(list(run))) for version, run in groupby(sampled))
+
+
 @dataclass(frozen=True)
 class SimulationResult:
     """What a simulated run was; times are seconds of its clock since its beginning.
@@ -344,7 +354,6 @@ class SimulationResult:
     steps: Sequence[Sequence[Consumed]]
     spans: Sequence[Span]
     peak_bytes: Mapping[str, int]
-    events: Sequence[Event]
 
     @property
     def step_s(self) -> list[float]:
@@ -356,7 +365,6 @@ class Simulation:
     """An RL run of a cost model under a placement.
 
     Args:
-        script: a journal to follow.
         accept: group index → whether the stream's filter keeps it.
         offloader: in place of the one that takes the cost model's time.
         sleep: in place of sleeping in this process.
@@ -368,7 +376,6 @@ class Simulation:
     prompts_per_step: int
     chunk_size: int
     patience: int = 4
-    script: Sequence[Event] = ()
     accept: Callable[[int], bool] | None = None
     offloader: Offloader | None = None
     sleep: Sleep = sleep_here
@@ -376,7 +383,6 @@ class Simulation:
     def __post_init__(self) -> None:
         costs, placement, accept = self.costs, self.placement, self.accept
         self.recorder = SpanRecorder(clock=now)
-        self.journal = Journal(self.script)
         offloader = TimedOffloader(costs, self.recorder) if self.offloader is None else self.offloader
         self.arbiter = placed_arbiter(placement, costs.sizes(), offloader=offloader, patience=self.patience)
         self.leases = LeaseContext(self.arbiter, self.recorder)
@@ -413,7 +419,6 @@ class Simulation:
             steps=self.steps,
             spans=[_since(span, started_s) for span in self.recorder.spans()],
             peak_bytes=self.arbiter.peak_bytes(),
-            events=self.journal.events,
         )
 
     # Generation ------------------------------------------------------------------------------------------
@@ -437,7 +442,6 @@ class Simulation:
             sends=("actor", HEADS) if any(stage.role == HEADS for stage in self.costs.learning) else ("actor",),
             in_flight=self.placement.in_flight,
             max_running=max_running if runs_ahead else None,
-            journal=self.journal,
         )
 
     def _requests(self, index: int) -> tuple[None, PromptRequest]:
@@ -460,16 +464,16 @@ class Simulation:
         return IterationStages.wired(
             self.rollout,
             self.stream,
-            [(stage.stage, self._scorer(stage), not stage.reads_own) for stage in costs.scoring],
+            [(self._scorer(stage), not stage.reads_own) for stage in costs.scoring],
             assemble,
-            [(stage.stage, self._learner(stage)) for stage in costs.learning],
+            [self._learner(stage) for stage in costs.learning],
             placement=self.placement,
             on_chunk=self._consumed,
         )
 
     def _consumed(self, step: int, groups: Sequence[Group]) -> None:
         self.steps += [[] for _ in range(step + 1 - len(self.steps))]
-        self.steps[step] += [group.consumed() for group in groups]
+        self.steps[step] += [consumed(group) for group in groups]
 
     def _scorer(self, stage: StageCost) -> ModelScorer:
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
@@ -558,7 +562,7 @@ def seconds_on_path(path: Sequence[PathSpan]) -> dict[str, float]:
 
 
 def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iterable[Span]) -> IsCause:
-    """Tells what may hold up what in the spans of a run: data, extra edges of the placement, and its pools.
+    """Tells what may hold up what in the spans of a run: data, and the pools of its placement.
 
     A movement of parts needs what the work needs for which they move.
     """
@@ -580,10 +584,9 @@ def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iter
         if later.name == "generate":
             return follows
         if later.name in scoring:
-            held_back = same_step and earlier.name in placement.after.get(later.name, ())
-            return follows or held_back or (earlier.name == "generate" and earlier.step <= later.step)
+            return follows or (earlier.name == "generate" and earlier.step <= later.step)
         if later.name in learning:
-            return same_step and (earlier.name in scoring or earlier.name in placement.after.get(later.name, ()))
+            return same_step and earlier.name in scoring
         if later.name == "canary":
             return same_step and earlier.name == "publish"
         return same_step and earlier.name in publishers

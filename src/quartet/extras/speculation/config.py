@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, field_validator
 
 from quartet.config.common import OptimConfig, SamplingConfig, Strict, TrainConfig, untrained
-from quartet.config.engines import NativeEngineConfig, Speculation, VLLMEngineConfig
-from quartet.config.placement import AsynchronousPlacement
+from quartet.config.engines import Speculation, VLLMEngineConfig
 from quartet.config.plugins import Starter
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import Rows, Samples, Tokens
@@ -45,15 +44,8 @@ class _Costed(Speculation):
     )
 
     def misfits_with(self, recipe: RLRecipe) -> Iterator[str]:
-        placement, engine = recipe.placement, recipe.rollout.engine
-        if isinstance(engine, VLLMEngineConfig):
+        if isinstance(recipe.rollout.engine, VLLMEngineConfig):
             yield from self._misfits_with_vllm()
-        follows = isinstance(placement, AsynchronousPlacement) and placement.follow is not None
-        if follows and isinstance(engine, NativeEngineConfig) and self.costs is None:
-            yield (
-                "placement.follow repeats a run step by step, but without rollout.speculation.costs each run measures "
-                "what steps cost, and drafts by that: set the same costs for both"
-            )
 
     def _misfits_with_vllm(self) -> Iterator[str]:
         for name, key in type(self).model_fields.items():

@@ -334,7 +334,7 @@ class Companion:
         self._kept = []
         if not kept:
             return {}
-        with self._engine.reporting_failures(), self.heads.with_whole_head():
+        with self.heads.with_whole_head():
             for states, is_here, labels in kept:
                 whole = states if self._engine.num_ranks == 1 else self._joined(states, is_here)
                 assert whole is not None, "every position is in a pass"

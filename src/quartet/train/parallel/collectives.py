@@ -7,15 +7,11 @@ the wire as a ring.
 
 **Speed.** gloo's own are slow between processes of one machine: 64 MiB over two ranks take it 118 ms to gather and
 141 ms to reduce and scatter, and 30 and 56 ms this way (2 cores). So CPUs use these whether or not order is asked for.
-
-**Repeated passes.** Collectives come in the same order in every pass of every rank. It is counted how many a rank has
-taken part in, so that after a failure within a pass it can make another in its place, and leave those out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,44 +55,20 @@ def add_up(addends: Sequence[Tensor], total: Tensor) -> None:
     total.copy_(wide)
 
 
-def sum_in_order(tensor: Tensor, group: dist.ProcessGroup, begin: Callable[[], None] = lambda: None) -> None:
-    """Replaces ``tensor`` by its sum over the group; ``begin`` is called once there is memory for it."""
+def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Replaces ``tensor`` by its sum over the group."""
     addends = [torch.empty_like(tensor) for _ in range(group.size())]
-    begin()
     swap([tensor] * group.size(), addends, group)
     add_up(addends, tensor)
 
 
-@dataclass
-class PassProgress:
-    """How far this rank is in the collectives of a pass.
-
-    Attributes:
-        num_done: collectives of this pass so far, those left out too.
-        num_left_out: the first so many of this pass are left out.
-    """
-
-    num_done: int = 0
-    num_left_out: int = 0
-
-    def begin(self, num_done: int) -> None:
-        """Begins a new pass, of which so many collectives were done before."""
-        self.num_done, self.num_left_out = num_done, 0
-
-    def repeat(self) -> None:
-        """Begins the same pass from its start, without the collectives that this rank has taken part in."""
-        self.num_done, self.num_left_out = 0, self.num_done
-
-
 class _Counted:
-    """A collective, FSDP's own or another, which is counted once it is done, as are the bytes that this rank sends by
-    whichever ranks. Where it is left out it gives zeros."""
+    """A collective, FSDP's own or another, whose bytes that this rank sends are counted."""
 
     kind: str
 
-    def __init__(self, collective: Any, progress: PassProgress, work: WorkCounter) -> None:
+    def __init__(self, collective: Any, work: WorkCounter) -> None:
         self._collective = collective
-        self._progress = progress
         self._work = work
 
     def allocate(self, *size: Any, **options: Any) -> Tensor:
@@ -106,13 +78,8 @@ class _Counted:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any, **options: Any
     ) -> Any:
-        found = None
-        if self._progress.num_done < self._progress.num_left_out:
-            output_tensor.zero_()
-        else:
-            found = self._collective(output_tensor, input_tensor, group, *args, **options)
-            self._work.sent[self.kind] += (group.size() - 1) * min(input_tensor.nbytes, output_tensor.nbytes)
-        self._progress.num_done += 1
+        found = self._collective(output_tensor, input_tensor, group, *args, **options)
+        self._work.sent[self.kind] += (group.size() - 1) * min(input_tensor.nbytes, output_tensor.nbytes)
         return found
 
 

@@ -13,7 +13,6 @@ by groups of its own. Autocast stays on and finds nothing to round in weights. G
 
 from __future__ import annotations
 
-import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from quartet.cluster.errors import reaching
 from quartet.config import UserError
 from quartet.models.directories import Gather
 from quartet.models.packed_model import PackedModel, decoder_layers
@@ -34,15 +34,13 @@ from quartet.train.parallel.collectives import (
     CountedReduceScatter,
     DirectAllGather,
     OrderedReduceScatter,
-    PassProgress,
 )
 from quartet.train.parallel.context import ALONE, ModelParallel
 from quartet.train.parallel.gradients import sum_copies, sum_over_tensor_ranks
 from quartet.train.parallel.layer_plan import check_cut
-from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh, is_broken_collective
+from quartet.train.parallel.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
 from quartet.train.parallel.pass_group import PassGroup
 from quartet.train.parallel.tensor import parallelize_layers
-from quartet.train.token_budget import is_out_of_memory
 from quartet.weights.sink import gather
 
 T = TypeVar("T")
@@ -72,23 +70,13 @@ class ShardedModel(nn.Module):
         self.mesh = mesh
         self.former_weights = former_weights
         self.present: set[str] = set()
-        self.progress = PassProgress()
         peers: ModelParallel = packed.parallel or ALONE
-        self._groups = [group for group in (peers.tensor, peers.context) if group is not None]
         self._copies, self._tensor = None, peers.tensor
-        if mesh.copy_words is not None:
-            self._copies = PassGroup(REPLICATE, mesh.group(REPLICATE), mesh.copy_words, packed.work)
-        self._is_complete = True  # of the pass that was begun last, all collectives are done
+        if mesh.replicate > 1:
+            self._copies = PassGroup(mesh.group(REPLICATE), packed.work)
 
     def forward(self, function: Callable[..., T], *args: Any) -> T:
-        result = function(*args)
-        self._is_complete = not torch.is_grad_enabled()
-        return result
-
-    def backward(self, loss: Tensor) -> None:
-        """Makes the other half of a pass with gradients."""
-        loss.backward()
-        self._is_complete = True
+        return function(*args)
 
     @property
     def reduces_every_pass(self) -> bool:
@@ -107,43 +95,22 @@ class ShardedModel(nn.Module):
     ) -> None:
         """Calls ``passes``, equally many on all ranks, and ``idle`` in the place of those that are None.
 
-        What fails is raised at the end, so that no rank waits for this one: a pass that was broken off is made again as
-        an idle one, without the collectives that this rank has taken part in. So do the ranks that compute the same
-        pass.
-
         Raises:
-            Exception: of a pass, of a collective that another rank has broken, or of an idle pass.
-            PeerFailed: a rank that computes the same passes failed.
+            RankFailed: a rank that takes part in them failed.
         """
-        self._reset()
-        failure = None
+        self.present.clear()
         if with_gradients and not self.reduces_every_pass:
             # Nothing is collective in them, but gradients must be there to be summed.
             passes = list(filter(None, passes)) or [None]
         if with_gradients:
             self._fsdp.set_requires_gradient_sync(self.reduces_every_pass)
             self._fsdp.set_requires_all_reduce(self.reduces_every_pass and self.mesh.replicate == 1)
-        for one_pass in passes:
-            self._is_complete = False
-            self.progress.begin(sum(group.is_unsharded for group in _fsdp_groups(self)))
-            if failure is None and one_pass is not None:
-                failure = _failure_of(partial(_make_together, self._groups, one_pass))
-                if failure is not None and not self._is_complete:
-                    self._break_off()
-            for group in self._groups:
-                group.idle()
-            if not self._is_complete:
-                idle()
-            for group in self._groups:
-                group.settle()
-        self._fsdp.reshard()
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # which refers to this frame
-        if with_gradients and not self.reduces_every_pass:
-            self._reduce_now()
+        with reaching(self.mesh.copy.size):
+            for one_pass in passes:
+                (one_pass or idle)()
+            self._fsdp.reshard()
+            if with_gradients and not self.reduces_every_pass:
+                self._reduce_now()
 
     def sum_gradients(self, present: Collection[str]) -> None:
         """Leaves the sums over all ranks in the parameters, where the passes have not done so. Collective.
@@ -152,16 +119,10 @@ class ShardedModel(nn.Module):
             present: parameters that had a gradient on any rank; the gradients of others are None.
 
         Raises:
-            PeerFailed: a rank that this one sums with failed; it tells of what.
+            RankFailed: a rank that this one sums with failed.
         """
-        groups = [group for group in (self._copies, self._tensor) if group is not None]
-        failure = _failure_of(partial(_make_together, groups, partial(self._sum_gradients, present)))
-        for group in groups:
-            group.idle()
-        for group in groups:
-            group.settle()
-        if failure is not None:
-            raise failure
+        with reaching(self.mesh.data.size):
+            self._sum_gradients(present)
 
     def _sum_gradients(self, present: Collection[str]) -> None:
         if not self.reduces_every_pass or self.mesh.replicate > 1:
@@ -185,29 +146,6 @@ class ShardedModel(nn.Module):
         """Itself, which has torch's methods once it is sharded."""
         return self
 
-    def _break_off(self) -> None:
-        """Drops what this pass has left; the next one is the same from its start."""
-        state = self._fsdp._get_fsdp_state()
-        state._lazy_init()  # What is reset is only made by the first pass, which may be the one that failed.
-        self._fsdp.reset_iter_state()
-        self._drop_gradients()
-        self.progress.repeat()
-
-    def _reset(self) -> None:
-        """Drops what former passes left, those that failed too."""
-        self.present.clear()
-        if not self._is_complete:
-            self._break_off()
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        for group in _fsdp_groups(self):
-            group._partial_reduce_output = None
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.unsharded_param.grad = None
-
     def watch(self) -> None:
         """Notes in ``present``, from now on, whose gradient a backward has made."""
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -229,36 +167,6 @@ class ShardedModel(nn.Module):
                 parameter.unsharded_param.register_post_accumulate_grad_hook(
                     lambda _, name=name: self.present.add(name)
                 )
-
-
-def _make_together(groups: Sequence[PassGroup], work: Callable[[], None]) -> None:
-    """Calls ``work``, in which the ranks of ``groups`` exchange, and hears of all of them that it went well."""
-    for group in groups:
-        group.begin()
-    work()
-    for group in groups:
-        group.end()
-
-
-def _failure_of(one_pass: Callable[[], None]) -> BaseException | None:
-    """Returns what the pass raises, without what its frames hold: its tensors.
-
-    Raises:
-        Exception: of a collective that another rank has broken; no other will do.
-    """
-    try:
-        one_pass()
-    except (Exception, SystemExit) as error:
-        if is_broken_collective(error):
-            raise
-        found: BaseException | None = error
-        while found is not None:
-            traceback.clear_frames(found.__traceback__)
-            if is_out_of_memory(error):  # Cleared frames of modules with hooks still hold the modules' arguments.
-                found.__traceback__ = None
-            found = found.__cause__ or found.__context__
-        return error
-    return None
 
 
 def _fsdp_groups(root: nn.Module) -> list[Any]:
@@ -352,11 +260,11 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True)
-            on_cpu, counters = mesh.device_mesh.device_type == "cpu", (root.progress, packed.work)
+            on_cpu = mesh.device_mesh.device_type == "cpu"
             gather_by = DirectAllGather() if on_cpu else DefaultAllGather()
             reduce_by = OrderedReduceScatter() if on_cpu or mesh.fixed_order else DefaultReduceScatter()
-            module.set_custom_all_gather(CountedAllGather(gather_by, *counters))
-            module.set_custom_reduce_scatter(CountedReduceScatter(reduce_by, *counters))
+            module.set_custom_all_gather(CountedAllGather(gather_by, packed.work))
+            module.set_custom_reduce_scatter(CountedReduceScatter(reduce_by, packed.work))
     root.watch()
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
@@ -373,11 +281,7 @@ def _share_passes(packed: PackedModel, mesh: Mesh) -> None:
     """
     check_cut(packed, context=mesh.context, tensor=mesh.tensor)
     of_ranks = {TENSOR: mesh.tensor_group, CONTEXT: mesh.context_group}
-    groups = {
-        name: PassGroup(name, group, mesh.words[name], packed.work)
-        for name, group in of_ranks.items()
-        if group is not None
-    }
+    groups = {name: PassGroup(group, packed.work) for name, group in of_ranks.items() if group is not None}
     if groups:
         packed.parallel = ModelParallel.of(packed, tensor=groups.get(TENSOR), context=groups.get(CONTEXT))
     if mesh.tensor_mesh is not None:

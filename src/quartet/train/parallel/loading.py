@@ -14,9 +14,7 @@ tensor of several others (``models/conversions``), those of that one conversion.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,15 +37,13 @@ from quartet.train.parallel.fsdp import sharded, stays_on_host
 from quartet.train.parallel.tensors import local, local_slices, write_part
 from quartet.weights.sink import gather
 
-T = TypeVar("T")
-
 
 def load_shares(
     packed: PackedModel, source: str | Mapping[str, Tensor], *, device: torch.device | None = None, seed: int = 0
 ) -> None:
     """Gives a model that was made on the meta device, and sharded there, its contents.
 
-    All ranks of the model call it; where one fails, all raise its error.
+    All ranks of the model call it.
 
     Args:
         source: a model directory or hub name; or whole tensors by the names that files would have.
@@ -61,7 +57,7 @@ def load_shares(
     """
     model = packed.model
     twin = meta_twin(model)
-    with _together(packed), torch.no_grad():
+    with torch.no_grad():
         if next(model.parameters()).is_meta:
             _allocate(packed, device or torch.device("cpu"))
         # Adapters have no place in the files: without them the model has the files' names.
@@ -91,9 +87,9 @@ def _allocate(packed: PackedModel, device: torch.device) -> None:
 
 def _gathered_digest(packed: PackedModel, named: Iterable[tuple[str, Tensor]]) -> str:
     """Returns ``digest_of`` the whole tensors, on all ranks. Collective."""
-    return _of_all(digest_of((name, whole) for name, tensor in named if (whole := gather(tensor)) is not None), packed)[
-        0
-    ]
+    digest = digest_of((name, whole) for name, tensor in named if (whole := gather(tensor)) is not None)
+    root = sharded(packed)
+    return digest if root is None else root.mesh.data.gather(digest)[0]
 
 
 # Reading -------------------------------------------------------------------------------------------------
@@ -202,34 +198,3 @@ def _make_buffers(model: PreTrainedModel, twin: PreTrainedModel) -> None:
         twin.initialize_weights()
     for name in wanted:
         model.get_buffer(name).copy_(twin.get_buffer(name))
-
-
-# All ranks -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _together(packed: PackedModel) -> Iterator[None]:
-    """Raises on all ranks of the model's mesh what one of them raises in the ``with`` block."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    others = _of_all(failure if failure is None or isinstance(failure, UserError) else _unexpected(failure), packed)
-    if failure is not None:
-        raise failure
-    for rank, told in enumerate(others):
-        if told is not None:
-            raise UserError(told.problem, found=f"rank {rank}: {told.found}", remedy=told.remedy)
-
-
-def _unexpected(error: Exception) -> UserError:
-    return UserError(
-        "a rank failed while it loaded its share", found=f"{type(error).__name__}: {error}", remedy="see its log"
-    )
-
-
-def _of_all(value: T, packed: PackedModel) -> list[T]:
-    """Gathers the values that the ranks of the model give."""
-    root = sharded(packed)
-    return [value] if root is None else root.mesh.data.gather(value)

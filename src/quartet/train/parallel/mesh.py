@@ -5,50 +5,22 @@ The ranks of a role, and how they tell each other plain values and failures.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
+from quartet.cluster.errors import reaching
 from quartet.config import UserError
 from quartet.config.common import ShardingConfig
 
 T = TypeVar("T")
 
-_num_gathers: Counter[str] = Counter()
-"""By process group: its ranks gather in the same order."""
-_COMING_S = 2.0
-"""A rank that lives comes to a gather so soon after another one has failed there."""
-
-
-class RankFailed(Exception):
-    """Another rank failed, or cannot be reached any more; this rank's model took no part in it.
-
-    Args:
-        known_to: the ranks that are not to be told again.
-    """
-
-    is_echo = True
-    """Among failures of several ranks the other rank's is reported first."""
-
-    def __init__(self, message: str, known_to: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.known_to = tuple(known_to)
-
-
-def is_broken_collective(error: BaseException) -> bool:
-    """Tells whether another rank is the cause: a collective failed with torch's own types of errors, or gloo's, which
-    is a plain RuntimeError.
-    """
-    return isinstance(error, RankFailed | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+TIME_LIMIT = timedelta(minutes=10)
+"""Of one collective within a pass."""
 
 
 class DataParallelGroup:
@@ -59,10 +31,7 @@ class DataParallelGroup:
 
     Attributes:
         ranks: their numbers in the default group.
-        is_reporting: a failure of this rank will be told to the others by what has called what runs now.
     """
-
-    is_reporting = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.process_group = group
@@ -75,43 +44,20 @@ class DataParallelGroup:
         """Makes the group of all ranks of the default process group."""
         return cls()
 
-    def gather(self, value: T, *, within: timedelta | None = None) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Gathers every rank's ``value``, in the order of the ranks.
-
-        Args:
-            within: how long the others may take to call it, too, from now on; the process group's time limit before.
 
         Raises:
             RankFailed: a rank is gone or does not answer.
         """
         found: list[Any] = [None] * self.size
-        store, group = _get_default_store(), self.process_group or dist.group.WORLD
-        assert group is not None
-        # Each rank signs in the store, so that one that does not come can be named.
-        number = _num_gathers[group.group_name] = _num_gathers[group.group_name] + 1
-        sign, former = (f"quartet/{group.group_name}/{n}" for n in (number, number - 1))
-        try:
-            store.set(f"{sign}/{self.rank}", "")
-            if within is not None:
-                _set_pg_timeout(within, group)
+        with reaching(self.size):
             dist.all_gather_object(found, value, group=self.process_group)
-            store.delete_key(f"{former}/{self.rank}")  # All have come to this one.
-        except RuntimeError as error:
-            raise RankFailed(f"{self._silent(sign)}: {error}", self.ranks) from error
         return found
 
-    def _silent(self, sign: str) -> str:
-        """Tells who did not come to a gather, in words."""
-        store, deadline = _get_default_store(), time.monotonic() + _COMING_S
-        silent: list[str] = []
-        with suppress(RuntimeError):  # The process that has the store may be gone: what it said last counts.
-            while (silent := [str(n) for n in range(self.size) if not store.check([f"{sign}/{n}"])]) and (
-                time.monotonic() < deadline
-            ):
-                time.sleep(0.05)
-        if silent:
-            return f"no answer of rank {', '.join(silent)} of {self.size}"
-        return f"the other ranks of {self.size} cannot be reached any more"
+    def name(self) -> str:
+        """Names this rank, for messages."""
+        return f"rank {self.rank} of {self.size}"
 
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "replicate", "shard", "context", "tensor"
@@ -127,15 +73,12 @@ class Mesh:
     of them (both 0) speaks for it.
 
     Attributes:
-        data: all ranks, for plain values. Never used within a pass, so it works when a pass has failed.
+        data: all ranks, for plain values.
         copy: those among them that hold this rank's copy of the model, likewise.
         device_mesh: torch's mesh, with the process groups that passes use: ``replicate``, ``shard`` (with the ranks
             along ``context``, which share out weights as well) and, where there are several, ``tensor``.
         context_group: this rank's peers along ``context``; None where it is alone.
-        words: of ``context`` and ``tensor`` where there are several ranks, a gloo group of the same ranks.
-        copy_words: such a one of ``replicate``.
         fixed_order: sums over ranks are taken in the order of the ranks, so their bits do not depend on a library.
-        time_limit: of one collective within a pass.
     """
 
     data: DataParallelGroup
@@ -143,10 +86,7 @@ class Mesh:
     device_mesh: DeviceMesh
     context: int = 1
     context_group: dist.ProcessGroup | None = None
-    words: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    copy_words: dist.ProcessGroup | None = None
     fixed_order: bool = False
-    time_limit: timedelta | None = None
 
     @classmethod
     def of(
@@ -157,7 +97,7 @@ class Mesh:
         context: int = 1,
         tensor: int = 1,
         fixed_order: bool = False,
-        time_limit: timedelta | None = None,
+        time_limit: timedelta = TIME_LIMIT,
     ) -> Mesh:
         """Makes the mesh of all ranks of ``data``; all of them call it.
 
@@ -165,7 +105,7 @@ class Mesh:
             shard: data ranks that hold one copy of the model between them.
             context: ranks that have the tokens of a pack between them.
             tensor: ranks that have the columns and rows of every layer between them.
-            time_limit: of one collective within a pass; the group's own where it is left out.
+            time_limit: of one collective within a pass.
 
         Raises:
             UserError: ``shard × context × tensor`` does not divide the number of ranks.
@@ -182,13 +122,10 @@ class Mesh:
         device_type = "cuda" if "nccl" in dist.get_backend(data.process_group) else "cpu"
         ranks = torch.tensor(data.ranks, dtype=torch.int).view(-1, shard, context, tensor)
         r, s, c, t = ((ranks == data.ranks[data.rank]).nonzero())[0].tolist()
-        limit = time_limit if time_limit is not None else _time_limit(data, device_type)
 
-        def group(
-            name: str, own: torch.Tensor, backend: str | None = None, limit: timedelta | None = limit
-        ) -> dist.ProcessGroup:
+        def group(name: str, own: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
             ranks = own.flatten().tolist()
-            return dist.new_group(ranks, limit, backend, use_local_synchronization=True, group_desc=name)
+            return dist.new_group(ranks, time_limit, backend, use_local_synchronization=True, group_desc=name)
 
         along = [(REPLICATE, ranks[:, s, c, t]), (SHARD, ranks[r, :, :, t]), (TENSOR, ranks[r, s, c])]
         along = along if tensor > 1 else along[:2]
@@ -197,12 +134,9 @@ class Mesh:
         device_mesh = DeviceMesh.from_group(groups, device_type, mesh=in_mesh, mesh_dim_names=names)
         copy = data
         if of_copy < data.size:
-            copy = DataParallelGroup(group("copy", ranks[r], "gloo", None))
-        peers = {name: own for name, own in ((CONTEXT, ranks[r, s, :, t]), (TENSOR, ranks[r, s, c])) if len(own) > 1}
-        words = {name: group(f"words of {name}", own, "gloo") for name, own in peers.items()}
-        context_group = group(CONTEXT, peers[CONTEXT]) if context > 1 else None
-        copy_words = group("words of copies", ranks[:, s, c, t], "gloo") if of_copy < data.size else None
-        return cls(data, copy, device_mesh, context, context_group, words, copy_words, fixed_order, limit)
+            copy = DataParallelGroup(group("copy", ranks[r], "gloo"))
+        context_group = group(CONTEXT, ranks[r, s, :, t]) if context > 1 else None
+        return cls(data, copy, device_mesh, context, context_group, fixed_order)
 
     @classmethod
     def cut(cls, group: DataParallelGroup, sharding: ShardingConfig) -> Mesh:
@@ -277,12 +211,3 @@ class Mesh:
     @property
     def _num_peers(self) -> int:
         return self.context * self.tensor
-
-
-def _time_limit(data: DataParallelGroup, device_type: str) -> timedelta | None:
-    group = data.process_group if data.process_group is not None else dist.group.WORLD
-    assert group is not None
-    # torch has no public way to ask.
-    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
-    limit: timedelta | None = getattr(options, "_timeout", None)
-    return limit

@@ -1,16 +1,10 @@
-"""Ranks that compute one pass together: what they exchange within it, and how they all hear that one has failed.
+"""Ranks that compute one pass together, and what they exchange within it.
 
 Shapes: n_r rows of rank r, N their sum; H heads, D head size, t_r tokens of rank r.
 
-**Words.** Before every exchange, its memory allocated, and at the end of a pass a rank tells each other rank of the
-group by one byte whether it is still in the pass. A rank that fails sends ``FAILED`` as its next word and goes no
-further; so the others hear it at that word, wherever they are by then, and raise ``PeerFailed``. They send it on in
-their other group. So each pass ends in every group with one word that all its ranks have sent, nobody waits for a time
-limit, and the next pass begins with nothing on its way. After a failure, and where it has nothing to compute, a rank
-makes *idle passes*, in which it exchanges nothing and takes zeros for what others would send.
-
-**Order.** Parts travel as direct messages, and are added up in the order of the ranks: the same bits every time, and as
-many bytes as a ring's.
+Parts travel as direct messages, and are added up in the order of the ranks: the same bits every time, and as many bytes
+as a ring's. A rank that fails in a pass leaves the others in an exchange: they end with its process, or by the time
+limit of the process group.
 """
 
 from __future__ import annotations
@@ -27,18 +21,10 @@ from torch.autograd.function import once_differentiable
 from quartet.models.work import WorkCounter
 from quartet.train.parallel.collectives import add_up, sum_in_order, swap
 
-IN_PASS, FAILED = 0, 1
-
 
 def near_equal(num_rows: int, size: int) -> tuple[int, ...]:
     """Deals ``num_rows`` rows to ``size`` ranks, one after the other; their numbers differ by one at most."""
     return tuple(num_rows * (rank + 1) // size - num_rows * rank // size for rank in range(size))
-
-
-class PeerFailed(Exception):
-    """A rank that computes the same pass failed in it; what it failed of is told when the passes have ended."""
-
-    is_echo = True
 
 
 class PassGroup:
@@ -47,74 +33,13 @@ class PassGroup:
     All of them call the same methods in the same order. Gradients go through all methods but ``stack``.
 
     Args:
-        name: ``tensor``, ``context`` or, for sums between passes, ``replicate``.
-        words: a gloo group of the same ranks; ``group`` itself where that is one.
-        work: counts the bytes that this rank sends, words left out.
+        work: counts the bytes that this rank sends.
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup, words: dist.ProcessGroup, work: WorkCounter) -> None:
-        self.name = name
+    def __init__(self, group: dist.ProcessGroup, work: WorkCounter) -> None:
         self.size, self.rank = group.size(), group.rank()
         self._group = group
-        self._words = words
         self._work = work
-        self._is_idle = False
-        self._is_told = True  # this pass's last word
-        self._pending: list[Any] = []
-
-    # Passes ----------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Begins a pass that is computed together, or sums between passes."""
-        self._is_idle = self._is_told = False
-
-    def idle(self) -> None:
-        """Stops exchanging until the next ``begin``. Where this rank was in a pass, the others hear that it failed."""
-        if not (self._is_idle or self._is_told):
-            self._pending, _ = self._post(FAILED)
-        self._is_idle = True
-
-    def end(self) -> None:
-        """Ends a pass.
-
-        Raises:
-            PeerFailed: another rank failed in it.
-        """
-        if not self._is_idle:
-            self.hear()
-            self._is_told = True
-
-    def settle(self) -> None:
-        """Waits for the words of the others that belong to the one with which this rank failed."""
-        for work in self._pending:
-            work.wait()
-        self._pending = []
-
-    def hear(self) -> None:
-        """Tells the others that this rank is in the pass, and waits for their words.
-
-        Raises:
-            PeerFailed: another rank failed in it.
-        """
-        under_way, heard = self._post(IN_PASS)
-        for work in under_way:
-            work.wait()
-        failed = [rank for rank, word in enumerate(heard.tolist()) if word == FAILED]
-        if failed:
-            self._is_told = True
-            raise PeerFailed(f"rank {failed[0]} of the {self.name} group failed in this pass")
-
-    def _post(self, word: int) -> tuple[list[Any], Tensor]:
-        sent = torch.tensor([word], dtype=torch.uint8)
-        heard = torch.full((self.size,), IN_PASS, dtype=torch.uint8)
-        under_way = []
-        for rank in range(self.size):
-            if rank != self.rank:
-                under_way.append(self._words.send([sent], rank, 0))
-                under_way.append(self._words.recv([heard[rank : rank + 1]], rank, 0))
-        return under_way, heard
-
-    # Exchanges -------------------------------------------------------------------------------------------
 
     def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Gathers ``[n_r, …] → [N, …]``, where ranks go on differently; backward: the sum of their
@@ -152,9 +77,8 @@ class PassGroup:
     def sum_up(self, x: Tensor, *, in_order: bool) -> None:
         """Replaces ``x`` by its sum over the ranks, added in their order or in the library's. No part of a pass."""
         if in_order:
-            sum_in_order(x, self._group, self.hear)
+            sum_in_order(x, self._group)
         else:
-            self.hear()
             dist.all_reduce(x, group=self._group)
         of_each = (self.size - 1) * x.nbytes
         self._work.sent["all-reduce"] += of_each if in_order else 2 * of_each // self.size  # of a ring
@@ -195,13 +119,6 @@ class PassGroup:
 
     def _swap(self, kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Sends ``sent[r]`` to rank r, whose part comes to ``received[r]``; all are contiguous."""
-        if self._is_idle:
-            for part in (part for rank, part in enumerate(received) if rank != self.rank):
-                part.zero_()
-            if received[self.rank].data_ptr() != sent[self.rank].data_ptr():
-                received[self.rank].copy_(sent[self.rank])
-            return
-        self.hear()
         swap(sent, received, self._group)
         self._work.sent[kind] += sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank)
 
