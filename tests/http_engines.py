@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvicorn
 from safetensors.torch import load_file
 from starlette.applications import Starlette
@@ -108,7 +103,6 @@ class SGLangServer:
         answers: what answers each path.
         asked: paths and bodies, in order.
         spoil: changes an answer of ``/generate`` before it is sent.
-        num_workers: processes that join a group for new weights; they start with the first one.
     """
 
     engine: NativeEngine
@@ -118,9 +112,6 @@ class SGLangServer:
     spoil: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
     weight_version: str = "default"
     released: set[str] = field(default_factory=set)
-    num_workers: int = 1
-    workers: list[asyncio.subprocess.Process] = field(default_factory=list)
-    _received: dict[str, torch.Tensor] = field(default_factory=dict)
     _number: int = 0
     _paused: bool = False
 
@@ -134,9 +125,6 @@ class SGLangServer:
             "/pause_generation": self.pause,
             "/continue_generation": self.continue_,
             "/update_weights_from_disk": self.update,
-            "/init_weights_update_group": self.join,
-            "/update_weights_from_distributed": self.receive,
-            "/destroy_weights_update_group": partial(self.tell_workers, "destroy", ""),
             "/release_memory_occupation": self.release,
             "/resume_memory_occupation": self.resume,
         }
@@ -145,10 +133,6 @@ class SGLangServer:
             yield Starlette(routes=[*routes, Route("/v1/models", self.models)])
         finally:
             self.thread.close()
-            for worker in self.workers:
-                with suppress(ProcessLookupError):
-                    worker.kill()
-                await worker.wait()
 
     async def _noted(self, http: HTTPRequest) -> Response:
         body = await http.json()
@@ -213,51 +197,13 @@ class SGLangServer:
     async def update(self, body: dict[str, Any]) -> Any:
         assert not self._go_on.is_set() or not self.thread.held, "updated while it computes"
         tensors = load_file(Path(body["model_path"]) / "model.safetensors")
-        return await self._take(tensors, body["weight_version"])
-
-    async def _take(self, tensors: dict[str, torch.Tensor], weight_version: str) -> Any:
+        weight_version = body["weight_version"]
         try:
             await self.thread.call(lambda engine: self.engine.update_weights(tensors.items(), int(weight_version)))
         except Exception as error:  # As SGLang answers.
             return JSONResponse({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         self.weight_version = weight_version
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
-
-    async def join(self, body: dict[str, Any]) -> Any:
-        while len(self.workers) < self.num_workers:
-            command = [sys.executable, str(Path(__file__).with_name("sglang_rank.py")), str(len(self.workers))]
-            pipe = asyncio.subprocess.PIPE
-            self.workers.append(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
-        return await self.tell_workers("init", "", body)
-
-    async def receive(self, body: dict[str, Any]) -> Any:
-        """SGLang loads each part as it comes; this one once it has the last, which names the version."""
-        assert not self._go_on.is_set() or not self.thread.held, "updated while it computes"
-        version, is_last = body.pop("weight_version", None), body.pop("flush_cache")
-        assert is_last == (version is not None)
-        with tempfile.TemporaryDirectory() as folder:
-            told = await self.tell_workers("update", folder, body)
-            if isinstance(told, JSONResponse):
-                return told
-            parts = [load_file(file) for file in sorted(Path(folder).iterdir())]
-        assert len(parts) == self.num_workers
-        assert all(torch.equal(parts[0][name], part[name]) for part in parts for name in body["names"])
-        self._received |= parts[0]
-        if version is None:
-            return told
-        tensors, self._received = self._received, {}
-        return await self._take(tensors, version)
-
-    async def tell_workers(self, what: str, folder: str, body: dict[str, Any]) -> Any:
-        async def tell(number: int, worker: asyncio.subprocess.Process) -> dict[str, Any]:
-            assert worker.stdin is not None and worker.stdout is not None
-            worker.stdin.write(json.dumps([what, f"{folder}/{number}", body]).encode() + b"\n")
-            line = await worker.stdout.readline()
-            return dict(json.loads(line)) if line else {"success": False, "message": "the worker died"}
-
-        answers = await asyncio.gather(*(tell(number, worker) for number, worker in enumerate(self.workers)))
-        wrong = [answer for answer in answers if not answer["success"]]
-        return JSONResponse(wrong[0], 400) if wrong else answers[0]
 
     async def release(self, body: dict[str, Any]) -> Any:
         assert not self.thread.held, "released while it computes"

@@ -23,4 +23,4 @@ needs_sandbox = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 def run_tests(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits) -> list[bool]:
     """Whether each of the tests that count passed."""
-    return [verdict.passed for verdict in judge(source, tests, limits)]
+    return [not failure for failure in judge(source, tests, limits)]

@@ -189,7 +189,7 @@ def test_a_run_that_loses_its_store_goes_on_and_is_uploaded_later(
         s3.start()
     [draft] = (tmp_path / "only" / "quartet" / "runs").glob("*/lost")
     assert status == 2 and "lacks what the run has written last" in told and f"quartet upload {draft}" in told, told
-    assert told.count("not uploaded now") <= 1 and "model/tokenizer.json" in told
+    assert told.count("not uploaded now") <= 1
     assert json.loads((draft / "run.json").read_text())["status"] == "done"
     assert whole_steps(url)[-1] < 60 and "summary.json" not in Store(url).list()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from quartet.config.plugins import load, plugins
 from quartet.observe.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +117,14 @@ def test_an_extra_is_imported_by_itself_alone(name: str) -> None:
     ]
     assert users == []
     assert len((own / "README.md").read_text(encoding="utf-8").splitlines()) <= 12
+
+
+def test_what_plug_ins_name_is_there() -> None:
+    """Else it is missed by whoever uses it first, since it is imported then."""
+    targets = set(re.findall(r"quartet(?:\.\w+)+:\w+", repr(plugins())))
+    assert len(targets) > 50
+    for target in targets:
+        load(target)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))

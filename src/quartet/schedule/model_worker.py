@@ -47,7 +47,7 @@ from quartet.schedule.weight_sync import WeightSenderMixin
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import Share, ShareWriter
-from quartet.train.engine import LossTerm, ModelPart, Objective, TrainEngine
+from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.offload import PARTS, MappedFiles, Moved, Offload, OffloadPart, PinnedMemory, Store
 from quartet.train.parallel.tensors import local, write_part
@@ -373,9 +373,9 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
     def note_drafts(self, drafted: int, kept: int) -> None:
         """Notes what became of the engines' drafted tokens in a step."""
 
-    def flip_bits(self, part: ModelPart) -> int:
+    def flip_bits(self) -> None:
         """Flips bits as ``TrainEngine.flip_bits`` does: new weights, which the engines are to be given."""
-        return self.engine.flip_bits(part)
+        self.engine.flip_bits()
 
     def expect_update(self, number: int) -> None:
         """Prepares, beside what is computed meanwhile, the losses added to update ``number`` of the run."""

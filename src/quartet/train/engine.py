@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +78,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     """Scales the gradients to at most ``max_norm``; returns their norm before, which may be inf or nan."""
     return float(nn.utils.clip_grad_norm_(parameters, max_norm))
 
-
-ModelPart = Literal["embeddings", "body"]
-"""Input embedding and output head (one tensor where they are tied), or everything between them."""
 
 _FLIPPED = 1 << 20
 """A bit of the mantissa that bf16 still has: a number changes by 6 to 12 hundredths, more than bf16 rounds away."""
@@ -345,21 +342,12 @@ class TrainEngine(Generic[Model]):
             idle_pass(self.packed, needs, self.config.logprob_chunk).nothing().backward()
 
     @torch.no_grad()
-    def flip_bits(self, part: ModelPart) -> int:
-        """Changes every trained weight of ``part`` by about a tenth, and by the same call back to the last bit.
-
-        Returns:
-            How many tensors it were; adapters have no embeddings.
-        """
+    def flip_bits(self) -> None:
+        """Changes every trained weight by about a tenth, and by the same call back to the last bit."""
         self._require("params")
         drop_derived(self.packed.model)
-        model = self.packed.model
-        around = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
-        embeddings = {id(parameter) for module in around for parameter in module.parameters()}
-        found = [p for p in self.trained.values() if (id(p) in embeddings) == (part == "embeddings")]
-        for parameter in found:
+        for parameter in self.trained.values():
             flip_bits(local(parameter))
-        return len(found)
 
     # State -----------------------------------------------------------------------------------------------
 

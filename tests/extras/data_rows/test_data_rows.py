@@ -185,10 +185,6 @@ def test_sources_and_sections(viewed: Any, tmp_path: Path) -> None:
     mixed = f"data={{sources: [{{path: {other}, weight: 3}}, {{path: {tmp_path / 'rows.jsonl'}, weight: 1}}]}}"
     recipe, found, shown = viewed("sft", [SFT[1]] * 3, mixed)
     assert len(shown) == 4 and found.notes() == list(SFTWorker(recipe, Given(), CPU).data.warnings)
-    section = sections_of(recipe)["data"]
-    assert [row.number for row in DataRows(section, "data", 1).rows(2, 1)] == [2]
-    with pytest.raises(UserError, match="no such source"):
-        DataRows(section, "data", 2)
 
 
 def test_no_weights_are_read(viewed: Any, model: Path, tmp_path: Path) -> None:
@@ -216,14 +212,15 @@ def recipe(model: Path, tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_command_without_colours(recipe: str, tmp_path: Path) -> None:
+def test_the_command(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quartet.extras.data_rows.command._TOKENS", 8)
     status, out, _ = command(recipe, "--rows", "1", "--start", "2")
     assert status == 0 and "\x1b" not in out
     assert "  sequence    context     2  a¦ \n" in out and "loss        2  b¦<|im_end|>\n" in out
-    assert "row 1 " not in out and "4 rows: 4 used, 0 left out" in out and "variables: quiet; tools: used" in out
+    assert "row 1 " not in out and "4 rows: 4 used, 0 left out" in out
     rows = [{"text": "x" * 600}, {"prompt": "a"}, {"text": "\x1b[2J" + "y" * 90}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status, out, _ = command(recipe, "--tokens", "8", "data.overlong=skip")
+    status, out, _ = command(recipe, "data.overlong=skip")
     assert "context     1  \\x1b\n" in out and "\x1b" not in out and "… 86 tokens …" in out
     assert status == 1 and "stops the run: a row lacks" in out and "left out: sequence longer than 256 tokens" in out
 
@@ -241,7 +238,6 @@ def test_the_last_message_names_file_and_line_of_a_row_that_cannot_be_read(recip
     [
         (["job=null"], "does not say which job"),
         (["--source", "ptx.data"], "no such data"),
-        (["--source", "7"], "no such source"),
         (["data=null"], "names no data"),
         (["model=null"], "no model"),
         (["model.chat_template=none.jinja"], "no such chat template"),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -31,26 +29,20 @@ from quartet.config.algorithms import (
 from quartet.config.common import LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, RLRecipe, RolloutConfig
-from quartet.config.rewards import ExactMatchReward, FunctionReward, MathReward, NumericReward
-from quartet.data.datasets import PromptItem
 from quartet.extras.doctor import checks
-from quartet.extras.doctor import rewards as doctor_rewards
 from quartet.extras.doctor.checks import Finding
 from quartet.extras.doctor.examine import examine
 from quartet.extras.quickstart import task
-from quartet.rewards.build import build_reward
 from quartet.rollout import engine as native
 from quartet.rollout.sampler import sample
-from quartet.schedule import rollout_worker
 from quartet.schedule.iteration import ModelScorer
-from quartet.schedule.rollout_worker import NativeRolloutWorker, RequestStore
+from quartet.schedule.rollout_worker import RequestStore
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers import workers
 from quartet.trainers.loop import RLLoop
-from quartet.trainers.model_loader import FunctionScorer
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.workers import LocalRunWorkers
 
@@ -150,8 +142,8 @@ HEALTHY: dict[str, dict[str, Any]] = {
 def test_a_healthy_recipe_is_all_ok(name: str, examined: Examined) -> None:
     found = examined(**HEALTHY[name])
     assert not unwell(found), [finding.line() for finding in found.values() if finding.status != "ok"]
-    assert len(found) >= 39
-    needed = {"sampler_agreement", "first_ratio", "reference_kl", "tied_head", "weight_update", "weights_restored"}
+    assert len(found) == 25
+    needed = {"sampler_agreement", "first_ratio", "reference_kl", "weight_update"}
     assert needed <= found.keys()
 
 
@@ -181,27 +173,10 @@ def of_completions(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]
     monkeypatch.setattr(RequestStore, "ended", lambda self, made: ended(self, change(made)))
 
 
-def of_trainer(monkeypatch: pytest.MonkeyPatch, change: Callable[[TrainEngine[Any], RaggedBatch, Needs], Any]) -> None:
-    """The trainer's passes without gradient are others."""
-    forward = TrainEngine.forward
-
-    def changed(self: TrainEngine[Any], batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        return forward(self, *change(self, batch, needs))
-
-    monkeypatch.setattr(TrainEngine, "forward", changed)
-
-
 def test_stop_tokens_that_never_reach_the_engine(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
     of_requests(monkeypatch, stop_token_ids=())
     found = examined()
-    assert found["stop_tokens"].status == found["end_of_text"].status == "failure"
-    assert found["truncation"].status == "warning"
-
-
-def test_stop_strings_that_never_reach_the_engine(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_requests(monkeypatch, stop_strings=())
-    found = examined()
-    assert found["stop_strings"].status == "failure" and found["stop_tokens"].status == "ok"
+    assert found["end_of_text"].status == "failure" and found["truncation"].status == "warning"
 
 
 def test_seeds_that_are_ignored(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,11 +190,6 @@ def test_log_probabilities_of_the_token_before(examined: Examined, monkeypatch: 
     assert found["sampler_agreement"].status == "failure" and found["weight_update"].status == "ok"
 
 
-def test_versions_that_no_weights_had(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_completions(monkeypatch, lambda made: replace(made, versions=tuple(v + 1 for v in made.versions)))
-    assert unwell(examined()) == {"versions"}
-
-
 def test_temperature_missing_in_the_engines_log_probabilities(
     examined: Examined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,82 +198,19 @@ def test_temperature_missing_in_the_engines_log_probabilities(
         return tokens, logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
 
     monkeypatch.setattr(native, "sample", unscaled)
-    found = examined(sampling={"temperature": 0.5})
-    assert found["temperature"].status == "failure" and "the engine leaves" in found["temperature"].found
+    assert examined(sampling={"temperature": 0.5})["sampler_agreement"].status == "failure"
 
 
 def test_temperature_missing_in_the_trainers_log_probabilities(
     examined: Examined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_trainer(monkeypatch, lambda engine, batch, needs: (batch, replace(needs, temperature=1.0)))
-    found = examined(sampling={"temperature": 0.5})
-    assert found["temperature"].status == "failure" and "the trainer leaves" in found["temperature"].found
-
-
-def without_token(batch: RaggedBatch, token: int) -> RaggedBatch:
-    """The batch in which prompts hold another token in the place of ``token``."""
-    hidden = (batch.input_ids == token) & (batch.sequence_index() < 0)
-    return replace(batch, input_ids=batch.input_ids.masked_fill(hidden, 5))
-
-
-def test_the_pad_tokens_id_as_a_mask_in_the_trainer(
-    examined: Examined, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
-) -> None:
-    pad = tokenizer.pad_token_id
-    of_trainer(monkeypatch, lambda engine, batch, needs: (without_token(batch, pad), needs))
-    assert unwell(examined()) == {"pad_by_mask"}
-
-
-def test_the_pad_tokens_id_as_a_mask_on_both_sides(
-    examined: Examined, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
-) -> None:
-    pad: int = tokenizer.pad_token_id
-    asked: Any = RequestStore.engine_requests
-
-    def requests(self: RequestStore, request: Any) -> Any:
-        return [replace(one, prompt_ids=tuple(t for t in one.prompt_ids if t != pad)) for one in asked(self, request)]
-
-    forward = TrainEngine.forward
-
-    def padded(self: TrainEngine[Any], batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        keep = (batch.input_ids != pad) | (batch.sequence_index() >= 0)
-        if bool(keep.all()):
-            return forward(self, batch, needs)
-        lengths = tuple(int(part.sum()) for part in keep.split(batch.segment_lengths))
-        bare = replace(batch.bare(), input_ids=batch.input_ids[keep], segment_lengths=lengths)
-        found = forward(self, bare.with_token(**{needs.mask: batch.token[needs.mask][keep]}), needs)
-        whole = torch.zeros(batch.num_tokens)
-        whole[keep] = found.token["logprobs"]
-        return ColumnSet(found.ids, {"logprobs": whole})
-
-    monkeypatch.setattr(RequestStore, "engine_requests", requests)
-    monkeypatch.setattr(TrainEngine, "forward", padded)
-    found = examined()
-    assert unwell(found) == {"pad_by_mask"} and "no effect" in found["pad_by_mask"].found
-
-
-def test_a_mask_that_leaves_the_end_out(examined: Examined, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    """As where labels are masked by the pad token's id, and the end of text has the same."""
-    made = rollout_worker.group_batch
-
-    def masked(*arguments: Any) -> RaggedBatch:
-        batch = made(*arguments)
-        is_end = batch.input_ids == tokenizer.eos_token_id
-        return batch.with_token(loss_mask=batch.token["loss_mask"] & ~is_end)
-
-    monkeypatch.setattr(rollout_worker, "group_batch", masked)
-    assert unwell(examined()) == {"end_is_learned"}
-
-
-def test_a_shared_prompt_that_changes_what_follows(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = TrainEngine.forward
 
     def changed(self: TrainEngine[Any], batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        found = forward(self, batch, needs)
-        return ColumnSet(found.ids, {name: values + 0.01 * (len(batch) > 1) for name, values in found.token.items()})
+        return forward(self, batch, replace(needs, temperature=1.0))
 
     monkeypatch.setattr(TrainEngine, "forward", changed)
-    assert unwell(examined()) >= {"packing"}
+    assert examined(sampling={"temperature": 0.5})["sampler_agreement"].status == "failure"
 
 
 # Planted faults: weights ----------------------------------------------------------------------------------
@@ -316,12 +223,10 @@ def test_stale_weights(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> N
         return 0 if version else await update(self, version)
 
     monkeypatch.setattr(LocalRunWorkers, "update_engine_weights", once)
-    found = examined(**OWN_ENGINE)
-    assert unwell(found) == {"weight_update", "tied_head"}, "and the old ones are right again at the end"
+    assert unwell(examined(**OWN_ENGINE)) == {"weight_update"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_tied_head_that_is_not_synced(precision: Any, examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tied_head_that_is_not_synced(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
     made = workers.own_copy
 
     def with_own_head(packed: Any) -> Any:
@@ -330,34 +235,8 @@ def test_a_tied_head_that_is_not_synced(precision: Any, examined: Examined, monk
         return copied
 
     monkeypatch.setattr(workers, "own_copy", with_own_head)
-    actor = ActorConfig(train=TrainConfig(precision=precision))
-    changes = {"tie_word_embeddings": True, "initializer_range": 0.3}
-    found = examined(**OWN_ENGINE, actor=actor, model=changes)
-    assert found["tied_head"].status == "failure" and found["sampler_agreement"].status == "ok"
-
-
-def test_weights_that_sleep_changes(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = NativeRolloutWorker.offload
-
-    def forgets(self: NativeRolloutWorker) -> Any:
-        moved = offload(self)
-        with self.present(), torch.no_grad():
-            self.engine.packed.model.get_output_embeddings().weight.mul_(1.5)
-        return moved
-
-    monkeypatch.setattr(NativeRolloutWorker, "offload", forgets)
-    assert examined(**OWN_ENGINE)["after_sleep"].status == "failure"
-
-
-def test_an_engine_that_keeps_a_part_of_older_weights(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    update, updates = LocalRunWorkers.update_engine_weights, []
-
-    async def three_times(self: LocalRunWorkers, version: int) -> int:
-        updates.append(version)
-        return await update(self, version) if len(updates) <= 3 else 0
-
-    monkeypatch.setattr(LocalRunWorkers, "update_engine_weights", three_times)
-    assert unwell(examined(**OWN_ENGINE)) == {"weights_restored"}
+    found = examined(**OWN_ENGINE, model={"tie_word_embeddings": True, "initializer_range": 0.3})
+    assert unwell(found) == {"weight_update"}
 
 
 # Planted faults: what is learned --------------------------------------------------------------------------
@@ -391,98 +270,6 @@ def test_swapped_reward_columns(examined: Examined) -> None:
         return [float(c == r) + 0.01 * len(c) for c, r in zip(completions, rejected, strict=True)]
 
     assert unwell(examined(rewards=swapped, rows=ROWS)) == {"reward_answers"}
-
-
-def of_rows(rewards: Any, rows: list[dict[str, Any]], score: Callable[[str, dict[str, Any]], float]) -> Finding:
-    """What the check says where each answer has this ``score`` by its text and row; of ``rewards`` as recipes have
-    them."""
-    items = [PromptItem(f"p{n}", "?", row, "", 1) for n, row in enumerate(rows)]
-    run_recipe = SimpleNamespace(rewards=rewards)
-    roles = SimpleNamespace(recipe=run_recipe, prompts=SimpleNamespace(items=items), reward_models=[])
-    known = doctor_rewards.known_answers(cast(Any, run_recipe), items, 8)
-    texts = [(row, kind, text) for row, answer in enumerate(known) for kind, text in answer.texts()]
-    values = torch.tensor([score(text, rows[row]) for row, _, text in texts], dtype=torch.float64)
-    scored = doctor_rewards.Scored({rewards[0].name: values}, values, [], 0.0)
-    return doctor_rewards.check_known_answers(
-        cast(Any, SimpleNamespace(roles=roles)), doctor_rewards.KnownScores(scored, texts)
-    )
-
-
-def by_rule(rewards: Any, rows: list[dict[str, Any]]) -> Finding:
-    source = build_reward(rewards[0]).source
-
-    def score(text: str, row: dict[str, Any]) -> float:
-        columns = {name: [value] for name, value in row.items()}
-        (found,) = asyncio.run(source.score(["?"], [text], columns))
-        return math.nan if found is None else found
-
-    try:
-        return of_rows(rewards, rows, score)
-    finally:
-        source.close()
-
-
-LATEX = [{"answer": text} for text in ("1 - \\sqrt{2}", "8\\pi", "(1, 2)", "2+3i", "\\frac{3}{4}", "7")]
-LEVELS = [{"answer": f"so {n} + 2 = {n + 2}", "level": str(n % 3 + 20)} for n in range(1, 7)]
-DETAILED = [{"answer": str(n + 2), "solution": f"{n} + 2 = {n + 2}", "level": n % 3 + 20} for n in range(1, 7)]
-
-
-@pytest.mark.parametrize(
-    ("reward", "rows", "status", "told"),
-    [
-        (NumericReward(), LATEX, "failure", "takes a part for the whole"),
-        (ExactMatchReward(), LATEX, "ok", ""),
-        (MathReward(), LATEX, "ok", ""),
-        (NumericReward(), LEVELS, "ok", ""),
-        (NumericReward(), [{"answer": f"{n} apples"} for n in range(6)], "ok", ""),
-        (NumericReward(column="level"), LEVELS, "failure", "by 'level', with which numeric compares"),
-        (NumericReward(column="level"), DETAILED, "failure", "by 'level', with which numeric compares"),
-        (ExactMatchReward(column="level"), DETAILED, "failure", "by 'level', with which exact_match compares"),
-        (NumericReward(), DETAILED, "ok", ""),
-        (NumericReward(column="solution"), DETAILED, "ok", ""),
-        (ExactMatchReward(), DETAILED, "ok", ""),
-        (
-            NumericReward(column="level"),
-            [{"level": row["level"]} for row in DETAILED],
-            "warning",
-            "from the column 'level' alone",
-        ),
-        (NumericReward(), [{**row, "answer": row["level"]} for row in DETAILED], "warning", "no answer of another"),
-    ],
-)
-def test_rules_are_tried_on_parts_of_answers_and_by_another_column(
-    reward: Any, rows: Any, status: str, told: str
-) -> None:
-    if isinstance(reward, MathReward):
-        pytest.importorskip("math_verify")
-    found = by_rule([reward], rows)
-    assert found.status == status and told in found.found, found.line()
-
-
-@pytest.mark.parametrize(
-    ("score", "status"),
-    [
-        (lambda text, row: float(text in row["answer"]), "failure"),
-        (lambda text, row: float(text == row["answer"]), "ok"),
-        (lambda text, row: 0.5 * (text in row["answer"]) + 0.5 * (text == row["answer"]), "ok"),
-        (lambda text, row: 1 / (1 + len(text)), "ok"),
-    ],
-)
-def test_functions_are_tried_on_parts_of_answers_where_they_compare(score: Any, status: str) -> None:
-    rows = [{**row, "rejected": "no, quite another answer"} for row in LATEX]
-    found = of_rows([FunctionReward(target="f.py:f", name="f")], rows, score)
-    assert found.status == status, found.line()
-
-
-def test_scores_in_another_order(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    score = FunctionScorer.score
-
-    async def rolled(self: FunctionScorer, chunk: Any) -> ColumnSet:
-        found = await score(self, chunk)
-        return ColumnSet(found.ids, sequence={name: values.roll(1) for name, values in found.sequence.items()})
-
-    monkeypatch.setattr(FunctionScorer, "score", rolled)
-    assert unwell(examined()) == {"reward_repeats"}
 
 
 def lengths(completions: list[str], **_: Any) -> list[float]:
@@ -527,18 +314,9 @@ def test_rewards_that_teach_nothing(examined: Examined, reward: Any, changes: An
     ("changes", "expected"),
     [
         ({"rows": ["1+1="] * 3 + ["2+2="]}, {"duplicates"}),
-        ({"rows": ["12+3=x", "4+5="]}, {"unknown_tokens", "round_trip"}),
+        ({"rows": ["12+3=x", "4+5="]}, {"round_trip"}),
         ({"sampling": {"max_new_tokens": 60}}, {"prompt_lengths"}),
         ({"rows": [{**row, "answer": "1234567890"} for row in ROWS], "rewards": lengths}, {"answer_lengths"}),
-        (
-            {
-                "rows": [{**row, "answer": "1;2"} for row in ROWS],
-                "sampling": {"stop_strings": (";",)},
-                "rewards": lengths,
-            },
-            {"answer_stops"},
-        ),
-        ({"steps": 10**10}, {"duration"}),
         (
             {"objects": {"evaluation_prompts": task.toy_prompts(0, 12)[:3]}, "evaluation": EvaluationConfig()},
             {"held_out"},
@@ -643,7 +421,7 @@ def test_a_run_says_by_itself_what_is_cheap_to_find(
     assert "warning:" not in capsys.readouterr().out
     wide = RolloutConfig(sampling=SamplingConfig(max_new_tokens=60))
     tiny_rl(tmp_path / "wide", digits, algorithm=RLOO(), steps=1, prompts_per_step=2, rollout=wide).train()
-    assert "warning: prompt_lengths: 0.0% of 12 prompts" in capsys.readouterr().out
+    assert "warning: prompt_lengths: 100.0% of 12 prompts" in capsys.readouterr().out
 
 
 def test_a_reference_at_another_temperature(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,14 +435,6 @@ def test_a_reference_at_another_temperature(examined: Examined, monkeypatch: pyt
 
     monkeypatch.setattr(RLRoles, "column_scorers", changed)
     assert unwell(examined()) == {"reference_kl"}
-
-
-def test_a_critic_whose_values_are_no_numbers(examined: Examined, scalar_model: Any) -> None:
-    critic = scalar_model()
-    with torch.no_grad():
-        critic.score.weight.fill_(float("nan"))
-    found = examined(algorithm=PPO(), objects={"critic": critic})
-    assert found["critic_values"].status == "failure"
 
 
 def test_no_room_on_the_disk(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:

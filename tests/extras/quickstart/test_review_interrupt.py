@@ -62,17 +62,10 @@ def test_a_failing_quickstart_does_not_say_that_it_runs(tmp_path: Path, monkeypa
     assert json.loads((tmp_path / "q" / "run.json").read_text())["status"] == "failed"
 
 
-def test_a_quickstart_is_held_by_one_process_and_found_when_it_is_done(tmp_path: Path) -> None:
+def test_a_quickstart_is_held_by_one_process(tmp_path: Path) -> None:
     first = Quickstart(0, tmp_path / "q")
     first._claim()
     with pytest.raises(UserError, match="is in use"):
         Quickstart(0, tmp_path / "q", resume="auto")._claim()
-    assert Quickstart(0, tmp_path / "q", resume="auto").finished() is None
-    example = {"prompt": "1+1=", "after SFT": "3", "after PPO": "2", "verdict": "good"}
-    summary = {"stages": [{}], "examples": [example]}
-    (tmp_path / "q" / "summary.json").write_text(json.dumps(summary))
-    first._mark("done")
-    found = Quickstart(0, tmp_path / "q", resume="auto").finished()
-    assert found is not None and found.summary == summary and found.examples == [("1+1=", "3", "2")]
     with pytest.raises(UserError, match="already holds a run"):
-        Quickstart(1, tmp_path / "q", resume="auto").finished()
+        Quickstart(1, tmp_path / "q", resume="auto")._claim()

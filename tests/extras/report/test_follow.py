@@ -19,7 +19,6 @@ from quartet.extras.report.compare import kept_trajectory, replay_lines
 from quartet.extras.report.watch import Watch
 from quartet.observe.files import Tail, truncate_after
 from quartet.observe.rollouts import write_step
-from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import JsonlTracker, metrics_of_row
 
 MakeRun = Callable[..., Path]
@@ -94,11 +93,6 @@ def test_screen_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
     (run / "rl" / "recipe.yaml").write_text("steps: 8\n")
     alarm = {"step": 4, "text": "scores part \x1b[31m", "examples": []}
     (run / "rl" / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
-    recorder = SpanRecorder(run / "rl" / "spans.jsonl")
-    for step in range(3):
-        with recorder.span("generate", step=step, role="rollout") as span:
-            span.worker_s = {"rollout 0": 1.0, "rollout 1": 2.0}
-    recorder.close()
     watched = Watch(run)
     assert watched.poll() is False, "it has ended"
     text = shown(watched)
@@ -106,13 +100,11 @@ def test_screen_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
         "quickstart 2026-03-01",
         "done",
         "step 6 of 8",
-        "sft: 100 steps",
         "reward/score_mean",
         "samples of step 6",
     ):
         assert part in text, part
     assert "ALARM at step 4: scores part \\x1b[31m" in text and "\x1b" not in text
-    assert "rollout 1 is the slowest of generate in 3 of 3 steps" in text
     assert max(map(len, shown(watched, 80).splitlines())) <= 80
 
 
@@ -126,8 +118,6 @@ def test_replay_of_an_episode_tells_observations_from_tokens(tmp_path: Path) -> 
     for step, sample, what in ((7, 2, "no sample 2(?s:.)*0 to 1"), (8, 0, "no rollouts of step 8")):
         with pytest.raises(UserError, match=what):
             kept_trajectory(tmp_path, step, sample)
-    with pytest.raises(UserError, match="no stage 'sft'"):
-        kept_trajectory(tmp_path, None, 0, "sft")
 
 
 def test_replay_reads_columns_out(tmp_path: Path, make_run: MakeRun) -> None:

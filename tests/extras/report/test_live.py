@@ -17,7 +17,7 @@ from test_report import Dom, load, needs_browser, render
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.extras.report import watch
-from quartet.extras.report.build import ReportLimits, collect_run
+from quartet.extras.report.build import ReportLimits, collect_run, collect_stage
 from quartet.extras.report.compare import build_comparison, collect_comparison
 from quartet.extras.report.watch import LiveRun, LiveServer
 from quartet.observe.files import truncate_after
@@ -58,71 +58,92 @@ def go_on(path: Path, step: int) -> None:
     recorder.close()
 
 
+def parts(news: dict[str, Any]) -> dict[str, Any]:
+    """What is new, by its kind: of the run and of its stage ``rl``."""
+    return {kind: part for piece in news["news"] if piece.get("stage", "rl") == "rl" for kind, part in piece.items()}
+
+
 def test_news_are_what_has_changed(run: Path) -> None:
     served = LiveRun(run)
-    assert served.news(0) == {"next": 0, "news": []}
+    seen = served.news(0)["next"]
+    assert served.news(seen) == {"next": seen, "news": []}
     go_on(run, 5)
-    found = served.news(0)
-    (piece,) = found["news"]
-    assert set(piece) == {"stage", "explained", "metrics", "timing", "rollouts"}
+    found = served.news(seen)
+    new = parts(found)
+    assert set(new) == {"stage", "metrics", "explained", "timing", "rollouts"}
     whole = collect_run(run, ReportLimits())["stages"][-1]
-    assert piece["stage"] == "rl" and piece["timing"] == whole["timing"]
-    assert piece["metrics"]["steps"] == [5] and piece["metrics"]["series"]["reward/score_mean"] == [5]
-    assert piece["explained"]["rollout/repetition_frac"]["unit"] == "fraction"
-    assert piece["rollouts"]["steps"] == [5], "those alone that are new"
+    assert {piece["stage"] for piece in found["news"]} == {"rl"}
+    assert (new["timing"], new["metrics"]) == (whole["timing"], whole["metrics"])
+    assert new["explained"]["rollout/repetition_frac"]["unit"] == "fraction"
+    assert new["rollouts"]["steps"] == [5], "those alone that are new"
     assert served.news(found["next"])["news"] == [], "nothing twice"
 
 
 def test_news_of_status_alarms_and_another_stage(run: Path) -> None:
     served = LiveRun(run)
+    seen = served.news(0)["next"]
     (run / "rl" / "alarms.jsonl").write_text('{"step":3,"text":"beware","examples":[]}\n')
+    go_on(run, 5)
     (run / "eval").mkdir()
     JsonlTracker(run / "eval" / "metrics.jsonl").log(1, {"eval/score_mean": 1.0})
     set_status(run, "done")
-    pieces = served.news(0)["news"]
-    assert next(p for p in pieces if "alarms" in p)["alarms"]["text"] == "beware"
-    assert next(p for p in pieces if "whole" in p)["whole"]["metrics"]["steps"] == [1]
-    assert pieces[-1]["run"]["status"] == "done" and "stage" not in pieces[-1]
+    found = served.news(seen)
+    assert parts(found)["alarms"]["text"] == "beware" and parts(found)["run"]["status"] == "done"
+    assert [p["metrics"]["steps"] for p in found["news"] if p.get("stage") == "eval" and p.get("metrics")] == [[1]]
+
+
+def test_a_step_that_is_logged_while_its_stage_is_met_is_in_the_news(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.move(run / "rl", tmp_path / "rl")
+    served = LiveRun(run)
+    seen = served.news(0)["next"]
+    shutil.move(tmp_path / "rl", run / "rl")
+
+    def collect(*args: Any) -> dict[str, Any]:
+        found = collect_stage(*args)
+        go_on(run, 5)
+        monkeypatch.undo()
+        return found
+
+    monkeypatch.setattr(watch, "collect_stage", collect)
+    assert parts(served.news(seen))["metrics"]["steps"] == [1, 2, 3, 4]
+    monkeypatch.setattr(watch, "POLL_S", -1.0)
+    found = parts(served.news(seen))
+    assert found["metrics"]["steps"] == [1, 2, 3, 4, 5] and found["rollouts"]["steps"] == [5]
 
 
 @pytest.mark.parametrize(
-    ("file", "line"),
-    [
-        ("metrics.jsonl", "nonsense"),
-        ("metrics.jsonl", '{"step":"x","time_s":1.0}'),
-        ("spans.jsonl", '{"other":1}'),
-        ("alarms.jsonl", "{"),
-        ("rollouts/step_000009.jsonl.gz", "half"),
-    ],
+    ("file", "line"), [("metrics.jsonl", "nonsense"), ("spans.jsonl", '{"other":1}'), ("alarms.jsonl", "{")]
 )
-def test_what_is_damaged_is_told_at_once_and_as_by_a_page_that_is_loaded_then(run: Path, file: str, line: str) -> None:
+def test_what_is_damaged_is_told_with_the_next_step_and_as_by_a_page(run: Path, file: str, line: str) -> None:
     served = LiveRun(run)
+    seen = served.news(0)["next"]
     with (run / "rl" / file).open("a") as opened:
         opened.write(f"{line}\n")
-    found = served.news(0)
-    notes = found["news"][-1]["notes"]
+    go_on(run, 5)
+    found = served.news(seen)
+    notes = parts(found)["notes"]
     assert len(notes) == 1 and notes == collect_run(run, ReportLimits())["notes"] and file in notes[0]
-    served.page()
     set_status(run, "done")
-    assert served.news(found["next"])["news"][-1]["notes"] == notes, "they stay"
+    assert parts(served.news(found["next"]))["notes"] == notes, "they stay"
 
 
-def test_what_was_cut_back_missed_or_came_back_is_loaded_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "KEPT", 4)
+def test_what_was_cut_back_is_replaced_and_what_is_gone_stays(run: Path) -> None:
     served = LiveRun(run)
+    seen = served.news(0)["next"]
     truncate_after(run / "rl" / "metrics.jsonl", 2)
-    assert watch.RELOAD in served.news(0)["news"]
-    for step in range(5, 10):
+    assert parts(served.news(seen))["metrics"]["steps"] == [1, 2]
+    for step in range(5, 20):
         go_on(run, step)
-        assert served.news(served._count)["next"] > 0
-    assert served.news(1)["news"] == [watch.RELOAD] == served.news(10_000)["news"]
-    now = served.news(served._count)["next"]
+        now = served.news(seen)["next"]
+    tokens = [piece["rollouts"]["steps"] for piece in served.news(0)["news"] if "rollouts" in piece]
+    assert tokens == [[step] for step in range(8, 20)], "the newest are kept"
+    assert served.news(10_000)["news"] == [{"reload": True}], "of a server that was there before"
     shutil.move(run, run.with_name("moved"))
     assert served.news(now)["news"] == [], "the page keeps what it has"
     with pytest.raises(UserError, match="no such run"):
         served.page()
-    shutil.move(run.with_name("moved"), run)
-    assert served.news(now)["news"][-1] == watch.RELOAD
 
 
 @pytest.fixture
@@ -148,10 +169,8 @@ def test_server_answers_this_machine_alone(server: LiveServer, run: Path) -> Non
     assert server.server_address[0] == "127.0.0.1" and server.url == f"http://127.0.0.1:{server.server_port}/"
     status, page = get(server, "/")
     assert status == 200 and "connect-src 'self'" in page and page.count("<script") == 2
-    go_on(run, 5)
-    assert len(json.loads(get(server, "/news?after=0")[1])["news"]) == 1
-    for after in ("", "x", "-5", "9" * 40, "%FF"):
-        assert json.loads(get(server, f"/news?after={after}")[1])["news"] == [{"reload": True}], after
+    assert {"metrics", "timing", "run"} <= parts(json.loads(get(server, "/news?after=x")[1])).keys()
+    assert json.loads(get(server, f"/news?after={'9' * 40}")[1])["news"] == [{"reload": True}]
     assert get(server, "/", Host="elsewhere.example")[0] == 403 and get(server, "/../run.json")[0] == 404
     shutil.rmtree(run)
     assert get(server, "/")[0] == 503 and get(server, "/news?after=3")[0] == 200
@@ -190,7 +209,7 @@ def test_comparison_tells_recipes_apart(tmp_path: Path, make_run: MakeRun) -> No
         "job: rl\noutput_dir: b\nactor: {optim: {lr: 0.1}, lora: null, seed: 1}\nalgorithm: {type: ppo}\n"
     )
     data = collect_comparison(runs, ReportLimits())
-    assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"], "ends of the paths that tell them apart"
+    assert [run["name"] for run in data["runs"]] == [str(path) for path in runs]
     assert data["differences"] == [("actor.optim.lr", ["3e-05", "0.1"]), ("actor.seed", [None, "1"])], (
         "no key is as null"
     )
@@ -198,7 +217,7 @@ def test_comparison_tells_recipes_apart(tmp_path: Path, make_run: MakeRun) -> No
     (runs[0] / "recipe.yaml").write_text("]")
     (runs[0] / "rl" / "metrics.jsonl").write_text("nonsense\n")
     data = collect_comparison(runs, ReportLimits())
-    assert data["differences"] is None and data["notes"][0].startswith("a/run: ")
+    assert data["differences"] is None and data["notes"][0].startswith(f"{runs[0]}: ")
     for wrong in ([runs[0]], [runs[0], runs[0]], [runs[0], tmp_path / "a" / ".." / "a" / "run"], runs * 6):
         with pytest.raises(UserError, match="2 to 10 different runs"):
             collect_comparison(wrong, ReportLimits())
@@ -214,39 +233,6 @@ def directories(path: Path, names: str) -> list[Path]:
     for run in runs:
         run.mkdir()
     return runs
-
-
-@pytest.mark.parametrize(
-    ("overrides", "differing"),
-    [
-        (["evaluation.data.path=e"], {"evaluation.data.path": [None, '"e"']}),
-        (["evaluation={}"], {"evaluation": [None, "its defaults"]}),
-        (
-            ["evaluation={data: {path: e}, sampling: {temperature: 0}}", "seed=3"],
-            {
-                "evaluation.data.path": [None, '"e"'],
-                "evaluation.sampling.temperature": [None, "0.0"],
-                "seed": ["0", "3"],
-            },
-        ),
-        (["algorithm.name=grpo"], {"algorithm.name": ['"ppo"', '"grpo"'], "responses_per_prompt": ["1", "8"]}),
-        (
-            ["rewards.1={type: numeric, weight: 2}"],
-            {"rewards.1.type": [None, '"numeric"'], "rewards.1.weight": [None, "2.0"]},
-        ),
-        (["actor.train.lora.rank=4"], {"actor.train.lora.rank": [None, "4"]}),
-        (["rollout.engine.type=vllm"], {"rollout.engine.type": ['"native"', '"vllm"']}),
-        (
-            ["environment={target: a.py:B, max_turns: 3}"],
-            {"environment.target": [None, '"a.py:B"'], "environment.max_turns": [None, "3"]},
-        ),
-    ],
-)
-def test_only_keys_that_were_set_differ(tmp_path: Path, overrides: list[str], differing: dict[str, Any]) -> None:
-    runs = directories(tmp_path, "ab")
-    for run, changes in zip(runs, ([], overrides), strict=True):
-        (run / "recipe.yaml").write_text(dump_recipe(load_recipe("rl", None, [*BASE, *changes])))
-    assert dict(collect_comparison(runs, ReportLimits())["differences"]) == differing
 
 
 def test_seeds_of_a_recipe_are_told_together(tmp_path: Path) -> None:

@@ -144,14 +144,6 @@ def test_limits_are_kept_and_said(tmp_path: Path, make_run: MakeRun) -> None:
     assert "cut after 12 tokens" in rollouts["note"]
 
 
-def test_same_prompt_is_found_at_steps_that_are_not_embedded(tmp_path: Path, make_run: MakeRun) -> None:
-    rollouts = collect_run(make_run(tmp_path / "run", steps=12), ReportLimits(steps=2))["stages"][-1]["rollouts"]
-    assert rollouts["steps"] == [1, 12]
-    steps = [echo["step"] for echo in rollouts["echoes"]["p3"]]
-    assert steps == [4, 9], "of steps 4, 5, 8 and 9, as many as the limit says"
-    assert all(echo["count"] == 4 and echo["text"] for echo in rollouts["echoes"]["p3"])
-
-
 def test_damaged_parts_are_noted_not_fatal(tmp_path: Path, make_run: MakeRun) -> None:
     run = make_run(tmp_path / "run", steps=5)
     (run / "summary.json").write_text("{")
@@ -172,7 +164,7 @@ def test_damaged_parts_are_noted_not_fatal(tmp_path: Path, make_run: MakeRun) ->
     assert stages["sft"]["metrics"] is None
 
 
-def test_not_a_run(tmp_path: Path, make_run: MakeRun) -> None:
+def test_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such run"):
         build_report(tmp_path / "missing")
     with pytest.raises(UserError, match="holds no run"):
@@ -180,10 +172,6 @@ def test_not_a_run(tmp_path: Path, make_run: MakeRun) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         build_report(tmp_path / "file")
-    make_run(tmp_path / "runs" / "first")
-    with pytest.raises(UserError, match=r"holds runs, and is none itself(?s:.)*runs/first"):
-        build_report(tmp_path / "runs")
-    assert not (tmp_path / "runs" / "report.html").exists()
 
 
 # In a browser --------------------------------------------------------------------------------
@@ -339,7 +327,7 @@ def hacked(tmp_path: Path, make_run: MakeRun) -> Path:
 
 
 def test_the_last_alarm_is_shown_and_all_are_named(hacked: Path) -> None:
-    stages = {stage["id"]: stage for stage in collect_run(hacked, ReportLimits(echo_characters=50))["stages"]}
+    stages = {stage["id"]: stage for stage in collect_run(hacked, ReportLimits(example_characters=50))["stages"]}
     assert stages["sft"]["alarms"] is None
     alarms = stages["rl"]["alarms"]
     assert alarms["steps"] == [4, 6] and alarms["text"] == "reward hacking? second"
@@ -412,19 +400,17 @@ def test_states_and_sequences_reach_the_page(tmp_path: Path) -> None:
     warned: list[str] = []
     data = collect_rollouts(tmp_path, ReportLimits(), warned.append)
     assert data is not None and not warned
-    assert {key: prompt["text"] for key, prompt in data["prompts"].items()} == {
-        "p0": "ask",
-        "p0#1": "noted",
-        "p0#2": "noted otherwise",
-    }
-    shown = [(s["id"], s["trajectory"], s["part"], s["prompt"]) for s in data["samples"]["1"]]
+    texts = {key: prompt["text"] for key, prompt in data["prompts"].items()}
+    assert sorted(texts.values()) == ["ask", "noted", "noted otherwise"]
+    shown = [(s["id"], s["trajectory"], s["part"], texts[s["prompt"]]) for s in data["samples"]["1"]]
     assert shown == [
-        ("1.0", "1.0", 0, "p0"),
-        ("1.0.1", "1.0", 1, "p0#1"),
-        ("1.1", "1.1", 0, "p0"),
-        ("1.1.1", "1.1", 1, "p0#2"),
+        ("1.0", "1.0", 0, "ask"),
+        ("1.0.1", "1.0", 1, "noted"),
+        ("1.1", "1.1", 0, "ask"),
+        ("1.1.1", "1.1", 1, "noted otherwise"),
     ]
-    assert [s["prompt"] for s in data["samples"]["2"]] == ["p0", "p0#1"], "the same state at another step"
+    again = [s["prompt"] for s in data["samples"]["2"]]
+    assert again == [s["prompt"] for s in data["samples"]["1"][:2]], "the same state at another step"
     assert data["samples"]["1"][0]["columns"]["observation_mask"] == [0, 1, 0]
     assert data["counts"] == {"1": 2, "2": 1}, "responses, not sequences"
     assert data["note"] is None
@@ -436,14 +422,6 @@ def test_limits_cut_trajectories_not_sequences(tmp_path: Path) -> None:
     assert data is not None
     assert [s["id"] for s in data["samples"]["1"]] == ["1.0", "1.0.1"]
     assert "1 of the 2 responses" in data["note"]
-
-
-def test_echoes_are_of_first_states(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        write_step(tmp_path, step, [record(0, 0, "ask", "a", step=step), record(0, 1, "noted", "b", step=step)])
-    data = collect_rollouts(tmp_path, ReportLimits(steps=2), [].append)
-    assert data is not None
-    assert [(e["step"], e["text"], e["count"]) for e in data["echoes"]["p0"]] == [(2, "a", 1)]
 
 
 @needs_browser

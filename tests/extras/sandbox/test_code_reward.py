@@ -40,16 +40,10 @@ def score(config: CodeReward, completions: list[str], tests: list[Any]) -> list[
         ("```bash\nls\n```", "```bash\nls\n```"),
         # A fence of another language is no start of ours, and its end none either.
         ("```bash\nls\n```\nso\n```python\nx = 1\n```\nDone", "x = 1\n"),
-        ("~~~python\nx = 1\n~~~", "x = 1\n"),
-        ("~~~\nx = '```'\n~~~", "x = '```'\n"),
-        ("````python\nx = '```'\n````", "x = '```'\n"),
-        ("nice~~~\nso ```py\nx = 1\n```\nbye~~~\n", "x = 1\n"),
-        # In a list: without the indentation of its fence, and no more than the code has.
+        # In a list: without the indentation of its fence.
         ("1. Do:\n\n   ```python\n   if x:\n       y = 1\n\n   z = 2\n   ```\n2. Done", "if x:\n    y = 1\n\nz = 2\n"),
         ("- ```py\n  def f():\n    return 1\n  ```", "def f():\n  return 1\n"),
         ("\t```py\n\tif x:\n\t\ty = 1\n\t```", "if x:\n\ty = 1\n"),
-        ("    ```python\ndef f():\n    return 1\n    ```", "def f():\n    return 1\n    "),
-        ("```python\n    return 1\n```", "    return 1\n"),
     ],
 )
 def test_the_code_of_a_completion(completion: str, code: str) -> None:
@@ -62,7 +56,7 @@ def test_a_long_run_of_spaces_is_no_reason_to_wait() -> None:
         "```" + " " * 100_000 + "x",
         " " * 100_000 + "x",
         "`" * 100_000,
-        "~\n" * 50_000 + "~~~\n" * 3 + "```\n",
+        "```py\n" * 20_001,
     ):
         extract_code(text)
     assert time.monotonic() - start < 5
@@ -75,8 +69,8 @@ def test_forms_of_tests() -> None:
         SolutionCheck("assert f(1) == 2"),
         SolutionCheck("assert f(2) == 3, 'three'"),
     ]
-    whole = "def check(f):\n    assert f(1) == 2\ncheck(g)"
-    assert read_tests(whole) == [SolutionCheck(whole)]
+    checked = "def check(f):\n    assert f(1) == 2"
+    assert read_tests(f"{checked}\ncheck(g)") == [SolutionCheck(checked, False), SolutionCheck("check(g)")]
     assert read_tests(["x = 1\nassert f(x)", "assert f(2)"]) == [
         SolutionCheck("x = 1\nassert f(x)"),
         SolutionCheck("assert f(2)"),
@@ -113,12 +107,7 @@ def test_near():
     assert plus(0.1, 0.2) == pytest.approx(0.3)
 
 class TestErrors:
-    @classmethod
-    def setup_class(cls):
-        cls.letter = "a"
-
-    def setup_method(self, method):
-        self.text = self.letter
+    text = "a"
 
     def test_text(self):
         with pytest.raises(TypeError, match="str"):
@@ -131,17 +120,16 @@ UNITTEST = """
 import unittest
 import solution
 
-class Base(unittest.TestCase):
+class TestAdd(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.seven = 7
+
     def setUp(self):
         self.two = solution.add(1, 1)
 
     def test_base(self):
         self.assertEqual(self.two, 2)
-
-class TestAdd(Base):
-    @classmethod
-    def setUpClass(cls):
-        cls.seven = 7
 
     def test_seven(self):
         with self.subTest(n=3):
@@ -165,9 +153,9 @@ def counted(value: Any, entry_point: str | None = None) -> list[str]:
 def test_frameworks_of_tests_are_what_they_are() -> None:
     assert counted(HUMANEVAL, "has_close") == ["check(has_close)"]
     assert counted("def check(candidate):\n    assert candidate(1)", "Solution().run") == ["check(Solution().run)"]
-    assert counted(PYTEST) == ["test_many()", "test_near()", "case.test_text()"]
-    methods = [("Base", "base"), ("TestAdd", "base"), ("TestAdd", "seven"), ("TestAdd", "text")]
-    assert counted(UNITTEST) == [f"unittest.TestSuite([{case}('test_{name}')]).debug()" for case, name in methods]
+    assert counted(PYTEST) == ["test_many()", "test_near()", "TestErrors().test_text()"]
+    methods = ("base", "seven", "text")
+    assert counted(UNITTEST) == [f"unittest.TestSuite([TestAdd('test_{name}')]).debug()" for name in methods]
     assert counted(["def test_a():\n    assert f(1)", "import math", "assert f(2)"]) == ["test_a()", "assert f(2)"]
     assert counted("if __name__ == '__main__':\n    assert f(1) == 2\n    print('ok')") == ["assert f(1) == 2"]
     # What is called counts where it is called.
@@ -217,15 +205,6 @@ def test_tests_of_every_framework_are_run() -> None:
         columns["entry_point"] = ["has_close"] * 6
         found = asyncio.run(source.score(["?"] * 6, [close, wrong, ADD, text, ADD, text], columns))
         assert found == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-        # Reached with no code at all, or only with some: the row is at fault, or the code.
-        unreached = {"tests": ["def verify():\n    assert add(1, 1) == 2\nif __name__ == 'tests.py':\n    verify()"]}
-        with pytest.raises(RewardError, match="cannot use the tests") as caught:
-            asyncio.run(source.score(["?"], [ADD], unreached))
-        assert "none of it executes a check" in caught.value.found and "verify" in caught.value.found
-        looped = {"tests": ["for part in parts():\n    assert part > 0"] * 2}
-        codes = ["def parts(): return []", "def parts(): return [1]"]
-        assert asyncio.run(source.score(["?"] * 2, codes, looped)) == [0.0, 1.0]
-        assert any("no check was executed" in warning for warning in source.warnings())
     finally:
         source.close()
 
@@ -259,20 +238,6 @@ def test_scores_of_inputs_and_outputs() -> None:
     assert score(CodeReward(), completions, [PAIRS] * 3) == [1.0, 0.5, 0.0]
     spaces = [{"input": "", "output": "a\nb"}]
     assert score(CodeReward(), ["print('a  \\nb \\n\\n')", "print('a b')"], [spaces] * 2) == [1.0, 0.0]
-
-
-@needs_sandbox
-def test_what_could_not_be_judged_is_remarked() -> None:
-    source = CodeSource(CodeReward())
-    lazy = "class Far(Exception): pass\ndef f(n):\n    yield n"
-    try:
-        columns = {"tests": [["assert 3 in f(3)", "assert f(1) == 1"]] * 2}
-        found = asyncio.run(source.score(["?"] * 2, [lazy, "def f(n): return [n]"], columns))
-    finally:
-        source.close()
-    assert found == [0.0, 0.5]
-    (refused,) = source.warnings()
-    assert "2 tests failed unjudged" in refused and "a generator, which is lazy" in refused
 
 
 @needs_sandbox

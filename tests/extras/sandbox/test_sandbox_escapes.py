@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -209,42 +208,12 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert run_tests("def f(n): return n + 1", tests, LIMITS) == [True, False]
 
 
-def test_what_sockets_may_hold_counts_in_the_memory() -> None:
-    source = """
-import resource, socket
-held, pairs = 0, []
-try:
-    while True:
-        pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
-except OSError:
-    room = pairs.pop()[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-for end in (end for pair in pairs for end in pair):
-    end.setblocking(False)
-    for size in (room // 2 - 100, room - 100):
-        try:
-            while True:
-                held += end.send(b"x" * size)
-        except OSError:
-            pass
-print(held > 0, held + resource.getrlimit(resource.RLIMIT_AS)[0] <= MOST)
-"""
-    assert says(source.replace("MOST", str(LIMITS.memory_bytes)), LIMITS) == "True True\n"
-    (sockets,) = re.findall(r"sockets may hold (\d+) bytes", str(refusal(replace(LIMITS, memory_bytes=1 << 20))))
-    assert 0 < int(sockets) < LIMITS.memory_bytes // 2
-
-
-def refusal(limits: SandboxLimits) -> SandboxError:
-    with pytest.raises(SandboxError) as caught:
-        run_program("", "", limits)
-    return caught.value
-
-
 def test_everything_ends() -> None:
     name = f"qe{os.getpid() % 10**6}"
     bomb = f"import ctypes, os\nctypes.CDLL(None).prctl(15, {name.encode()!r})\nopen('left', 'w').write('x' * 1000)\n"
     bomb += "while True:\n    try: os.fork()\n    except OSError: pass"
     assert run_program(bomb, "", replace(LIMITS, wall_s=1.0)).ended == "time"
-    assert named(name) == []
+    assert eventually(lambda: not named(name))
 
 
 def test_everything_ends_with_a_trainer_that_is_killed() -> None:
@@ -328,7 +297,7 @@ ctypes.CDLL(None).prctl(4, 1)  # as open to others of its user as a process that
 limits = SandboxLimits(wall_s=20)
 print(run_program("import os; print(os.getuid(), os.path.exists('/proc'))", "", limits).output)
 both = [SolutionCheck("assert f() == 1"), SolutionCheck("assert f() == 2")]
-print([verdict.passed for verdict in judge("def f(): return 1", both, limits)])
+print([not failure for failure in judge("def f(): return 1", both, limits)])
 bomb = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass"
 print(run_program(bomb, "", SandboxLimits(wall_s=0.5)).ended)
 kill = f"import os\\ntry: os.kill({{os.getpid()}}, 9)\\nexcept OSError: print('refused')"
@@ -340,7 +309,7 @@ def f():
         try: os.write(os.open("/proc/{{os.getpid()}}/fd/" + str(fd), os.O_WRONLY | os.O_NONBLOCK), b"PP")
         except OSError: pass
 """
-print([verdict.passed for verdict in judge(forge, both, limits)])
+print([not failure for failure in judge(forge, both, limits)])
 '''
     done = subprocess.run([python, "-B", "-c", code], capture_output=True, text=True, timeout=120, cwd="/")
     told = ["b'65534 False\\n'", "[True, False]", "time", "b'refused\\n'", "[False, False]"]

@@ -134,9 +134,8 @@ def test_token_ids_logprobs_and_versions_are_the_engines(client: Client) -> None
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert choice["logprobs"]["text_offset"] == list(range(12))
     assert choice["prompt_token_ids"] == list(ids_of("HELLO"))
-    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 12}]
     assert choice["text"] == CODEC.decode_completion((), made.token_ids)
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+    assert choice["finish_reason"] == "length"
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
     assert (answer["object"], answer["model"]) == ("text_completion", "policy")
 
@@ -167,17 +166,13 @@ def test_what_ends_an_answer(client: Client) -> None:
     text = CODEC.decode_completion((), free.token_ids)
     wanted = text[6:9]
     (choice,) = client.complete(max_tokens=30, stop=[wanted, "!!"], return_token_ids=True)["choices"]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
-        text[: text.index(wanted)],
-        "stop",
-        wanted,
-    )
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(wanted)], "stop")
     assert tuple(choice["token_ids"]) == free.token_ids[: text.index(wanted) + 3]
     assert client.complete(max_tokens=30, stop=wanted)["choices"][0]["text"] == choice["text"]
     token = free.token_ids[5]
     (choice,) = client.complete(max_tokens=30, stop_token_ids=[token], return_token_ids=True)["choices"]
     assert tuple(choice["token_ids"]) == free.token_ids[: free.token_ids.index(token) + 1]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
+    assert choice["finish_reason"] == "stop"
 
 
 def test_end_of_text_ends_an_answer_unless_it_is_ignored(client: Client) -> None:
@@ -189,7 +184,7 @@ def test_end_of_text_ends_an_answer_unless_it_is_ignored(client: Client) -> None
     ask = {"max_tokens": 60, "seed": seed, "return_token_ids": True}
     (choice,) = client.complete(**ask)["choices"]
     assert tuple(choice["token_ids"]) == free.token_ids[: place + 1]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    assert choice["finish_reason"] == "stop"
     assert chr(ord("A") + EOS) not in choice["text"]
     assert tuple(client.complete(ignore_eos=True, **ask)["choices"][0]["token_ids"]) == free.token_ids
 
@@ -280,8 +275,6 @@ def test_a_stream_says_what_the_whole_answer_says(client: Client, n: int) -> Non
         assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
         offsets = [offset for part in parts for offset in part["logprobs"]["text_offset"]]
         assert offsets == choice["logprobs"]["text_offset"]
-        spans = [span for part in parts for span in part["weight_versions"]]
-        assert (spans[0]["start"], spans[-1]["end"]) == (0, len(choice["token_ids"]))
         assert ["prompt_token_ids" in part for part in parts] == [True] + [False] * (len(parts) - 1)
         assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
 
@@ -299,7 +292,7 @@ def test_no_part_of_a_stop_string_is_streamed(client: Client) -> None:
     assert [token for part in said for token in part["tokens"]] == whole["tokens"]
     assert "".join(whole["tokens"]) == text[: text.index(wanted)]
     assert "".join(event["choices"][0]["text"] for event in events) == text[: text.index(wanted)]
-    assert events[-1]["choices"][0]["stop_reason"] == wanted
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_chat_is_streamed_as_deltas(client: Client) -> None:
@@ -323,7 +316,6 @@ def test_a_chat_is_streamed_as_deltas(client: Client) -> None:
         ("completions", {"prompt": "A", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "A" * (targets.CONTEXT + 1)}, 400, "no room"),
         ("completions", {"prompt": "A", "max_tokens": 0}, 400, "max_tokens"),
-        ("completions", {"prompt": " " * (17 << 20)}, 413, "bytes"),
         ("completions", {"prompt": ["A"] * 200, "n": 2}, 400, "too much"),
         ("completions", {"prompt": ""}, 400, "no tokens"),
         ("completions", {"prompt": [1, targets.VOCAB]}, 400, "tokens the model does not have"),
@@ -331,9 +323,7 @@ def test_a_chat_is_streamed_as_deltas(client: Client) -> None:
         ("completions", {"prompt": "A", "logit_bias": {"1": 5}}, 400, "logit_bias"),
         ("completions", {"prompt": "A", "model": "gpt-4"}, 404, "'policy' is"),
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 5}, 400, "top_logprobs"),
-        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, '"name"'),
         ("chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "needs its content"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content"),
         ("chat/completions", {"messages": [{"role": "user", "content": "A" * 200}]}, 400, "no room"),
         ("embeddings", {"input": "A"}, 404, "Not Found"),
@@ -356,28 +346,14 @@ def test_what_is_no_json_object_is_refused(client: Client, data: bytes) -> None:
     assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
 
 
-def test_only_programs_that_name_this_machine_and_send_json_are_answered(client: Client) -> None:
-    """A page of another site, whose name leads here or which sends a form, does not."""
+def test_only_json_is_answered(client: Client) -> None:
+    """Which a form on a page of another site cannot send."""
     body = json.dumps({"model": "policy", "prompt": "A"})
-    port = client.url.rpartition(":")[2]
-    for host in ("127.0.0.1", "localhost", "LOCALHOST", "[::1]", f"localhost:{port}"):
-        assert client.http.post("/v1/completions", content=body, headers={**JSON, "Host": host}).status_code == 200
-    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost@evil.example", "[", ""):
-        for method, path in (
-            ("POST", "/v1/completions"),
-            ("GET", "/v1/models"),
-            ("GET", "/metrics"),
-            ("GET", "/health"),
-        ):
-            response = client.http.request(method, path, content=body, headers={**JSON, "Host": host})
-            assert response.status_code == 403 and "Host" in response.json()["error"]["message"], host
     for kind in ("text/plain", "application/x-www-form-urlencoded", "text/plain; a=application/json", ""):
         response = client.http.post("/v1/completions", content=body, headers={"Content-Type": kind})
         assert response.status_code == 415 and "application/json" in response.json()["error"]["message"]
     kind = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert client.http.post("/v1/completions", content=body, headers=kind).status_code == 200
-    with served(hosts=()) as open_to_all:
-        assert open_to_all.http.get("/v1/models", headers={"Host": "gpu7.example"}).status_code == 200
 
 
 def test_a_key_is_asked_for_where_there_is_one() -> None:
@@ -424,7 +400,6 @@ def test_requests_of_a_client_that_has_gone_are_cancelled(client: Client, stream
                 gone.post("/v1/completions", json=body)
     client.until(lambda: client.metric("quartet_requests_held") == 0)
     client.until(lambda: client.metric("quartet_engine_num_running") == 0)
-    client.until(lambda: client.metric('quartet_requests_total{status="499"}') >= 1)
     assert client.engine.engine.stats().generated_tokens > 0
     client.engine.step_s = 0.0
     assert client.complete()["choices"][0]["finish_reason"] == "length"

@@ -14,7 +14,7 @@ import pytest
 
 from quartet.config.rewards import RemoteServer, RetryConfig
 from quartet.extras.servers.client import OpenAIEngine
-from quartet.extras.servers.sglang import GroupWeights, PublishedWeights, SGLangEngine
+from quartet.extras.servers.sglang import PublishedWeights, SGLangEngine
 from quartet.rollout.protocol import SteppedEngine
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
@@ -44,19 +44,16 @@ def server(folder: Path) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def sglang(folder: Path, *, num: int = 1, is_group: bool = False) -> Iterator[Any]:
+def sglang(folder: Path, *, num: int = 1) -> Iterator[Any]:
     model = targets.build_model()
     staging = StagedWeights(model.named_parameters(remove_duplicate=False))
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    weights: Any = PublishedWeights(staging, folder)
+    weights = PublishedWeights(staging, folder)
     with contextlib.ExitStack() as opened:
         engines = []
         for _ in range(num):
             url = opened.enter_context(
                 servers.sglang_server(servers.SGLangServer(targets.native(seed=5, version=0), targets.CONTEXT))
             )
-            if is_group:
-                weights = GroupWeights(staging, remote(url), shapes=shapes)
             engines.append(
                 SGLangEngine(remote(url), vocab_size=targets.VOCAB, decode=CODEC.decode_completion, weights=weights)
             )
@@ -72,13 +69,7 @@ def sglang_routed(folder: Path) -> Iterator[Any]:
         yield made
 
 
-@contextlib.contextmanager
-def sglang_group(folder: Path) -> Iterator[Any]:
-    with sglang(folder, is_group=True) as made:
-        yield made
-
-
-KINDS = {make.__name__: make for make in (server, sglang, sglang_routed, sglang_group)}
+KINDS = {make.__name__: make for make in (server, sglang, sglang_routed)}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

@@ -13,8 +13,7 @@ from quartet.config.recipe import RLRecipe, RolloutConfig
 from quartet.extras.servers.config import SGLangEngineConfig
 from quartet.extras.speculation.config import HistorySpeculation
 
-SERVER = "rollout.engine={type: sglang, urls: ['http://localhost:30000'], weights_directory: /w}"
-SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",), weights="distributed")
+SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",), weights_directory="/w")
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,6 @@ SGLANG = SGLangEngineConfig(urls=("http://127.0.0.1:1",), weights="distributed")
         ("rollout.engine={type: server, urls: [], model: m}", "rollout.engine.urls"),
         ("rollout.engine={type: server, urls: ['http://h:1'], model: m}", "takes no weights"),
         ("rollout.engine={type: sglang, urls: ['http://h:1']}", "needs weights_directory"),
-        (f"{SERVER[:-1]}, weights: distributed}}", "for weights: disk, and for nothing else"),
     ],
 )
 def test_mistakes_are_told(override: str, said: str) -> None:

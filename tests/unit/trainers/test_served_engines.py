@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,39 +152,12 @@ def test_adapters_alone_are_sent(trainer: Callable[..., RLTrainer]) -> None:
 # The doctor ----------------------------------------------------------------------------------------------
 
 
-def deaf(request: Request) -> Request:
-    return replace(request, sampling=replace(request.sampling, stop_token_ids=(), stop_strings=()))
-
-
-def well(request: Request) -> Request:
-    return request
-
-
-@pytest.mark.parametrize(
-    ("heard", "is_stale", "expected"),
-    [
-        (deaf, False, {name: "1 of 2 engines (engine 1) do not end" for name in ("stop_tokens", "stop_strings")}),
-        (well, True, {"tied_head": "", "weight_update": ""}),
-    ],
-    ids=["deaf", "stale"],
-)
-def test_the_doctor_finds_what_is_wrong_with_the_second_of_two_engines(
-    heard: Callable[[Request], Request],
-    is_stale: bool,
-    expected: dict[str, str],
-    causal_lm: Any,
-    tokenizer: Any,
-    prompts: Any,
-    digits: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_doctor_finds_old_weights_in_the_second_of_two_engines(
+    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Second(Beside):
-        def submit(self, requests: Sequence[Request]) -> None:
-            super().submit([heard(request) for request in requests])
-
         def take_weights(self, version: int) -> None:
-            if not is_stale or version == 0:
+            if version == 0:
                 super().take_weights(version)
 
     def two(config: EngineConfig, policy: Policy) -> list[Beside]:
@@ -194,9 +166,7 @@ def test_the_doctor_finds_what_is_wrong_with_the_second_of_two_engines(
     monkeypatch.setattr(engines, "_engines", two)
     objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
     made = recipe(tmp_path / "run", process=True, numerics="fast", evaluation=None)
-    found = {finding.name: finding for finding in examine(made, **objects)}
-    assert all(found[name].status == "failure" and text in found[name].found for name, text in expected.items())
-    assert found["pad_by_mask"].status == "ok" and "0 of 2 engines" in found["pad_by_mask"].found
+    assert [finding.name for finding in examine(made, **objects) if finding.status == "failure"] == ["weight_update"]
 
 
 # In processes --------------------------------------------------------------------------------------------

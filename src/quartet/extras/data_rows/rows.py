@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jinja2.exceptions import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig
@@ -29,7 +27,7 @@ from quartet.data.readers import Row, iter_rows
 from quartet.models.loading import outlined
 from quartet.text.examples import Messages
 from quartet.text.loading import load_generation_config, local_directory, local_or_hub
-from quartet.text.templates import MARKS, free_variables, render, split_defaults, template_of
+from quartet.text.templates import MARKS, render, template_of
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import sampling_params
 from quartet.trainers.input_sources import (
@@ -46,8 +44,6 @@ from quartet.trainers.input_sources import (
 )
 from quartet.trainers.run_files import job_of
 
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace"}
-
 
 def _talk(thought: str = "") -> Messages:
     turns = (("user", "question 1"), ("assistant", "answer 1"), ("user", "question 2"), ("assistant", "answer 2"))
@@ -59,21 +55,15 @@ def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Tells what the tokenizer's template does to conversations and to the masks of their tokens, seen on a
     small one.
     """
+    talk, thinking = _talk(), _talk("<think>\nthought of {}\n</think>\n\n")
     try:
-        template = template_of(tokenizer)
-        defaults, own = split_defaults(template)
-        read = sorted(name for name in free_variables(own) - _GIVEN if not name.endswith("_token"))
-        talk, thinking = _talk(), _talk("<think>\nthought of {}\n</think>\n\n")
         prompt = render(tokenizer, talk[:1], generation_prompt=True)
         bare, first, earlier, whole = (render(tokenizer, talk[:n], generation_prompt=False) for n in (1, 2, 3, 4))
         thoughts = render(tokenizer, thinking, generation_prompt=False)
-    except (UserError, TemplateSyntaxError) as error:
+    except UserError as error:
         return [f"cannot be shown on a small conversation: {' '.join(str(error).split())}"]
-    shown = [f"{name} (default {defaults[name]})" if name in defaults else name for name in read]
-    before, _, _ = prompt.partition("question 1")
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
-    after = first.rpartition("answer 1")[2]
-    if MARKS.search(template):
+    if MARKS.search(template_of(tokenizer)):
         masks = "on the tokens inside {% generation %}"
     elif not first.startswith(prompt):
         masks = "none: an answer is rendered differently from what a prompt ends with, so rows with answers are refused"
@@ -83,25 +73,13 @@ def template_effects(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         masks = (
             "on one turn: later turns change earlier ones, so conversations with several assistant turns are refused"
         )
-    num_kept = thoughts.count("thought of")
     fates = ("left out of every turn", "left out of earlier turns, kept in the last", "kept in every turn")
     return [
-        f"variables: {', '.join(shown) or 'none'}; tools: {'used' if 'tools' in free_variables(own) else 'not used'}",
-        f"before the first message: {before!r}",
         f"before an answer: {opening!r}",
-        f"after an answer: {after!r}",
+        f"after an answer: {first.rpartition('answer 1')[2]!r}",
         f"loss: {masks}",
-        f"<think> blocks: {fates[num_kept]}",
-        *(["date: that of the day on which a row is read"] if _is_dated(tokenizer, template) else []),
+        f"<think> blocks: {fates[thoughts.count('thought of')]}",
     ]
-
-
-def _is_dated(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Tells whether the template writes today's date into a prompt."""
-    given = {**tokenizer.special_tokens_map, "messages": _talk()[:1], "add_generation_prompt": True}
-    program = _compile_jinja_template(template)  # apply_chat_template passes no functions on
-    one, other = (program.render(given, strftime_now=lambda form, day=day: day) for day in ("one", "another"))
-    return bool(one != other)
 
 
 @dataclass(frozen=True)
@@ -186,15 +164,11 @@ class DataRows:
         lengths: tokens of each used row's longest sequence.
 
     Raises:
-        UserError: the recipe has no such section, or its model and tokenizer cannot be read.
+        UserError: the model's config or its tokenizer cannot be read.
     """
 
-    def __init__(self, section: Section, key: str, source: int | None = None) -> None:
+    def __init__(self, section: Section, key: str) -> None:
         self.section, self.parts = section, readings(section.config, key)
-        if source is not None and source >= len(self.parts):
-            remedy = f"a number from 0 to {len(self.parts) - 1}"
-            raise UserError("the data have no such source", found=f"source {source} of {key}", remedy=remedy)
-        self.parts = self.parts if source is None else self.parts[source : source + 1]
         self.codec, context = _codec(section.model)
         assert section.config is not None, "it has sources"
         self.limit = limit_of(section.config, context - section.room, key)

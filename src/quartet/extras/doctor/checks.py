@@ -6,7 +6,6 @@ What a check found is a :class:`Finding`; what to do about it is one table for t
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,54 +25,39 @@ from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.roles import RLRoles
 
-_FIRST = ("completion", "chosen", "answer", "solution", "response", "output", "target", "ground_truth")
-USUAL = (*_FIRST, "final_answer", "expected_answer", "correct_answer", "gold")
+USUAL = (
+    *("completion", "chosen", "answer", "solution", "response", "output", "target", "ground_truth"),
+    *("final_answer", "expected_answer", "correct_answer", "gold"),
+)
 """Names of columns with right answers."""
 Compared = ExactMatchReward | NumericReward | RegexReward | MathReward
 _SAMPLED = 64
 """Prompts that are read, spread over the data."""
 _ANSWER = "7"
-_TOKENS = "use the tokenizer that the model was trained with, one that keeps all characters of the data"
 _REMEDIES = {
     "template": "mend chat_template.jinja: it writes every message, and opens the assistant's turn where asked to",
     "turn_end": "set eos_token_id in generation_config.json to all tokens that end an answer",
     "begin_of_text": "write bos_token once, in the chat template or in the data, where the tokenizer adds it to text",
-    "round_trip": _TOKENS,
-    "unknown_tokens": _TOKENS,
+    "round_trip": "use the tokenizer that the model was trained with, one that keeps all characters of the data",
     "prompt_lengths": "raise data.max_tokens, lower rollout.sampling.max_new_tokens, or use a longer context",
     "answer_lengths": "raise rollout.sampling.max_new_tokens: what is cut off cannot be right",
-    "answer_stops": "take it out of rollout.sampling.stop_strings, or use a longer one",
     "duplicates": "leave repeated rows out: they are trained on more often than others",
     "held_out": "take them out of either: the evaluation says nothing about new prompts",
     "disk": "free some, lower checkpoint.keep, or choose another output_dir",
     "memory": "lower token_budget, logprob_chunk or max_running; checkpoint activations; see docs/memory.md",
-    "stop_tokens": "the engine must get stop_token_ids with every request, and stop there",
-    "stop_strings": "the engine must get stop_strings with every request, and stop there",
-    "pad_by_mask": "attention is masked by where padding is, never by the pad token's id",
-    "versions": "the engine must note for every token which weights computed it",
     "diversity": "raise rollout.sampling.temperature; at 1, see that the engine uses each request's seed",
     "sampler_agreement": "both sides need the same weights, precision, positions and temperature (docs/numerics.md)",
-    "temperature": "divide the logits by rollout.sampling.temperature before the log-softmax, on both sides",
-    "packing": "see whether actor.train.share_prefixes=false mends it, and report the architecture",
-    "reward_answers": "see that the reward reads the column that it means (data.columns), whole, and the sign of its "
-    "weight; math reads LaTeX",
+    "reward_answers": "see that the reward reads the column that it means (data.columns), and the sign of its weight",
     "reward_values": "mend the reward, or leave it out",
     "reward_spread": "begin with a model that succeeds at times, easier prompts, or a reward with more grades",
     "reward_time": "raise the reward's concurrency or batch_size, or give its server more room",
-    "reward_repeats": "scores must be in the order of the completions; a random judge wants several votes",
     "end_of_text": "the engine must stop at every id of eos_token_id",
-    "end_is_learned": "no mask may know padding by its id: the end-of-text token may have the same",
     "truncation": "raise rollout.sampling.max_new_tokens, or begin with a model that ends its answers",
     "learning_signal": "see reward_spread: where all answers to a prompt score alike, it teaches nothing",
     "first_ratio": "passes with and without gradients must agree: no dropout, one temperature, one precision",
     "gradient": "check the model's weights and its precision; see learning_signal",
     "reference_kl": "the reference is the actor as it starts, or of its family: same tokenizer, precision, temperature",
-    "critic_values": "train the critic first (critic.warmup_steps), or begin with a copy of the reward model",
-    "tied_head": "the engine kept an old output head: a tied one is sent once, its packed or rounded copy made anew",
     "weight_update": "the engine kept old weights: look at weight_sync, and at what it computes from weights only once",
-    "after_sleep": "send weights again after level 2, and keep what level 1 moves",
-    "weights_restored": "the engine keeps something of older weights: look at its prefix cache and its copies",
-    "duration": "lower steps, prompts_per_step or max_new_tokens, or use more devices (docs/placements.md)",
 }
 """What to do, by the names of the checks."""
 
@@ -134,12 +118,11 @@ def quick_findings(roles: RLRoles, directory: Path) -> list[Finding]:
     items, codec, recipe = roles.prompts.items, roles.codec, roles.recipe
     sampled = items[:: max(1, len(items) // _SAMPLED)][:_SAMPLED]
     prompts = [item.prompt for item in sampled]
-    encoded = [codec.encode_prompt(prompt) for prompt in prompts]
     return [
         *(check(codec, prompts) for check in (check_template, check_turn_end, check_round_trip)),
-        *(check(codec, encoded) for check in (check_begin_of_text, check_unknown_tokens)),
+        check_begin_of_text(codec, [codec.encode_prompt(prompt) for prompt in prompts]),
         check_prompt_lengths(roles),
-        *check_answers(recipe, codec, sampled),
+        check_answer_lengths(recipe, codec, sampled),
         check_duplicates(roles.prompts),
         check_held_out(roles),
         check_disk(roles, directory),
@@ -203,34 +186,17 @@ def check_begin_of_text(codec: TextCodec, prompts: Sequence[Sequence[int]]) -> F
 
 
 def check_round_trip(codec: TextCodec, prompts: Sequence[PromptText]) -> Finding:
-    """Checks that text → ids → text comes back. Blanks that some decoders move are no more than a warning; the one that
-    SentencePiece puts before every text, also behind a special token, is none.
-    """
-    added = [*codec.tokenizer.all_special_tokens, *map(str, codec.tokenizer.get_added_vocab())]
-    special = re.compile("|".join(map(re.escape, sorted(filter(None, added), key=len, reverse=True))) or r"(?!)")
-    changed, lost, first = 0, 0, ""
+    """Checks that text → ids → text comes back; blanks, which some decoders move, aside."""
+    lost, first = 0, ""
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else codec.render(prompt)
         again = codec.decode(_plain(codec, text), skip_special=False)
-        pieces = [special.split(one) for one in (text, again)]
-        is_same = len(pieces[0]) == len(pieces[1]) and all(b in (a, f" {a}") for a, b in zip(*pieces, strict=True))
-        if not is_same and again.strip() != text.strip():
-            changed += 1
-            lost += "".join(again.split()) != "".join(text.split())
+        if "".join(again.split()) != "".join(text.split()):
+            lost += 1
             same = next((n for n, (a, b) in enumerate(zip(text, again, strict=False)) if a != b), 0)
             first = first or f": {text[same : same + 20]!r} became {again[same : same + 20]!r}"
-    found = f"{changed} of {len(prompts)} prompts are another text after their tokens{first}"
-    return judged("round_trip", found, failure=2 * lost > len(prompts), warning=changed > 0)
-
-
-def check_unknown_tokens(codec: TextCodec, prompts: Sequence[Sequence[int]]) -> Finding:
-    name, unknown = "unknown_tokens", codec.tokenizer.unk_token_id
-    if unknown is None:
-        return judged(name, "the tokenizer knows every character")
-    ids = [token for prompt in prompts for token in prompt]
-    num = ids.count(unknown)
-    found = f"{num} of {len(ids)} tokens of {len(prompts)} prompts are {codec.tokenizer.unk_token!r}"
-    return judged(name, found, failure=num > 0.01 * len(ids), warning=num > 0)
+    found = f"{lost} of {len(prompts)} prompts are another text after their tokens{first}"
+    return judged("round_trip", found, failure=2 * lost > len(prompts), warning=lost > 0)
 
 
 def _plain(codec: TextCodec, text: str) -> list[int]:
@@ -241,36 +207,24 @@ def _plain(codec: TextCodec, text: str) -> list[int]:
 
 
 def check_prompt_lengths(roles: RLRoles) -> Finding:
-    """Finds prompts that are too long, or leave an answer no room."""
+    """Finds prompts that leave an answer no room."""
     recipe, lengths = roles.recipe, roles.prompts.lengths[:, 0]
-    counts = [re.match(r"([\d,]+) rows left out: prompt longer", text) for text in roles.prompts.warnings]
-    left_out = sum(int(count[1].replace(",", "")) for count in counts if count)
     new = recipe.rollout.sampling.max_new_tokens
-    short = 0 if recipe.environment else int((lengths + new > roles.context).sum())
-    total, longest = left_out + len(lengths), int(lengths.max())
-    found = f"{left_out / total:.1%} of {total:,} prompts are over the limit, {short / total:.1%} leave fewer than "
-    found += f"max_new_tokens={new} of the context; the longest used has {longest} tokens"
-    wrong = 20 * (left_out + short) > total
-    return judged("prompt_lengths", found, failure=2 * left_out > total, warning=wrong)
+    short = 0 if recipe.environment else float((lengths + new > roles.context).mean())
+    found = f"{short:.1%} of {len(lengths):,} prompts leave fewer than max_new_tokens={new} of the context"
+    return judged("prompt_lengths", f"{found}; the longest has {int(lengths.max())} tokens", warning=short > 0.05)
 
 
-def check_answers(recipe: RLRecipe, codec: TextCodec, items: Sequence[PromptItem]) -> list[Finding]:
-    """Checks that answers that the data know can be given: in the tokens allowed, and without a stop string in their
-    middle.
-    """
-    column, sampling = answer_column(recipe, items), recipe.rollout.sampling
-    texts = [text for item in items if (text := answer_text(item, column))] if column is not None else []
+def check_answer_lengths(recipe: RLRecipe, codec: TextCodec, items: Sequence[PromptItem]) -> Finding:
+    """Checks that answers that the data know can be given in the tokens allowed."""
+    name, column, new = "answer_lengths", answer_column(recipe, items), recipe.rollout.sampling.max_new_tokens
+    texts = [text for item in items if (text := answer_text(item, column)) is not None] if column is not None else []
     if not texts:
-        return [judged(name, "the data have no answers") for name in ("answer_lengths", "answer_stops")]
+        return judged(name, "the data have no answers")
     lengths = [len(codec.encode_continuation(text)) + 1 for text in texts]
-    long = sum(length > sampling.max_new_tokens for length in lengths) / len(texts)
-    found = f"{long:.1%} of {len(texts)} answers of the data exceed max_new_tokens={sampling.max_new_tokens}"
-    cut = [stop for text in texts for stop in sampling.stop_strings if text.partition(stop)[2].strip()]
-    inside = f"a stop string stands inside {len(cut)} of {len(texts)} answers of the data {cut[:1] or ''}"
-    return [
-        judged("answer_lengths", f"{found}, the longest has {max(lengths)}", failure=long > 0.5, warning=long > 0.05),
-        judged("answer_stops", inside, failure=bool(cut)),
-    ]
+    long = sum(length > new for length in lengths) / len(texts)
+    found = f"{long:.1%} of {len(texts)} answers of the data exceed max_new_tokens={new}"
+    return judged(name, f"{found}, the longest has {max(lengths)}", failure=long > 0.5, warning=long > 0.05)
 
 
 # Data, disk ----------------------------------------------------------------------------------------------
@@ -320,8 +274,9 @@ def answer_column(recipe: RLRecipe, items: Sequence[PromptItem]) -> str | None:
     """Returns the column with right answers: what a rule compares with, else one with a usual name; None: there is
     none.
     """
-    compared = compared_reward(recipe, items)
-    return compared.column if compared is not None else usual_column(items)
+    if (compared := compared_reward(recipe, items)) is not None:
+        return compared.column
+    return next((name for name in USUAL if items and answer_text(items[0], name) is not None), None)
 
 
 def answer_text(item: PromptItem, column: str) -> str | None:
@@ -331,7 +286,3 @@ def answer_text(item: PromptItem, column: str) -> str | None:
         return None if isinstance(value, bool) else next(iter(right_answers(value)), None)
     except (KeyError, UserError):
         return None
-
-
-def usual_column(items: Sequence[PromptItem], but: str | None = None) -> str | None:
-    return next((name for name in USUAL if name != but and items and answer_text(items[0], name) is not None), None)

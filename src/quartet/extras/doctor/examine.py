@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import ColumnSet, RaggedBatch
-from quartet.batch.trajectory import Trajectories
 from quartet.config import UserError
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.placement import HEADS
@@ -27,19 +26,16 @@ from quartet.data.datasets import PromptItem
 from quartet.extras.doctor import rewards
 from quartet.extras.doctor.checks import Finding, Findings, judged, quick_findings
 from quartet.observe.memory import available_bytes
-from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import GREEDY, Chunk, chunk_of
 from quartet.schedule.iteration import ModelScorer, PartScorer, Scorer, UpdatePlan, score_all
-from quartet.schedule.model_worker import ModelWorker, Offloadable, TrainWorker, Update
+from quartet.schedule.model_worker import ModelWorker, TrainWorker, Update
 from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
-from quartet.text.examples import PromptText
-from quartet.train.engine import ModelPart
 from quartet.train.forward import Needs
 from quartet.trainers.experience import Experience, sampled_only
 from quartet.trainers.loop import RLLoop
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.roles import RLRoles, limits_of
-from quartet.trainers.run import RunDirectory, Stopwatch
+from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import output_path
 from quartet.trainers.signals import run_async
 from quartet.trainers.workers import RunWorkers, Sizes
@@ -62,19 +58,6 @@ class ExaminedRun:
         """Nats by which engine and trainer may differ about a token."""
         return self.loop.rollout.canary.tolerance
 
-    @property
-    def temperature(self) -> float:
-        return self.roles.recipe.rollout.sampling.temperature
-
-    async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> dict[str, RaggedBatch]:
-        """Returns what each rollout worker answers, with token ids, by each of ``params``; by the workers' names."""
-        rollout, found = self.loop.rollout, dict[str, RaggedBatch]()
-        asked = PromptRequest(name, prompt, {f"{name}.{n}": one for n, one in enumerate(params)})
-        async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
-            for n, worker in enumerate(self.workers.engines):
-                found[f"engine {n}"] = await worker.call(RolloutWorker.answers, [asked], [0])
-        return found
-
     async def canaries(self) -> list[RaggedBatch]:
         """Returns each engine's answer to the canary prompt."""
         rollout, found = self.loop.rollout, list[RaggedBatch]()
@@ -85,10 +68,11 @@ class ExaminedRun:
                 found += [answers.select([s]) for s in range(len(answers))]  # of each engine that a worker has
         return found
 
-    def needs(self, *, temperature: float | None = None) -> Needs:
-        """Asks for log-probabilities of what was sampled, at the recipe's temperature if no other is given."""
-        limits = limits_of(self.roles.recipe)
-        return Needs(logprobs=True, mask="action_mask", temperature=temperature or self.temperature, limits=limits)
+    def needs(self) -> Needs:
+        """Asks for log-probabilities of what was sampled, at the recipe's temperature."""
+        recipe = self.roles.recipe
+        temperature = recipe.rollout.sampling.temperature
+        return Needs(logprobs=True, mask="action_mask", temperature=temperature, limits=limits_of(recipe))
 
     async def logprobs(self, batch: RaggedBatch, needs: Needs) -> Tensor:
         """Returns the actor's log-probabilities ``[T]``."""
@@ -105,7 +89,7 @@ class ExaminedRun:
         return float(torch.quantile(difference.float(), 0.99))
 
 
-OLD = "old_logprobs"
+OLD, _LOGPROBS = "old_logprobs", "rollout_logprobs"
 
 
 @dataclass(frozen=True)
@@ -113,12 +97,10 @@ class Learned:
     """
     Args:
         experience: the sampled answers with all columns.
-        scoring_s, update_s: seconds of the models' passes, and of the rehearsed update.
+        metrics: of the rehearsed update.
     """
 
     experience: Experience
-    scoring_s: float
-    update_s: float
     metrics: dict[str, float]
 
 
@@ -129,7 +111,7 @@ async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet])
     Raises:
         UserError: a model's values are not finite, or memory is too small.
     """
-    roles, loop, watch = run.roles, run.loop, Stopwatch()
+    roles, loop = run.roles, run.loop
     scorers = list(roles.column_scorers(loop.leases))
     if all(scorer.column != OLD for scorer in scorers):
         scorers.append(ModelScorer(loop.leases, "actor", roles.groups["actor"], run.needs(), OLD, trains=True))
@@ -138,9 +120,7 @@ async def rehearse(run: ExaminedRun, chunk: Chunk, rewards: Sequence[ColumnSet])
         parts = [PartScorer(scorer, sampled_only) for scorer in scorers]
     columns = await score_all(parts, chunk)
     experience: Experience = await loop.stages.assemble([(chunk, [*rewards, *columns])])
-    scoring_s, watch = watch.seconds, Stopwatch()
-    metrics = await _update(run, loop.learned(experience))
-    return Learned(experience, scoring_s, watch.seconds, metrics)
+    return Learned(experience, await _update(run, loop.learned(experience)))
 
 
 async def _update(run: ExaminedRun, batch: RaggedBatch) -> dict[str, float]:
@@ -206,21 +186,7 @@ def check_reference(run: ExaminedRun, learned: Learned) -> Finding:
     return judged(name, found, failure=not largest <= run.tolerance)
 
 
-def check_critic(learned: Learned) -> Finding:
-    """Checks that values are numbers, of the size of returns."""
-    name, batch = "critic_values", learned.experience.batch
-    if "values" not in batch.token:
-        return judged(name, "the method has no critic")
-    values, returns = (batch.token[column][batch.token["action_mask"]] for column in ("values", "returns"))
-    found = f"values from {float(values.min()):.3g} to {float(values.max()):.3g}, "
-    found += f"returns from {float(returns.min()):.3g} to {float(returns.max()):.3g}"
-    broken = not bool(torch.isfinite(torch.stack([values, returns])).all())
-    large = float(values.abs().max()) > 100 * max(1.0, float(returns.abs().max()))
-    return judged(name, found, failure=broken, warning=large)
-
-
 _GIB = 2**30
-_LONG_HOURS = 24 * 7
 
 
 async def check_memory(run: ExaminedRun) -> Finding:
@@ -285,89 +251,20 @@ def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
     return engine.cache_tokens or running * longest
 
 
-def check_duration(
-    run: ExaminedRun, batch: RaggedBatch, generate_s: float, score_s: float, update_s: float, publish_s: float
-) -> Finding:
-    """Estimates seconds per step and hours per run, if every answer took as long as those of ``batch`` did, and nothing
-    overlapped: larger batches are faster.
-    """
-    num = len(Trajectories.of(batch))
-    sampled = int(batch.token["action_mask"].sum())
-    recipe = run.roles.recipe
-    answers = recipe.prompts_per_step * recipe.responses_per_prompt
-    share = answers / max(1, num)
-    parts = {"generate": generate_s * share, "score": score_s * share, "update": update_s * share * recipe.epochs}
-    parts["publish"] = publish_s
-    step_s = sum(parts.values())
-    hours, shown = step_s * recipe.steps / 3600, ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items())
-    found = f"at most {step_s:.3g} s per step ({shown}; {sampled / max(1, num):.0f} tokens per answer), "
-    return judged("duration", f"{found}{hours:.2g} h for {recipe.steps} steps", warning=hours > _LONG_HOURS)
-
-
-_PROBED = 6
-"""Tokens of a probe's answer."""
-_GREEDY = Needs(logprobs=True, mask="action_mask")
-
-
-# Ends ----------------------------------------------------------------------------------------------------
-
-
-async def check_stops(run: ExaminedRun) -> list[Finding]:
-    """Checks that a stop token ends an answer where it comes, and a stop string does; by every engine."""
-    item, codec = run.roles.prompts.items[0], run.roles.codec
-    room = max(1, min(_PROBED, run.roles.context - item.num_tokens))
-    plain = SamplingParams(temperature=0.0, max_new_tokens=room)
-    (free, *_) = (await run.answers(item.prompt, [plain], "free")).values()
-    ids = _leaf(free, 0)
-    # Ends have no text, other tokens only a part of a character.
-    pieces = codec.completion_pieces(codec.encode_prompt(item.prompt), ids)
-    spoken = [n for n, text in enumerate(pieces) if text.strip() and "\ufffd" not in text]
-    place = spoken[len(spoken) // 2] if spoken else len(ids) // 2
-    stop, piece = ids[place], pieces[place] if spoken else ""
-    ways = [replace(plain, stop_token_ids=(stop,)), replace(plain, stop_strings=(piece or "\n",))]
-    through, go_on = list[str](), list[str]()
-    found = await run.answers(item.prompt, ways, "stops")
-    for engine, batch in found.items():
-        by_token, by_string = batch.sequence["ended"].tolist()
-        through += [engine] if _leaf(batch, 0) != ids[: ids.index(stop) + 1] or not by_token else []
-        go_on += [engine] if piece and not by_string else []
-    return [
-        judged("stop_tokens", f"{_some(through, found)} do not end at a stop token", failure=bool(through)),
-        judged("stop_strings", f"{_some(go_on, found)} do not end at the stop string {piece!r}", failure=bool(go_on)),
-    ]
-
-
-def _some(these: Sequence[str], engines: Sized) -> str:
-    """Tells how many of the engines, and which."""
-    names = f" ({', '.join(these)})" if these else ""
-    return f"{len(these)} of {len(engines)} engines{names}"
-
-
-def check_ends(run: ExaminedRun, batch: RaggedBatch, trained: RaggedBatch) -> list[Finding]:
-    """Checks that nothing follows an end-of-text token, and the token itself is trained on; most answers end by
-    themselves.
-
-    Args:
-        batch: as sampled.
-        trained: the step's experience.
-    """
+def check_ends(run: ExaminedRun, batch: RaggedBatch) -> list[Finding]:
+    """Checks that nothing follows an end-of-text token, and most answers end by themselves."""
     recipe, num = run.roles.recipe, len(batch)
     one_turn = recipe.environment is None
     inside = 0
     if batch.has_ids and one_turn:
-        inside = sum(not run.roles.codec.eos_ids.isdisjoint(_leaf(batch, s)[:-1]) for s in range(num))
-    ended = {name for name, why in zip(batch.ids, batch.objects["finish_reason"], strict=True) if why == "stop"}
-    masks = [trained.token["loss_mask"][slice(*trained.leaf_span(s))].tolist() for s in range(len(trained))]
-    pairs = zip(trained.ids, masks, strict=True)
-    unlearned = sum(name in ended and any(mask) and not mask[-1] for name, mask in pairs)
+        answers = (batch.input_ids[slice(*batch.leaf_span(s))].tolist() for s in range(num))
+        inside = sum(not run.roles.codec.eos_ids.isdisjoint(ids[:-1]) for ids in answers)
     share, limit = 1 - float(batch.sequence["ended"].float().mean()), recipe.rollout.sampling.max_new_tokens
     is_limited = run.max_new_tokens < limit and one_turn
     cut = f"{share:.0%} of {num} answers are cut off at {min(limit, run.max_new_tokens)} tokens"
     cut += f", where this check stops; the recipe allows {limit}" if is_limited else ""
-    learned = f"of {len(ended)} answers that ended, {unlearned} are trained on without their last token"
     return [
         judged("end_of_text", f"{inside} of {num} answers go on behind an end-of-text token", failure=inside > 0),
-        judged("end_is_learned", learned, failure=unlearned > 0),
         judged("truncation", cut, warning=share > 0.9 and not is_limited),
     ]
 
@@ -384,210 +281,59 @@ def check_diversity(batch: RaggedBatch) -> Finding:
     return judged("diversity", found, warning=0 < len(several) == same)
 
 
-def check_versions(run: ExaminedRun, batch: RaggedBatch) -> Finding:
-    """Checks that tokens carry the version of the weights that sampled them."""
-    versions, version = batch.token["policy_version"][batch.token["action_mask"]], run.loop.rollout.version
-    wrong = int((versions != version).sum())
-    return judged("versions", f"{wrong} of {len(versions)} tokens do not carry version {version}", failure=wrong > 0)
-
-
 # Log-probabilities ---------------------------------------------------------------------------------------
 
 
-async def check_agreement(run: ExaminedRun, batch: RaggedBatch) -> list[Finding]:
+async def check_agreement(run: ExaminedRun, batch: RaggedBatch) -> Finding:
     """Checks that sampler and trainer give every sampled token the same log-probability, both at the recipe's
     temperature.
     """
-    mask, temperature = batch.token["action_mask"], run.temperature
-    sampled = batch.token["rollout_logprobs"][mask]
-    trained = (await run.logprobs(batch, run.needs()))[mask]
-    gap = (sampled - trained).abs()
+    mask = batch.token["action_mask"]
+    gap = (batch.token["rollout_logprobs"] - await run.logprobs(batch, run.needs()))[mask].abs()
     largest, mean = run.largest(gap), float(gap.mean())
     # A mean has no tails: with bf16, where single tokens may differ much, it tells more.
     wrong = not (largest <= run.tolerance and mean <= run.tolerance / 4)
     found = f"sampler and trainer differ by {largest:.2g} nats (mean {mean:.2g}, {len(gap)} tokens, "
-    agreement = judged("sampler_agreement", f"{found}allowed {run.tolerance:.2g})", failure=wrong)
-    if temperature == 1.0:
-        return [agreement, judged("temperature", "1: logits are as they are")]
-    plain = (await run.logprobs(batch, run.needs(temperature=1.0)))[mask]
-    ignored = torch.equal(plain, trained)
-    unscaled = wrong and float((sampled - plain).abs().mean()) < mean
-    text = f"log-probabilities are those at temperature {temperature:g} on both sides"
-    if ignored or unscaled:
-        text = f"the {'trainer' if ignored else 'engine'} leaves the temperature out, which is {temperature:g}"
-    return [agreement, judged("temperature", text, failure=ignored or unscaled)]
+    return judged("sampler_agreement", f"{found}allowed {run.tolerance:.2g})", failure=wrong)
 
 
-async def check_packing(run: ExaminedRun, batch: RaggedBatch) -> Finding:
-    """Checks that a sequence alone has the log-probabilities that it has among others, behind a shared prompt."""
-    together, apart = await run.logprobs(batch, run.needs()), 0.0
-    for s in {0, len(batch) - 1}:
-        alone, leaf = batch.select([s]), slice(*batch.leaf_span(s))
-        found = (await run.logprobs(alone, run.needs()))[slice(*alone.leaf_span(0))]
-        apart = max(apart, run.largest((found - together[leaf]).abs()[batch.token["action_mask"][leaf]]))
-    found_text = f"a sequence alone and among others differ by {apart:.2g} nats"
-    return judged("packing", found_text, failure=not apart <= run.tolerance)
+async def check_weights(run: ExaminedRun) -> Finding:
+    """Changes every weight of the actor, gives the engines the new ones, and changes all back.
 
-
-async def check_pad_token(run: ExaminedRun) -> Finding:
-    """Checks that a token that happens to be the pad token's counts where it stands in a text."""
-    name, codec = "pad_by_mask", run.roles.codec
-    pad = codec.tokenizer.pad_token or codec.tokenizer.eos_token or ""
-    prompt = run.roles.prompts.items[0].prompt
-    with_pad, bare = _with_inside(prompt, pad), codec.encode_prompt(_with_inside(prompt, ""))
-    ids = codec.encode_prompt(with_pad)
-    if not pad or codec.tokenizer.convert_tokens_to_ids(pad) not in ids or len(ids) >= run.roles.context:
-        return judged(name, "no pad token can stand in a prompt")
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=min(_PROBED, run.roles.context - len(ids)))
-    apart, ignored = dict[str, float](), False
-    for engine, batch in (await run.answers(with_pad, [greedy], "pad")).items():
-        mask = batch.token["action_mask"]
-        trained = (await run.logprobs(batch, _GREEDY))[mask]
-        apart[engine] = run.largest((batch.token["rollout_logprobs"][mask] - trained).abs())
-        # The same tokens behind the prompt that lacks the pad token.
-        other = RaggedBatch.from_groups([bare], [[_leaf(batch, 0)]], ["bare"])
-        other = other.with_token(action_mask=other.sequence_index() >= 0)
-        removed = (await run.logprobs(other, _GREEDY))[other.token["action_mask"]]
-        ignored |= bool((removed - trained).abs().max() < 1e-6)
-    wrong = [engine for engine, nats in apart.items() if not nats <= run.tolerance]
-    found = (
-        f"behind {pad!r} in a prompt {_some(wrong, apart)} differ from the trainer, by {max(apart.values()):.2g} nats"
-    )
-    found = f"{pad!r} in a prompt has no effect on what follows it" if ignored else found
-    return judged(name, found, failure=ignored or bool(wrong))
-
-
-def _with_inside(prompt: PromptText, text: str) -> PromptText:
-    """Returns the prompt with ``text`` in the middle of its last text."""
-    if isinstance(prompt, str):
-        middle = len(prompt) // 2
-        return prompt[:middle] + text + prompt[middle:]
-    last: dict[str, Any] = dict(prompt[-1])
-    return [*prompt[:-1], {**last, "content": _with_inside(str(last["content"]), text)}]
-
-
-def _leaf(batch: RaggedBatch, s: int) -> list[int]:
-    """Returns the ids of a sequence's answer."""
-    found: list[int] = batch.input_ids[slice(*batch.leaf_span(s))].tolist()
-    return found
-
-
-_CANARY = Needs(logprobs=True)
-
-
-async def check_weights(run: ExaminedRun, findings: Findings) -> float:
-    """Changes the embeddings, then the body, then both back; each time the engines are given the new weights.
-
-    Returns:
-        Seconds of a publication.
+    Raises:
+        UserError: engines and trainer differ by more than the run allows.
     """
-    rollout, before, flipped = run.loop.rollout, await run.canaries(), list[ModelPart]()
-    trained, watch = await run.logprobs(before[0], _CANARY), Stopwatch()
-    mask = before[0].token["loss_mask"]
-    apart = float((before[0].token["rollout_logprobs"] - trained)[mask].abs().max())
-    # Another layer's old weights move the canary by less than two precisions may differ by in the worst case.
-    allowed = max(run.tolerance / 4, 8 * apart)
-    parts: list[tuple[str, ModelPart]] = [("tied_head", "embeddings"), ("weight_update", "body")]
+    rollout, before = run.loop.rollout, await run.canaries()
+    await _flip(run)
     try:
-        for name, part in parts:
-            with findings.errors_of(name):
-                findings.add(await _check_part(run, name, part, allowed, flipped))
-        findings.add(await _check_sleep(run))
+        difference = (await rollout.publish(_version(run)))["agreement/canary_diff"]
+        after = await run.canaries()
     finally:
-        for part in flipped:
-            await _flip(run, part)
-    seconds = watch.seconds / 3
-    with findings.errors_of("weights_restored"):
-        await rollout.publish(_version(run))
-        after, again = await run.canaries(), await run.logprobs(before[0], _CANARY)
-        apart, is_back = _apart(before, after), torch.equal(trained, again)
-        found = (
-            f"the actor is {'' if is_back else 'not '}what it was to the bit, the engines' canary {apart:.2g} nats off"
-        )
-        findings.add(judged("weights_restored", found, failure=not (is_back and apart <= run.tolerance / 10)))
-    return seconds
-
-
-async def _check_part(
-    run: ExaminedRun, name: str, part: ModelPart, allowed: float, flipped: list[ModelPart]
-) -> Finding:
-    """Checks that a change of ``part`` moves every engine's canary, and brings it to the trainer's, but for ``allowed``
-    nats.
-
-    Raises:
-        UserError: they differ by more than the run allows.
-    """
-    before = await run.canaries()
-    num = await _flip(run, part)
-    flipped += [part] if num else []
-    difference = (await run.loop.rollout.publish(_version(run)))["agreement/canary_diff"]
-    still = sum(not _apart([old], [new]) for old, new in _pairs(before, await run.canaries()))
-    found = f"{still} of {len(before)} engines compute as before a change of {num} tensors ({part}), "
-    return judged(
-        name,
-        f"{found}{difference:.2g} nats from the trainer",
-        failure=not difference <= allowed or (still > 0 and num > 0),
-    )
-
-
-async def _check_sleep(run: ExaminedRun) -> Finding:
-    """Checks that engines that give up their memory for others come back with the same weights."""
-    name, rollout = "after_sleep", run.loop.rollout
-    if "rollout" not in run.workers.offloaded_roles():
-        return judged(name, "engines never sleep in this placement")
-    before = await run.canaries()
-    async with rollout.leases.turn("rollout", "generate", "sleep", step=0, reads=rollout.reads()):
-        for engine in run.workers.engines:
-            await engine.call(Offloadable.offload)
-            await engine.call(Offloadable.onload, "generate")
-    apart = _apart(before, await run.canaries())
-    found = f"{len(before)} engines slept and woke: their canary differs by {apart:.2g} nats"
-    return judged(name, found, failure=not apart <= run.tolerance / 10)
-
-
-async def _flip(run: ExaminedRun, part: ModelPart) -> int:
-    """Makes the actor's next version, with heads that learn along as they are; returns the number of tensors that
-    changed.
-    """
-    leases, step = run.loop.leases, _version(run)
-    async with leases.turn("actor", "train", "flip_bits", step=step, writes="actor"):
-        num = await run.roles.train_group("actor").call(TrainWorker.flip_bits, part)
-    if HEADS in run.loop.rollout.sends:
-        async with leases.turn("actor", "forward", "flip_bits", step=step, reads={"actor": None}, writes=HEADS):
-            pass
-    return num
-
-
-def _version(run: ExaminedRun) -> int:
-    """Returns the version of the actor's weights."""
-    return run.loop.leases.arbiter.version("actor")
-
-
-def _pairs(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> list[tuple[RaggedBatch, RaggedBatch]]:
-    """Pairs each engine's two answers.
-
-    Raises:
-        UserError: an engine failed or came back in between.
-    """
+        await _flip(run)
     if len(before) != len(after):
         raise UserError(
             "a rollout engine failed or was started anew during the checks",
             found=f"{len(before)} engines answered at first, {len(after)} now",
             remedy="see what the engine said as it ended, then examine again",
         )
-    return list(zip(before, after, strict=True))
+    still = sum(torch.equal(old.token[_LOGPROBS], new.token[_LOGPROBS]) for old, new in zip(before, after, strict=True))
+    found = f"{still} of {len(before)} engines compute as before a change of all weights, "
+    return judged("weight_update", f"{found}{difference:.2g} nats from the trainer", failure=still > 0)
 
 
-def _apart(before: Sequence[RaggedBatch], after: Sequence[RaggedBatch]) -> float:
-    """Returns the most that answers to the canary prompt differ by, in nats; infinity where other tokens
-    were chosen.
-    """
-    differences = [0.0]
-    for old, new in _pairs(before, after):
-        mask, key = old.token["loss_mask"], "rollout_logprobs"
-        is_same = torch.equal(old.input_ids, new.input_ids)
-        differences.append(float((old.token[key] - new.token[key])[mask].abs().max()) if is_same else math.inf)
-    return max(differences)
+async def _flip(run: ExaminedRun) -> None:
+    """Makes the actor's next version, with heads that learn along as they are."""
+    leases, step = run.loop.leases, _version(run)
+    async with leases.turn("actor", "train", "flip_bits", step=step, writes="actor"):
+        await run.roles.train_group("actor").call(TrainWorker.flip_bits)
+    if HEADS in run.loop.rollout.sends:
+        async with leases.turn("actor", "forward", "flip_bits", step=step, reads={"actor": None}, writes=HEADS):
+            pass
+
+
+def _version(run: ExaminedRun) -> int:
+    """Returns the version of the actor's weights."""
+    return run.loop.leases.arbiter.version("actor")
 
 
 MAX_NEW_TOKENS = 128
@@ -658,40 +404,25 @@ class _Examination:
     async def _check(self, run: ExaminedRun) -> None:
         findings = self._findings
         findings.add(await check_memory(run))
-        with findings.errors_of("stop_tokens"):
-            findings.add(*await check_stops(run))
-        with findings.errors_of("pad_by_mask"):
-            findings.add(await check_pad_token(run))
-        chunk: Chunk | None = None
-        watch = Stopwatch()
         with findings.errors_of("sampling"):
-            chunk = await self._sample(run)
-            generate_s = watch.seconds
-        learned = await self._check_sample(run, chunk) if chunk is not None else None
+            await self._check_sample(run, await self._sample(run))
         with findings.errors_of("weight_update"):
-            publish_s = await check_weights(run, findings)
-            if chunk is not None and learned is not None:
-                seconds = (generate_s, learned.scoring_s, learned.update_s, publish_s)
-                findings.add(check_duration(run, chunk.data, *seconds))
+            findings.add(await check_weights(run))
 
-    async def _check_sample(self, run: ExaminedRun, chunk: Chunk) -> Learned | None:
-        """Checks that read sampled answers, with the weights that sampled them; None where no update is possible."""
+    async def _check_sample(self, run: ExaminedRun, chunk: Chunk) -> None:
+        """Checks that read sampled answers, with the weights that sampled them."""
         findings, batch = self._findings, chunk.data
-        findings.add(check_versions(run, batch), check_diversity(batch))
-        findings.add(*await check_agreement(run, batch), await check_packing(run, batch))
+        findings.add(check_diversity(batch), await check_agreement(run, batch), *check_ends(run, batch))
         learned: Learned | None = None
         with findings.errors_of("reward_values"):
             known, scored = await rewards.score_known_answers(run), await rewards.score(run, chunk)
             findings.add(rewards.check_known_answers(run, known), *rewards.check_values(scored, known))
-            findings.add(rewards.check_time(run, scored), await rewards.check_repeats(run, chunk, scored))
+            findings.add(rewards.check_time(run, scored))
             with findings.errors_of("first_ratio"):
                 learned = await rehearse(run, chunk, scored.columns)
         if learned is not None:
-            learned = replace(learned, scoring_s=learned.scoring_s + scored.seconds)
-            findings.add(*check_ends(run, batch, learned.experience.batch), check_signal(learned))
-            findings.add(check_first_ratio(run, learned), check_gradient(learned))
-            findings.add(check_reference(run, learned), check_critic(learned))
-        return learned
+            findings.add(check_signal(learned), check_first_ratio(run, learned), check_gradient(learned))
+            findings.add(check_reference(run, learned))
 
     async def _sample(self, run: ExaminedRun) -> Chunk:
         """Samples groups of the first prompts, by the run's own way of asking for them."""

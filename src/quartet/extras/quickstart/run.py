@@ -23,7 +23,7 @@ from quartet.extras.quickstart import recipes, task
 from quartet.extras.quickstart.checker import JUDGE_ERROR_RATE, is_correct, judge_pairs
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.models.loading import load_causal_lm, packed_causal_lm, save_causal_lm
-from quartet.observe.files import ENDED, LOCK
+from quartet.observe.files import LOCK
 from quartet.observe.progress import Progress
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
@@ -31,7 +31,7 @@ from quartet.trainers.evaluation import generate
 from quartet.trainers.evaluation_metrics import write_rows
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json
-from quartet.trainers.run_files import Resume, completed, found_summary, read_json, take_lock, writing
+from quartet.trainers.run_files import Resume, completed, read_json, take_lock, writing
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
@@ -43,8 +43,6 @@ NUM_EXAMPLES = 12
 class QuickstartResult:
     path: Path
     summary: Mapping[str, Any]
-    examples: Sequence[tuple[str, str, str]]
-    """``(prompt, completion of the SFT model, completion after PPO)``, greedy."""
 
 
 class Quickstart:
@@ -138,7 +136,7 @@ class Quickstart:
         self._mark("done")
         if (write_report := report_writer()) is not None:
             write_report(self.path)
-        return QuickstartResult(self.path, summary, examples)
+        return QuickstartResult(self.path, summary)
 
     @property
     def _held_out(self) -> list[str]:
@@ -177,24 +175,7 @@ class Quickstart:
             self._lock = take_lock(self.path / LOCK)
         if found is not None:
             self._created = found.get("created", self._created)
-            if found.get("status") == "running":
-                self.progress.print(f"the process that ran it before {ENDED}: its status was still running")
         self._mark("running")
-
-    def finished(self) -> QuickstartResult | None:
-        """Returns what is there already, where this very quickstart is done.
-
-        Raises:
-            UserError: the directory holds another run.
-        """
-        marker = self._found()
-        if marker is None or marker.get("status") != "done" or (done := found_summary(self.path)) is None:
-            return None
-        try:
-            examples = [(e["prompt"], e["after SFT"], e["after PPO"]) for e in done[1]["examples"]]
-        except (LookupError, TypeError):
-            return None  # damaged: made again
-        return QuickstartResult(*done, examples)
 
     def _identity(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with the one it goes on with."""

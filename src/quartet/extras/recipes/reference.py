@@ -1,7 +1,7 @@
 """Every key of every job: its address, type, default and meaning, read off the recipes' pydantic fields.
 
-`quartet config` prints what is collected here, docs/reference holds it, and shell completion offers the names. At the
-end the recipes of `quartet init`, whose comments are the keys' own descriptions.
+`quartet config` prints what is collected here, and docs/reference holds it. At the end the recipes of `quartet init`,
+whose comments are the keys' own descriptions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quartet.config.load import methods, no_such_job
 from quartet.config.nearest import nearest, usual_columns
 from quartet.config.plugins import Starter, jobs, load, recipes
 from quartet.config.preference import KTOLoss
-from quartet.config.strict import bare, chosen_member, dotted_fields, item_annotation, members, tags
+from quartet.config.strict import bare, chosen_member, item_annotation, members, tags
 from quartet.config.yamls import one_line
 
 _SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text"}
@@ -177,25 +177,44 @@ def sections(job: str, address: str = "", *, variants: bool = False) -> list[Sec
     their keys too.
 
     Raises:
-        UserError: no such job, or nothing at that address; the nearest names are given.
+        UserError: no such job, or nothing at that address.
     """
-    name, place, key = _find(job, address)
-    if key is not None:
-        return [Section(name.rpartition(".")[0], "", (key,))]
-    return list(_walk(name, place, variants, []))
+    if job not in jobs():
+        raise no_such_job(job)
+    top = _Place({job: recipes()[job]}, None, purpose(recipes()[job]))
+    asked = ".".join(part for part in address.split(".") if not part.isdecimal())
+    above, _, name = asked.rpartition(".")
+    known = dict[str, None]()
+    for where, as_override, place in _places("", "", top):
+        if asked in (where, as_override):
+            return list(_walk(where, place, variants, []))
+        if place.is_choice:
+            continue
+        info = place.model.model_fields.get(name)
+        if above in (where, as_override) and info is not None and _below(place, name, info) is None:
+            return [Section(where, "", (_key(place, name, info),))]
+        known |= dict.fromkeys(_join(as_override, key) for key in _keys_of(place.model))
+    remedy = nearest(asked, known) or f"quartet config {job} lists its keys"
+    raise UserError(f"the recipe of {job} has no such part", found=address, remedy=remedy)
+
+
+def _places(where: str, as_override: str, place: _Place) -> Iterator[tuple[str, str, _Place]]:
+    """Yields a place and all below it, with their addresses: with names of variants, and without, as overrides have
+    them.
+    """
+    yield where, as_override, place
+    if place.is_choice:
+        for name in sorted(place.models, key=lambda one: type(place.default) is not place.models[one]):
+            yield from _places(_join(where, name), as_override, place.variant(name))
+        return
+    for name, info in _keys_of(place.model).items():
+        if (inner := _below(place, name, info)) is not None:
+            yield from _places(_join(where, name), _join(as_override, name), inner)
 
 
 def purposes() -> dict[str, str]:
     """Says what each job is for, by its name."""
     return {job: purpose(recipe) for job, recipe in recipes().items()}
-
-
-def children(job: str, address: str = "") -> list[str]:
-    """Returns names that may follow ``address`` after a dot, for completion; none at a value."""
-    _, place, key = _find(job, address)
-    if key is not None:
-        return []
-    return list(place.models) if place.is_choice else list(_keys_of(place.model))
 
 
 def _walk(
@@ -281,60 +300,6 @@ def _default(place: _Place, name: str, info: FieldInfo) -> Any:
     return None if info.is_required() else info.get_default(call_default_factory=True)
 
 
-# Addresses -----------------------------------------------------------------------------------------------
-
-
-def _find(job: str, address: str) -> tuple[str, _Place, Key | None]:
-    """Returns what is at an address, under the name it has there; a key where it is a value.
-
-    List indices may be given or left out. A key of a choice is looked for in its default first, then in the others.
-    """
-    if job not in jobs():
-        raise no_such_job(job)
-    place, name = _Place({job: recipes()[job]}, None, purpose(recipes()[job])), ""
-    parts = [part for part in address.split(".") if part]
-    while parts:
-        part = parts.pop(0)
-        if place.is_choice:
-            if part.isdecimal():
-                continue
-            if part in place.models:
-                name, place = _join(name, part), place.variant(part)
-                continue
-            usual_first = sorted(place.models, key=lambda one: type(place.default) is not place.models[one])
-            holder = next((one for one in usual_first if part in place.models[one].model_fields), None)
-            if holder is None:
-                raise _unknown(job, address, part, name, place)
-            name, place = _join(name, holder), place.variant(holder)
-        info = place.model.model_fields.get(part)
-        if info is None:
-            raise _unknown(job, address, part, name, place)
-        below = _below(place, part, info)
-        name = _join(name, part)
-        if below is None:
-            if parts:
-                raise UserError(f"{name} has no parts", found=address, remedy=f"quartet config {job} {name}")
-            return name, place, _key(place, part, info)
-        place = below
-        is_mapping = get_origin(bare(info.annotation)) is dict
-        if parts and (parts[0].isdecimal() or is_mapping):
-            # The name or number of one of several; a key of theirs may also follow at once.
-            parts = parts if any(parts[0] in model.model_fields for model in place.models.values()) else parts[1:]
-    return name, place, None
-
-
-def _unknown(job: str, address: str, part: str, name: str, place: _Place) -> UserError:
-    known = list(place.models) if place.is_choice else list(_keys_of(place.model))
-    names = list(dict(dotted_fields(recipes()[job])))
-    elsewhere = [full for full in names if full.rpartition(".")[2] == part]
-    meant = nearest(part, known) or (f"did you mean {', '.join(elsewhere[:3])}?" if elsewhere else None)
-    return UserError(
-        f"the recipe of {job} has no {address}",
-        found=f"{part!r} {f'in {name}' if name else 'at the top'}",
-        remedy=meant or f"use one of {', '.join(known)}",
-    )
-
-
 def _join(address: str, name: str) -> str:
     return f"{address}.{name}" if address and name else address or name
 
@@ -402,8 +367,6 @@ def starter(
         "# Lines that begin with # are examples of what else is often set.",
         f"# Columns of the data: {', '.join(needs)}; docs/data.md.",
     ]
-    if reward == "math":
-        head.append("# The reward needs math-verify: pip install 'quartet-rl[math]'")
     tree: dict[str, Any] = {}
     for address, value in {"job": job, "output_dir": f"runs/{job}", **keys}.items():
         *above, name = address.split(".")
@@ -430,12 +393,9 @@ def _begun(job: str) -> Starter:
 def _check(job: str, what: str, name: str | None, known: Any) -> None:
     if job not in jobs():
         raise no_such_job(job)
-    if name is None or name in known:
-        return
-    if not known:
-        raise UserError(f"{job} has no {what} to choose", found=f"--{what} {name}", remedy=f"leave --{what} out")
-    remedy = " Else ".join(filter(None, (nearest(name, known), f"use one of {', '.join(known)}")))
-    raise UserError(f"{job} knows no such {what}", found=f"--{what} {name}", remedy=remedy)
+    if name is not None and name not in known:
+        remedy = f"use one of {', '.join(known)}" if known else f"leave --{what} out"
+        raise UserError(f"{job} knows no such {what}", found=f"--{what} {name}", remedy=nearest(name, known) or remedy)
 
 
 # Keys of jobs by their addresses, in the order of the recipe, and columns that the data need ----------------------

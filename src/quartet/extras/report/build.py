@@ -15,15 +15,14 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
+from zlib import crc32
 
-from quartet.config.errors import UserError, printable, read_error, read_file
+from quartet.config.errors import UserError, printable, read_file
 from quartet.observe.files import ENDED, Tail, replace_atomically, true_status
 from quartet.observe.health import Health, alarm_of_row, examine, repetition, worker_table
 from quartet.observe.metrics import find_metric
@@ -43,8 +42,7 @@ class ReportLimits:
     tokens_per_response: int = 1_024
     responses_per_group: int = 8
     groups_per_step: int = 12
-    scanned_steps: int = 120
-    echo_characters: int = 600
+    example_characters: int = 600
 
 
 def evenly(items: Sequence[Item], count: int) -> list[Item]:
@@ -78,7 +76,6 @@ def collect_rollouts(
     by_step = {step: records for step in chosen if (records := _read(directory, step, warn))}
     if not by_step:
         return None
-    keys: dict[tuple[str, tuple[int, ...]], str] = {}
     prompts: dict[str, Any] = {}
     samples: dict[str, list[Any]] = {}
     embedded = cut = 0
@@ -87,19 +84,16 @@ def collect_rollouts(
         groups = _choose_groups(records, recurrence, limits, limits.tokens // len(by_step))
         taken = [record for group in groups for record in group]
         for record in taken:
-            if (key := _prompt_key(record, keys)) not in prompts:
-                prompts[key] = _prompt(record, limits)
-        samples[str(step)] = [_sample(record, _prompt_key(record, keys), limits) for record in taken]
+            prompts.setdefault(_prompt_key(record), _prompt(record, limits))
+        samples[str(step)] = [_sample(record, limits) for record in taken]
         cut += sum(len(record.response_ids) > limits.tokens_per_response for record in taken)
         embedded += num_trajectories(taken)
-    other_steps = [step for step in evenly(steps, limits.scanned_steps) if step not in chosen]
     total = sum(num_trajectories(records) for records in by_step.values())
     return {
         "steps": list(by_step),
         "prompts": prompts,
         "samples": samples,
         "counts": {str(step): num_trajectories(records) for step, records in by_step.items()},
-        "echoes": _echoes(directory, other_steps, set(prompts), limits, warn),
         "note": _note(len(steps), len(by_step), total, embedded, cut, limits),
     }
 
@@ -108,15 +102,9 @@ def num_trajectories(records: Iterable[RolloutRecord]) -> int:
     return len({record.trajectory_id for record in records})
 
 
-def _prompt_key(record: RolloutRecord, keys: dict[tuple[str, tuple[int, ...]], str]) -> str:
-    """Returns the prompt's id on the page; other states that are found under an id (an environment gives a row several)
-    have a number behind it.
-    """
-    state = (record.prompt_id, tuple(record.prompt_ids))
-    if state not in keys:
-        number = sum(prompt_id == record.prompt_id for prompt_id, _ in keys)
-        keys[state] = f"{record.prompt_id}#{number}" if number else record.prompt_id
-    return keys[state]
+def _prompt_key(record: RolloutRecord) -> str:
+    """Returns the prompt's id on the page: an environment gives a row several states, each a prompt of its own."""
+    return f"{record.prompt_id}-{crc32(str(record.prompt_ids).encode()):08x}"
 
 
 def _note(steps: int, shown: int, total: int, embedded: int, cut: int, limits: ReportLimits) -> str | None:
@@ -159,13 +147,13 @@ def _choose_groups(
     return [groups[name] for name in order if name in chosen]
 
 
-def _sample(record: RolloutRecord, prompt: str, limits: ReportLimits) -> dict[str, Any]:
+def _sample(record: RolloutRecord, limits: ReportLimits) -> dict[str, Any]:
     cut = limits.tokens_per_response
     return {
         "id": record.sequence_id,
         "trajectory": record.trajectory_id,
         "part": record.part,
-        "prompt": prompt,
+        "prompt": _prompt_key(record),
         "index": record.response_index,
         "group": record.group,
         "version": record.policy_version,
@@ -192,30 +180,6 @@ def _prompt(record: RolloutRecord, limits: ReportLimits) -> dict[str, Any]:
     return {"text": record.prompt_text[-4000:], "tokens": kept, "length": len(record.prompt_ids)}
 
 
-def _echoes(
-    directory: Path, steps: Sequence[int], prompt_ids: set[str], limits: ReportLimits, warn: Callable[[str], None]
-) -> dict[str, list[Any]]:
-    """Returns the answers to the embedded prompts at steps that are not embedded: score and text only."""
-    echoes: dict[str, list[Any]] = {}
-    for step in steps:
-        groups: dict[str, list[RolloutRecord]] = {}
-        for record in _read(directory, step, warn):
-            if record.prompt_id in prompt_ids and record.part == 0:
-                groups.setdefault(record.prompt_id, []).append(record)
-        for prompt_id, members in groups.items():
-            scores = [m.score for m in members if m.score is not None and math.isfinite(m.score)]
-            echo = {
-                "step": step,
-                "version": members[0].policy_version,
-                "score": compact(members[0].score),
-                "mean": compact(fmean(scores)) if scores else None,
-                "count": len(members),
-                "text": members[0].response_text[: limits.echo_characters],
-            }
-            echoes.setdefault(prompt_id, []).append(echo)
-    return {prompt_id: evenly(found, limits.steps) for prompt_id, found in echoes.items()}
-
-
 MAX_TIMED_STEPS = 400
 MAX_DETAILED_STEPS = 16
 MAX_SPANS_PER_STEP = 800
@@ -234,13 +198,7 @@ def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
     steps = evenly(ordered, MAX_TIMED_STEPS)
     detailed = evenly(steps, MAX_DETAILED_STEPS)
     names = list(dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.start_s)))
-    dropped = sum(max(0, len(by_step[step]) - MAX_SPANS_PER_STEP) for step in detailed)
     intervals = [union(_own(by_step[step])) for step in steps]
-    parts = []
-    if len(detailed) < len(ordered):
-        parts.append(f"Timelines of {len(detailed)} of {len(ordered)} steps, evenly spaced.")
-    if dropped:
-        parts.append(f"The shortest {dropped:,} spans of these steps are left out of the timelines.")
     return {
         "steps": steps,
         "names": names,
@@ -249,16 +207,8 @@ def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
         "wall_s": [compact(busy[-1][1] - busy[0][0]) for busy in intervals],
         "busy_s": [compact(sum(end - start for start, end in busy)) for busy in intervals],
         "detail": {"null" if step is None else str(step): _detail(by_step[step]) for step in detailed},
-        "workers": show_workers(spans),
-        "note": " ".join(parts) or None,
+        "workers": [asdict(row) for row in worker_table(spans)],
     }
-
-
-def show_workers(spans: Iterable[Span]) -> list[dict[str, Any]]:
-    """Returns the rows of ``worker_table``; none where every stage has one worker."""
-    return [
-        {**asdict(row), "median_s": compact(row.median_s), "max_s": compact(row.max_s)} for row in worker_table(spans)
-    ]
 
 
 def with_steps(spans: Sequence[Span]) -> list[Span]:
@@ -266,16 +216,13 @@ def with_steps(spans: Sequence[Span]) -> list[Span]:
 
     Between two steps that is the later one; before the first and after the last the nearest one.
     """
-    windows: dict[int, tuple[float, float]] = {}
+    ends: dict[int, float] = {}
     for span in _own(spans):
         if span.step is not None:
-            start, end = windows.get(span.step, (span.start_s, span.end_s))
-            windows[span.step] = (min(start, span.start_s), max(end, span.end_s))
-    if not windows:
-        return list(spans)
+            ends[span.step] = max(ends.get(span.step, span.end_s), span.end_s)
 
-    def step_at(moment: float) -> int:
-        return min((step for step, (_, end) in windows.items() if moment < end), default=max(windows))
+    def step_at(moment: float) -> int | None:
+        return min((step for step, end in ends.items() if moment < end), default=max(ends, default=None))
 
     return [
         replace(span, step=step_at(span.start_s)) if span.step is None and span.role is not None else span
@@ -357,52 +304,37 @@ def collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
     """Collects everything the page shows, as JSON data.
 
     Raises:
-        UserError: ``run_dir`` is not a directory, cannot be read, or holds no part of a run.
+        UserError: ``run_dir`` is not a directory, or holds no part of a run.
     """
     check_run(run_dir)
     notes: list[str] = []
-    with _reading(run_dir):
-        stages = [collect_stage(path, limits, notes) for path in stage_dirs(run_dir)]
-        head = collect_head(run_dir, notes)
+    stages = []
+    for path in stage_dirs(run_dir):
+        (files := StageFiles(path)).poll()
+        stages.append(collect_stage(files, limits, notes.append))
+    head = collect_head(run_dir, notes)
     stages.sort(key=lambda stage: (stage["started_s"] is None, stage["started_s"] or 0.0))
     names = sorted({name for stage in stages if stage["metrics"] for name in stage["metrics"]["series"]})
     return {**head, "explained": explain(names), "telling": TELLING, "stages": stages, "notes": notes}
 
 
-@contextmanager
-def _reading(run_dir: Path) -> Iterator[None]:
-    """Makes a ``UserError`` of an error of the system: files come and go, or may not be read."""
-    try:
-        yield
-    except OSError as error:
-        raise read_error(Path(error.filename or run_dir), error) from error
-
-
 def check_run(run_dir: Path) -> None:
     """
     Raises:
-        UserError: ``run_dir`` is not a directory, cannot be read, or holds no part of a run.
+        UserError: ``run_dir`` is not a directory, or holds no part of a run.
     """
-    with _reading(run_dir):
-        if not run_dir.is_dir():
-            raise UserError(
-                "no such run",
-                found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
-                remedy="name the directory a run has written",
-            )
-        has_files = any((run_dir / name).exists() for name in _RUN_FILES)
-        if not has_files and (runs := sorted(str(marker.parent) for marker in run_dir.glob("*/run.json"))):
-            raise UserError(
-                "the directory holds runs, and is none itself",
-                found=", ".join(runs[:5]) + (f" and {len(runs) - 5} more" if len(runs) > 5 else ""),
-                remedy="name one of them",
-            )
-        if not has_files and not stage_dirs(run_dir):
-            raise UserError(
-                "the directory holds no run",
-                found=f"none of {', '.join(_RUN_FILES)}, rollouts/ in {run_dir}",
-                remedy="name the directory a run has written (the one with run.json)",
-            )
+    if not run_dir.is_dir():
+        raise UserError(
+            "no such run",
+            found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
+            remedy="name the directory a run has written",
+        )
+    if not any((run_dir / name).exists() for name in _RUN_FILES) and not stage_dirs(run_dir):
+        raise UserError(
+            "the directory holds no run",
+            found=f"none of {', '.join(_RUN_FILES)}, rollouts/ in {run_dir}",
+            remedy="name the directory a run has written (the one with run.json)",
+        )
 
 
 def collect_head(run_dir: Path, notes: list[str]) -> dict[str, Any]:
@@ -434,12 +366,36 @@ def stage_dirs(run_dir: Path) -> list[Path]:
     ]
 
 
-def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
-    """Returns what the page shows of one stage."""
-    warn = notes.append
+class StageFiles:
+    """The metrics and spans of one stage of a run, as they come."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._metrics: Tail[dict[str, float]] = Tail(directory / "metrics.jsonl", metrics_of_row)
+        self._spans: Tail[Span] = Tail(directory / "spans.jsonl", span_of_row)
+        self.rows: list[dict[str, float]] = []
+        self.spans: list[Span] = []
+
+    def poll(self) -> bool:
+        """Takes in what is new, and forgets what a resumed run has cut back; returns whether anything has changed."""
+        rows, spans = self._metrics.poll(), self._spans.poll()
+        self.rows = rows if self._metrics.restarted else self.rows + rows
+        self.spans = spans if self._spans.restarted else self.spans + spans
+        return bool(rows or spans or self._metrics.restarted or self._spans.restarted)
+
+    @property
+    def troubles(self) -> list[str]:
+        return [tail.trouble for tail in (self._metrics, self._spans) if tail.trouble is not None]
+
+
+def collect_stage(
+    files: StageFiles, limits: ReportLimits, warn: Callable[[str], None], steps: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Returns what the page shows of one stage; of the tokens those of ``steps`` alone, if given."""
+    path, rows, spans = files.directory, files.rows, files.spans
     run = _read_json(path / "run.json", warn) or {}
-    rows = _rows(path / "metrics.jsonl", metrics_of_row, warn)
-    spans = _rows(path / "spans.jsonl", span_of_row, warn)
+    for trouble in files.troubles:
+        warn(trouble)
     columns, health = metric_columns(rows), examine(rows)
     starts = [row["time_s"] for row in rows[:1]] + [span.start_s for span in spans[:1]]
     return {
@@ -451,7 +407,7 @@ def collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[st
         "telling": telling(columns["series"] if columns else {}, health),
         "timing": show_timing(spans),
         "alarms": collect_alarms(path, limits, warn),
-        "rollouts": collect_rollouts(path / "rollouts", limits, warn),
+        "rollouts": collect_rollouts(path / "rollouts", limits, warn, steps),
     }
 
 
@@ -463,14 +419,6 @@ def _read_or_warn(path: Path, read: Callable[[Path], T], warn: Callable[[str], N
     except UserError as error:
         warn(f"{error.problem}: {error.found}")
         return None
-
-
-def _rows(path: Path, build: Callable[[dict[str, Any]], T], warn: Callable[[str], None]) -> list[T]:
-    tail = Tail(path, build)
-    rows = tail.poll()
-    if tail.trouble is not None:
-        warn(tail.trouble)
-    return rows
 
 
 def _read_text(path: Path, warn: Callable[[str], None]) -> str | None:
@@ -516,32 +464,8 @@ def metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
         merged.setdefault(int(row["step"]), {}).update(row)
     steps = evenly(sorted(merged), MAX_METRIC_ROWS)
     names = sorted({name for row in rows for name in row if name not in ("step", "time_s")})
-    note = f"{len(steps):,} of {len(merged):,} logged steps, evenly spaced." if len(steps) < len(merged) else None
-    return {
-        "steps": steps,
-        "series": {name: [compact(merged[step].get(name), 6) for step in steps] for name in names},
-        "note": note,
-    }
-
-
-# Following -------------------------------------------------------------------------------------------------
-
-
-class StageTails:
-    """The metrics and spans of one stage of a run as they come."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.metrics: Tail[dict[str, float]] = Tail(directory / "metrics.jsonl", metrics_of_row)
-        self.spans: Tail[Span] = Tail(directory / "spans.jsonl", span_of_row)
-
-    @property
-    def restarted(self) -> bool:
-        return self.metrics.restarted or self.spans.restarted
-
-    @property
-    def troubles(self) -> list[str]:
-        return [tail.trouble for tail in (self.metrics, self.spans) if tail.trouble is not None]
+    series = {name: [compact(merged[step].get(name), 6) for step in steps] for name in names}
+    return {"steps": steps, "series": series}
 
 
 # Health -----------------------------------------------------------------------------------------------------
@@ -576,7 +500,10 @@ def telling(series: Mapping[str, Sequence[float | str | None]], health: Health) 
 
 def collect_alarms(path: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """Collects the alarms of a stage; None without any."""
-    rows = _rows(path / "alarms.jsonl", alarm_of_row, warn)
+    tail = Tail(path / "alarms.jsonl", alarm_of_row)
+    rows = tail.poll()
+    if tail.trouble is not None:
+        warn(tail.trouble)
     if not rows:
         return None
     last = rows[-1]
@@ -584,7 +511,7 @@ def collect_alarms(path: Path, limits: ReportLimits, warn: Callable[[str], None]
         "text": str(last["text"]),
         "steps": [int(row["step"]) for row in rows],
         "examples": [
-            {name: v[: limits.echo_characters] if isinstance(v, str) else compact(v) for name, v in example.items()}
+            {name: v[: limits.example_characters] if isinstance(v, str) else compact(v) for name, v in example.items()}
             for example in last["examples"]
         ],
     }

@@ -6,9 +6,8 @@ import json
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
@@ -22,31 +21,25 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from quartet.config.errors import UserError, printable, read_file
+from quartet.config.errors import UserError, printable
 from quartet.config.yamls import parse_yaml
 from quartet.extras.report.build import (
     ReportLimits,
-    StageTails,
+    StageFiles,
     check_run,
-    collect_alarms,
     collect_head,
-    collect_rollouts,
     collect_run,
     collect_stage,
     evenly,
     explain,
-    explain_metric,
-    metric_columns,
     read_run,
     render_page,
-    show_health,
-    show_timing,
     stage_dirs,
     telling,
 )
-from quartet.observe.health import Health, examine, read_alarms, worker_table
+from quartet.observe.health import examine, read_alarms
 from quartet.observe.rollouts import RolloutRecord, list_steps, read_step
-from quartet.observe.spans import Span, seconds_by_name
+from quartet.observe.spans import seconds_by_name
 
 _SHOWN_METRICS, _SHOWN_STAGES, _SHOWN_SAMPLES = 10, 8, 3
 _SPEED_STEPS = 20
@@ -71,15 +64,12 @@ class Watch:
 
     def poll(self) -> bool:
         """Takes in what is new; returns whether the run goes on."""
+        self._notes = []
         try:
-            self._notes = []
-            paths = stage_dirs(self._dir)  # raises where the directory is gone
-            self._run = read_run(self._dir, self._notes)
-            for path in paths:
+            for path in stage_dirs(self._dir):  # raises where the directory is gone
                 self._stages.setdefault(path, _WatchedStage(path)).poll()
-        except UserError as error:
-            self._notes.append(f"{error.problem}: {error.found}")
-        except OSError as error:  # moved or deleted meanwhile: what is known stays on the screen
+            self._run = read_run(self._dir, self._notes)
+        except (UserError, OSError) as error:  # moved or deleted meanwhile: what is known stays on the screen
             self._notes.append(f"the run cannot be read: {error}")
         return self._run.get("status") == "running"
 
@@ -89,119 +79,76 @@ class Watch:
             (printable(str(run.get("name", self._dir.name))), "bold"),
             f"  {printable(str(run.get('job', '')))}  ",
             (printable(str(run.get("status", "status unknown"))), "green" if run.get("status") == "done" else "cyan"),
-            (f"  since {printable(str(run.get('created', '?')))}", "dim"),
         )
         notes = [Text(f"note: {printable(note)}", style="yellow") for note in self._notes]
         known = sorted(self._stages.values(), key=lambda stage: stage.newest_s)
-        body: list[RenderableType] = [Text("nothing logged yet")]
-        if known:
-            body = known[-1].parts(_total_steps(self._dir, known[-1].directory))
-        earlier = [Text(f"{stage.directory.name}: {stage.step:,} steps", style="dim") for stage in known[:-1]]
-        return Group(head, *notes, *earlier, *body)
+        body = known[-1].parts(_total_steps(self._dir, known[-1].files.directory)) if known else []
+        return Group(head, *notes, *(body or [Text("nothing logged yet")]))
 
 
 class _WatchedStage:
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._tails = StageTails(directory)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.step, self.newest_s = 0, 0.0
-        self._series: dict[str, list[tuple[int, float]]] = {}
-        self._times: list[float] = []
-        self._spans: list[Span] = []
-        self._with_workers: list[Span] = []
+        self.files = StageFiles(directory)
         self._alarms: list[dict[str, Any]] = []
-        self._health = Health()
-        self._samples: tuple[int, list[RolloutRecord]] | None = None
+        self._samples: tuple[int, list[RolloutRecord]] = (0, [])
+
+    @property
+    def newest_s(self) -> float:
+        """Unix time of the newest row."""
+        return self.files.rows[-1]["time_s"] if self.files.rows else 0.0
 
     def poll(self) -> None:
-        rows, spans = self._tails.metrics.poll(), self._tails.spans.poll()
-        if self._tails.restarted:  # resumed from a checkpoint before
-            self._forget()
-            self._tails = StageTails(self.directory)
-            rows, spans = self._tails.metrics.poll(), self._tails.spans.poll()
-        for row in rows:
-            self.step, self.newest_s = int(row["step"]), row["time_s"]
-            self._health.note(self.step, row)
-            self._times = [*self._times, row.get("time/step_s", math.nan)][-_SPEED_STEPS:]
-            for name in row.keys() - {"step", "time_s"}:
-                self._series.setdefault(name, []).append((self.step, row[name]))
-        self._with_workers += [span for span in spans if span.worker_s]
-        newest = max((span.step for span in (*self._spans, *spans) if span.step is not None), default=0)
-        self._spans = [s for s in (*self._spans, *spans) if s.step is not None and s.step >= newest - 1]
-        if (self.directory / "alarms.jsonl").exists():
-            self._alarms = read_alarms(self.directory / "alarms.jsonl")
-        steps = list_steps(self.directory / "rollouts")
-        if steps and (self._samples is None or self._samples[0] != steps[-1]):
-            self._samples = steps[-1], read_step(self.directory / "rollouts", steps[-1])
+        self.files.poll()
+        directory = self.files.directory
+        if (directory / "alarms.jsonl").exists():
+            self._alarms = read_alarms(directory / "alarms.jsonl")
+        steps = list_steps(directory / "rollouts")
+        if steps and self._samples[0] != steps[-1]:
+            self._samples = steps[-1], read_step(directory / "rollouts", steps[-1])
 
     def parts(self, total: int | None) -> list[RenderableType]:
         """Returns the lines of the screen that are about this stage."""
+        health = examine(self.files.rows)
         shown: list[RenderableType] = [self._progress(total)]
-        shown += [Text(printable(text), style="yellow") for text in self._tails.troubles]
+        shown += [Text(printable(text), style="yellow") for text in self.files.troubles]
         shown += [
             Text(f"ALARM at step {row['step']}: {printable(row['text'])}", style="bold red")
             for row in self._alarms[-3:]
         ]
-        present = [self._health.findings[name] for name in self._health.present]
+        present = [health.findings[name] for name in health.present]
         shown += [Text(f"NOT WELL since {printable(finding.text)}", style="bold yellow") for finding in present]
-        if self._series:
-            shown.append(self._figures())
-        if self._spans:
-            shown.append(self._stages())
-        slow = [row for row in worker_table(self._with_workers) if row.slowest > row.steps / 2]
-        for row in slow:
-            text = f"{row.worker} is the slowest of {row.stage} in {row.slowest} of {row.steps} steps"
-            seconds = f" (median {row.median_s:.3g} s, at most {row.max_s:.3g} s)"
-            shown.append(Text(printable(text + seconds), style="yellow"))
-        return shown + (self._sampled() if self._samples is not None else [])
+        series: dict[str, list[float]] = {}
+        for row in self.files.rows:
+            for name in row.keys() - {"step", "time_s"}:
+                series.setdefault(name, []).append(row[name])
+        names = [name for name in telling(series, health) if name in series] or sorted(series)
+        if names:
+            shown.append(_figures({name: series[name] for name in names[:_SHOWN_METRICS]}))
+        return [*shown, *self._stages(), *self._sampled()]
 
     def _progress(self, total: int | None) -> RenderableType:
-        known = [seconds for seconds in self._times if math.isfinite(seconds)]
+        rows = self.files.rows
+        step = int(rows[-1]["step"]) if rows else 0
+        known = [row["time/step_s"] for row in rows[-_SPEED_STEPS:] if "time/step_s" in row]
         speed = f"{median(known):.3g} s/step" if known else ""
-        left = (
-            f"{_clock((total - self.step) * median(known))} left"
-            if known and total is not None and total > self.step
-            else ""
-        )
-        age = f"last step {_clock(max(0.0, time.time() - self.newest_s))} ago" if self.newest_s else ""
-        count = f"step {self.step:,}" + (f" of {total:,}" if total is not None else "")
+        left = f"{_clock((total - step) * median(known))} left" if known and total is not None and total > step else ""
+        age = f"last step {_clock(max(0.0, time.time() - self.newest_s))} ago" if rows else ""
+        count = f"step {step:,}" + (f" of {total:,}" if total is not None else "")
         line = Table.grid(padding=(0, 2))
-        line.add_row(
-            count, ProgressBar(total=total or 1, completed=self.step if total else 0, width=28), speed, left, age
-        )
+        line.add_row(count, ProgressBar(total=total or 1, completed=step if total else 0, width=28), speed, left, age)
         return line
 
-    def _figures(self) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("metric", no_wrap=True, ratio=1)
-        for column in ("first", "last"):
-            table.add_column(column, justify="right", no_wrap=True, min_width=9)
-        table.add_column("unit", no_wrap=True)
-        table.add_column("curve", no_wrap=True, overflow="crop", min_width=_CURVE)
-        always = [name for name in ("rollout/repetition_frac",) if name in self._series]
-        series = {name: [value for _, value in rows] for name, rows in self._series.items()}
-        names = [name for name in telling(series, self._health) if name in series and name not in always]
-        names = names[: _SHOWN_METRICS - len(always)]
-        for name in (names or sorted(self._series)[:_SHOWN_METRICS]) + always:
-            values = series[name]
-            table.add_row(
-                Text(printable(name)), f"{values[0]:.4g}", f"{values[-1]:.4g}", _unit(name), sparkline(values)
-            )
-        return table
-
-    def _stages(self) -> Text:
-        """Shows where the seconds of the last step with all its spans went."""
-        steps = sorted({span.step for span in self._spans if span.step is not None})
-        seconds = seconds_by_name(span for span in self._spans if span.step == steps[0])
+    def _stages(self) -> list[RenderableType]:
+        """Shows where the seconds of the last step but one, which has all its spans, went."""
+        steps = sorted({span.step for span in self.files.spans if span.step is not None})[-2:]
+        if not steps:
+            return []
+        seconds = seconds_by_name(span for span in self.files.spans if span.step == steps[0])
         longest = sorted(seconds.items(), key=lambda item: -item[1])[:_SHOWN_STAGES]
-        return Text(printable("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)), style="dim")
+        return [Text(printable("stages  " + "  ".join(f"{name} {took:.3g} s" for name, took in longest)), style="dim")]
 
     def _sampled(self) -> list[RenderableType]:
         """Shows the best of the newest rollouts, a middling one and the worst."""
-        assert self._samples is not None
         step, records = self._samples
         scored = sorted(records, key=lambda record: -(record.score if record.score is not None else -math.inf))
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=f"samples of step {step}")
@@ -212,7 +159,18 @@ class _WatchedStage:
         for record in evenly(scored, _SHOWN_SAMPLES):
             score = "n/a" if record.score is None else f"{record.score:.3g}"
             table.add_row(score, _one_line(record.prompt_text[-80:]), _one_line(record.response_text[:240]))
-        return [table]
+        return [table] if records else []
+
+
+def _figures(series: dict[str, list[float]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("metric", no_wrap=True, ratio=1)
+    for column in ("first", "last"):
+        table.add_column(column, justify="right", no_wrap=True, min_width=9)
+    table.add_column("curve", no_wrap=True, overflow="crop", min_width=_CURVE)
+    for name, values in series.items():
+        table.add_row(Text(printable(name)), f"{values[0]:.4g}", f"{values[-1]:.4g}", sparkline(values))
+    return table
 
 
 def watch(run_dir: Path, console: Console, *, once: bool, every_s: float) -> None:
@@ -241,11 +199,6 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BARS[round((value - low) * scale)] if math.isfinite(value) else "×" for value in shown)
 
 
-def _unit(name: str) -> str:
-    metric = explain_metric(name)
-    return "" if metric is None or metric["unit"] == "1" else metric["unit"]
-
-
 def _one_line(text: str) -> Text:
     return Text(printable(text).replace("\n", "↵ ").replace("\t", " "))
 
@@ -259,67 +212,21 @@ def _clock(seconds: float) -> str:
 def _total_steps(*directories: Path) -> int | None:
     """Returns ``steps`` of the stage's recipe, or the run's; None where none says it."""
     for directory in reversed(directories):
-        try:
-            recipe = parse_yaml(read_file(directory / "recipe.yaml").decode("utf-8"))
-        except (UserError, OSError, ValueError, yaml.YAMLError, RecursionError):
-            continue
-        if isinstance(recipe, dict) and type(recipe.get("steps")) is int:
-            return int(recipe["steps"])
+        with suppress(OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
+            return int(parse_yaml((directory / "recipe.yaml").read_text("utf-8"))["steps"])
     return None
 
 
-KEPT = 20
-"""Pieces of news that are kept; a page that has missed more is loaded anew."""
 POLL_S = 0.5
 """The run's files are looked at no more often than that."""
-RELOAD = {"reload": True}
-
-
-class _Stage:
-    """What is new in one stage of a run. The page may have some of it already: all but health and alarms name steps.
-
-    Args:
-        note: is told, again and again, of what cannot be read.
-    """
-
-    def __init__(self, path: Path, limits: ReportLimits, note: Callable[[str], None]) -> None:
-        self._path, self._limits, self._note = path, limits, note
-        self._tails = StageTails(path)
-        self._health, self._spans = examine(self._tails.metrics.poll()), self._tails.spans.poll()
-        self._rollouts = set(list_steps(path / "rollouts"))
-        self._shown = {"health": show_health(self._health), "alarms": collect_alarms(path, limits, note)}
-
-    def poll(self) -> list[dict[str, Any]]:
-        """Reads what is new; errors as of ``stage_dirs``: files may vanish meanwhile."""
-        rows, spans = self._tails.metrics.poll(), self._tails.spans.poll()
-        if self._tails.restarted:
-            return [RELOAD]
-        for trouble in self._tails.troubles:
-            self._note(trouble)
-        found: dict[str, Any] = {"alarms": collect_alarms(self._path, self._limits, self._note)}
-        names: Iterable[str] = ()
-        if rows:
-            for row in rows:
-                self._health.note(int(row["step"]), row)
-            columns = metric_columns(rows)
-            names = columns["series"] if columns else ()
-            found |= {"metrics": columns, "health": show_health(self._health)}
-        if spans:
-            self._spans += spans
-            found["timing"] = show_timing(self._spans)
-        steps = list_steps(self._path / "rollouts")
-        if fresh := [step for step in steps if step not in self._rollouts][-self._limits.steps :]:
-            self._rollouts.update(steps)
-            limits = replace(self._limits, tokens=self._limits.tokens * len(fresh) // self._limits.steps)
-            if (rollouts := collect_rollouts(self._path / "rollouts", limits, self._note, fresh)) is not None:
-                found["rollouts"] = rollouts
-        changed = {kind: part for kind, part in found.items() if kind not in self._shown or part != self._shown[kind]}
-        self._shown |= {kind: part for kind, part in changed.items() if kind in self._shown}
-        return [{"stage": self._path.name, **changed, "explained": explain(names)}] if changed else []
 
 
 class LiveRun:
     """A run as page and news; safe to ask from several threads.
+
+    Each part of the page (a stage's metrics, timing, …) is kept with the number of its last change, so that what a page
+    lacks are the parts with higher numbers than it has seen. Tokens come in parts of some steps, the newest of which
+    are kept.
 
     Raises:
         UserError: ``run_dir`` holds no run.
@@ -329,72 +236,59 @@ class LiveRun:
         check_run(run_dir)
         self._dir, self._limits = run_dir, ReportLimits()
         self._lock = threading.Lock()
-        self._news: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._count = 0
-        self._is_lost = False
-        self._polled_s = float("-inf")
+        self._parts: dict[tuple[str, str, int], tuple[int, dict[str, Any]]] = {}
+        self._stages: dict[str, tuple[StageFiles, set[int]]] = {}
         self._noted: dict[str, None] = {}  # what of the stages cannot be read, in the order in which it was met
-        self._stages = {path.name: self._stage(path) for path in stage_dirs(run_dir)}
-        self._head = self._collect_head()
+        self._polled_s = float("-inf")
 
     def page(self) -> str:
         """Writes the report of what is there now; errors as of ``collect_run``."""
         with self._lock:
             self._poll()
-            data = {**collect_run(self._dir, self._limits), "live": self._count}
-            of_head: list[str] = []
-            collect_head(self._dir, of_head)
-            self._noted.clear()
-            self._noted.update(dict.fromkeys(note for note in data["notes"] if note not in of_head))
-        return render_page(data, live=True)
+            return render_page({**collect_run(self._dir, self._limits), "live": self._count}, live=True)
 
     def news(self, after: int) -> dict[str, Any]:
-        """Returns what has come after the first ``after`` pieces of news, and how many there are now."""
+        """Returns the parts that have changed since there had been ``after`` changes, and how many there are now."""
         with self._lock:
             self._poll()
-            missed = self._count - after
-            if not 0 <= missed <= len(self._news):
-                return {"next": self._count, "news": [RELOAD]}
-            return {"next": self._count, "news": list(self._news)[len(self._news) - missed :]}
+            if after > self._count:  # of another server
+                return {"next": self._count, "news": [{"reload": True}]}
+            return {"next": self._count, "news": [part for number, part in self._parts.values() if number > after]}
 
     def _poll(self) -> None:
         if time.monotonic() - self._polled_s < POLL_S:
             return
-        try:
+        # Files come and go while a run is moved or deleted: pages keep what they have.
+        with suppress(OSError, UserError):
             for path in stage_dirs(self._dir):
-                stage = self._stages.get(path.name)
-                found = stage.poll() if stage is not None else self._whole(path)
-                if stage is None or RELOAD in found:
-                    self._stages[path.name] = self._stage(path)
-                self._tell(*found)
-            if (head := self._collect_head()) != self._head:
-                self._head = head
-                self._tell(head)
-            if self._is_lost:
-                self._is_lost = False
-                self._tell(RELOAD)
-        except (OSError, UserError):
-            self._is_lost = True  # files come and go while a run is moved or deleted: the next call looks again
+                self._poll_stage(path)
+            notes = list(self._noted)
+            self._tell("", "head", {**collect_head(self._dir, notes), "notes": notes})
         self._polled_s = time.monotonic()
 
-    def _whole(self, path: Path) -> list[dict[str, Any]]:
-        """Returns the news of a stage that has only begun."""
-        notes: list[str] = []
-        shown = collect_stage(path, self._limits, notes)
-        self._noted |= dict.fromkeys(notes)
-        names = shown["metrics"]["series"] if shown["metrics"] else ()
-        return [{"stage": path.name, "whole": shown, "explained": explain(names)}]
+    def _poll_stage(self, path: Path) -> None:
+        files, told = self._stages.setdefault(path.name, (StageFiles(path), set()))
+        fresh = [step for step in list_steps(path / "rollouts") if step not in told]
+        if not (files.poll() or fresh):
+            return
+        told.update(fresh)
+        found = collect_stage(files, self._limits, self._noted.setdefault, fresh[-self._limits.steps :])
+        names = found["metrics"]["series"] if found["metrics"] else ()
+        self._tell(path.name, "metrics", {"metrics": found["metrics"], "explained": explain(names)})
+        for kind in ("health", "timing", "alarms"):
+            self._tell(path.name, kind, {kind: found[kind]})
+        if found["rollouts"] is not None:
+            self._tell(path.name, "rollouts", {"rollouts": found["rollouts"]}, fresh[-1])
+        of_tokens = [key for key in self._parts if key[:2] == (path.name, "rollouts")]
+        for key in of_tokens[: -self._limits.steps]:
+            del self._parts[key]
 
-    def _stage(self, path: Path) -> _Stage:
-        return _Stage(path, self._limits, self._noted.setdefault)
-
-    def _collect_head(self) -> dict[str, Any]:
-        notes = list(self._noted)
-        return {**collect_head(self._dir, notes), "notes": notes}
-
-    def _tell(self, *news: dict[str, Any]) -> None:
-        self._news.extend(news)
-        self._count += len(news)
+    def _tell(self, stage: str, kind: str, part: dict[str, Any], step: int = 0) -> None:
+        piece = {"stage": stage, **part} if stage else part
+        if self._parts.get((stage, kind, step), (0, None))[1] != piece:
+            self._count += 1
+            self._parts[stage, kind, step] = self._count, piece
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -410,11 +304,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif address.path == "/":
             try:
                 self._answer(200, "text/html", self.server.run.page())
-            except UserError as error:
+            except (UserError, OSError) as error:
                 self._answer(503, "text/plain", f"{error}\n")
         elif address.path == "/news":
-            after = parse_qs(address.query).get("after", ["-1"])[0]
-            found = self.server.run.news(int(after) if after.isdecimal() and len(after) < 16 else -1)
+            after = parse_qs(address.query).get("after", [""])[0]
+            found = self.server.run.news(int(after) if after.isdecimal() else 0)
             self._answer(200, "application/json", json.dumps(found, separators=(",", ":"), allow_nan=False))
         else:
             self._answer(404, "text/plain", f"nothing is here; the report is at {self.server.url}")

@@ -5,14 +5,12 @@ The side of the tests holds such an object as a :class:`SolutionObject`, which c
 and little else: whatever a test compares, searches or counts is plain data of its own process. The code under test
 holds what is not plain of the tests (a function to apply, say) as a :class:`TestObject`, which can be called.
 
-A message is four bytes of length and JSON: ``["ask", operation, number, arguments, keywords]``, answered by ``["value",
-value]``, ``["error", type's name, text]`` or ``["unsuitable", reason]``. Before it answers, a process may ask in turn.
+A message is a line of JSON: ``["ask", operation, number, arguments, keywords]``, answered by ``["value", value]`` or
+``["error", names of the class and its bases, text]``. Before it answers, a process may ask in turn.
 
-``encode`` looks at a value by its exact type and reads it with the methods of that type, never with its own: what a
-class says of itself (``__class__``, ``__eq__``, ``__iter__``) has no say. An instance of a class that inherits from a
-plain type becomes the plain value. ``decode`` trusts nothing: it builds plain values only, within the same bounds.
-
-The form is JSON: numbers, text and the three constants stand for themselves, all else is ``[tag, …]``.
+Code under test may change all that its process does, so nothing rests on what it sends: ``decode`` builds plain values
+only, within bounds. In the form of a value ``None``, ``bool``, ``float``, text and small numbers stand for themselves,
+all else is ``[tag, …]``. An instance of a class that inherits from a plain type becomes the plain value.
 """
 
 from __future__ import annotations
@@ -24,180 +22,59 @@ import itertools
 import json
 import operator
 import os
-import struct
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-MAX_NODES = 1 << 18
-"""Most values in one message, keys and items of containers included; also the longest ``range``."""
-MAX_TEXT = 1 << 22
-"""Most characters and bytes of all text in one message."""
-MAX_INT_BITS = 1 << 17
+MAX_VALUES = 1 << 18
+"""Most values in what one message brings, keys and items of containers included; also the longest ``range``."""
+MAX_MESSAGE_BYTES = 1 << 25
 _SMALL = 1 << 53
-_MAX_DECIMAL = 20_000  # characters
 
-_NAMED: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        *(bool, int, float, complex, str, bytes, bytearray),
-        *(list, tuple, dict, set, frozenset, range, object, type),
-    )
+
+def _pairs(*values: Any) -> dict[Any, Any]:
+    return dict(zip(values[::2], values[1::2], strict=True))
+
+
+def _range(*values: int) -> range:
+    found = range(*values)
+    if len(found) > MAX_VALUES:
+        raise ValueError(f"a range of more than {MAX_VALUES} numbers")
+    return found
+
+
+_KINDS: dict[str, tuple[Any, Callable[[Any], Iterable[Any]], Callable[..., Any]]] = {
+    "int": (int, lambda value: [f"{int(value):x}"], lambda text: int(text, 16)),
+    "list": ((list, MappingView), list, lambda *values: list(values)),
+    "tuple": (tuple, list, lambda *values: values),
+    "set": (set, list, lambda *values: set(values)),
+    "frozenset": (frozenset, list, lambda *values: frozenset(values)),
+    "dict": (dict, lambda value: itertools.chain.from_iterable(value.items()), _pairs),
+    "deque": (deque, list, lambda *values: deque(values)),
+    "range": (range, lambda value: (value.start, value.stop, value.step), _range),
+    "bytes": ((bytes, bytearray), lambda value: [value.hex()], bytes.fromhex),
+    "complex": (complex, lambda value: (value.real, value.imag), complex),
+    "Decimal": (Decimal, lambda value: [str(value)], Decimal),
+    "Fraction": (Fraction, lambda value: (value.numerator, value.denominator), Fraction),
+    "datetime": (dt.datetime, lambda value: [value.isoformat()], dt.datetime.fromisoformat),
+    "date": (dt.date, lambda value: [value.isoformat()], dt.date.fromisoformat),
+    "time": (dt.time, lambda value: [value.isoformat()], dt.time.fromisoformat),
+    "timedelta": (dt.timedelta, lambda value: (value.days, value.seconds, value.microseconds), dt.timedelta),
 }
-"""Types that cross by name, so that ``f(x, int)`` and ``type_of(3) is int`` mean Python's own."""
-_EMPTY: dict[Any, Any] = {}
-_KEYS, _VALUES, _ITEMS = type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items())
-# As they are before any code under test runs: a metaclass may have attributes of these names.
-_mro = type.__dict__["__mro__"].__get__
-_variables = type.__dict__["__dict__"].__get__
-_name = type.__dict__["__name__"].__get__
+"""By tag: the type, what a value of it consists of, itself plain, and how it is built of that."""
 
 
-class Unsuitable(Exception):
-    """A value that does not cross, and why."""
-
-
-class _Bounds:
-    """Counts down what one message may hold."""
-
-    def __init__(self) -> None:
-        self.nodes, self.text, self.depth = MAX_NODES, MAX_TEXT, 0
-
-    def spend(self, text: int = 0) -> None:
-        self.nodes -= 1
-        self.text -= text
-        if self.depth > MAX_DEPTH:
-            raise Unsuitable(f"data nested deeper than {MAX_DEPTH}")
-        if self.nodes < 0:
-            raise Unsuitable(f"more than {MAX_NODES} values")
-        if self.text < 0:
-            raise Unsuitable(f"more than {MAX_TEXT} characters")
-
-
-# Out -------------------------------------------------------------------------------------------------------
-
-
-def encode(value: Any, refer: Callable[[Any], list[Any]], keep: bool = False) -> Any:
-    """Writes ``value`` as JSON.
-
-    Args:
-        refer: the reference that stands for an object of another type.
-        keep: an instance of a class that inherits from a plain type is referred to, too, if it is ``value`` itself.
-
-    Raises:
-        Unsuitable: it is lazy or too large.
-    """
-    bounds = _Bounds()
-
-    def down(value: Any) -> Any:
-        kind = type(value)
-        base = next((base for base in _mro(kind) if id(base) in _PLAIN), None)
-        if keep and bounds.depth == 0 and base is not kind:
-            return refer(value)
-        bounds.spend(str.__len__(value) if base is str else 0)
-        if base is None:
-            return _other(value, kind, refer)
-        if base in _SCALARS:
-            return _SCALARS[base](value)
-        found: list[Any] = [base.__name__]
-        bounds.depth += 1
-        for part in _PARTS[base](value):
-            found.append(down(part))
-        bounds.depth -= 1
-        return found
-
-    return down(value)
-
-
-_flat: Callable[[Iterable[tuple[Any, Any]]], Iterable[Any]] = itertools.chain.from_iterable
-
-
-def _int(value: int) -> Any:
-    value = int.__pos__(value)
-    if (bits := value.bit_length()) > MAX_INT_BITS:
-        raise Unsuitable(f"an integer of {bits} bits, more than {MAX_INT_BITS}")
-    return value if -_SMALL < value < _SMALL else ["int", f"{value:x}"]
-
-
-def _other(value: Any, kind: type, refer: Callable[[Any], list[Any]]) -> Any:
-    for name, own in _NAMED.items():
-        if value is own:
-            return ["type", name]
-    if any("__next__" in _variables(base) for base in _mro(kind)):
-        raise Unsuitable(f"a {_name(kind)}, which is lazy; plain data such as a list is judged")
+def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
+    """Writes ``value`` as JSON, with ``refer`` of an object of another type."""
+    if value is None or isinstance(value, bool | float | str) or (type(value) is int and -_SMALL < value < _SMALL):
+        return value
+    for tag, (kind, parts, _) in _KINDS.items():
+        if isinstance(value, kind):
+            return [tag, *(encode(part, refer) for part in parts(value))]
     return refer(value)
-
-
-def _range(value: range) -> tuple[int, int, int]:
-    if (value.stop - value.start) // value.step >= MAX_NODES:
-        raise Unsuitable(f"a range of more than {MAX_NODES} numbers")
-    return value.start, value.stop, value.step
-
-
-def _zoned(kind: Any) -> Callable[[Any], tuple[str]]:
-    def parts(value: Any) -> tuple[str]:
-        zone = kind.tzinfo.__get__(value)
-        if zone is not None and type(zone) is not dt.timezone:
-            raise Unsuitable(f"a {kind.__name__} whose time zone is of another class than datetime.timezone")
-        return (kind.isoformat(value),)
-
-    return parts
-
-
-def _decimal(value: Decimal) -> tuple[str]:
-    if len(text := Decimal.__str__(value)) > _MAX_DECIMAL:
-        raise Unsuitable(f"a Decimal of {len(text)} digits")
-    return (text,)
-
-
-def _defaultdict(value: Any) -> Iterable[Any]:
-    factory = defaultdict.__dict__["default_factory"].__get__(value)
-    known = any(factory is kind for kind in _NAMED.values())
-    return itertools.chain([factory if known else None], _flat(dict.items(value)))
-
-
-_SCALARS: dict[type, Callable[[Any], Any]] = {
-    type(None): lambda value: value,
-    bool: lambda value: value,
-    int: _int,
-    float: float.__pos__,
-    str: str.__str__,
-}
-_UNITS = ("days", "seconds", "microseconds")
-_NUMERATOR, _DENOMINATOR = (Fraction.__dict__[name].__get__ for name in ("_numerator", "_denominator"))
-
-_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
-    list: list.__iter__,
-    tuple: tuple.__iter__,
-    set: set.__iter__,
-    frozenset: frozenset.__iter__,
-    bytes: lambda value: (bytes.hex(value),),
-    bytearray: lambda value: (bytearray.hex(value),),
-    complex: lambda value: (complex.real.__get__(value), complex.imag.__get__(value)),
-    range: _range,
-    deque: lambda value: itertools.chain([deque.maxlen.__get__(value)], deque.__iter__(value)),
-    Counter: lambda value: _flat(dict.items(value)),
-    OrderedDict: lambda value: _flat(OrderedDict.items(value)),
-    defaultdict: _defaultdict,
-    dict: lambda value: _flat(dict.items(value)),
-    _KEYS: _KEYS.__iter__,
-    _VALUES: _VALUES.__iter__,
-    _ITEMS: _ITEMS.__iter__,
-    Decimal: _decimal,
-    Fraction: lambda value: (_NUMERATOR(value), _DENOMINATOR(value)),
-    dt.datetime: _zoned(dt.datetime),
-    dt.date: lambda value: (dt.date.isoformat(value),),
-    dt.time: _zoned(dt.time),
-    dt.timedelta: lambda value: tuple(vars(dt.timedelta)[name].__get__(value) for name in _UNITS),
-}
-"""What a value consists of, itself plain."""
-_PLAIN = {id(kind) for kind in (*_SCALARS, *_PARTS)}  # a metaclass may say that its classes equal these
-
-
-# In --------------------------------------------------------------------------------------------------------
 
 
 def decode(tree: Any, resolve: Callable[[str, Any], Any]) -> Any:
@@ -207,101 +84,27 @@ def decode(tree: Any, resolve: Callable[[str, Any], Any]) -> Any:
         resolve: what a reference of this kind and number stands for.
 
     Raises:
-        Unsuitable: it is beyond the bounds.
-        Exception: any other, where the tree is no value.
+        Exception: any, where the tree is no value, or beyond the bounds.
     """
-    bounds = _Bounds()
+    left = MAX_VALUES
 
-    def down(tree: Any) -> Any:
-        bounds.spend(len(tree) if type(tree) is str else 0)
-        if type(tree) is int:
-            return _checked(tree)
-        if type(tree) in _SCALARS:
+    def down(tree: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_VALUES} values, or data nested deeper than {MAX_DEPTH}")
+        if tree is None or isinstance(tree, bool | int | float | str):
             return tree
-        if type(tree) is not list:
-            raise Unsuitable("no value")
         tag, *parts = tree
         if tag in ("mine", "yours"):
-            return resolve(tag, parts[0])
-        if tag == "type":
-            return _NAMED[parts[0]]
-        bounds.depth += 1
-        values = [down(part) for part in parts]
-        bounds.depth -= 1
-        return _BUILD[tag](values)
+            return resolve(tag, *parts)
+        return _KINDS[tag][2](*[down(part, depth + 1) for part in parts])
 
-    return down(tree)
-
-
-def _checked(value: int) -> int:
-    if value.bit_length() > MAX_INT_BITS:
-        raise Unsuitable("a large integer")
-    return value
-
-
-def _pairs(values: list[Any]) -> Iterable[tuple[Any, Any]]:
-    return zip(values[::2], values[1::2], strict=True)
-
-
-def _built_range(values: list[Any]) -> range:
-    found = range(*values)
-    _range(found)
-    return found
-
-
-def _built_decimal(values: list[Any]) -> Decimal:
-    (text,) = values
-    if type(text) is not str or len(text) > _MAX_DECIMAL:
-        raise Unsuitable("a long Decimal")
-    return Decimal(text)
-
-
-def _hexadecimal(values: list[Any]) -> int:
-    if len(values[0]) > MAX_INT_BITS // 4 + 2:
-        raise Unsuitable("a large integer")
-    return _checked(int(values[0], 16))
-
-
-_BUILD: dict[str, Callable[[list[Any]], Any]] = {
-    "int": _hexadecimal,
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "bytes": lambda values: bytes.fromhex(*values),
-    "bytearray": lambda values: bytearray.fromhex(*values),
-    "complex": lambda values: complex(*values),
-    "range": _built_range,
-    "deque": lambda values: deque(values[1:], values[0]),
-    "Counter": lambda values: Counter(dict(_pairs(values))),
-    "OrderedDict": lambda values: OrderedDict(_pairs(values)),
-    "defaultdict": lambda values: defaultdict(values[0], _pairs(values[1:])),
-    "dict": lambda values: dict(_pairs(values)),
-    "dict_keys": lambda values: dict.fromkeys(values).keys(),
-    "dict_values": lambda values: dict(enumerate(values)).values(),
-    "dict_items": lambda values: dict(values).items(),
-    "Decimal": _built_decimal,
-    "Fraction": lambda values: Fraction(*values),
-    "datetime": lambda values: dt.datetime.fromisoformat(*values),
-    "date": lambda values: dt.date.fromisoformat(*values),
-    "time": lambda values: dt.time.fromisoformat(*values),
-    "timedelta": lambda values: dt.timedelta(*values),
-}
-
-
-MAX_MESSAGE_BYTES = 32 << 20
-
-
-class ChannelClosed(BaseException):
-    """The other process is gone, or sends what is no message. No ``except Exception`` of a test hides it."""
+    return down(tree, 0)
 
 
 class Refused(BaseException):
     """What a test did with the solution cannot be judged. No ``except Exception`` of a test hides it."""
-
-
-class SandboxRemoteError(Exception):
-    """The other process raised something that is no exception of Python's own."""
 
 
 class Channel:
@@ -310,63 +113,51 @@ class Channel:
     Args:
         operations: what the other end may ask of them.
         wrap: the object that stands for the other end's object of this number.
+
+    Attributes:
+        closed: why nothing that is asked from now on can count.
+        refused: why nothing that was asked lately can count, whatever a test made of the exception that told it.
     """
 
     def __init__(
         self,
         read_fd: int,
         write_fd: int,
-        operations: dict[str, Callable[..., Any]],
+        operations: Mapping[str, Callable[..., Any]],
         wrap: Callable[[Channel, int], Any],
     ) -> None:
-        self._read_fd, self._write_fd, self._operations, self._wrap = read_fd, write_fd, operations, wrap
+        self._in, self._out = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
+        self._operations, self._wrap = operations, wrap
         self._shared: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._wrapped: dict[int, Any] = {}
-        self.num_asked = 0
-        self.failure = ""
-        """Why nothing that was asked lately can count, whatever a test made of the exception that told it."""
-
-    # Messages --------------------------------------------------------------------------------------------
+        self.closed = self.refused = ""
 
     def send(self, message: Any) -> None:
-        body = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        view = memoryview(struct.pack(">I", len(body)) + body)
-        while view:
-            try:
-                view = view[os.write(self._write_fd, view) :]
-            except OSError as error:
-                self.close(str(error))
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            self._out.write(line)
+            self._out.flush()
+        except OSError as error:
+            self.close(str(error))
 
     def receive(self) -> Any:
-        (size,) = struct.unpack(">I", self._read(4))
-        if size > MAX_MESSAGE_BYTES:
-            self.close(f"a message of {size} bytes")
-        body = self._read(size)
         try:
-            return json.loads(body)
+            line = self._in.readline(MAX_MESSAGE_BYTES)
+            if line.endswith(b"\n"):
+                return json.loads(line)
         except Exception as error:  # Hostile bytes may make parsing raise anything.
             self.close(f"{type(error).__name__}: {error}")
-
-    def _read(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            try:
-                part = os.read(self._read_fd, min(size - len(found), 1 << 20))
-            except OSError as error:
-                self.close(str(error))
-            if not part:
-                self.close("the code under test has ended")
-            found += part
-        return bytes(found)
+        self.close("a message that is too long" if line else "the code under test has ended")
 
     def close(self, reason: str) -> NoReturn:
-        # Nothing that follows is in step with its question.
-        self._read_fd = self._write_fd = -1
-        self.failure = self.failure or reason
-        raise ChannelClosed(reason)
+        """Nothing that follows is in step with its question."""
+        self.closed = self.closed or reason
+        raise Refused(reason)
 
-    # Values ----------------------------------------------------------------------------------------------
+    def refuse(self, reason: str) -> NoReturn:
+        self.refused = self.refused or reason
+        raise Refused(reason)
 
     def refer(self, value: Any) -> list[Any]:
         if type(value) is SolutionObject:
@@ -380,91 +171,53 @@ class Channel:
 
     def _resolve(self, kind: str, number: int) -> Any:
         if type(number) is not int or number < 0:
-            raise Unsuitable("no reference")
+            raise ValueError("no reference")
         if kind == "yours":
             return self._shared[number]
         if number not in self._wrapped:
             self._wrapped[number] = self._wrap(self, number)
         return self._wrapped[number]
 
-    def _decoded(self, tree: Any) -> Any:
-        try:
-            return decode(tree, self._resolve)
-        except Exception as error:  # Hostile data may make decoding raise anything.
-            self.close(f"{type(error).__name__}: {error}")
-
-    # Calls -----------------------------------------------------------------------------------------------
-
     def ask(self, operation: str, number: int, *arguments: Any, **keywords: Any) -> Any:
-        """Returns the result of the operation in the other process; raises what it raised, if that is one of Python's
-        own.
+        """Returns the result of the operation in the other process; raises what it raised, as the nearest exception of
+        Python's own.
 
         Raises:
-            Refused: arguments or result cannot cross.
+            Refused: the result cannot cross.
         """
-        self.num_asked += 1
-        try:
-            message = ["ask", operation, number, encode(arguments, self.refer), encode(keywords, self.refer)]
-        except Unsuitable as error:
-            self.refuse(f"the test gives the code {error}")
-        try:
-            answer = self._answer_to(message)
-        except (MemoryError, RecursionError) as error:  # In the middle of a message, maybe.
-            self.close(f"{type(error).__name__} in a call between tests and code")
-        match answer:
-            case ["value", value]:
-                return value
-            case ["error", str() as name, str() as text]:
-                raise _exception(name, text)
-            case ["unsuitable", str() as reason]:
-                self.refuse(f"the code gives {reason}"[:300])
-        self.close("something that is no answer")
-
-    def _answer_to(self, message: list[Any]) -> Any:
-        self.send(message)
+        if self.closed:
+            self.close(self.closed)
+        self.send(["ask", operation, number, encode(arguments, self.refer), encode(keywords, self.refer)])
         while True:
             match self.receive():
                 case ["ask", *question]:
                     self._answer(question)
                 case ["value", tree]:
-                    return ["value", self._decoded(tree)]
-                case answer:
-                    return answer
-
-    @property
-    def is_closed(self) -> bool:
-        return self._read_fd < 0
-
-    def refuse(self, reason: str) -> NoReturn:
-        self.failure = self.failure or reason
-        raise Refused(reason)
+                    try:
+                        return decode(tree, self._resolve)
+                    except Exception as error:  # Hostile data may make decoding raise anything.
+                        self.refuse(f"the code gives what is no plain data: {error}"[:300])
+                case ["error", [*names], str() as text]:
+                    raise _exception(names, text)
+                case _:
+                    self.close("something that is no answer")
 
     def serve(self) -> None:
         """Answers until the other process ends."""
-        while True:
-            try:
-                _, *question = self.receive()
-                self._answer(question)
-            except ChannelClosed:
-                return
+        with contextlib.suppress(Refused):
+            while True:
+                self._answer(self.receive()[1:])
 
-    def _answer(self, question: list[Any]) -> None:
-        match question:
-            case [str() as name, int() as number, ["tuple", *arguments], keywords] if name in self._operations:
-                target, *positional = self._decoded(["list", ["yours", number], *arguments])
-                named = self._decoded(keywords)
-            case _:
-                self.close("something that is no question")
+    def _answer(self, question: Any) -> None:
         try:
+            name, number, arguments, keywords = question
+            target = self._resolve("yours", number)
+            positional, named = decode(arguments, self._resolve), decode(keywords, self._resolve)
             value = self._operations[name](target, *positional, **named)
-            is_made = name == "make" and type(value) is target
-            message = ["value", encode(value, self.refer, keep=is_made)]
-        except (Unsuitable, Refused) as error:
-            message = ["unsuitable", str(error)]
-        except ChannelClosed:
-            raise
+            is_made = name == "make" and type(value) is target  # stays where its methods are, whatever it inherits from
+            message = ["value", self.refer(value) if is_made else encode(value, self.refer)]
         except BaseException as error:  # Whatever the code raises is its answer.
-            message = ["error", _base_name(error), _text(error)]
+            message = ["error", [kind.__name__ for kind in type(error).__mro__], _text(error)]
         self.send(message)
 
 
@@ -517,13 +270,13 @@ class SolutionObject:
     def __ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
         return _state(self).channel.ask(operation, _state(self).number, *arguments, **keywords)
 
-    def __refuse(self, what: str) -> NoReturn:
-        _state(self).channel.refuse(f"the code gives an object that is no plain data, and the test {what}")
-
     def __ask_own(self, what: str, operation: str, *arguments: Any) -> Any:
         if not _state(self).is_own:
-            self.__refuse(what)
+            self.__refuse(f"asks for its {what}")
         return self.__ask(operation, *arguments)
+
+    def __refuse(self, what: str) -> NoReturn:
+        _state(self).channel.refuse(f"the code gives an object that is no plain data, and the test {what}")
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if not _state(self).is_class:
@@ -538,55 +291,41 @@ class SolutionObject:
             return "an object of the code"  # how unittest's assertRaises calls it
         if name.startswith("__"):
             raise AttributeError(name)
-        is_own = _state(self).is_own
-        if name in _PLAIN_NAMES and not is_own:
-            self.__refuse(f"asks for .{name}, which plain data have")
-        return named(self.__ask("getattr", name), name, is_own)
+        ask = self.__ask_own if name in _PLAIN_NAMES else lambda _, *asked: self.__ask(*asked)
+        return named(ask(f"{name}, which plain data have", "getattr", name), name, _state(self).is_own)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.__ask_own(f"sets .{name}", "setattr", name, value)
+        self.__ask_own(name, "setattr", name, value)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.__ask_own("asks for an item", "getitem", key)
+        return self.__ask_own("items", "getitem", key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.__ask_own("sets an item", "setitem", key, value)
+        self.__ask_own("items", "setitem", key, value)
+
+    def __bool__(self) -> bool:
+        return bool(self.__ask_own("truth", "bool"))
 
     def __len__(self) -> int:
-        return int(self.__ask_own("asks for its length", "len"))
+        return int(self.__ask_own("length", "len"))
 
     def __str__(self) -> str:
-        return str(self.__ask_own("asks for its text", "str"))
+        return str(self.__ask_own("text", "str"))
 
     def __repr__(self) -> str:
-        return str(self.__ask_own("asks for its text", "repr"))
+        return str(self.__ask_own("text", "repr"))
 
     def __iter__(self) -> Iterator[Any]:
         # Also what ``in`` asks: the items come over and are compared here.
-        return iter(list(self.__ask_own("asks for its items", "items")))
-
-    def __instancecheck__(self, value: object) -> bool:
-        return type(value) is SolutionObject and bool(self.__ask("isinstance", value))
-
-    def __bool__(self) -> bool:
-        self.__refuse("asks whether it is true")
+        return iter(list(self.__ask_own("items", "items")))
 
     def __eq__(self, other: object) -> bool:
         if other is None:
             return False
         self.__refuse("compares it (compare its attributes)")
 
-    def __lt__(self, other: object) -> bool:
-        self.__refuse("compares it")
-
-    def __add__(self, *_: object) -> Any:
-        self.__refuse("computes with it")
-
-    __le__ = __gt__ = __ge__ = __lt__
-    __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __and__ = __or__ = __xor__ = __add__
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rand__ = __ror__ = __add__
-    __lshift__ = __rshift__ = __matmul__ = __divmod__ = __rlshift__ = __rrshift__ = __rmatmul__ = __rdivmod__ = __add__
-    __neg__ = __pos__ = __invert__ = __abs__ = __round__ = __int__ = __float__ = __complex__ = __index__ = __add__
+    def __instancecheck__(self, value: object) -> bool:
+        return type(value) is SolutionObject and bool(self.__ask("isinstance", value))
 
 
 def named(value: Any, name: str, is_own: bool = False) -> Any:
@@ -600,13 +339,6 @@ def named(value: Any, name: str, is_own: bool = False) -> Any:
     return value
 
 
-def _items(value: Any) -> list[Any]:
-    found = list(itertools.islice(value, MAX_NODES + 1))
-    if len(found) > MAX_NODES:
-        raise Unsuitable(f"more than {MAX_NODES} items")
-    return found
-
-
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": operator.call,
     "make": operator.call,
@@ -614,10 +346,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "setattr": setattr,
     "getitem": operator.getitem,
     "setitem": operator.setitem,
+    "bool": bool,
     "len": len,
     "str": str,
     "repr": repr,
-    "items": _items,
+    "items": list,
     "isinstance": lambda kind, value: isinstance(value, kind),
 }
 """What tests may ask of an object of the code under test, by the methods of :class:`SolutionObject`."""
@@ -625,25 +358,22 @@ CALLS: dict[str, Callable[..., Any]] = {"call": operator.call}
 """What the code under test may ask of an object of the tests."""
 
 
-def _base_name(error: BaseException) -> str:
-    """Returns the nearest class of Python's own that it is of."""
-    bases: tuple[type, ...] = type.__dict__["__mro__"].__get__(type(error))
-    return next(base.__name__ for base in bases if vars(builtins).get(base.__name__) is base)
-
-
-def _exception(name: str, text: str) -> Exception:
-    kind = vars(builtins).get(name)
-    # An end of iteration would end a loop of the test's (``all(map(f, xs))``) instead of failing it.
-    own = (StopIteration, StopAsyncIteration)
-    for base in kind.__mro__ if isinstance(kind, type) and not issubclass(kind, own) else ():
-        if issubclass(base, Exception):
+def _exception(names: Sequence[Any], text: str) -> Exception:
+    for name in names:
+        kind = vars(builtins).get(name) if isinstance(name, str) else None
+        # An end of iteration would end a loop of the test's (``all(map(f, xs))``) instead of failing it.
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, Exception)
+            and name not in ("StopIteration", "StopAsyncIteration")
+        ):
             with contextlib.suppress(TypeError):  # It is not made of a text alone, as UnicodeDecodeError.
-                return base(text)
-    return SandboxRemoteError(f"{name}: {text}")
+                return kind(text)
+    return Exception(f"{names[:1]}: {text}")
 
 
 def _text(error: BaseException) -> str:
     try:
-        return str.__str__(str(error))[:1000]
+        return str(error)[:1000]
     except BaseException:  # The exception's own code fails.
         return ""

@@ -7,33 +7,21 @@ import contextlib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from quartet.config.errors import UserError, printable
-from quartet.extras.sandbox.child import PYTEST_NAMES, is_check
+from quartet.config.errors import UserError
+from quartet.extras.sandbox.child import PYTEST_NAMES
 from quartet.extras.sandbox.config import CodeReward
-from quartet.extras.sandbox.run import (
-    NothingTested,
-    SandboxError,
-    SandboxLimits,
-    SolutionCheck,
-    check_sandbox,
-    judge,
-    run_program,
-)
+from quartet.extras.sandbox.run import SandboxError, SandboxLimits, SolutionCheck, check_sandbox, judge, run_program
 from quartet.rewards.source import Columns, RewardError, RewardSource, Scores, Threads
 from quartet.text.examples import PromptText
 
-# A fence at the start of its line, in a list as well, or backticks behind text. White space before and behind the
-# language stands in one place each: a long run of it is read once.
-_FENCED = re.compile(
-    r"(?:^(?P<indent>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})|(?<!`)(?P<inline>`{3,}))"
-    r"[ \t]*(?:(?P<language>[\w+#.-]+)[ \t]*)?\r?\n(?P<body>.*?)(?:(?P=fence)|(?P=inline))",
-    re.DOTALL | re.MULTILINE,
-)
-_PYTHON = re.compile(r"py(thon3?)?", re.IGNORECASE)
+# No part gives back what it has taken: a long run of spaces is read once.
+_FENCED = re.compile(r"```[ \t]*+([\w+#.-]*+)[ \t]*+\r?\n(.*?)```", re.DOTALL)
+_PYTHON = re.compile(r"(py(thon3?)?)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,6 @@ class CodeSource(RewardSource):
                 "server with type: http",
             ) from error
         self._threads = Threads(config.concurrency, self.name)
-        self._num_refused, self._first_refused = 0, ""
 
     async def score(self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Columns) -> Scores:
         names = columns.get("entry_point") or [None] * len(completions)
@@ -91,11 +78,14 @@ class CodeSource(RewardSource):
         try:
             tests = read_tests(value, entry_point)
         except ValueError as error:
-            raise self._unusable(error, value) from error
+            raise RewardError(
+                f"the reward {self.name!r} cannot use the tests of a sample",
+                found=f"{error}: {value!r:.300}",
+                remedy=f"give the column {self.column!r} a form of docs/rewards.md: asserts, functions of pytest, "
+                "classes of unittest, check(candidate) with a column entry_point, pairs of input and output",
+            ) from error
         try:
             passed = self._passed(extract_code(completion), tests)
-        except NothingTested as error:
-            raise self._unusable(error, value) from error
         except SandboxError as error:
             raise RewardError(
                 f"the reward {self.name!r} could not set up its sandbox",
@@ -104,21 +94,10 @@ class CodeSource(RewardSource):
             ) from error
         return float(all(passed)) if self._all else sum(passed) / len(passed)
 
-    def _unusable(self, error: Exception, value: Any) -> RewardError:
-        return RewardError(
-            f"the reward {self.name!r} cannot use the tests of a sample",
-            found=f"{error}: {value!r:.300}",
-            remedy=f"give the column {self.column!r} a form of docs/rewards.md: asserts, functions of pytest, "
-            "classes of unittest, check(candidate) with a column entry_point, pairs of input and output",
-        )
-
     def _passed(self, code: str, tests: Tests) -> list[bool]:
         if isinstance(tests[0], SolutionCheck):
-            verdicts = judge(code, [test for test in tests if isinstance(test, SolutionCheck)], self._limits)
-            for verdict in verdicts:
-                self._num_refused += verdict.is_refused
-                self._first_refused = self._first_refused or (verdict.reason if verdict.is_refused else "")
-            return [verdict.passed for verdict in verdicts]
+            checks = [test for test in tests if isinstance(test, SolutionCheck)]
+            return [not failure for failure in judge(code, checks, self._limits)]
         passed: list[bool] = []
         for case in tests:
             assert isinstance(case, Case), "tests are of one kind"
@@ -130,38 +109,24 @@ class CodeSource(RewardSource):
                 break
         return passed + [False] * (len(tests) - len(passed))
 
-    def warnings(self) -> list[str]:
-        """Tells how many tests failed because what crossed could not be judged."""
-        if not self._num_refused:
-            return []
-        first = printable(self._first_refused)
-        told = f"{self._num_refused} tests failed unjudged (docs/rewards.md); the first because {first}"
-        return [f"reward {self.name!r}: {told}"]
-
     def close(self) -> None:
         self._threads.close()
 
 
 def extract_code(completion: str) -> str:
-    """Returns the last fenced block that is marked as Python or not at all, without its fence's indentation; the whole
-    text where there is none.
+    """Returns the last fenced block that is marked as Python or not at all, without the indentation of a list that it
+    stands in; the whole text where there is none.
     """
-    code = completion
-    for block in _FENCED.finditer(completion):
-        if _PYTHON.fullmatch(block["language"] or "py"):
-            code = block["body"]
-            first = re.match(r"\s*?([ \t]*)\S", code)
-            if width := min(len(block["indent"] or ""), len(first[1]) if first else 0):
-                code = re.sub(rf"^[ \t]{{1,{width}}}", "", code, flags=re.MULTILINE)
-    return code
+    blocks = [body for language, body in _FENCED.findall(completion) if _PYTHON.fullmatch(language)]
+    return textwrap.dedent(blocks[-1]) if blocks else completion
 
 
 def read_tests(value: Any, entry_point: str | None = None) -> Tests:
     """Reads the tests of a data row: Python source, a list of it (each one test), pairs ``{"input", "output"}``, two
     lists ``{"inputs", "outputs"}``, or JSON of any of these.
 
-    In one piece of source every top-level statement with an ``assert`` counts as a test, every pytest function, every
-    method of a unittest class, and ``check(candidate)``, which is called with what ``entry_point`` names.
+    In one piece of source every top-level statement that checks something counts as a test, every pytest function,
+    every method of a unittest class, and ``check(candidate)``, which is called with what ``entry_point`` names.
 
     Raises:
         ValueError: none of these, or no test in it.
@@ -177,118 +142,89 @@ def read_tests(value: Any, entry_point: str | None = None) -> Tests:
         value = [{"input": i, "output": o} for i, o in zip(value["inputs"], value["outputs"], strict=True)]
     tests: Tests
     if isinstance(value, str):
-        tests = _SourceTests([value], entry_point).each()
+        (tests,) = _source_tests([value], entry_point)
     elif isinstance(value, Sequence) and value and all(isinstance(item, str) for item in value):
-        tests = _SourceTests(value, entry_point).listed()
+        entries = _source_tests(value, entry_point)
+        tests = [SolutionCheck("\n".join(t.source for t in entry), any(t.counts for t in entry)) for entry in entries]
     elif isinstance(value, Sequence) and all(isinstance(i, Mapping) and {"input", "output"} <= set(i) for i in value):
         tests = [Case(_lines(item["input"]), _lines(item["output"])) for item in value]
     else:
         raise ValueError("neither Python nor pairs of input and output")
-    if not tests or not any(isinstance(test, Case) or test.counts for test in tests):
-        raise ValueError("there is no test in it")
+    if not any(isinstance(test, Case) or test.counts for test in tests):
+        raise ValueError("there is no test in it: nothing that checks what the code does")
     return tests
 
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class _SourceTests:
-    """What the tests in Python sources are, which share one namespace.
+def _source_tests(sources: Sequence[str], entry_point: str | None) -> list[list[SolutionCheck]]:
+    """Cuts each of the sources, which share one namespace, into its top-level statements, and calls of what they
+    define.
 
     Raises:
         ValueError: they are not Python, or need what the sandbox does not have.
     """
-
-    def __init__(self, sources: Sequence[str], entry_point: str | None) -> None:
-        self._bodies = [_parsed(source) for source in sources]
-        nodes = [node for body in self._bodies for statement in body for node in ast.walk(statement)]
-        _check_modules(nodes)
-        if not any(map(is_check, nodes)):
-            raise ValueError("there is no test in it: no assert, no call named so, no branch that raises")
-        self._entry_point = entry_point
-        self._called = {
-            node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        }
-        self._classes = {node.name: node for body in self._bodies for node in body if isinstance(node, ast.ClassDef)}
-        # What checks when it is called: it holds a check, or calls another that does.
-        functions = [node for body in self._bodies for node in body if isinstance(node, _Function)]
-        self._helpers: set[str] = set()
-        while more := {f.name for f in functions if self._checks(f)} - self._helpers:
-            self._helpers |= more
-
-    def each(self) -> list[SolutionCheck]:
-        """Returns every test of the one source; the source itself where nothing in it is one by itself."""
-        (body,) = self._bodies
-        called = [call for node in body for call in self._calls(node)]
-        if not called and not any(isinstance(node, ast.Assert) for node in body):
-            return [SolutionCheck(_text(body), any(map(self._is_test, body)))]
-        pieces = [(ast.unparse(node), self._is_test(node)) for node in body]
-        # A test function that the source calls itself is one test all the same.
-        found = [SolutionCheck(text, counts and text not in called) for text, counts in pieces]
-        return found + [SolutionCheck(call) for call in called]
-
-    def listed(self) -> list[SolutionCheck]:
-        """Returns every source, which is a test if there is one in it."""
-        found = []
-        for body in self._bodies:
-            called = [call for node in body for call in self._calls(node)]
-            found.append(
-                SolutionCheck("\n".join([_text(body), *called]), bool(called) or any(map(self._is_test, body)))
+    bodies = [_parsed(source) for source in sources]
+    nodes = [node for body in bodies for statement in body for node in ast.walk(statement)]
+    _check_modules(nodes)
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    # Functions that check when they are called: they hold a check, or call another that does.
+    functions = [node for node in nodes if isinstance(node, _Function)]
+    checking: set[str] = set()
+    while more := {f.name for f in functions if _checks(f, checking)} - checking:
+        checking |= more
+    found = []
+    for body in bodies:
+        calls = [call for node in body for call in _calls(node, checking, called, entry_point)]
+        statements = [
+            SolutionCheck(
+                text := ast.unparse(node),
+                # A test function that the source calls itself is one test all the same.
+                not isinstance(node, _Function | ast.ClassDef) and _checks(node, checking) and text not in calls,
             )
-        return found
+            for node in body
+        ]
+        found.append(statements + [SolutionCheck(call) for call in calls])
+    return found
 
-    def _checks(self, node: ast.AST) -> bool:
-        return any(
-            is_check(part)
-            or (isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in self._helpers)
-            for part in ast.walk(node)
-        )
 
-    def _is_test(self, statement: ast.stmt) -> bool:
-        """Tells whether a statement is a test: not what only defines something."""
-        return not isinstance(statement, _Function | ast.ClassDef) and self._checks(statement)
+def _checks(node: ast.AST, checking: set[str]) -> bool:
+    """Tells whether something in there can make a test fail by what it finds: ``assert``, ``raise``, or a call named
+    so or of one of the functions ``checking``.
+    """
+    for part in ast.walk(node):
+        match part:
+            case ast.Assert() | ast.Raise():
+                return True
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                if name.startswith("assert") or name in ("fail", "raises", "exit", "_exit", "quit") or name in checking:
+                    return True
+    return False
 
-    def _calls(self, node: ast.stmt) -> list[str]:
-        """Writes source that runs the tests that a definition at the top is, each by itself: as pytest, unittest and
-        HumanEval do.
-        """
-        if isinstance(node, _Function):
-            if node.name == "check" and "check" not in self._called and len(node.args.args) == 1:
-                return [f"check({self._checked_name()})"]
-            if not node.name.startswith("test") or (node.name in self._called and node.args.args):
-                return []
+
+def _calls(node: ast.stmt, checking: set[str], called: set[str], entry_point: str | None) -> list[str]:
+    """Writes source that runs the tests that a definition at the top is, each by itself: as pytest, unittest and
+    HumanEval do.
+    """
+    if isinstance(node, _Function) and node.name in checking:
+        if node.name == "check" and "check" not in called and len(node.args.args) == 1:
+            if not entry_point:
+                raise ValueError("check(candidate) is never called, and no column entry_point names what to check")
+            return [f"check({entry_point})"]
+        if node.name.startswith("test") and not (node.name in called and node.args.args):
             _check_arguments(node, node.args.args)
             return [f"{node.name}()"]
-        if not isinstance(node, ast.ClassDef):
-            return []
-        lineage = self._lineage(node)
-        methods = {n.name: n for c in reversed(lineage) for n in c.body if isinstance(n, _Function)}
-        tests = [method for name, method in methods.items() if name.startswith("test")]
-        if any(ast.unparse(base).endswith("TestCase") for c in lineage for base in c.bases):
+    if isinstance(node, ast.ClassDef):
+        tests = [each for each in node.body if isinstance(each, _Function) and each.name.startswith("test")]
+        if any(ast.unparse(base).endswith("TestCase") for base in node.bases):
             case = "import unittest\nunittest.TestSuite([{}({!r})]).debug()"
-            return [case.format(node.name, method.name) for method in tests]
-        if not node.name.startswith("Test") or "__init__" in methods:
-            return []
-        for method in tests:
-            _check_arguments(method, method.args.args[1:])
-        before = [_set_up(methods[name]) for name in ("setup_class", "setup_method") if name in methods]
-        return ["\n".join([f"case = {node.name}()", *before, f"case.{method.name}()"]) for method in tests]
-
-    def _lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
-        """Returns the class and those that it inherits from, as far as they are in the sources."""
-        found = [node]
-        for known in found:
-            names = [base.id for base in known.bases if isinstance(base, ast.Name)]
-            found += [self._classes[n] for n in names if n in self._classes and self._classes[n] not in found]
-        return found
-
-    def _checked_name(self) -> str:
-        with contextlib.suppress(SyntaxError, TypeError, ValueError):
-            return ast.unparse(ast.parse(self._entry_point or "", mode="eval"))
-        raise ValueError(
-            f"check(candidate) is never called, and the column entry_point, which names what to check, has "
-            f"{self._entry_point!r}"
-        )
+            return [case.format(node.name, test.name) for test in tests]
+        if node.name.startswith("Test"):
+            for test in tests:
+                _check_arguments(test, test.args.args[1:])
+            return [f"{node.name}().{test.name}()" for test in tests]
+    return []
 
 
 def _parsed(source: str) -> list[ast.stmt]:
@@ -297,26 +233,20 @@ def _parsed(source: str) -> list[ast.stmt]:
     """
     try:
         body = ast.parse(source).body
-        _text(body)
+        ast.unparse(ast.Module(body, type_ignores=[]))
     except SyntaxError as error:
         raise ValueError(f"not Python (line {error.lineno}: {error.msg})") from None
     except (RecursionError, MemoryError):
         raise ValueError("Python that is nested too deeply") from None
-    found = []
+    found: list[ast.stmt] = []
     for node in body:
-        is_main = isinstance(node, ast.If) and ast.unparse(node.test) in _IF_MAIN
+        is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
         found += node.body if isinstance(node, ast.If) and is_main else [node]
-    return [node for node in found if not _STARTS_FRAMEWORK.search(ast.unparse(node)) or isinstance(node, _COMPOUND)]
+    return [node for node in found if not _STARTS_FRAMEWORK.match(ast.unparse(node))]
 
 
-_NOT_RUN = ("unittest.skip", "unittest.expectedFailure", "setup_module", "setup_function", "setUpModule")
-_IF_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
-_STARTS_FRAMEWORK = re.compile(r"\b(unittest|pytest)\.main\(")
-_COMPOUND = (ast.If, ast.For, ast.While, ast.Try, ast.With, _Function, ast.ClassDef)
-
-
-def _text(body: list[ast.stmt]) -> str:
-    return ast.unparse(ast.Module(body, type_ignores=[]))
+_NOT_RUN = ("unittest.skip", "unittest.expectedFailure", "setup_", "setUpModule")
+_STARTS_FRAMEWORK = re.compile(r"(unittest|pytest)\.main\(")
 
 
 def _check_modules(nodes: Sequence[ast.AST]) -> None:
@@ -344,12 +274,6 @@ def _check_arguments(function: _Function, arguments: Sequence[ast.arg]) -> None:
     missing = [a.arg for a in arguments[: len(arguments) - len(function.args.defaults)] if a.arg not in given]
     if missing:
         raise ValueError(f"{function.name} takes {', '.join(missing)}, and nothing gives it (there are no fixtures)")
-
-
-def _set_up(method: _Function) -> str:
-    """Writes the call of pytest's set-up, which may take the class or the method that it is for."""
-    takes = len(method.args.args) - (not any(ast.unparse(mark) == "staticmethod" for mark in method.decorator_list))
-    return f"case.{method.name}({'None' * takes})"
 
 
 def _lines(value: Any) -> str:

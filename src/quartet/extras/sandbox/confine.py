@@ -7,7 +7,6 @@ went wrong, and is closed before it does. What is taken cannot be had back, by n
 
 from __future__ import annotations
 
-import _socket  # without what the module socket needs
 import ctypes
 import errno
 import json
@@ -88,21 +87,8 @@ def _limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int, ot
     """Limits this process and what it starts.
 
     Args:
-        memory_bytes: address space and what sockets may hold, which is the kernel's memory, together.
         others: processes that the kernel counts together with these.
-
-    Raises:
-        OSError: sockets may hold more than half of the memory.
     """
-    # What may wait in a pair's socket to be read: the sender's buffer, and one message that it has just room for.
-    pair = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
-    in_sockets = _NUM_FILES * 2 * pair[0].getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF)
-    for end in pair:
-        end.close()
-    if in_sockets > memory_bytes // 2:
-        raise OSError(
-            errno.ENOMEM, f"{_NUM_FILES} sockets may hold {in_sockets} bytes here, of a limit of {memory_bytes}"
-        )
     for which, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
@@ -110,7 +96,7 @@ def _limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int, ot
         (resource.RLIMIT_FSIZE, disk_bytes),
         (resource.RLIMIT_NOFILE, _NUM_FILES),
         (resource.RLIMIT_NPROC, processes + others),
-        (resource.RLIMIT_AS, memory_bytes - in_sockets),
+        (resource.RLIMIT_AS, memory_bytes),
     ):
         resource.setrlimit(which, (most, most))
 

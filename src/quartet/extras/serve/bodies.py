@@ -1,6 +1,4 @@
-"""What the server is asked: OpenAI's completions and chat completions with vLLM's further keys. Unknown keys, and known
-ones with values that would change what comes out and are not supported, are errors.
-"""
+"""What the server is asked: OpenAI's completions and chats with vLLM's further keys. All other keys are errors."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue
 
 from quartet.config import UserError
 from quartet.config.common import Strict, TemplateVariables
@@ -45,13 +43,7 @@ class _Body(Strict):
     return_token_ids: bool = False
     session_id: str | None = None
     user: str | None = None
-    # Only as good as left out.
-    presence_penalty: float = Field(0, ge=0, le=0)
-    frequency_penalty: float = Field(0, ge=0, le=0)
-    repetition_penalty: float = Field(1, ge=1, le=1)
-    logit_bias: dict[str, float] = Field({}, max_length=0)
     skip_special_tokens: Literal[False] = False
-    include_stop_str_in_output: Literal[False] = False
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -62,8 +54,6 @@ class CompletionBody(_Body):
     prompt: str | _Many[int] | _Many[str] | _Many[_Many[int]]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=1)
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -92,12 +82,6 @@ class Message(Strict):
     tool_calls: list[dict[str, JsonValue]] | None = None
     tool_call_id: str | None = None
 
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs its content, a text; only one with tool_calls may do without")
-        return self
-
     @property
     def for_template(self) -> dict[str, Any]:
         parts = self.content or ""
@@ -110,20 +94,9 @@ class ChatBody(_Body):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: Literal[0] = 0
     tools: list[dict[str, JsonValue]] = Field([])
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: TemplateVariables = Field({})
-
-    @field_validator("tools")
-    @classmethod
-    def _are_functions(cls, tools: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
-        for tool in tools:
-            function = tool.get("function")
-            name = function.get("name") if isinstance(function, dict) else None
-            if tool.get("type") != "function" or not isinstance(name, str):
-                raise ValueError('each is {"type": "function", "function": {"name": "…", "parameters": {…}}}')
-        return tools
 
     @property
     def wants_logprobs(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -85,7 +84,6 @@ def serve(
         with closing(open_engine(config, policy)) as router:
             name = name or Path(model).resolve().name
             shown, number = bound.getsockname()[:2]
-            hosts = ("localhost", shown) if ip_address(shown).is_loopback else ()
-            settings = ServerSettings(name, ModelLimits(context, vocab_size), max_requests, key, grace_s, hosts)
+            settings = ServerSettings(name, ModelLimits(context, vocab_size), max_requests, key, grace_s)
             typer.echo(f"serving {name} at http://{f'[{shown}]' if ':' in shown else shown}:{number}/v1")
             run(router, codec, settings, bound)

@@ -1,8 +1,8 @@
 """An OpenAI-compatible server over any rollout engine: ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``,
 ``/health``, ``/metrics``.
 
-What the server answers: OpenAI's objects with vLLM's further keys (``token_ids``, ``prompt_token_ids``,
-``stop_reason``, ``weight_versions``), whole or as a stream of deltas.
+What the server answers: OpenAI's objects with vLLM's further keys (``token_ids``, ``prompt_token_ids``), whole or as a
+stream of deltas.
 
 The thread that drives a blocking engine for an event loop: requests in, events out.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import queue
 import signal
 import socket
@@ -20,15 +19,13 @@ import threading
 import time
 import uuid
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -133,10 +130,8 @@ class Answers:
             said["logprobs"] = self._logprobs(tokens, pieces, slice(choice.num_tokens, num_tokens))
         new = slice(choice.num_tokens, num_tokens)
         said["finish_reason"] = None if reason is None else _REASONS.get(reason, "stop")
-        said["stop_reason"] = self._stop_reason(choice.request, tokens, reason, text_end)
         if self._body.return_token_ids:
             said["token_ids"] = list(tokens.token_ids[new])
-            said["weight_versions"] = _spans(tokens.versions[:num_tokens], choice.num_tokens)
             if choice.is_new:
                 said["prompt_token_ids"] = list(choice.request.prompt_ids)
         choice.num_tokens, choice.is_new = num_tokens, False
@@ -177,27 +172,6 @@ class Answers:
             return {"content": content, "refusal": None}
         offsets = [0, *accumulate(map(len, texts))][:-1][new]
         return {"tokens": texts[new], "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
-
-    def _stop_reason(
-        self, request: Request, tokens: Generated | Completion, reason: FinishReason | None, text_end: int | None
-    ) -> int | str | None:
-        """Returns the stop string, or the token of ``stop_token_ids``; None for end-of-text, as in vLLM."""
-        if reason is FinishReason.STOP and tokens.token_ids[-1] in self._body.stop_token_ids:
-            return tokens.token_ids[-1]
-        if reason is FinishReason.STOP_STRING:
-            text = self._codec.decode_completion(request.prompt_ids, tokens.token_ids)
-            return next((s for s in request.sampling.stop_strings if text.startswith(s, text_end)), None)
-        return None
-
-
-def _spans(versions: Sequence[int], start: int) -> list[dict[str, Any]]:
-    """Writes ``versions[start:]`` as vLLM's spans of output tokens."""
-    spans = []
-    for version, members in groupby(versions[start:]):
-        end = start + len(list(members))
-        spans.append({"version": str(version), "start": start, "end": end})
-        start = end
-    return spans
 
 
 T = TypeVar("T")
@@ -294,13 +268,8 @@ class EngineThread:
         except EngineFailed as error:
             self._fail(error)
         except BaseException as error:
-            self._fail(
-                EngineFailed(
-                    "the thread that drives the engine broke",
-                    found=described(error),
-                    remedy="report it; the server's standard error has the traceback",
-                )
-            )
+            remedy = "report it; the server's standard error has the traceback"
+            self._fail(EngineFailed("the engine's thread broke", found=described(error), remedy=remedy))
             raise
 
     def _fail(self, error: EngineFailed) -> None:
@@ -358,9 +327,6 @@ _LOOK_S = 0.1
 _END_S = 5
 """For answers that say that the server ends."""
 _ENDS = EngineFailed("the server ends", found="a signal", remedy="ask another one, or this one once it is back")
-MAX_BODY_BYTES = 16 << 20
-_LOG = logging.getLogger(__name__)
-_Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -371,8 +337,6 @@ class ServerSettings:
         max_requests: answers under way and waiting, beyond which requests are turned away (HTTP 429).
         api_key: that a client must send; None: nobody is asked for one.
         grace_s: for what is under way when the server is to end.
-        hosts: names of this server that a request may be sent to; empty: any. A page of another site whose name leads
-            here must not ask a server of this machine alone.
     """
 
     name: str
@@ -380,7 +344,6 @@ class ServerSettings:
     max_requests: int = 1024
     api_key: str | None = None
     grace_s: float = 5.0
-    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
 
 
 class Refused(Exception):
@@ -406,33 +369,20 @@ class Server:
 
     def __init__(self, engine: RolloutEngine, codec: TextCodec, settings: ServerSettings) -> None:
         self._codec, self._settings = codec, settings
-        self._counts: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
         self._created = int(time.time())
         self.engine = EngineThread(engine)
-        endpoints: dict[tuple[str, str], _Endpoint] = {
-            ("POST", "/v1/completions"): partial(self._answered, kind=CompletionBody, prefix="cmpl"),
-            ("POST", "/v1/chat/completions"): partial(self._answered, kind=ChatBody, prefix="chatcmpl"),
-            ("GET", "/v1/models"): self._models,
-            ("GET", "/v1/models/{name:path}"): self._model,
-            ("GET", "/health"): self._health,
-            ("GET", "/metrics"): self._metrics,
-        }
         routes = [
-            Route(path, partial(self._asked, endpoint=endpoint), methods=[method])
-            for (method, path), endpoint in endpoints.items()
+            Route("/v1/completions", partial(self._answered, kind=CompletionBody, prefix="cmpl"), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._answered, kind=ChatBody, prefix="chatcmpl"), methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
         ]
         handlers: Any = {Refused: _as_response, HTTPException: _as_response}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     # What is there ----------------------------------------------------------------------------------------
-
-    async def _asked(self, http: HTTPRequest, endpoint: _Endpoint) -> Response:
-        hosts = self._settings.hosts
-        if hosts and _hostname(http) not in hosts:
-            problem = f"Host {http.headers.get('Host')!r} is not this server's; it listens to {', '.join(hosts)}"
-            raise Refused(403, f"{problem} (--host opens it to others)", "invalid_request_error")
-        return await endpoint(http)
 
     async def _models(self, http: HTTPRequest) -> Response:
         self._authorize(http)
@@ -463,9 +413,7 @@ class Server:
             stats = asdict(await self.engine.call(lambda engine: engine.stats()))
         except EngineFailed as error:
             raise _refusal(error) from None
-        lines = [f'quartet_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._counts.items())]
-        lines += [f"quartet_{kind}_tokens_total {n}" for kind, n in sorted(self._tokens.items())]
-        lines += [f"quartet_requests_held {self.engine.held}"]
+        lines = [f"quartet_requests_held {self.engine.held}"]
         lines += [f"quartet_engine_{name} {value}" for name, value in stats.items()]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
@@ -475,18 +423,17 @@ class Server:
         try:
             return await self._answer(http, kind, f"{prefix}-{uuid.uuid4().hex}")
         except UserError as error:
-            refused = _refusal(error)
-        except Refused as error:
-            refused = error
+            raise _refusal(error) from error
         except ClientDisconnect:
-            refused = Refused(499, "a client left while it sent its request", "client_closed_request")
-            _LOG.warning("%s", refused.error["error"]["message"])
-        self._counts[str(refused.status)] += 1
-        raise refused
+            raise _gone_away() from None
 
     async def _answer(self, http: HTTPRequest, kind: type[AnyBody], name: str) -> Response:
         self._authorize(http)
-        data = await _data_of(http)
+        kind_of_data = http.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if kind_of_data != "application/json":  # which pages of other sites cannot send without this server's leave
+            problem = f"a request is JSON (Content-Type: application/json), not {kind_of_data!r}"
+            raise Refused(415, problem, "invalid_request_error")
+        data = await http.body()
         # In a thread: others are answered while a long prompt is tokenised.
         body, requests = await asyncio.to_thread(self._read, data, kind, name)
         if self.engine.failure is not None:
@@ -497,9 +444,7 @@ class Server:
         answers = Answers(name, body, self._codec, requests)
         if body.stream:
             return StreamingResponse(self._stream(body, answers, requests), media_type="text/event-stream")
-        completions = await self._all(http, requests, self.engine.ask(requests))
-        self._count(answers, completions)
-        return JSONResponse(answers.whole(completions))
+        return JSONResponse(answers.whole(await self._all(http, requests, self.engine.ask(requests))))
 
     def _read(self, data: bytes, kind: type[AnyBody], name: str) -> tuple[AnyBody, list[Request]]:
         """Reads from the body what the engine is to do; errors as of ``_answer``."""
@@ -524,7 +469,7 @@ class Server:
             await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 return ended.result()
-            raise Refused(499, "the client has gone", "client_closed_request")
+            raise _gone_away()
         finally:
             ended.cancel()
             gone.cancel()
@@ -532,15 +477,12 @@ class Server:
 
     async def _stream(self, body: AnyBody, answers: Answers, requests: Sequence[Request]) -> AsyncIterator[str]:
         completions: list[Completion] = []
-        status = "499"
         events = self.engine.ask(requests, stream=True)
         try:
             while len(completions) < len(requests):
                 request_id, event = await events.get()
                 if isinstance(event, UserError):
-                    refused = _refusal(event)
-                    status = str(refused.status)
-                    yield _event(refused.error)
+                    yield _event(_refusal(event).error)
                     return
                 if isinstance(event, Completion):
                     completions.append(event)
@@ -548,20 +490,10 @@ class Server:
                     yield _event(chunk)
             if body.stream_options.include_usage:
                 yield _event(answers.usage_chunk(completions))
-            status = "200"
             yield "data: [DONE]\n\n"
         finally:
             # Also when the client has gone.
             self.engine.cancel([request.request_id for request in requests])
-            if status == "200":
-                self._count(answers, completions)
-            else:
-                self._counts[status] += 1
-
-    def _count(self, answers: Answers, completions: Sequence[Completion]) -> None:
-        usage = answers.usage(completions)
-        self._counts["200"] += 1
-        self._tokens.update(prompt=usage["prompt_tokens"], generated=usage["completion_tokens"])
 
     def _authorize(self, http: HTTPRequest) -> None:
         key, sent = self._settings.api_key, http.headers.get("Authorization", "").encode("latin-1")
@@ -571,24 +503,8 @@ class Server:
             )
 
 
-def _hostname(http: HTTPRequest) -> str | None:
-    with suppress(ValueError):
-        return urlsplit(f"//{http.headers.get('Host', '')}").hostname
-    return None
-
-
-async def _data_of(http: HTTPRequest) -> bytes:
-    """Returns the bytes of JSON, which pages of other sites cannot send without this server's leave."""
-    kind = http.headers.get("Content-Type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        problem = f"a request is JSON (Content-Type: application/json), not {kind!r}"
-        raise Refused(415, problem, "invalid_request_error")
-    data = bytearray()
-    async for part in http.stream():
-        data += part
-        if len(data) > MAX_BODY_BYTES:
-            raise Refused(413, f"a request of more than {MAX_BODY_BYTES} bytes", "invalid_request_error")
-    return bytes(data)
+def _gone_away() -> Refused:
+    return Refused(499, "the client has gone", "client_closed_request")
 
 
 def _json_of(data: bytes) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The recipe's sections of servers that somebody else runs.
 
-========== ====================================== =====================================
+========== ====================================== ===================================
 ``type``   answers by                             takes weights
-========== ====================================== =====================================
-``sglang`` SGLang servers                         by files, or over a process group
+========== ====================================== ===================================
+``sglang`` SGLang servers                         by files
 ``server`` an OpenAI-compatible server            never: it cannot be a policy's engine
-========== ====================================== =====================================
+========== ====================================== ===================================
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import Field
 
 from quartet.config.engines import RoutedEngine
 from quartet.config.rewards import RemoteServer, RetryConfig
-from quartet.config.strict import Devices, HTTPAddress
+from quartet.config.strict import HTTPAddress
 
 
 class _Server(RoutedEngine):
@@ -43,28 +43,16 @@ class _Server(RoutedEngine):
 
 
 class SGLangEngineConfig(_Server):
-    """SGLang servers with the policy's architecture; new weights come to them as files, or over a process group."""
+    """SGLang servers with the policy's architecture; new weights come to them as files."""
 
     type: Literal["sglang"] = "sglang"
-    weights: Literal["disk", "distributed"] = Field(
-        "disk",
-        description="How new weights come: as files in weights_directory, or broadcast in a process group that each "
-        "server joins, NCCL where rollout has a GPU and gloo where it has none.",
-    )
     weights_directory: str | None = Field(
-        None, description="Folder that the trainer writes new weights to and the servers read; disk needs it."
-    )
-    tensor_parallel_size: Devices = Field(
-        1, ge=1, description="What the servers were started with (--tp), all of which join the group of distributed."
+        None, description="Folder that the trainer writes new weights to and the servers read under the same path."
     )
 
     def training_misfits(self) -> Iterator[str]:
-        if (self.weights == "disk") != (self.weights_directory is not None):
-            yield (
-                "rollout.engine sglang needs weights_directory, a folder that trainer and servers see under one path, "
-                f"for weights: disk, and for nothing else; found weights: {self.weights}, weights_directory: "
-                f"{self.weights_directory}"
-            )
+        if self.weights_directory is None:
+            yield "rollout.engine sglang needs weights_directory, a folder that trainer and servers see under one path"
 
 
 class ServerEngineConfig(_Server):

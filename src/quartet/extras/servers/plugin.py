@@ -6,6 +6,6 @@ _HERE = "quartet.extras.servers"
 PLUGIN = Plugin(
     engines={
         "sglang": EngineType(f"{_HERE}.config:SGLangEngineConfig", f"{_HERE}.sglang:sglang_engines"),
-        "server": EngineType(f"{_HERE}.config:ServerEngineConfig", f"{_HERE}.openai:server_engines"),
+        "server": EngineType(f"{_HERE}.config:ServerEngineConfig", f"{_HERE}.client:server_engines"),
     }
 )

@@ -6,8 +6,8 @@
     run.json, …           as in the run's directory, each whole; run.json and summary.json after what they tell of
     checkpoints/step_…/   files first, manifest.json last; without it, or where files disagree with it, there is none
 
-The directory here decides as long as no other process has written to the store since. Where one has, or the run or its
-newest checkpoint is there alone, a resumed run brings everything from there, and what was here is set aside.
+The directory here decides as long as it has the store's run and the store no newer checkpoint. Else a resumed run
+brings everything from there, and what was here is set aside.
 
 Files of a run on machines that do not see the driver's directory: they come and go through the store.
 """
@@ -22,7 +22,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,8 +33,8 @@ from quartet.cluster.dispatch import OneRank
 from quartet.cluster.worker import Worker, local_path
 from quartet.config import UserError
 from quartet.config.strict import is_url
-from quartet.extras.storage.store import CHECKPOINTS, MODELS, Entry, Store, StoreError, fetch, file_stamp
-from quartet.observe.files import LOCK, FileDigest, digest_file, replace_atomically
+from quartet.extras.storage.store import CHECKPOINTS, MODELS, Store, StoreError, fetch, file_stamp
+from quartet.observe.files import LOCK, replace_atomically
 from quartet.train.checkpoint import (
     NAME,
     CheckpointManifest,
@@ -53,7 +53,7 @@ SENT = ".sent"
 """Below the run's URL: what is on its way to the driver."""
 
 
-def bring_checkpoint(store: Store, run: Path, root: str, step: int, names: Mapping[str, Entry]) -> None:
+def bring_checkpoint(store: Store, run: Path, root: str, step: int, names: Collection[str]) -> None:
     """Brings a checkpoint into the directory ``root`` of a run here.
 
     Args:
@@ -68,20 +68,14 @@ def bring_checkpoint(store: Store, run: Path, root: str, step: int, names: Mappi
     with writing(draft):
         store.download(f"{base}/{NAME}", draft / NAME)
         manifest = CheckpointManifest.read(draft / NAME)
-        check_sizes(names, base, manifest)
         for name in manifest.files:
+            if f"{base}/{name}" not in names:
+                raise Damage(f"{name} is missing")
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
             store.download(f"{base}/{name}", draft / name)
         manifest.check_content(draft)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(draft, final)
-
-
-def check_sizes(names: Mapping[str, Entry], base: str, manifest: CheckpointManifest) -> None:
-    """Raises ``Damage`` where objects are missing below ``base``, or are of other sizes than the manifest says."""
-    for name, digest in manifest.files.items():
-        if (entry := names.get(f"{base}/{name}")) is None or entry.size != digest.bytes:
-            raise Damage(f"{name} is missing or cut off")
 
 
 class Machine(Worker):
@@ -97,14 +91,14 @@ class Machine(Worker):
                 shutil.rmtree(former, ignore_errors=True)
             here.mkdir(parents=True)
 
-    def send(self, url: str, run: Path, paths: Sequence[Path]) -> dict[str, FileDigest]:
-        """Uploads files, and all in directories; returns their digests by their names in the run's directory."""
-        store, here, digests = Store(f"{url}/{SENT}"), local_path(run), dict[str, FileDigest]()
-        for file in _files(map(local_path, paths)):
-            name = file.relative_to(here).as_posix()
-            store.upload(file, name)
-            digests[name] = digest_file(file)
-        return digests
+    def send(self, url: str, run: Path, paths: Sequence[Path]) -> list[str]:
+        """Uploads files, and all in directories; returns their names in the run's directory."""
+        store, here, names = Store(f"{url}/{SENT}"), local_path(run), list[str]()
+        for path in map(local_path, paths):
+            for file in [path] if path.is_file() else filter(Path.is_file, path.rglob("*")):
+                names.append(file.relative_to(here).as_posix())
+                store.upload(file, names[-1])
+        return names
 
     def fetch_checkpoint(self, url: str, run: Path, step: int) -> None:
         store = Store(url)
@@ -113,11 +107,6 @@ class Machine(Worker):
     def fetch_tables(self, url: str, run: Path) -> None:
         """Brings the log-probabilities of a reference, which may not be there to compute them."""
         fetch(store := Store(url), local_path(run), [name for name in store.list() if name.startswith("reference")])
-
-
-def _files(paths: Iterable[Path]) -> Iterator[Path]:
-    for path in paths:
-        yield from (file for file in ([path] if path.is_file() else sorted(path.rglob("*"))) if file.is_file())
 
 
 class Machines:
@@ -151,24 +140,16 @@ class Machines:
             self._group.call(method, *args, mode=OneRank(rank))
 
     def receive(self, node: str, paths: Sequence[Path]) -> None:
-        """Brings what is at ``paths`` on the machine to this one.
-
-        Raises:
-            UserError: a file does not arrive as it is there.
-        """
-        mode, store = OneRank(self.ranks[node]), Store(f"{self._url}/{SENT}")
-        sent: dict[str, FileDigest] = self._group.call(Machine.send, self._url, self._run, paths, mode=mode)
-        for name, digest in sent.items():
+        """Brings what is at ``paths`` on the machine to this one."""
+        store = Store(f"{self._url}/{SENT}")
+        names = self._group.call(Machine.send, self._url, self._run, paths, mode=OneRank(self.ranks[node]))
+        for name in names:
             file = self._run / name
             with writing(part := file.with_name(f".{file.name}.part")):
                 part.parent.mkdir(parents=True, exist_ok=True)
                 store.download(name, part)
-                if digest_file(part) != digest:
-                    part.unlink()
-                    remedy = "look at the network and the disks, then go on with --resume"
-                    raise UserError(f"{file} did not arrive as it was written", found=f"from {node}", remedy=remedy)
                 os.replace(part, file)
-        store.delete(*sent)
+        store.delete(*names)
 
     def stop(self) -> None:
         self._group.stop()
@@ -178,7 +159,9 @@ OWNER, _STATE, _PINNED = "owner.json", ".remote.json", ".uploading"
 _ADDED_TO = {"rollouts", "tensorboard"}
 """Directories that a resumed run does not need, as it does not ``MODELS``: it adds files to them."""
 _EVERY_S = 60.0
-"""Longest time between uploads of records, and between tries while the store is away."""
+"""Longest time between uploads of records."""
+_AGAIN_S = 5.0
+"""Between tries while the store is away."""
 
 
 class RemoteRun(LocalRun):
@@ -198,11 +181,9 @@ class RemoteRun(LocalRun):
     ) -> None:
         self.url, self.path = url.rstrip("/"), path
         self._store, self._tell, self._keep, self._timeout_s = Store(url), tell, keep, timeout_s
-        self._run, self._process, self._had_owner = uuid4().hex, uuid4().hex, False
-        self._processes: list[str] = []
+        self._run, self._process = uuid4().hex, uuid4().hex
         self._uploaded: dict[str, list[int]] = {}
         self._newest: dict[str, tuple[str, list[int]]] = {}
-        self._damaged: set[tuple[str, int]] = set()
         self._machines: Machines | None = None
         self._pushing = threading.Lock()
         self._changed = threading.Condition()
@@ -224,89 +205,61 @@ class RemoteRun(LocalRun):
                 found=", ".join(list(found)[:5]),
                 remedy="choose another output_dir",
             )
-        state = self._read_state()
-        if resume and state["run"] and (owner is None or self._decides_here(state, owner)):
+        if resume and self._decides_here(owner):
             return None
         with contextlib.suppress(ValueError, TypeError):
             return dict(json.loads(self._store.read(MARKER) or "{}"))
         return {}  # damaged: what reads the run says so
 
     def restore(self, resume: bool, *, here_only: bool = False) -> None:
-        owner, state = self._owner(), self._read_state()
-        self._had_owner = owner is not None
-        if owner is None and not (here_only or (resume and state["run"])):
-            self._set_aside()
-        elif owner is None or self._decides_here(state, owner, here_only=here_only):
-            self._run, self._processes = state["run"] or self._run, state["processes"]
-            self._uploaded = state["uploaded"] if owner else {}  # a store that has lost the run gets all of it
-        elif here_only or not resume:
+        owner = self._owner()
+        if (resume and self._decides_here(owner)) or (here_only and owner is None):
+            self._run = self._run_here() or self._run
+            return
+        if owner is not None and (here_only or not resume):
             raise self._taken(owner)
-        else:
-            if state["run"] != owner["run"] or state["processes"]:  # else it was being brought
-                self._set_aside()
+        self._set_aside()
+        if owner is not None:
             self._run = owner["run"]
-            with writing(self.path):
-                self._write_state()
             self._tell(f"bringing the run from {self.url} to {self.path}")
             self._bring()
 
     def claim(self, *, upload: bool = True) -> None:
-        self._processes.append(self._process)
         with writing(self.path):
-            self._write_state()
+            replace_atomically(self.path / _STATE, json.dumps({"run": self._run}).encode())
         owner = {"run": self._run, "process": self._process, "host": socket.gethostname(), "pid": os.getpid()}
         owner["since"] = datetime.now().isoformat(timespec="seconds")
-        if not self._store.write(OWNER, json.dumps(owner, indent=2).encode(), create=not self._had_owner):
-            raise self._taken(self._owner() or {})
+        self._store.write(OWNER, json.dumps(owner, indent=2).encode())
         if upload:
             self._tell(f"the run is written to {self.path} and uploaded to {self.url}")
             self._thread = threading.Thread(target=self._work, name="quartet-upload", daemon=True)
             self._thread.start()
 
-    def _decides_here(self, state: Mapping[str, Any], owner: Mapping[str, Any], *, here_only: bool = False) -> bool:
-        """Tells whether nobody has written to the store since the directory here did, which has the run and is not
-        behind.
-        """
-        if owner["run"] != state["run"] or owner["process"] not in state["processes"]:
-            return False
-        if here_only:
-            return True
+    def _run_here(self) -> str:
+        """Returns the id of the run in the directory here; empty where there is none."""
+        with contextlib.suppress(UserError, LookupError, TypeError):
+            return str(read_json(self.path / _STATE)["run"])
+        return ""
+
+    def _decides_here(self, owner: Mapping[str, Any] | None) -> bool:
+        """Tells whether the directory here has the run, and the store no newer checkpoint of it."""
+        run = self._run_here()
+        if not run or owner is None:
+            return bool(run)
         stored = [_step(name) for name in self._store.list(CHECKPOINTS) if name.endswith(f"/{NAME}")]
         newest = max(list_checkpoints(self.path / CHECKPOINTS), default=-1)
-        return (self.path / MARKER).is_file() and newest >= max(stored, default=-1)
+        return owner["run"] == run and (self.path / MARKER).is_file() and newest >= max(stored, default=-1)
 
     def _owner(self) -> dict[str, Any] | None:
-        if (data := self._store.read(OWNER)) is None:
-            return None
-        try:
-            found: dict[str, Any] = json.loads(data)
-            return {**found, "run": str(found["run"]), "process": str(found["process"])}
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{self.url}/{OWNER} is damaged", found=str(error), remedy="restore it") from error
+        data = self._store.read(OWNER)
+        return None if data is None else dict(json.loads(data))
 
     def _taken(self, owner: Mapping[str, Any], problem: str = "already holds a run", remedy: str = "") -> UserError:
         return UserError(
             f"output_dir {self.url} {problem}",
-            found=f"of {owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}"
-            if owner
-            else f"no {OWNER} there",
+            found=f"of {owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}",
             remedy=remedy or "add --resume to go on with it once that process has ended, or choose another output_dir",
         )
-
-    def _check_owner(self) -> None:
-        if (owner := self._owner() or {}).get("process") != self._process:
-            problem = "is another process's now" if owner else "has lost its run"
-            raise self._taken(owner, problem, f"what this process has written is in {self.path}; let one of them run")
-
-    def _read_state(self) -> dict[str, Any]:
-        with contextlib.suppress(UserError, LookupError, TypeError):
-            found: dict[str, Any] = read_json(self.path / _STATE)
-            return {"run": found["run"], "processes": list(found["processes"]), "uploaded": dict(found["uploaded"])}
-        return {"run": "", "processes": [], "uploaded": {}}
-
-    def _write_state(self) -> None:
-        state = {"run": self._run, "processes": self._processes, "uploaded": self._uploaded}
-        replace_atomically(self.path / _STATE, json.dumps(state).encode())
 
     def _set_aside(self) -> None:
         """Moves what is here aside: nothing is deleted, for it may be the only copy."""
@@ -322,23 +275,20 @@ class RemoteRun(LocalRun):
     def _bring(self) -> None:
         names = self._store.list()
         fetch(self._store, self.path, [name for name in names if name != OWNER and not _is_left_out(name)])
-        for root in sorted({name.partition("/step_")[0] for name in names if f"{CHECKPOINTS}/step_" in name}):
-            of_root = [name for name in names if name.startswith(f"{root}/step_")]
-            damaged: list[str] = []
-            for step in sorted({_step(name) for name in of_root if name.endswith(f"/{NAME}")}, reverse=True):
+        steps: dict[str, list[int]] = {}
+        for name in names:
+            if f"{CHECKPOINTS}/step_" in name and name.endswith(f"/{NAME}"):
+                steps.setdefault(name.partition("/step_")[0], []).append(_step(name))
+        for root, found in steps.items():
+            for step in sorted(found, reverse=True):
                 try:
                     bring_checkpoint(self._store, self.path, root, step, names)
-                    damaged.clear()
                     break
                 except Damage as damage:
-                    damaged.append(f"step {step}: {damage}")
-                    self._damaged.add((root, step))
-                    self._tell(f"damaged checkpoint in {self.url}/{root}: {damaged[-1]}")
-            if damaged:
+                    self._tell(f"damaged checkpoint in {self.url}/{root}: step {step}: {damage}")
+            else:
                 remedy = "restore one of them, or choose another output_dir"
-                raise UserError(
-                    f"no checkpoint in {self.url}/{root} can be used", found="; ".join(damaged), remedy=remedy
-                )
+                raise UserError(f"no checkpoint in {self.url}/{root} can be used", found="see above", remedy=remedy)
 
     # Machines that do not see the directory here -----------------------------------------------------------
 
@@ -398,24 +348,16 @@ class RemoteRun(LocalRun):
         return failure or found
 
     def _lacking(self) -> UserError:
-        names = [name for name, file in self._records() if self._uploaded.get(name) != file_stamp(file)]
-        names += [f"{root}/{newest.name}" for root, newest in self._unsaved()]
-        command = f"quartet upload {shlex.quote(str(self.path))}"
-        why = f"{self._refusal.problem}: {self._refusal.found}" if self._refusal else "uploads were under way"
         return UserError(
             f"{self.url} lacks what the run has written last; all of it is in {self.path}",
-            found=f"{', '.join(names[:8])}{', …' * (len(names) > 8)}; {why}",
-            remedy=f"{command}, once the store is there (or --resume on this machine)",
+            found=f"{self._refusal.problem}: {self._refusal.found}" if self._refusal else "uploads were under way",
+            remedy=f"quartet upload {shlex.quote(str(self.path))}, once the store is there (or --resume here)",
         )
 
     def _work(self) -> None:
-        pause_s = _EVERY_S
         while not self._has_ended:
             with self._changed:
-                # While the store is away, checkpoints do not shorten the pause; the end of the run does.
-                self._changed.wait_for(
-                    lambda: self._has_ended or (self._is_due and (not self._refusal or self._is_closing)), pause_s
-                )
+                self._changed.wait_for(lambda: self._is_due or self._has_ended, _EVERY_S)
                 if self._has_ended:
                     return
                 closing, self._is_due = self._is_closing, False
@@ -423,12 +365,14 @@ class RemoteRun(LocalRun):
                 self.push()
                 if self._refusal is not None:
                     self._tell(f"{self.url} can be written to again: everything is uploaded")
-                self._refusal, pause_s = None, _EVERY_S
+                self._refusal = None
             except StoreError as error:
                 if self._refusal is None:
                     self._tell(f"not uploaded now, but tried again until it is: {error}")
-                pause_s = min(2 * pause_s, _EVERY_S, 5.0 if closing else _EVERY_S) if self._refusal else 1.0
                 self._refusal = error
+                with self._changed:
+                    self._changed.wait_for(lambda: self._has_ended, _AGAIN_S)
+                    self._is_due = True
                 continue
             except UserError as error:
                 self._error = error
@@ -450,29 +394,25 @@ class RemoteRun(LocalRun):
             self._push()
 
     def _push(self) -> None:
-        self._check_owner()
-        # First, so that the records that follow have all that this checkpoint's had.
-        pinned = [(root, self._pin(root)) for root, _ in self._unsaved()]
+        if (owner := self._owner() or {}).get("process") != self._process:
+            problem = "is another process's now" if owner else "has lost its run"
+            raise self._taken(owner, problem, f"what this process has written is in {self.path}; let one of them run")
+        # First, so that the records that follow have all that these checkpoints had.
+        pinned = self._pin()
         # What says that a stage or the run is done is read before what it has made is listed, and written after it.
-        markers = self._markers()
+        markers = {name: file.read_bytes() for name, file in self._records() if _is_marker(name)}
         for name, file in self._records():
             if not _is_marker(name) and self._uploaded.get(name) != (stamp := file_stamp(file)):
                 with contextlib.suppress(FileNotFoundError):  # gone meanwhile
-                    self._store.upload(file, name, self._progress)
+                    self._store.upload(file, name)
                     self._uploaded[name] = stamp
-        for name, (stamp, data) in markers.items():
-            if self._uploaded.get(name) != stamp:
-                self._store.write(name, data)
-                self._uploaded[name] = stamp
-        for root, checkpoint in pinned:
+                    self._last_progress = time.monotonic()
+        for name in sorted(markers, key=lambda name: PurePosixPath(name).name == MARKER):
+            self._store.write(name, markers[name])
+        for root, checkpoint in pinned.items():
             self._push_checkpoint(root, checkpoint)
             self._newest[root] = _identity(checkpoint)
         shutil.rmtree(self.path / _PINNED, ignore_errors=True)
-        with contextlib.suppress(OSError):  # without it files are uploaded once more
-            self._write_state()
-
-    def _progress(self) -> None:
-        self._last_progress = time.monotonic()
 
     def _records(self) -> Iterator[tuple[str, Path]]:
         """Yields files but those of checkpoints; links are followed, as a model that is a stage's is one."""
@@ -483,63 +423,40 @@ class RemoteRun(LocalRun):
                     file = Path(directory, name)
                     yield file.relative_to(self.path).as_posix(), file
 
-    def _markers(self) -> dict[str, tuple[list[int], bytes]]:
-        """Stamps and contents of all ``summary.json``, and after them of all ``run.json``."""
-        found = {}
-        for name, file in sorted(self._records(), key=lambda pair: pair[1].name == MARKER):
-            if _is_marker(name):
-                stamp = file_stamp(file)
-                with contextlib.suppress(FileNotFoundError):
-                    found[name] = stamp, file.read_bytes()
-        return found
-
-    def _unsaved(self) -> Iterator[tuple[str, Path]]:
-        """Yields of the run and of its stages the newest checkpoint, where it is not in the store."""
+    def _pin(self) -> dict[str, Path]:
+        """Links to the files of the newest checkpoints of the run and of its stages, where they are not in the store:
+        they may be deleted here before they are uploaded. By the directories of checkpoints.
+        """
         stages = sorted(path.relative_to(self.path).as_posix() for path in self.path.glob(f"*/{CHECKPOINTS}"))
+        pinned = {}
         for root in (CHECKPOINTS, *stages):
-            if steps := list_checkpoints(self.path / root):
+            while steps := list_checkpoints(self.path / root):
                 newest = checkpoint_path(self.path / root, steps[-1])
-                if self._newest.get(root) != _identity(newest):
-                    yield root, newest
-
-    def _pin(self, root: str) -> Path:
-        """Links to the files of the newest checkpoint, which may be deleted here before it is uploaded."""
-        while True:
-            newest = checkpoint_path(self.path / root, list_checkpoints(self.path / root)[-1])
-            pinned = self.path / _PINNED / root / newest.name
-            try:
-                shutil.rmtree(pinned.parent, ignore_errors=True)
-                shutil.copytree(newest, pinned, copy_function=_link)
-                return pinned
-            except (OSError, shutil.Error) as error:
-                if newest.exists():
-                    remedy = "see that the disk is well and not full"
-                    raise StoreError(
-                        f"{newest} cannot be held for its upload", found=str(error), remedy=remedy
-                    ) from error
+                try:
+                    if self._newest.get(root) != _identity(newest):
+                        target = self.path / _PINNED / root / newest.name
+                        shutil.rmtree(target.parent, ignore_errors=True)
+                        pinned[root] = Path(shutil.copytree(newest, target, copy_function=os.link))
+                    break
+                except OSError:
+                    if newest.exists():
+                        raise
+        return pinned
 
     def _push_checkpoint(self, root: str, checkpoint: Path) -> None:
         base, sealed = f"{root}/{checkpoint.name}", (checkpoint / NAME).read_bytes()
         manifest = CheckpointManifest.read(checkpoint / NAME)
-        if self._store.read(f"{base}/{NAME}") != sealed:
-            self._store.delete(f"{base}/{NAME}")
-            for name in manifest.files:
-                self._store.upload(checkpoint / name, f"{base}/{name}", self._progress)
-            try:
-                check_sizes(self._store.list(base), base, manifest)
-            except Damage as damage:
-                raise StoreError(f"{self.url}/{base} did not arrive", found=str(damage), remedy="try again") from damage
-            self._check_owner()
-            self._store.write(f"{base}/{NAME}", sealed)
-            self._progress()
-            self._prune(root, manifest.step)
-
-    def _prune(self, root: str, step: int) -> None:
-        """Leaves of the checkpoints in the store the newest good ones up to ``step``."""
+        if self._store.read(f"{base}/{NAME}") == sealed:
+            return
+        self._store.delete(f"{base}/{NAME}")
+        for name in manifest.files:
+            self._store.upload(checkpoint / name, f"{base}/{name}")
+            self._last_progress = time.monotonic()
+        self._store.write(f"{base}/{NAME}", sealed)
+        # Older ones, the manifests first.
         names = [name for name in self._store.list(root) if name.startswith(f"{root}/step_")]
-        steps = sorted(s for name in names if name.endswith(f"/{NAME}") and (s := _step(name)) <= step)
-        whole = [s for s in steps if s == step or (root, s) not in self._damaged]
-        dropped = [name for name in names if _step(name) not in whole[-self._keep :]]
+        steps = sorted(s for name in names if name.endswith(f"/{NAME}") and (s := _step(name)) <= manifest.step)
+        dropped = [name for name in names if _step(name) not in steps[-self._keep :]]
         self._store.delete(*sorted(dropped, key=lambda name: not name.endswith(f"/{NAME}")))
 
 
@@ -559,13 +476,6 @@ def _is_left_out(name: str) -> bool:
 def _step(name: str) -> int:
     digits = name.partition("step_")[2].partition("/")[0]
     return int(digits) if digits.isdecimal() else -1
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)
 
 
 # Commands ------------------------------------------------------------------------------------------------------

@@ -14,15 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
-from fsspec.callbacks import Callback
 
 from quartet.config.errors import UserError, write_error
 
 _PACKAGES = {"s3": "'quartet-rl[storage]'", "s3a": "'quartet-rl[storage]'", "gs": "gcsfs", "gcs": "gcsfs"} | {
     name: "adlfs" for name in ("az", "abfs", "abfss", "adl")
 }
-_MARKS = ("ETag", "etag", "md5Hash", "content_settings", "mtime", "LastModified", "last_modified", "created")
-"""Under which stores tell that the content of an object has changed."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _FETCHED = ".fetched.json"
 MARKER, CHECKPOINTS = "run.json", "checkpoints"
@@ -91,26 +88,18 @@ class Store:
                 return None
         return data
 
-    def write(self, name: str, data: bytes, *, create: bool = False) -> bool:
-        """Writes an object; False where ``create`` is set and it was there already, which is then as it was."""
+    def write(self, name: str, data: bytes) -> None:
         with self._asking(name):
             try:
-                self._fs.pipe_file(self._path(name), data, **({"mode": "create"} if create else {}))
-            except FileExistsError:
-                return False
+                self._fs.pipe_file(self._path(name), data)
             except FileNotFoundError as error:
                 raise _refused(self.url, error) from error
-        return True
 
-    def upload(self, file: Path, name: str, progress: Callable[[], object] = lambda: None) -> None:
-        """Raises FileNotFoundError where there is no such file here.
-
-        Args:
-            progress: called as parts of it arrive, where the store's package tells that.
-        """
+    def upload(self, file: Path, name: str) -> None:
+        """Raises FileNotFoundError where there is no such file here."""
         with self._asking(name):
             try:
-                self._fs.put_file(str(file), self._path(name), callback=Callback(hooks={"": lambda *_: progress()}))
+                self._fs.put_file(str(file), self._path(name))
             except FileNotFoundError as error:
                 if not file.exists():
                     raise
@@ -183,7 +172,7 @@ class Store:
 
 
 def _entry(info: dict[str, Any]) -> Entry:
-    return Entry(info.get("size"), str(next((info[key] for key in _MARKS if info.get(key)), "")))
+    return Entry(info.get("size"), hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest()[:16])
 
 
 def _is_model(name: str) -> bool:
@@ -199,16 +188,13 @@ def _refused(url: str, error: Exception) -> UserError:
         return UserError(f"{scheme}:// needs a package that is missing", found=said, remedy=f"pip install {package}")
     if isinstance(error, ValueError) and "Protocol not known" in said:
         return UserError(f"nothing knows the URL {url}", found=said, remedy="use s3://, gs://, az://, file://, …")
-    found = f"{type(error).__name__}: {said}"
-    if isinstance(error, PermissionError) or "redential" in found:
-        remedy = "give credentials that may read, write, list and delete there, as docs/storage.md says for each store"
-        return StoreError(
-            f"the store of {url} refuses these credentials, or there are none", found=found, remedy=remedy
-        )
-    if isinstance(error, FileNotFoundError):
-        return StoreError(f"{url} is not there", found=found, remedy="make the bucket, or correct the name")
-    remedy = "look at the network, the name and the address of the store (for S3: AWS_ENDPOINT_URL, AWS_REGION)"
-    return StoreError(f"the store of {url} cannot be used", found=found, remedy=remedy)
+    problem = "is not there" if isinstance(error, FileNotFoundError) else "cannot be used"
+    return StoreError(
+        f"{url} {problem}",
+        found=f"{type(error).__name__}: {said}",
+        remedy="look at the credentials (docs/storage.md), at the name and the address of the store (for S3: "
+        "AWS_ENDPOINT_URL, AWS_REGION), and at the network; make the bucket where there is none",
+    )
 
 
 # Copies on this machine ----------------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ class WandbTracker:
         import wandb
 
         self._table = wandb.Table
-        # A process that was killed in here has left a folder, and its id was not noted.
-        left = [path.name.rpartition("-")[2] for path in sorted(run.directory.glob("wandb/*run-*-*"))]
         self._run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -31,7 +29,7 @@ class WandbTracker:
             tags=list(config.tags),
             mode=config.chosen_mode,
             name=run.name,
-            id=known or next(iter(left), run.token),
+            id=known or run.token,
             resume="allow",
             dir=str(run.directory),
             config=dict(run.recipe),

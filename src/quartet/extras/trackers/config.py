@@ -12,8 +12,6 @@ from pydantic import Field, field_validator
 from quartet.config.common import TrackerConfig
 from quartet.config.errors import UserError, described
 
-_DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
-
 
 class _Package(TrackerConfig):
     """A tracker whose package and extra are called as its ``type``."""
@@ -99,9 +97,6 @@ class MLflowConfig(_Package):
         return value
 
     def _lacking(self) -> tuple[str, str] | None:
-        uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri:
-            return "neither uri nor MLFLOW_TRACKING_URI", "set one of them: http://host:port, or sqlite:///mlflow.db"
-        if uri.startswith(_DATABASES) and importlib.util.find_spec("sqlalchemy") is None:
-            return f"a database ({uri.partition(':')[0]}), and mlflow-skinny without SQLAlchemy", "pip install mlflow"
-        return None
+        if self.uri or os.environ.get("MLFLOW_TRACKING_URI"):
+            return None
+        return "neither uri nor MLFLOW_TRACKING_URI", "set one of them: http://host:port, or sqlite:///mlflow.db"

@@ -122,7 +122,7 @@ function stageView(stage, data, state, remember) {
     sections[2].scrollIntoView({ behavior: 'smooth' });
   };
   const draw = {
-    metrics: () => clear(holders.metrics, curvesSection([stage], { ...data, telling: stage.telling ?? data.telling }, open, { memory: memory.curves, hint: stage.rollouts ? ', click to open the rollouts of that step' : '', note: stage.metrics?.note })),
+    metrics: () => clear(holders.metrics, curvesSection([stage], { ...data, telling: stage.telling ?? data.telling }, open, { memory: memory.curves, hint: stage.rollouts ? ', click to open the rollouts of that step' : '' })),
     timing: () => clear(holders.timing, timingSection(stage, memory.timing)),
     rollouts() {
       if (viewer) { viewer.added(); return; }

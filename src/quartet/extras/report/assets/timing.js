@@ -176,5 +176,5 @@ function timingSection(stage, memory = {}) {
   return el('div', null,
     timing.steps.length > 1 && el('div', { class: 'card' }, el('h4', null, 'Work per step'), view.node),
     el('div', { class: 'card' }, el('div', { class: 'toolbar' }, el('h4', null, 'Timeline'), picker, facts), chart, table),
-    timing.workers.length > 0 && workersTable(timing.workers), note(timing.note));
+    timing.workers.length > 0 && workersTable(timing.workers));
 }

@@ -241,7 +241,7 @@ class TokenViewer {
       tokenText(sample, this.quantity, this.scale, { spaces: this.spaces }).node)));
   }
 
-  /** The same prompt at every step that has it: coloured where the page holds the columns, plain text elsewhere. */
+  /** The same prompt at every step that has it: coloured as this one is. */
   historySection(sample) {
     const cards = [];
     for (const step of this.steps) {
@@ -250,22 +250,13 @@ class TokenViewer {
       if (!match || (step === this.step)) continue;
       const scores = found.map((other) => other.score).filter(finite);
       const mean = scores.length ? scores.reduce((a, b) => a + b, 0) / scores.length : null;
-      cards.push([Number(step), this.historyCard(step, match.score, mean, found.length,
-        tokenText(match, this.quantity, this.scale, { spaces: this.spaces }).node,
-        () => { this.openStep(step); this.choose(this.samples().indexOf(match)); })]);
+      cards.push(el('article', { class: 'sibling' }, el('header', null, el('b', null, `step ${step}`), scoreChip(match.score),
+        found.length > 1 && el('span', { class: 'dim', title: `mean score of the ${found.length} responses` }, `⌀ ${scoreText(mean)}`),
+        el('button', { class: 'link', type: 'button', onclick: () => { this.openStep(step); this.choose(this.samples().indexOf(match)); } }, 'open')),
+      tokenText(match, this.quantity, this.scale, { spaces: this.spaces }).node));
     }
-    for (const echo of this.rollouts.echoes[sample.prompt] ?? []) {
-      cards.push([echo.step, this.historyCard(echo.step, echo.score, echo.mean, echo.count, el('div', { class: 'tokens' }, visible(echo.text, this.spaces)), null)]);
-    }
-    cards.sort((a, b) => a[0] - b[0]);
     const heading = el('h5', null, 'The same prompt at other steps');
     if (!cards.length) return [heading, missing('No other step of this page holds this prompt.')];
-    return [heading, el('div', { class: `siblings${isShort([sample])}` }, cards.map(([, card]) => card))];
-  }
-
-  historyCard(step, score, mean, count, text, open) {
-    return el('article', { class: 'sibling' }, el('header', null, el('b', null, `step ${step}`), scoreChip(score),
-      count > 1 && el('span', { class: 'dim', title: `mean score of the ${count} responses` }, `⌀ ${scoreText(mean)}`),
-      open && el('button', { class: 'link', type: 'button', onclick: open }, 'open')), text);
+    return [heading, el('div', { class: `siblings${isShort([sample])}` }, cards)];
   }
 }
