@@ -21,7 +21,7 @@ from quartet.config import UserError
 from quartet.config.load import load_recipe
 from quartet.config.run import SupervisedRecipe
 from quartet.trainers.run import Interrupted
-from quartet.trainers.signals import STOP_SIGNALS, StopSignals
+from quartet.trainers.signals import STOP_SIGNALS
 
 cli.add_plugins()
 COMMANDS = [name for names in GROUPS.values() for name in names]
@@ -94,7 +94,6 @@ def test_a_signal_where_nothing_can_be_saved_is_the_exit_status(
 
     late = [signal.getsignal(n) for n in STOP_SIGNALS]
     monkeypatch.setattr(cli, "_run", load)
-    monkeypatch.setattr(StopSignals, "_ignore_the_rest", lambda self: None)  # this process goes on
     try:
         status, _, err = run("sft", "a.yaml")
     finally:
