@@ -101,11 +101,6 @@ def processor() -> dict[str, Any]:
     }
 
 
-def record() -> dict[str, Any]:
-    """Returns ``processor`` of ``run.json``."""
-    return {"processor": processor()}
-
-
 def _cpuinfo() -> dict[str, str]:
     """Reads what the system says of the first core and of all; empty where it says nothing."""
     path = Path("/proc/cpuinfo")

@@ -209,7 +209,7 @@ class RunDirectory:
             "status": "running",
             "versions": software_versions(),
             "resolved": self._resolved,
-            **memory.record(),
+            "processor": memory.processor(),
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
             **({"commits": self._commits} if self._commits else {}),
         }

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,17 +67,6 @@ def test_tail_of_what_a_resume_cuts_back_or_removes(tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     assert tail.poll() == [] and "could not be read: Is a directory" in str(tail.trouble)
-
-
-def test_tail_says_what_it_finds_instead_of_a_file_and_waits_for_nobody(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    os.mkfifo(path)
-    tail = Tail(path, metrics_of_row)
-    followed = threading.Thread(target=tail.poll, daemon=True)
-    followed.start()
-    followed.join(10.0)
-    assert not followed.is_alive()
-    assert tail.trouble == f"{path} could not be read: it is a pipe or a device"
 
 
 def shown(watched: Watch, width: int = 110) -> str:

@@ -218,17 +218,11 @@ def a_directory(path: Path) -> None:
     (path / "inside").write_text("x")
 
 
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 STRUCTURAL: dict[str, Callable[[Path], object]] = {
     "binary": lambda path: path.write_bytes(bytes(range(256)) * 3),
     "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] + b"\n"),
     "a list": lambda path: path.write_text("[1, 2]\n"),
     "a directory": a_directory,
-    "a pipe": a_pipe,
 }
 
 
