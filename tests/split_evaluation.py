@@ -97,7 +97,7 @@ def evaluated(job: str, mesh: Mesh | None, path: Path) -> dict[str, Any]:
     worker, found = make_worker(job, mesh), {}
     with counting() as found["reference"]:
         if isinstance(worker, PreferenceWorker):
-            found["missing"] = worker.begin_reference(path, is_resumed=False)
+            found["missing"] = worker.begin_reference(path)
             while worker.compute_reference():
                 pass
             found["tables"] = dict(worker._tables.tables)

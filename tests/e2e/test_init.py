@@ -40,7 +40,6 @@ def test_the_recipes_run_one_after_the_other(
         ("rl", "actor.model.path=runs/sft/model", "sft"),
         ("rl", "rewards.0.path=runs/reward-model/model", "reward-model"),
         ("rl", "critic.path=runs/rl-ppo/critic", "rl"),
-        ("eval", "compare.model=runs/eval/answers.jsonl", "eval"),
     ],
 )
 def test_a_missing_stage_is_named_with_its_command(

@@ -120,7 +120,6 @@ def test_real_pairs_in_the_shape_of_hh_rlhf(
     assert finite(metrics)
     assert sum("rows of an epoch" in note for note in found["notes"]) == 2
     if job == "reward-model":
-        assert metrics["eval/accuracy_low"] < metrics["eval/accuracy"] < metrics["eval/accuracy_high"]
         assert 0 < metrics["eval/longer_answer_accuracy"] < 1
 
 

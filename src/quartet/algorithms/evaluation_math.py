@@ -41,8 +41,8 @@ def pass_at_k(num_samples_P: Tensor, num_right_P: Tensor, k: int) -> Tensor:
     return -torch.expm1(torch.log1p(-drawn_PK).sum(1))
 
 
-def majority_vote(votes_PK: Tensor, right_PK: Tensor) -> tuple[Tensor, Tensor]:
-    """Tells whether the most frequent answer is right, and whether several are equally frequent.
+def majority_vote(votes_PK: Tensor, right_PK: Tensor) -> Tensor:
+    """Tells whether the most frequent answer is right.
 
     Among tied answers the value is their mean, which is what a draw between them gives on average.
 
@@ -51,16 +51,14 @@ def majority_vote(votes_PK: Tensor, right_PK: Tensor) -> tuple[Tensor, Tensor]:
         right_PK: bool, whether that sample is right. Samples of one answer may differ; their mean counts then.
 
     Returns:
-        ``value_P`` float64 in [0, 1], 0 where everybody abstains; ``tied_P`` bool.
+        ``[P]`` float64 in [0, 1], 0 where everybody abstains.
     """
     valid_PK = votes_PK >= 0
     same_PKK = (votes_PK[:, :, None] == votes_PK[:, None, :]) & valid_PK[:, None, :]
     count_PK = torch.where(valid_PK, same_PKK.sum(2), 0)
     most_P = count_PK.amax(1)
     winner_PK = valid_PK & (count_PK == most_P[:, None])
-    num_winners_P = winner_PK.sum(1)
-    value_P = (winner_PK & right_PK).sum(1).double() / num_winners_P.clamp(min=1)
-    return value_P, num_winners_P > most_P
+    return (winner_PK & right_PK).sum(1).double() / winner_PK.sum(1).clamp(min=1)
 
 
 def wilson_interval(mean: float, num: int, confidence: float = 0.95) -> Interval:

@@ -335,10 +335,6 @@ class CheckpointConfig(Strict):
     export_every: Steps | None = Field(
         None, ge=1, description="Steps between models written to exports/step_N/model while the run goes on; none."
     )
-    metric_for_best_model: str | None = Field(
-        None, description="Keep only the export at whose step this metric was best, as eval/score_mean; all are kept."
-    )
-    greater_is_better: bool = Field(True, description="The best metric is the greatest one; false: the least.")
     background: bool = Field(
         True,
         description="Write checkpoints and rollouts while the next step computes; until it is written, "
@@ -349,10 +345,6 @@ class CheckpointConfig(Strict):
         ge=0,
         description="Longest wait for uploads that make no progress, at the end of a run whose output_dir is a URL.",
     )
-
-    def _misfits(self) -> Iterator[str]:
-        if self.metric_for_best_model is not None and self.export_every is None:
-            yield "metric_for_best_model chooses among exports: set export_every, too"
 
 
 class TrackerConfig(Strict):

@@ -143,7 +143,7 @@ class EvaluationConfig(Strict):
 class ComparisonConfig(HubConfig):
     """Good, same, bad of the evaluated model against another one, prompt by prompt."""
 
-    model: str = Field(description="Model directory or hub name, or the answers.jsonl of an earlier evaluation.")
+    model: str = Field(description="Model directory or hub name.")
     tokenizer: str | None = Field(None, description="Directory or hub name; that model's own when left out.")
     source: str | None = Field(
         None, description="Reward whose higher score wins; the weighted sum of all when left out."
@@ -160,12 +160,8 @@ class ComparisonConfig(HubConfig):
         if self.judge is not None and self.source is not None:
             yield "source and judge both decide who wins: give one of them"
 
-    @property
-    def is_file(self) -> bool:
-        return self.model.endswith(".jsonl")
-
     def as_model(self) -> ModelConfig:
-        """Returns the section of the model compared with, which is no file."""
+        """Returns the section of the model compared with."""
         return ModelConfig(
             path=self.model,
             tokenizer=self.tokenizer,
@@ -194,11 +190,8 @@ class EvalRecipe(Recipe):
 
     def _misfits(self) -> Iterator[str]:
         yield from draw_misfits("sampling", self.sampling, self.engine)
-        if self.compare is not None and not self.compare.is_file and self.engine.has_own_weights:
-            yield (
-                f"engine {self.engine.type} would answer for compare.model, too: evaluate that one by itself, and set "
-                "compare.model to its answers.jsonl"
-            )
+        if self.compare is not None and self.engine.has_own_weights:
+            yield f"engine {self.engine.type} would answer for compare.model, too: evaluate each by itself"
         for i, source in enumerate(self.rewards):
             sharding: ShardingConfig | None = getattr(source, "sharding", None)
             if sharding is not None and (reason := sharding.misfit(f"rewards.{i}.sharding", 1)) is not None:

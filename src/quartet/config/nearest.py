@@ -147,7 +147,6 @@ _THEIRS: dict[str, str] = {
     "model.chat_template_kwargs": "chat_template_kwargs apply_chat_template_kwargs",
     "data.system_prompt": "system system_message default_system",
     "reference.path": "ref_model ref_model_path",
-    "reference.cache": "precompute_ref_log_probs precompute_ref_batch_size",
     "rewards.0.path": "reward_model_path reward_pretrain reward_model_name_or_path reward_model.model.path",
     "rewards.0.type": "reward_model.enable reward_manager",
     "rewards.0.tokenizer": "input_tokenizer",
@@ -222,7 +221,7 @@ _ANSWERS: dict[str, str] = {
     "use the commands quartet eval and quartet generate": "val_only generate_during_eval",
     "use the command quartet push when the run is done": "push_to_hub hub_model_id hub_token hub_private_repo "
     "hub_strategy",
-    "not there: {export_every} with {metric_for_best_model} keeps the best export": "load_best_model_at_end",
+    "not there: {export_every} writes models while the run goes on": "load_best_model_at_end",
     "not there: {train.lora} and {activation_checkpointing} need less memory": "load_in_4bit load_in_8bit "
     "activation_offloading enable_activation_offload",
     "not there: see docs/comparison.md": "repetition_penalty presence_penalty frequency_penalty generation_kwargs "
@@ -337,8 +336,6 @@ _PARTS = ("model", "critic", "adapter", "answers.jsonl", "against.jsonl", "compa
 """What a run leaves in its directory for later ones."""
 DIRECTORY_OPTION = "directory_option"
 """In a ``run.json``: the option of the run's command that names its directory; without it the key of a recipe does."""
-OLDER_MODEL = "older_model"
-"""In a ``run.json``: the run goes on to another length, and what it has exported is of the former one."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -369,11 +366,6 @@ def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -
 
 
 # Earlier stages ------------------------------------------------------------------------------------------
-
-
-def has_older_model(run: Path) -> bool:
-    """Tells whether the run in that directory has gone on since it exported its model."""
-    return bool(run_info(run).get(OLDER_MODEL))
 
 
 def made_by(path: Path) -> str | None:

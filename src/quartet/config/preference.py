@@ -172,9 +172,6 @@ class CachedReferenceConfig(HubConfig):
     """The policy that log-ratios are taken against. Its log-probabilities are computed once, before training."""
 
     path: str | None = Field(None, description="Model directory or hub name; the model as it starts when left out.")
-    cache: str | None = Field(
-        None, description="Folder for its log-probabilities, which other runs may share; the run's own when left out."
-    )
 
 
 class PreferenceRecipe(SupervisedRecipe):
@@ -190,9 +187,8 @@ class PreferenceRecipe(SupervisedRecipe):
 
     def _misfits(self) -> Iterator[str]:
         yield from super()._misfits()
-        given = [name for name in ("path", "cache") if getattr(self.reference, name) is not None]
-        if isinstance(self.loss, REFERENCE_FREE) and given:
-            yield (f"loss {self.loss.name} has no reference: leave out reference.{' and reference.'.join(given)}")
+        if isinstance(self.loss, REFERENCE_FREE) and self.reference.path is not None:
+            yield f"loss {self.loss.name} has no reference: leave out reference.path"
         if isinstance(self.loss, KTOLoss) and self.pairs_per_step < 2:
             yield "loss kto estimates a KL over the step's answers: set pairs_per_step to 2 or more"
         if isinstance(self.loss, StepLossConfig) and self.pairs_per_step < 2:

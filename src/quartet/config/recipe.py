@@ -141,10 +141,8 @@ class EnvironmentConfig(Strict):
     )
     max_environments: int = Field(64, ge=1, description="Episodes that run at a time.")
     timeout_s: float = Field(60.0, gt=0, description="Longest reset or step, of the environment's own time.")
-    on_error: Literal["stop", "retry", "leave_out"] = Field(
-        "stop",
-        description="retry: an episode in which a call fails is played again, twice at most; leave_out: nothing is "
-        "learned from it.",
+    on_error: Literal["stop", "leave_out"] = Field(
+        "stop", description="leave_out: nothing is learned from an episode in which a call fails."
     )
     weight: float = Field(1.0, description="Factor of the environment's own rewards in the score.")
 

@@ -91,13 +91,10 @@ class Environment(Protocol):
 
 @dataclass
 class EpisodeFailures:
-    """Counts the episodes that failed and did not stop the run, by row, and the groups of which none was played.
-    ``has_played``: an episode was played to its end."""
+    """Counts the episodes that failed and did not stop the run, by row."""
 
     rows: Counter[str] = field(default_factory=Counter)
-    num_groups: int = 0
     first: UserError | None = None
-    has_played: bool = False
 
     def add(self, prompt_id: str, error: UserError) -> None:
         self.rows[prompt_id] += 1

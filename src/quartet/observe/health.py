@@ -475,12 +475,6 @@ class HackingAlarm:
         """
         return self._level / 2 / num_seen, self._level / 2 / (num_seen - 1) if num_seen > 1 else 0.0
 
-    def least_prompts(self, num_seen: int) -> int:
-        """Returns how many held-out prompts it takes for a fall to be large enough after ``num_seen`` evaluations."""
-        once, twice = self.fall_levels(num_seen)
-        found = math.ceil(-math.log2(once))
-        return min(found, math.ceil(-math.log(twice, 3))) if twice else found
-
     def note_training(self, step: int, reward: float) -> None:
         """Notes the mean training reward of ``step`` (complete steps count from 1); one that is not finite
         is left out.

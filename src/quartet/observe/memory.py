@@ -135,18 +135,6 @@ def record() -> dict[str, Any]:
     return {"processor": processor(), "bit_equality": bit_equality()}
 
 
-def processor_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns remarks on a run that goes on where it would not have had the same bits; both as ``run.json``
-    has them.
-    """
-    former, present = before.get("processor"), now["processor"]
-    changed = [key for key in present if isinstance(former, Mapping) and former.get(key) != present[key]]
-    if not changed or not isinstance(former, Mapping):
-        return []
-    what = "; ".join(f"{key} {former.get(key)} → {present[key]}" for key in changed)
-    return [f"the run goes on with other bits than it would have had: it began on another processor ({what})"]
-
-
 @cache
 @torch.no_grad()
 def _measured(threads: int) -> Mapping[str, Any]:

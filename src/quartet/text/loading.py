@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import has_older_model, made_by, missing_file
+from quartet.config.nearest import made_by, missing_file
 from quartet.config.plugins import storage
 from quartet.config.strict import is_url
 from quartet.remote.hub import fetch, split_name
@@ -46,12 +46,6 @@ def local_directory(name: str | Path, what: str, part: str = "model") -> str | N
         exported = path / part
         if (path / "config.json").is_file():
             return str(path)
-        if has_older_model(path):
-            raise UserError(
-                f"this run has gone on since it exported its {part}",
-                found=text,
-                remedy=f"{made_by(exported)}, or name {exported}, which is the older one",
-            )
         if exported.is_dir():  # of a run, or of one that was exported while it trained
             return str(exported)
         if (path / "run.json").is_file():

@@ -29,7 +29,6 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.config import UserError
 from quartet.config.common import ModelConfig, TrainConfig
-from quartet.config.nearest import has_older_model
 from quartet.config.plugins import jobs, load, recipes
 from quartet.config.recipe import RLRecipe
 from quartet.config.run import SupervisedRecipe
@@ -332,7 +331,7 @@ def exported(run: Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    for name in () if has_older_model(run) else ("model", "adapter"):
+    for name in ("model", "adapter"):
         if any((run / name).glob("*.safetensors")):
             return run / name
     raise UserError(
@@ -421,7 +420,7 @@ def model_directory(name: str, revision: str | None = None, *, trust_remote_code
 
 
 def _has_model(run: Path) -> bool:
-    return any((run / "model").glob("*.safetensors")) and not has_older_model(run)
+    return any((run / "model").glob("*.safetensors"))
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -1,7 +1,5 @@
 """Where a run computes and in which precision: what `auto` stands for here, and what ``run.json`` says of it.
 
-Whether a process can hold what its rollout engine needs, told before a model is loaded.
-
 How fast a step was, on what its devices could do, and how much memory and wire it took.
 """
 
@@ -13,25 +11,19 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.config.common import DEVICES, PrecisionChoice
-from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
 from quartet.config.strict import flatten
-from quartet.models.directories import loading, read_config, stored_tensors
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
 from quartet.models.work import Work
-from quartet.observe.memory import available_bytes, total_bytes
 from quartet.observe.process import set_up_logging
 from quartet.schedule.role_group import RolesWorker
-from quartet.text.loading import local_or_hub
 from quartet.train.parallel.mesh import DataParallelGroup
 
 _log = logging.getLogger(__name__)
@@ -101,7 +93,7 @@ def worker_device(seen: torch.device, recipe: RLRecipe | SupervisedRecipe) -> to
         seen: what the worker would take by itself.
 
     Raises:
-        UserError: there is no GPU in it after all, or one without the precision that the driver took for granted.
+        UserError: there is no GPU in it after all.
     """
     if isinstance(recipe, SupervisedRecipe) and recipe.cluster.type == "torchrun":
         if recipe.device == "cpu" or (recipe.device == "auto" and seen.type == "cpu"):
@@ -114,13 +106,6 @@ def worker_device(seen: torch.device, recipe: RLRecipe | SupervisedRecipe) -> to
             found=_in_words(0),
             remedy="install a CUDA build of torch on every node, or set cluster.gpus_per_process: 0",
         )
-    asked = [key for key, value in _keys_named("precision", recipe).items() if value == "auto"]
-    if asked and not _has_bf16(seen):
-        raise UserError(
-            "a worker's GPU has no bf16, which precision: auto stands for on GPUs",
-            found=torch.cuda.get_device_name(seen),
-            remedy=f"set {' and '.join(asked)}: fp32",
-        )
     return seen
 
 
@@ -129,23 +114,6 @@ def use_threads(recipe: Recipe) -> None:
     threads = 1 if getattr(recipe, "numerics", None) == "exact" else recipe.threads
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def check_torch() -> None:
-    """Refuses to begin under settings of the calling program in which nothing here computes as it should.
-
-    Raises:
-        UserError: inference mode, or a default dtype that is not float32.
-    """
-    if torch.is_inference_mode_enabled():
-        remedy = "make the trainer and call train() outside of torch.inference_mode()"
-        raise UserError("nothing can be trained in inference mode", found="torch.inference_mode() is on", remedy=remedy)
-    if (dtype := torch.get_default_dtype()) != torch.float32:
-        raise UserError(
-            "torch's default dtype is not float32, which tensors without a dtype of their own are taken to have",
-            found=str(dtype),
-            remedy="call torch.set_default_dtype(torch.float32) before; precision in the recipe says what computes",
-        )
 
 
 def enter_process(
@@ -224,92 +192,13 @@ class FrozenModels:
 
 def resolved(recipe: Recipe, device: torch.device) -> dict[str, str]:
     """Returns what a run has in the place of ``auto``: ``device`` and every ``precision`` by its key; ``gpu``, its
-    name; and every ``compile`` that is on."""
+    name."""
     found = {"device": str(device)}
     if device.index is not None:
         found["gpu"] = torch.cuda.get_device_name(device)
-    found |= {key: precision_on(device, asked) for key, asked in _keys_named("precision", recipe).items()}
-    return found | {key: "true" for key, is_on in _keys_named("compile", recipe).items() if is_on}
-
-
-def _keys_named(name: str, recipe: Recipe) -> dict[str, Any]:
     values = flatten(recipe.model_dump(mode="json"))
-    return {key: value for key, value in values.items() if key.rpartition(".")[2] == name}
-
-
-def device_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns remarks on a run that goes on elsewhere; both as ``run.json`` has them."""
-    former, present = before.get("resolved"), now.get("resolved")
-    if not isinstance(former, Mapping) or not isinstance(present, Mapping):
-        return []
-    changed = [f"{k} {former.get(k)} → {present.get(k)}" for k in ("device", "gpu") if former.get(k) != present.get(k)]
-    text = "the run goes on with other bits than it would have had: it began on another device"
-    return [f"{text} ({'; '.join(changed)})"] if changed else []
-
-
-_GIB = 2**30
-_MASTER_BYTES = 4
-"""Weights are loaded as fp32, whatever the engine then computes with."""
-
-
-def check_engine_fits(recipe: RLRecipe, path: str, device: torch.device, processes: int = 1) -> None:
-    """Checks that the device holds what an engine needs at least: the policy, and keys and values of ``cache_tokens``,
-    or of one response (native).
-
-    Args:
-        path: of the policy, a directory or hub name.
-        device: of the engine.
-        processes: with an engine each on this machine.
-
-    Raises:
-        UserError: it is more than the device has; with the sizes, and what could hold the model.
-    """
-    engine = recipe.rollout.engine
-    if not isinstance(engine, NativeEngineConfig):
-        return
-    try:
-        with loading(path, "causal LM"), stored_tensors(path) as stored:
-            num_weights = sum(prod(tensor.shape) for tensor in stored.values())
-            given = recipe.actor.model
-            trust = given is not None and given.trust_remote_code
-            config = read_config(local_or_hub(path, "model"), trust_remote_code=trust)
-    except UserError:
-        return  # who loads it says what is wrong with it
-    is_half = precision_on(device, recipe.actor.train.precision) == "bf16"
-    num_tokens = engine.cache_tokens or recipe.rollout.sampling.max_new_tokens
-    cache = num_tokens * (2 if is_half else 4) * numbers_per_token(config)
-    weights, room = _MASTER_BYTES * num_weights, _room(device, processes)
-    if weights + cache <= room:
-        return
-    shared = f" for each of {processes} processes" if processes > 1 and device.type == "cpu" else ""
-    raise UserError(
-        f"no process of the native rollout engine can hold {path!r}",
-        found=f"{weights / _GIB:.3g} GiB ({num_weights / 1e9:.3g} billion weights, loaded as fp32) and "
-        f"{cache / _GIB:.3g} GiB of keys and values for {num_tokens} tokens; {device} has {room / _GIB:.3g} GiB"
-        f"{shared}",
-        remedy="the native engine has the whole policy in every process of rollout, whatever actor.sharding is: place "
-        "rollout on larger devices, or lower rollout.engine.cache_tokens. An engine that divides a model over devices "
-        "can hold it: set rollout.engine.type: vllm, and its tensor_parallel_size",
-    )
-
-
-def numbers_per_token(config: PreTrainedConfig) -> int:
-    """Counts the keys and values that a token has in all layers."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 1)
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size)
-
-
-def _room(device: torch.device, processes: int) -> float:
-    """Returns the bytes of a GPU, or of this machine's memory what is free, and not more than each process's part of
-    it."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[1])
-    try:
-        return min(available_bytes(), total_bytes() / processes)
-    except OSError:
-        return float("inf")  # not on Linux, which alone tells this
+    asked = {key: value for key, value in values.items() if key.rpartition(".")[2] == "precision"}
+    return found | {key: precision_on(device, value) for key, value in asked.items()}
 
 
 def throughput(

@@ -21,7 +21,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.batch.ragged import join
@@ -38,9 +37,8 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
-from quartet.rewards.source import LEFT_OUT_PREFIX
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams, StepEngine
+from quartet.rollout.protocol import Completion, Request, SamplingParams, StepEngine
 from quartet.rollout.sampler import sample_seed
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, Scorer, score_all
@@ -54,9 +52,6 @@ from quartet.trainers.devices import META, FrozenModels, precision_on
 from quartet.trainers.engines import has_folder, step_engine
 from quartet.trainers.evaluation_metrics import (
     Answer,
-    AnswerJudge,
-    BothOrders,
-    EvaluationCache,
     EvaluationMetric,
     WinRate,
     answer_rows,
@@ -64,11 +59,8 @@ from quartet.trainers.evaluation_metrics import (
     check_named,
     compare_by_judge,
     compare_scores,
-    matched,
     measure,
     metrics_of,
-    pairs,
-    read_answers,
     win_rate,
     write_answers,
     write_rows,
@@ -79,9 +71,7 @@ from quartet.trainers.input_sources import (
     TokenizerLike,
     as_rewards,
     check_recipe,
-    check_unweighted,
     context_length,
-    cut_short,
     prompt_data,
     resolve_model,
     resolve_tokenizer,
@@ -91,7 +81,6 @@ from quartet.trainers.input_sources import (
 from quartet.trainers.model_loader import (
     Rewards,
     RewardSources,
-    encode_answer,
     fit_to_data,
     reward_functions,
     reward_models,
@@ -119,61 +108,35 @@ def prompt_requests(
     ]
 
 
-def _name(place: int, sample: int) -> str:
-    """Names a sample, in requests and files."""
-    return f"eval.{place}.{sample}"
-
-
 # Scores --------------------------------------------------------------------------------------------------
 
 
-async def score_groups(
-    groups: Sequence[Group], scorers: Sequence[Scorer], *, step: int, cache: EvaluationCache | None = None
-) -> list[Answer]:
+async def score_groups(groups: Sequence[Group], scorers: Sequence[Scorer], *, step: int) -> list[Answer]:
     """Returns every trajectory as an answer with the scores of all ``scorers``, prompt after prompt; of several turns
     the last action is the text.
 
     Args:
         step: the step that the spans of scoring belong to.
-        cache: samples that it has scores of are not scored again; those of the others are kept there.
     """
-    rewards = dict(cache.rewards) if cache is not None else {}
-    num_answers = [len(Trajectories.of(group.batch)) for group in groups]
-    per_chunk = max(1, CHUNK // max(1, max(num_answers, default=1)))
+    most = max((len(Trajectories.of(group.batch)) for group in groups), default=1)
+    per_chunk, found = max(1, CHUNK // max(1, most)), list[Answer]()
     for number, start in enumerate(range(0, len(groups), per_chunk)):
-        places = range(start, min(start + per_chunk, len(groups)))
-        missing = {i: [r for r in range(num_answers[i]) if _name(i, r) not in rewards] for i in places}
-        picked = []
-        for i, samples in missing.items():
-            if samples:
-                batch = groups[i].batch
-                wanted = torch.isin(batch.sequence["response"], torch.tensor(samples)).nonzero().squeeze(1)
-                picked.append(replace(groups[i], batch=batch.select(wanted.tolist())))
-        if not picked:
-            continue
-        names = [_name(i, r) for i, samples in missing.items() for r in samples]
-        scored = await _scored(chunk_of(step, number, picked), scorers)
-        for name, (scores, is_left_out) in zip(names, scored, strict=True):
-            rewards[name] = scores
-            if cache is not None and not is_left_out:
-                cache.keep_rewards(name, scores)
-    return [answer for i, group in enumerate(groups) for answer in _answers(i, group, rewards)]
+        part = groups[start : start + per_chunk]
+        scores = iter(await _scored(chunk_of(step, number, part), scorers))
+        found += [answer for group in part for answer in _answers(group, scores)]
+    return found
 
 
-async def _scored(chunk: Chunk, scorers: Sequence[Scorer]) -> list[tuple[dict[str, float], bool]]:
-    """Returns the scores of each trajectory by source, and whether a source has left it out."""
+async def _scored(chunk: Chunk, scorers: Sequence[Scorer]) -> list[dict[str, float]]:
+    """Returns the scores of each trajectory by source."""
     batch = join(chunk.data, *await score_all(scorers, chunk))
     final_N = Trajectories.of(batch).final_N
     columns = {name: column[final_N].tolist() for name, column in batch.sequence.items()}
     scores = {name.removeprefix(REWARD_PREFIX): c for name, c in columns.items() if name.startswith(REWARD_PREFIX)}
-    left_out = [column for name, column in columns.items() if name.startswith(LEFT_OUT_PREFIX)]
-    return [
-        ({name: float(column[n]) for name, column in scores.items()}, any(column[n] for column in left_out))
-        for n in range(len(final_N))
-    ]
+    return [{name: float(column[n]) for name, column in scores.items()} for n in range(len(final_N))]
 
 
-def _answers(place: int, group: Group, rewards: dict[str, dict[str, float]]) -> Iterator[Answer]:
+def _answers(group: Group, rewards: Iterator[dict[str, float]]) -> Iterator[Answer]:
     batch, item, trajectories = group.batch, group.prompt, Trajectories.of(group.batch)
     lengths = num_emitted(batch, trajectories).tolist()
     for r, (last, length) in enumerate(zip(trajectories.final_N.tolist(), lengths, strict=True)):
@@ -181,7 +144,7 @@ def _answers(place: int, group: Group, rewards: dict[str, dict[str, float]]) -> 
         # Cut off is cut off, by whichever limit.
         reason = "length" if reason in CUT_OFF else reason
         text = batch.objects["completion"][last]
-        scores = rewards[_name(place, r)]
+        scores = next(rewards)
         if reason == TrajectoryEnd.FAILED:
             scores = dict.fromkeys(scores, math.nan)
         yield Answer(item.prompt_id, r, item.prompt, text, reason, int(length), scores)
@@ -272,16 +235,6 @@ def answers_of(
     return Group.of(index, item, group_batch(index, made))
 
 
-def as_completion(codec: TextCodec, answer: Answer) -> Completion:
-    """Makes a completion for an answer of which only the text is known, to be scored, never to be trained on.
-
-    Its token ids are those the text has after its prompt; end-of-text stands behind it only where it ended by itself.
-    """
-    reason = FinishReason(answer.finish_reason)
-    _, ids = encode_answer(codec, answer.prompt, answer.completion, ended=reason is FinishReason.STOP)
-    return Completion("stored", "stored", tuple(ids), (0.0,) * len(ids), (0,) * len(ids), reason)
-
-
 class EvaluationModel:
     """A model that answers prompts with the process to itself, and the rewards that score its answers.
 
@@ -336,11 +289,6 @@ class EvaluationModel:
         found += [warning for role in self.rewards.models for warning in load_warnings(role.model.model)]
         return found + self.rewards.warnings()
 
-    def cut_short(self, sampling: SamplingConfig, key: str) -> list[str]:
-        """Returns what is to be said where ``key``'s answers end at the model's context."""
-        lengths = self.prompts.lengths[:, 0].tolist()
-        return cut_short(lengths, sampling.max_new_tokens, context_length(self.packed.model), key)
-
     def answers(
         self,
         sampling: SamplingConfig,
@@ -349,51 +297,19 @@ class EvaluationModel:
         bar: ProgressBar,
         *,
         seed: int,
-        cache: EvaluationCache | None = None,
     ) -> list[Answer]:
-        """Returns ``samples`` answers to every prompt, scored. ``bar`` is told how many are generated.
-
-        Args:
-            cache: what an evaluation before this one has; this one's work is kept there.
-        """
+        """Returns ``samples`` answers to every prompt, scored. ``bar`` is told how many are generated."""
         asked = prompt_requests(self.prompts, self.codec, sampling, seed=seed, samples=samples)
-        known = dict(cache.completions) if cache is not None else {}
-        bar.advance(len(known))
-        missing = []
+        requests = []
         for item, request in asked:
             ids = tuple(self.codec.encode_prompt(item.prompt))
-            left = {name: sampling for name, sampling in request.samples.items() if name not in known}
-            missing += [Request(name, request.group, ids, sampling) for name, sampling in left.items()]
-
-        def keep(completions: Sequence[Completion]) -> None:
-            known.update({one.request_id: one for one in completions})
-            if cache is not None:
-                cache.keep_completions(completions)
-            bar.advance(len(completions))
-
-        if missing:
-            with step_engine(self._engine, self.packed, self.codec, self._config, self._device) as engine:
-                run_to_end(engine, missing, keep)
+            requests += [Request(name, request.group, ids, sampling) for name, sampling in request.samples.items()]
+        with step_engine(self._engine, self.packed, self.codec, self._config, self._device) as engine:
+            completions = iter(run_to_end(engine, requests, lambda finished: bar.advance(len(finished))))
         groups = [
-            answers_of(self.codec, i, item, [known[name] for name in request.request_ids])
-            for i, (item, request) in enumerate(asked)
+            answers_of(self.codec, i, item, list(islice(completions, samples))) for i, (item, _) in enumerate(asked)
         ]
-        return run_async(score_groups(groups, self._scorers(recorder), step=0, cache=cache))
-
-    def score_stored(
-        self, stored: Sequence[Answer], recorder: SpanRecorder, cache: EvaluationCache | None = None
-    ) -> list[Answer]:
-        """Scores answers of an earlier evaluation to the same prompts by these rewards."""
-        by_prompt_id = matched(stored, self.prompts.items)
-        groups: list[Group] = []
-        for item in self.prompts:
-            if item.prompt_id in by_prompt_id:
-                answers = sorted(by_prompt_id[item.prompt_id], key=lambda answer: answer.sample)
-                # As long as what was sampled; the text is the stored one.
-                completions = [as_completion(self.codec, answer) for answer in answers]
-                texts = [answer.completion for answer in answers]
-                groups.append(answers_of(self.codec, len(groups), item, completions, texts))
-        return run_async(score_groups(groups, self._scorers(recorder), step=0, cache=cache))
+        return run_async(score_groups(groups, self._scorers(recorder), step=0))
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[Scorer]:
         workers = {role.name: role.worker() for role in self.rewards.models}
@@ -426,9 +342,7 @@ class Evaluator:
     Args:
         recipe: model, data, rewards, sampling, comparison. What it leaves out comes as objects:
         model, tokenizer, rewards, prompts: as for ``RLTrainer``.
-        judge: compares pairs of answers in place of a reward, asked in both orders; needs ``recipe.compare``.
-        resume: go on with the evaluation in ``recipe.output_dir``: what it has finished is not computed again;
-            ``auto``: or start it, without a word.
+        resume: make the evaluation in ``recipe.output_dir`` anew; ``auto``: or start it, without a word.
     """
 
     def __init__(
@@ -439,7 +353,6 @@ class Evaluator:
         tokenizer: TokenizerLike | None = None,
         rewards: Reward | Sequence[Reward] = (),
         prompts: Sequence[Any] | None = None,
-        judge: AnswerJudge | None = None,
         resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
@@ -447,12 +360,9 @@ class Evaluator:
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer)
         self.run_directory, self.progress, device = open_run(recipe, resume, progress, own_model)
         self.recipe = recipe = self.run_directory.pin(recipe)
-        self.judge: AnswerJudge | None = BothOrders(judge) if judge is not None else None
-        if judge is None and recipe.compare is not None and recipe.compare.judge is not None:
-            self.judge = Comparer(recipe.compare.judge)
+        asked = recipe.compare.judge if recipe.compare is not None else None
+        self.judge = Comparer(asked) if asked is not None else None
         self.path = self.run_directory.path
-        if recipe.data is not None:
-            check_unweighted(recipe.data, "data")
         self._open_model = partial(
             EvaluationModel,
             data=recipe.data,
@@ -470,21 +380,14 @@ class Evaluator:
             taken.callback(opened.close)
             models = [role.name for role in opened.rewards.models]
             self.graded = check_graded(recipe.grading, list(self.weights), models)
-            self._stored = self._check_comparison(recipe.compare)
+            self._check_comparison(recipe.compare)
             taken.pop_all()
         self._notes: list[str] = []
 
-    def _check_comparison(self, config: ComparisonConfig | None) -> list[Answer]:
-        """Checks everything about the comparison that can be known before the first answer; returns the answers of a
-        file."""
+    def _check_comparison(self, config: ComparisonConfig | None) -> None:
+        """Checks everything about the comparison that can be known before the first answer."""
         if config is None:
-            if self.judge is not None:
-                raise UserError(
-                    "there is nothing for the judge to compare with",
-                    found="compare is missing",
-                    remedy="set compare.model, or pass no judge",
-                )
-            return []
+            return
         if self.judge is None and not self.weights:
             raise UserError(
                 "there is nothing to compare by",
@@ -492,19 +395,14 @@ class Evaluator:
                 remedy="name a reward model, a function or another source under `rewards`",
             )
         check_named("compare.source", config.source, list(self.weights), "the weighted sum")
-        if not config.is_file:
-            self._other = _found(config.as_model())
-            resolve_tokenizer(self._other, None)
-            return []
-        stored = read_answers(Path(config.model))
-        matched(stored, self.prompts.items)
-        return stored
+        self._other = _found(config.as_model())
+        resolve_tokenizer(self._other, None)
 
     def run(self) -> EvaluationResult:
         """Makes all answers, scores and figures.
 
         Raises:
-            Interrupted: Ctrl-C, SIGTERM or SIGUSR1; what is finished is saved, and resumable.
+            Interrupted: Ctrl-C, SIGTERM or SIGUSR1.
             UserError: a reward's, or the judge has no verdict at all.
         """
         try:
@@ -522,10 +420,7 @@ class Evaluator:
                 write_answers(self.path / "answers.jsonl", answers)
                 if others:
                     write_answers(self.path / "against.jsonl", others)
-            compared, num_pairs = self._compare(answers, others) if others else None, len(pairs(answers, others))
-            if others and not num_pairs == len(answers) == len(others):
-                found = f"{len(answers)} answers here, {len(others)} there"
-                self._notes.append(f"{num_pairs} pairs of answers compared: {found}")
+            compared = self._compare(answers, others) if others else None
             figures, against = self._figures(answers), self._figures(others) if others else []
             result = EvaluationResult(
                 path=self.path,
@@ -563,33 +458,20 @@ class Evaluator:
             raise RuntimeError("an evaluation runs once; make another Evaluator")
         compare, others = self.recipe.compare, list[Answer]()
         with contextlib.closing(evaluation_model):
-            answers = self._of(evaluation_model, recorder, "answers", "answers")
-            if compare is not None and compare.is_file:
-                with self._cache("against", _identity(self._stored)) as cache:
-                    others = evaluation_model.score_stored(self._stored, recorder, cache)
+            answers = self._of(evaluation_model, recorder, "answers")
         self._notes += evaluation_model.warnings()
         del evaluation_model
-        if compare is not None and not compare.is_file:
+        if compare is not None:
             other = self._open_model(self._other)
             self._notes += load_warnings(other.packed.model)
             with contextlib.closing(other):
-                others = self._of(other, recorder, "against", f"answers of {compare.model}")
+                others = self._of(other, recorder, f"answers of {compare.model}")
         return answers, others
 
-    def _cache(self, name: str, about: Any) -> contextlib.closing[EvaluationCache]:
-        return contextlib.closing(EvaluationCache(self.path / "finished" / f"{name}.jsonl", about))
-
-    def _of(self, evaluation_model: EvaluationModel, recorder: SpanRecorder, name: str, title: str) -> list[Answer]:
-        recipe, codec = self.recipe, evaluation_model.codec
-        about = [[item.prompt_id, codec.encode_prompt(item.prompt)] for item in evaluation_model.prompts]
-        for warning in evaluation_model.cut_short(recipe.sampling, "sampling.max_new_tokens"):
-            self.progress.print(f"{title}: {warning}")
-            self._notes.append(f"{title}: {warning}")
-        total = len(about) * recipe.samples_per_prompt
-        with self._cache(name, about) as cache, self.progress.stage(title, total) as bar:
-            return evaluation_model.answers(
-                recipe.sampling, recipe.samples_per_prompt, recorder, bar, seed=recipe.seed, cache=cache
-            )
+    def _of(self, evaluation_model: EvaluationModel, recorder: SpanRecorder, title: str) -> list[Answer]:
+        recipe, samples = self.recipe, self.recipe.samples_per_prompt
+        with self.progress.stage(title, len(evaluation_model.prompts) * samples) as bar:
+            return evaluation_model.answers(recipe.sampling, samples, recorder, bar, seed=recipe.seed)
 
     # Figures -----------------------------------------------------------------------------------------------
 
@@ -603,11 +485,8 @@ class Evaluator:
         if judge is None:
             comparisons = compare_scores(answers, others, self.weights, config.source, config.tie_margin)
         else:
-            with contextlib.ExitStack() as stack:
-                if isinstance(judge, Comparer):
-                    stack.callback(judge.close)
-                cache = stack.enter_context(self._cache("verdicts", [_identity(answers), _identity(others)]))
-                comparisons = run_async(compare_by_judge(answers, others, judge, config.tie_margin, cache))
+            with contextlib.closing(judge):
+                comparisons = run_async(compare_by_judge(answers, others, judge, config.tie_margin))
         with writing(self.path / "comparison.jsonl"):
             write_rows(self.path / "comparison.jsonl", [comparison.row() for comparison in comparisons])
         return win_rate(comparisons, self.recipe.grading.confidence, self.recipe.seed)
@@ -619,11 +498,6 @@ def _found(config: ModelConfig | None) -> ModelConfig | None:
         return config
     path = model_directory(config.path, trust_remote_code=config.trust_remote_code)
     return config.model_copy(update={"path": path})
-
-
-def _identity(answers: Sequence[Answer]) -> list[list[Any]]:
-    """Returns what makes these answers others than those of another evaluation."""
-    return [[answer.prompt_id, answer.sample, answer.completion] for answer in answers]
 
 
 def _figure_row(figure: EvaluationMetric) -> dict[str, Any]:

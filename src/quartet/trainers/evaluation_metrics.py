@@ -1,26 +1,15 @@
 """From scored answers to figures: mean score, exact match, pass@k, maj@k and win rates, with intervals over prompts.
 
-Also answers on disk, and what an evaluation has finished, so that a killed one goes on where it was.
+Also answers on disk.
 
 ``answers.jsonl`` and ``evaluations/step_00000050.jsonl`` hold one line per sample::
 
     {"prompt_id": "p0", "sample": 0, "prompt": "1+2=", "completion": "3", "finish_reason": "stop", "length": 2,
      "rewards": {"exact_match": 1.0, "judge": null}}
-
-``finished/answers.jsonl`` in the run directory, ``against.jsonl`` for the other model and ``verdicts.jsonl`` for a
-judge's comparisons hold, after a first line that says what they are about, one line per thing that took work::
-
-    {"sample": "eval.3.0", "token_ids": [7, 8, 2], "finish_reason": "stop", "text_end": null}
-    {"sample": "eval.3.0", "rewards": {"numeric": 1.0, "judge": null}}
-    {"sample": "eval.3.0", "preference": 0.5}
-
-A score that failed, and a pair without a verdict, is not kept: it is asked for again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
 import re
@@ -30,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -45,14 +34,11 @@ from quartet.algorithms.evaluation_math import (
 from quartet.config import UserError
 from quartet.config.errors import printable
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
-from quartet.config.nearest import missing_file
-from quartet.data.datasets import PromptItem
-from quartet.observe.files import RowAppender, as_dataclass, read_rows, read_whole, replace_atomically
+from quartet.observe.files import as_dataclass, read_whole, replace_atomically
 from quartet.observe.trackers import Row
+from quartet.rewards.judge import Comparer
 from quartet.rewards.source import combine
-from quartet.rollout.protocol import Completion, FinishReason
 from quartet.text.examples import PromptText
-from quartet.trainers.run_files import writing
 
 _FILE_NAME = re.compile(r"step_(\d{8})\.jsonl")
 
@@ -71,7 +57,6 @@ class Answer:
 
 
 _KEYS = {field.name for field in fields(Answer)}
-_REQUIRED = _KEYS - {"length", "rewards"}
 
 
 def or_null(value: float) -> float | None:
@@ -102,18 +87,10 @@ def read_answers(path: Path) -> list[Answer]:
     """Reads the answers of an evaluation.
 
     Raises:
-        UserError: no such file, or one that no evaluation has written.
+        UserError: the file is damaged, or cannot be read.
     """
-    if not path.is_file():
-        raise missing_file("there is no such file of answers", path)
 
     def answer(row: dict[str, Any]) -> Answer:
-        if not row.keys() >= _REQUIRED:
-            raise UserError(
-                "the file holds no answers of an evaluation",
-                found=f"a line of {path} has no {', '.join(sorted(_REQUIRED - row.keys()))}",
-                remedy="name the answers.jsonl that quartet eval has written, or a model directory",
-            )
         values = {"length": 0} | {name: row[name] for name in _KEYS & row.keys()}
         return as_dataclass(Answer, {**values, "rewards": _nan_for_nulls(row.get("rewards", {}))})
 
@@ -141,32 +118,6 @@ def answer_rows(path: Path, num: int) -> list[Row]:
     ]
 
 
-def matched(stored: Sequence[Answer], items: Sequence[PromptItem]) -> dict[str, list[Answer]]:
-    """Returns the stored samples of each prompt that has any, by prompt id.
-
-    Raises:
-        UserError: no prompt has any, or an id stands for another prompt.
-    """
-    by_id = {item.prompt_id: item for item in items}
-    found: dict[str, list[Answer]] = {}
-    for answer in stored:
-        item = by_id.get(answer.prompt_id)
-        if item is None:
-            continue
-        if item.prompt != answer.prompt:
-            raise _other_prompts(f"{answer.prompt_id} is {answer.prompt!r:.60} there and {item.prompt!r:.60} here")
-        found.setdefault(answer.prompt_id, []).append(answer)
-    if not found:
-        raise _other_prompts(f"none of {len(items)} prompts among {len(stored)} answers")
-    return found
-
-
-def _other_prompts(found: str) -> UserError:
-    return UserError(
-        "the stored answers are to other prompts", found=found, remedy="compare evaluations of the same data"
-    )
-
-
 # One file per evaluation of a run --------------------------------------------------------------------------
 
 
@@ -180,84 +131,6 @@ def drop_after(directory: Path, step: int) -> None:
         match = _FILE_NAME.fullmatch(path.name)
         if match and int(match[1]) > step:
             path.unlink()
-
-
-# What is finished ------------------------------------------------------------------------------------------
-
-
-class EvaluationCache:
-    """One file of finished work, read when made; what is kept is in the file when the call returns.
-
-    Args:
-        about: JSON values that decide what the samples are: prompts, answers.
-
-    Raises:
-        UserError: the file is about something else.
-    """
-
-    def __init__(self, path: Path, about: Any) -> None:
-        self.path = path
-        self.completions: dict[str, Completion] = {}
-        self.rewards: dict[str, dict[str, float]] = {}
-        self.preferences: dict[str, float] = {}
-        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
-        rows = read_rows(path) if path.is_file() else []
-        if rows and "about" not in rows[0]:
-            raise UserError(
-                "what an evaluation has finished does not say what it is about",
-                found=f"{path}: its first line is broken",
-                remedy="delete the file: its work is done again",
-            )
-        if rows and rows[0]["about"] != digest:
-            raise UserError(
-                "what is to be evaluated has changed since the evaluation began",
-                found=f"{path} is about other prompts or answers",
-                remedy="give it the same data, or choose another output_dir",
-            )
-        for row in rows[1:]:
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # then it is done again
-                self._take(row)
-        with writing(path):
-            self._rows = RowAppender(path)
-            if not rows:
-                self._append({"about": digest})
-
-    def _take(self, row: Mapping[str, Any]) -> None:
-        sample = str(row["sample"])
-        if "token_ids" in row:
-            ids = tuple(row["token_ids"])
-            zeros = (0.0,) * len(ids), (0,) * len(ids)  # log-probabilities and versions, which nothing here reads
-            self.completions[sample] = Completion(
-                sample, sample, ids, *zeros, FinishReason(row["finish_reason"]), row["text_end"]
-            )
-        if "rewards" in row:
-            self.rewards[sample] = _nan_for_nulls(row["rewards"])
-        if "preference" in row:
-            self.preferences[sample] = row["preference"]
-
-    def keep_completions(self, completions: Sequence[Completion]) -> None:
-        for one in completions:
-            reason = one.finish_reason.value
-            self._keep(one.request_id, token_ids=one.token_ids, finish_reason=reason, text_end=one.text_end)
-
-    def keep_rewards(self, sample: str, rewards: Mapping[str, float]) -> None:
-        """Keeps the scores of ``sample``, NaN where a source does not apply."""
-        self._keep(sample, rewards=nulls_for_nan(rewards))
-
-    def keep_preference(self, sample: str, preference: float) -> None:
-        self._keep(sample, preference=preference)
-
-    def _keep(self, sample: str, **values: Any) -> None:
-        row = {"sample": sample, **values}
-        self._append(row)
-        self._take(row)
-
-    def _append(self, row: dict[str, Any]) -> None:
-        with writing(self.path):
-            self._rows.append(row)
-
-    def close(self) -> None:
-        self._rows.close()
 
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -299,7 +172,6 @@ def measure(
     the names of ``scores``                 the same for a weighted sum of sources
     ``eval/<source>/exact_match``           share of a prompt's samples that are right (source in ``graded``)
     ``eval/<source>/pass@k``, ``/maj@k``    see ``algorithms.evaluation``
-    ``eval/<source>/tied@k``                share of votes in which several answers were equally frequent
     ``eval/length_mean``, ``truncated_frac`` of answers; in tokens
     ======================================= =====================================================================
 
@@ -408,20 +280,19 @@ def _graded(
         if bool(enough.any()):
             found[f"eval/{source}/pass@{k}"] = pass_at_k(num[enough], num_right[enough], k).tolist()
     for k in grading.majorities(samples):
-        values, tied = _votes(applying, right, k, extract)
-        if values:
-            found[f"eval/{source}/maj@{k}"], found[f"eval/{source}/tied@{k}"] = values, tied
+        if values := _votes(applying, right, k, extract):
+            found[f"eval/{source}/maj@{k}"] = values
     return found
 
 
 def _votes(
     groups: Sequence[Sequence[Answer]], right: Sequence[Sequence[bool]], k: int, extract: Extract
-) -> tuple[list[float], list[float]]:
+) -> list[float]:
     """Returns per prompt the mean over its votes: samples 1 … k, k + 1 … 2k and so on, as many as are complete.
 
     Votes of disjoint samples are independent, so their mean is unbiased, and no draw of samples is needed.
     """
-    values, tied = [], []
+    values = []
     for group, marks in zip(groups, right, strict=True):
         num_votes = len(group) // k
         if not num_votes:
@@ -429,12 +300,11 @@ def _votes(
         classes: dict[str, int] = {}
         answers = [extract(a.completion) for a in group[: num_votes * k]]
         votes = [-1 if text is None else classes.setdefault(text, len(classes)) for text in answers]
-        value, is_tied = majority_vote(
+        value = majority_vote(
             torch.tensor(votes).view(num_votes, k), torch.tensor(marks[: num_votes * k]).view(num_votes, k)
         )
         values.append(float(value.mean()))
-        tied.append(float(is_tied.double().mean()))
-    return values, tied
+    return values
 
 
 def extractor(config: AnswerConfig) -> Extract:
@@ -492,35 +362,6 @@ def _mean(values: Sequence[float]) -> float:
 
 PairwiseVerdict = Literal["good", "same", "bad"]
 _VALUE: Mapping[PairwiseVerdict, float] = {"good": 1.0, "same": 0.5, "bad": 0.0}
-
-
-class AnswerJudge(Protocol):
-    """Compares two answers to one prompt."""
-
-    async def compare(
-        self, prompts: Sequence[PromptText], answers_a: Sequence[str], answers_b: Sequence[str]
-    ) -> list[float | None]:
-        """Returns the preference for answer A in [-1, 1], 0 for none; None where there is no verdict."""
-
-
-@dataclass(frozen=True)
-class BothOrders:
-    """A judge that sees the answers in one order is asked in both; the preference is the mean.
-
-    One that always prefers the first place then calls every pair the same. Without both judgements there is none.
-    """
-
-    judge: AnswerJudge
-
-    async def compare(
-        self, prompts: Sequence[PromptText], answers_a: Sequence[str], answers_b: Sequence[str]
-    ) -> list[float | None]:
-        forth = await self.judge.compare(prompts, answers_a, answers_b)
-        back = await self.judge.compare(prompts, answers_b, answers_a)
-        return [
-            None if there is None or here is None else (there - here) / 2
-            for there, here in zip(forth, back, strict=True)
-        ]
 
 
 @dataclass(frozen=True)
@@ -586,31 +427,18 @@ def compare_scores(
 
 
 async def compare_by_judge(
-    first: Sequence[Answer],
-    second: Sequence[Answer],
-    judge: AnswerJudge,
-    tie_margin: float,
-    cache: EvaluationCache | None = None,
+    first: Sequence[Answer], second: Sequence[Answer], judge: Comparer, tie_margin: float
 ) -> list[Comparison]:
-    """Compares by a judge: the judge's preference wins, beyond ``tie_margin``.
-
-    Args:
-        cache: pairs that it has a preference for are not asked about again; those of the others are kept there.
-    """
-    both = pairs(first, second)
-    known = dict(cache.preferences) if cache is not None else {}
-    missing = [n for n in range(len(both)) if str(n) not in known]
-    for start in range(0, len(missing), JUDGED_TOGETHER):
-        part = missing[start : start + JUDGED_TOGETHER]
-        asked = [both[n] for n in part]
-        found = await judge.compare(
+    """Compares by a judge: the judge's preference wins, beyond ``tie_margin``."""
+    both, found = pairs(first, second), list[Comparison]()
+    for start in range(0, len(both), JUDGED_TOGETHER):
+        asked = both[start : start + JUDGED_TOGETHER]
+        preferences = await judge.compare(
             [a.prompt for a, _ in asked], [a.completion for a, _ in asked], [b.completion for _, b in asked]
         )
-        for n, preference in zip(part, found, strict=True):
-            known[str(n)] = math.nan if preference is None else preference
-            if cache is not None and preference is not None:
-                cache.keep_preference(str(n), preference)
-    return [_decided(a, b, known[str(n)], tie_margin) for n, (a, b) in enumerate(both)]
+        for (a, b), preference in zip(asked, preferences, strict=True):
+            found.append(_decided(a, b, math.nan if preference is None else preference, tie_margin))
+    return found
 
 
 def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) -> WinRate:

@@ -435,10 +435,6 @@ def _kept(config: RejectionConfig, batch: RaggedBatch, owner_T: Tensor, num_traj
     return is_accepted(sampled, statistic=config.statistic, lower=lower, upper=config.upper)
 
 
-_LARGE = 2.0**50
-"""Scores beyond it are computed with in fp64."""
-
-
 @dataclass(frozen=True)
 class Experience:
     """One step's batch with every column, the step's scalar metrics, and the greedy sequences where there are any."""
@@ -573,11 +569,11 @@ class Assembler:
         trajectories = Trajectories.of(batch)
         final_N, config = trajectories.final_N, self.config
         failed_N = failed_episodes(batch, final_N)
-        columns = {name: _wide_enough(batch.sequence[REWARD_PREFIX + name][final_N]) for name in self.weights}
+        columns = {name: batch.sequence[REWARD_PREFIX + name][final_N].float() for name in self.weights}
         rewards = {name: values_N.masked_fill(failed_N, math.nan) for name, values_N in columns.items()}
         if self.weights:
             scores_N, applies_N = combine(rewards, self.weights)
-            scores_N = _wide_enough(scores_N)
+            scores_N = scores_N.float()
         else:
             scores_N, applies_N = torch.zeros(len(final_N)), torch.zeros(len(final_N), dtype=torch.bool)
         compared_N = scores_N
@@ -588,7 +584,7 @@ class Assembler:
         ):
             group_N = batch.sequence["group"][final_N]
             of_groups = {name: normalised_in_groups(values_N, group_N) for name, values_N in rewards.items()}
-            compared_N = _wide_enough(combine(of_groups, self.weights)[0])
+            compared_N = combine(of_groups, self.weights)[0].float()
         if self._shuffle is not None and step is not None:
             order = self._shuffle(step, len(trajectories))
             scores_N, applies_N, compared_N = scores_N[order], applies_N[order], compared_N[order]
@@ -711,11 +707,6 @@ def sampled_and_greedy(batch: RaggedBatch) -> list[list[int]]:
 
 def sampled_only(batch: RaggedBatch) -> list[list[int]]:
     return sampled_and_greedy(batch)[:1]
-
-
-def _wide_enough(scores_N: Tensor) -> Tensor:
-    """Returns scores ``[N]`` in fp32, or in fp64 where sums of squares would leave the range of fp32."""
-    return scores_N.to(torch.float64 if bool((scores_N.abs() > _LARGE).any()) else torch.float32)
 
 
 def _dense(labels_N: Tensor) -> Tensor:

@@ -11,9 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
@@ -92,8 +90,6 @@ def with_name(recipe: R, model: ModelLike | None, key: str) -> tuple[R, PreTrain
         UserError: the recipe has another path there, or ``model`` is neither a name nor a model that can be trained.
     """
     section, _, last = key.rpartition(".")
-    if isinstance(model, PreTrainedModel):
-        _check_object(model)
     if model is None or isinstance(model, PreTrainedModel):
         return recipe, model
     if not isinstance(model, str | Path):
@@ -115,50 +111,22 @@ def with_name(recipe: R, model: ModelLike | None, key: str) -> tuple[R, PreTrain
     return _set(recipe, section, former.model_copy(update={last: str(model)})), None
 
 
-def _check_object(model: PreTrainedModel) -> None:
-    """Refuses a model that cannot be trained, or not be saved once it is.
-
-    Raises:
-        UserError: it has no contents, was made in inference mode, or shares weights in a way that it does not declare.
-    """
-    name = type(model).__name__
-    for key, weight in model.named_parameters():
-        if weight.is_meta:
-            remedy = "load it by from_pretrained, outside of torch.device('meta')"
-            raise UserError(f"{name} has no contents", found=f"{key} is on the meta device", remedy=remedy)
-        if weight.is_inference():
-            remedy = "load it outside of torch.inference_mode()"
-            raise UserError(f"{name} cannot be trained", found=f"{key} was made in inference mode", remedy=remedy)
-    try:
-        remove_tied_weights_from_state_dict(model.state_dict(), model)
-    except RuntimeError as error:
-        raise UserError(
-            f"{name} shares weights in a way that it does not declare, so that it could not be saved",
-            found=str(error).strip().splitlines()[0][:300],
-            remedy="give each its own (parameter.clone()), or share only what the class ties (tie_word_embeddings)",
-        ) from error
-
-
 def as_rewards(rewards: Reward | Sequence[Reward], name: str = "rewards") -> tuple[Reward, ...]:
     """Returns rewards passed from Python, one or several, as a tuple.
 
     Raises:
         UserError: one of them cannot be called.
     """
-    if callable(rewards):
-        return (rewards,)
-    if isinstance(rewards, str | Path | BaseModel) or not isinstance(rewards, Sequence):
-        rewards = (rewards,)
-    for reward in rewards:
+    found = tuple(rewards) if isinstance(rewards, Sequence) and not isinstance(rewards, str) else (rewards,)
+    for reward in found:
         if not callable(reward):
-            shown = repr(reward)
             raise UserError(
                 f"{name} holds something that is not a reward",
-                found=f"{shown if len(shown) <= 80 else shown[:77] + '…'} ({type(reward).__name__})",
+                found=f"{shortened(reward)} ({type(reward).__name__})",
                 remedy="pass functions f(prompts, completions, **columns) or sequence-classification models; "
                 "rewards with a configuration belong into the recipe: RLRecipe(rewards=[…])",
             )
-    return tuple(rewards)
+    return found
 
 
 def _set(recipe: Any, dotted: str, value: Any) -> Any:
@@ -247,6 +215,21 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
+def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what: str) -> None:
+    """Refuses a model that cannot read all token ids of the policy.
+
+    Raises:
+        UserError: its vocabulary is smaller.
+    """
+    held, needed = vocabulary_size(model), vocabulary_size(policy)
+    if held < needed:
+        raise UserError(
+            f"the {what}'s vocabulary is smaller than the policy's",
+            found=f"{held} and {needed} ids",
+            remedy=f"use a {what} with the policy's tokenizer, or leave {what}.path out",
+        )
+
+
 def context_length(model: PreTrainedModel) -> int:
     """Returns the longest sequence the model's positions allow in packed runs, in tokens."""
     return model_context_length(model) or UNLIMITED
@@ -260,23 +243,6 @@ def check_context(model: PreTrainedModel, longest: int, what: str) -> None:
             found=f"{context_length(model)} positions for sequences of up to {longest} tokens",
             remedy="use a model with a longer context, shorter prompts, or a smaller max_new_tokens",
         )
-
-
-def cut_short(lengths: Iterable[int], max_new_tokens: int, context: int, key: str) -> list[str]:
-    """Returns what is to be said where answers end at the model's context, before ``max_new_tokens``.
-
-    Args:
-        lengths: of the prompts, in tokens.
-        key: what the recipe calls ``max_new_tokens``.
-    """
-    room = [context - length for length in lengths]
-    short = sum(left < max_new_tokens for left in room)
-    if not short:
-        return []
-    return [
-        f"{key} is {max_new_tokens}, but the model's context of {context} tokens leaves {short} of {len(room)} prompts "
-        f"room for fewer (the longest for {min(room)}): longer answers are cut off there"
-    ]
 
 
 def check_budget(longest: int, budget: int, key: str) -> None:
@@ -322,12 +288,6 @@ def read_data(
     options = config or DataConfig()
     parts: list[tuple[Iterator[Row], SourceConfig | None, Reading]]
     if rows is not None:
-        if options.sources:
-            raise UserError(
-                "rows are passed, and sources of others are named",
-                found=f"{len(options.sources)} in {key}.sources",
-                remedy="leave one of them out",
-            )
         if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
             raise UserError(
                 f"{key} passed from Python is not a list of rows",
@@ -366,10 +326,8 @@ def readings(config: DataConfig | None, key: str) -> list[tuple[SourceConfig, Re
     """Returns the sources of ``key`` in the recipe, and how the rows of each are read.
 
     Raises:
-        UserError: there are none, or weights in an evaluation.
+        UserError: there are none.
     """
-    if key.startswith("evaluation"):
-        check_unweighted(config or DataConfig(), key)
     if config is None or not config.parts:
         missing = key if config is None else f"{key}.path"
         raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
@@ -426,16 +384,6 @@ def _mixed_kinds(found: str) -> UserError:
     return UserError(
         "some rows hold pairs and others answers judged one by one", found=found, remedy="use sources of one kind"
     )
-
-
-def check_unweighted(config: DataConfig, key: str, why: str = "an evaluation uses every row once") -> None:
-    """Refuses weights where nothing is drawn by them."""
-    if any(source.weight is not None for source in config.sources):
-        raise UserError(
-            f"weights say how often rows are drawn, but {why}",
-            found=f"weights in {key}.sources",
-            remedy="leave the weights out",
-        )
 
 
 def prompt_data(

@@ -155,7 +155,6 @@ class RLLoop:
 
     Attributes:
         is_learning: updates of the step under way have begun, so the weights are no longer those of its beginning.
-        updates: made and skipped since the run began, by role; as ``metrics`` found them.
     """
 
     def __init__(
@@ -177,7 +176,6 @@ class RLLoop:
         self._offloader = RoleOffloader(workers, self._recorder)
         self._sampling: DynamicSampling | None = None
         self.is_learning = False
-        self.updates: dict[str, tuple[int, int]] = {}
 
     async def begin(self) -> None:
         """Connects actor and engines, brings the engines to the weights of ``step``, and makes what computes."""
@@ -230,7 +228,6 @@ class RLLoop:
             drafted, kept = map(sum, _drafts(before, after))
             await self.roles.train_group("actor").call(TrainWorker.note_drafts, drafted, kept)
         stats = of_role.values()
-        self.updates = {role: (of.num_updates, of.num_skipped) for role, of in of_role.items()}
         return {
             **timing(spans, seconds, generated),
             **throughput(

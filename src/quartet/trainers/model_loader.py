@@ -25,7 +25,6 @@ from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.choices import RewardConfig
 from quartet.config.common import TrainConfig
-from quartet.config.nearest import nearest
 from quartet.config.plugins import added, load
 from quartet.config.recipe import PTXConfig, RLRecipe
 from quartet.config.rewards import GateConfig, ModelReward, ModelSource
@@ -63,6 +62,7 @@ from quartet.train.token_budget import TokenBudget
 from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
 from quartet.trainers.input_sources import (
     check_budget,
+    check_same_vocabulary,
     demonstration_reader,
     read_data,
     resolve_model,
@@ -242,11 +242,11 @@ def reward_weights(
     weights = RewardWeights(pairs, {source.name: source.gate for source in sources if source.gate is not None})
     for name, gate in weights.gates.items():
         if gate.source == name or gate.source not in weights:
-            others = [other for other in names if other != name]
+            others = ", ".join(other for other in names if other != name) or "none"
             raise UserError(
                 f"the gate of the reward {name!r} names no other reward",
-                found=f"source: {gate.source}; the others are {', '.join(others) or 'none'}",
-                remedy=nearest(gate.source, others) or "name one of them in gate.source",
+                found=f"source: {gate.source}; the others are {others}",
+                remedy="name one of them in gate.source",
             )
     return weights
 
@@ -334,8 +334,6 @@ def load_source(
 
 _ORDER = 7_919
 """Added to the run's seed: where prompts and demonstrations are the same rows, they do not come in the same order."""
-BYTES_PER_TOKEN = 9
-"""Of a tokenised batch: an id of 8 bytes and a mask of one."""
 
 
 class PTX:
@@ -375,11 +373,8 @@ class PTX:
 
     @property
     def warnings(self) -> list[str]:
-        """The remarks on what was left out or converted, and on what the loader holds at most, in words."""
-        tokens = self.config.examples_per_minibatch * int(self.data.lengths.max())
-        held = (self.config.prefetch + 1) * tokens * BYTES_PER_TOKEN
-        size = f"{len(self.data):,} demonstrations, at most {held / 2**20:.1f} MiB of them as tokens"
-        return [f"ptx: {warning}" for warning in (size, *self.data.remarks)]
+        """The remarks on what was left out or converted, in words."""
+        return [f"ptx: {warning}" for warning in self.data.remarks]
 
     def close(self) -> None:
         self._batches.close()
@@ -547,13 +542,7 @@ class ModelLoader:
         else:
             with self.actor.without_adapters() if lora is not None else contextlib.nullcontext():
                 model = copy.deepcopy(self.actor_model)
-        held, needed = vocabulary_size(model), vocabulary_size(self.actor_model)
-        if held != needed:
-            raise UserError(
-                "reference and actor have different vocabularies",
-                found=f"{held} and {needed} ids",
-                remedy="use a reference with the actor's tokenizer, or leave reference.path out",
-            )
+        check_same_vocabulary(model, self.actor_model, "reference")
         return self._own(self._frozen.causal(model, numerics=recipe.numerics))
 
     @property
@@ -604,13 +593,7 @@ class ModelLoader:
             )
         # Master weights are fp32, also where an object came in half precision.
         model.float().requires_grad_(True)
-        needed, held = vocabulary_size(self.actor_model), vocabulary_size(model)
-        if held < needed:
-            raise UserError(
-                "the critic's vocabulary is smaller than the actor's",
-                found=f"{held} and {needed} ids",
-                remedy="use a critic with the actor's tokenizer, or leave critic.path out",
-            )
+        check_same_vocabulary(model, self.actor_model, "critic")
         return self._own(packed_scalar_model(model, **self._packing(recipe.critic.train)))
 
     def _critic_model(self) -> PreTrainedModel:

@@ -7,33 +7,26 @@
     pairs of a step ──► prompt ┬► chosen    ├──► loss ──► update
                                └► rejected ─┘            (the prompt is computed once for both)
 
-A file of log-probabilities belongs to the weights and the token ids that its name and its header tell (SHA-256 of
-both), so neither other weights nor other data, another tokenizer or another chat template can be taken for it. What
-is no such file is computed again.
-
 ::
 
-    <run>/reference.json                  digests of the reference and of each data set, as the run began
-    <cache>/<weights>-<data>.safetensors  by default <cache> is <run>/reference
-        answers     [rows, answers per row]  log-probability of each whole answer
+    <run>/reference/training.safetensors, evaluation.safetensors
+        answers     [rows, answers per row]  log-probability of each whole answer; NaN of rows that the run never draws
         mismatched  [rows, answers per row]  the same of answers to other prompts (KTO)
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -63,22 +56,18 @@ from quartet.trainers.input_sources import (
     TokenizerLike,
     check_budget,
     check_recipe,
+    check_same_vocabulary,
     longest_group,
-    vocabulary_size,
     with_name,
 )
-from quartet.trainers.run_files import Resume, read_json, write_json, writing
+from quartet.trainers.run_files import Resume, writing
 from quartet.trainers.supervised import Given, SupervisedTrainer, SupervisedWorker
-from quartet.weights.sink import gather
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""
 _LOGPROBS = Needs(logprobs=True)
-FORMAT = "quartet-reference-logprobs-2"
 _ROWS = 64
 """Rows of one forward-only pass; micro-batches are cut by the token budget."""
-_UNSTABLE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-"""What a model's config says about its file rather than about what it computes."""
 
 Tables = Mapping[str, Tensor]
 
@@ -123,7 +112,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         return longest_group(self.data, share=self._shares_prompts)
 
     def _reference_tables(self, model: PreTrainedModel | None) -> ReferenceTables | None:
-        loss, config = self.recipe.loss, self.recipe.reference
+        loss = self.recipe.loss
         if isinstance(loss, REFERENCE_FREE):
             if model is not None:
                 raise UserError(
@@ -132,14 +121,14 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
                     remedy="leave the reference out, or use a loss such as dpo",
                 )
             return None
-        if (model is None or model is self.packed.model) and config.path is None:
+        if (model is None or model is self.packed.model) and self.recipe.reference.path is None:
             reference = self._model_as_it_starts()
         else:
             reference = self._other_model(None if model is self.packed.model else model)
         data = {"training": (self.data, self._drawn())}
         if self.evaluation is not None:
             data["evaluation"] = (self.evaluation, range(len(self.evaluation)))
-        return ReferenceTables(reference, data, self.engine, cache=config.cache, mismatched=isinstance(loss, KTOLoss))
+        return ReferenceTables(reference, data, self.engine, mismatched=isinstance(loss, KTOLoss))
 
     def _drawn(self) -> Sequence[int]:
         """Returns the rows that the run uses: all, but where it has so many that they are not all checked at its
@@ -157,16 +146,11 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         """Returns the model as it starts, with adapters their base, as the reference."""
         engine, packed = self.engine, self.packed
 
-        def digest() -> str:
-            with packed.without_adapters():
-                found = weights_digest(packed.model, precision=packed.precision)
-            return engine.of_first_rank(lambda: found)
-
         def forward(batch: RaggedBatch) -> ColumnSet:
             with packed.without_adapters():
                 return engine.forward(batch, _LOGPROBS)
 
-        return Reference(cache(digest), forward, is_start=True)
+        return Reference(forward)
 
     def _other_model(self, passed: PreTrainedModel | None) -> Reference:
         """Returns the model passed, or the one that the recipe names; given back once its log-probabilities are
@@ -177,24 +161,15 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         if model is None:
             trust = recipe.reference.trust_remote_code
             model = load_causal_lm(path, empty=self.mesh is not None, trust_remote_code=trust)
-        held, needed = vocabulary_size(model), vocabulary_size(self.packed.model)
-        if held != needed:
-            raise UserError(
-                "reference and model have different vocabularies",
-                found=f"{held} and {needed} ids",
-                remedy="use a reference with the model's tokenizer, or leave reference.path out",
-            )
+        check_same_vocabulary(model, self.packed.model, "reference")
         precision = precision_on(self.device, train.precision)
         if self.mesh is not None:
             packed = packed_causal_lm(on_meta([model])[0], precision)
             packed.model.requires_grad_(False)
             shard_model(packed, self.mesh, on_host=recipe.sharding.cpu_offload)
             load_shares(packed, passed.state_dict() if passed is not None else path, device=self.device)
-            found = weights_digest(packed.model, precision=precision)
-            digest = self.engine.of_first_rank(lambda: found)
         else:
-            # Before weights are rounded: the digest names those of the directory.
-            digest = weights_digest(model.float().eval(), precision=precision)
+            model.float().eval()
             stays = recipe.device == "auto" and recipe.cluster.type == "local"
             packed = FrozenModels(self.device, precision, moves_user_models=not stays).causal(
                 model, is_user_object=passed is not None
@@ -204,7 +179,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         def forward(batch: RaggedBatch) -> ColumnSet:
             return forward_only(packed, batch, _LOGPROBS, budget, train.logprob_chunk, share=train.share_prefixes)
 
-        return Reference(lambda: digest, forward, is_start=False, release=packed.release)
+        return Reference(forward, packed.release)
 
     def release_reference(self) -> None:
         """Gives the reference back: its log-probabilities are there."""
@@ -218,10 +193,10 @@ class PreferenceWorker(SupervisedWorker[PreferenceRecipe, PreferenceData | Judge
         loss = self.recipe.loss
         return KTOObjective(loss) if isinstance(loss, KTOLoss) else PreferenceObjective(loss)
 
-    def begin_reference(self, path: Path, *, is_resumed: bool) -> int:
+    def begin_reference(self, path: Path) -> int:
         """Begins the reference as ``ReferenceTables.begin`` does, once, before the first step; without a reference
         nothing is missing."""
-        return self._tables.begin(path, is_resumed=is_resumed) if self._tables is not None else 0
+        return self._tables.begin(path) if self._tables is not None else 0
 
     def compute_reference(self) -> int:
         """Computes what is missing of the reference, as ``ReferenceTables.compute`` does."""
@@ -344,13 +319,13 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
 
     async def _prepare(self, group: RoleGroup[PreferenceWorker]) -> None:
         """Has the reference's log-probabilities computed where they are not there."""
-        run, path, is_resumed = self.run, self._path_of_workers, bool(self.run.saved_steps())
-        if missing := await group.call(PreferenceWorker.begin_reference, path, is_resumed=is_resumed):
+        run, path = self.run, self._path_of_workers
+        if missing := await group.call(PreferenceWorker.begin_reference, path):
             with self.progress.stage("reference", missing) as bar:
                 while num_rows := await group.call(PreferenceWorker.compute_reference):
                     bar.advance(num_rows)
                     run.check_stop(max(run.saved_steps(), default=0))
-        await checkpoints.bring(run, group, path / "reference.json", path / "reference")
+        await checkpoints.bring(run, group, path / "reference")
         await group.call(PreferenceWorker.release_reference)
 
 
@@ -362,32 +337,12 @@ class Reference:
     """A policy that answers are compared with.
 
     Args:
-        digest: names its weights and how they are computed with.
         forward: ``logprobs [T]`` of a batch's loss tokens.
-        is_start: it is the model as the run began, so a resumed run no longer has it.
         release: called when the tables are complete; gives back what the reference holds.
     """
 
-    digest: Callable[[], str]
     forward: Callable[[RaggedBatch], ColumnSet]
-    is_start: bool
     release: Callable[[], object] = lambda: None
-
-
-def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
-    """Computes the SHA-256 of what a model computes: its config, its parameters, the compute dtype.
-
-    Of a model that ranks hold between them the first one's result counts. Collective then.
-    """
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSTABLE}
-    state = hashlib.sha256(json.dumps([config, precision], sort_keys=True, default=str).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        if (whole := gather(parameter)) is None:
-            continue
-        values: Any = whole.cpu().contiguous()
-        state.update(f"{name}|{values.dtype}|{tuple(values.shape)}".encode())
-        state.update(values.flatten().view(torch.uint8).numpy())
-    return state.hexdigest()
 
 
 class ReferenceTables:
@@ -399,7 +354,6 @@ class ReferenceTables:
         reference: whose log-probabilities.
         data: the data sets by name, each with the rows that the run uses, ascending.
         engine: of the model that is trained, for its ranks.
-        cache: folder to share between runs; the run's own when None.
         mismatched: also of answers to other prompts.
     """
 
@@ -409,13 +363,11 @@ class ReferenceTables:
         data: Mapping[str, tuple[PreferenceData | JudgedData, Sequence[int]]],
         engine: TrainEngine[Any],
         *,
-        cache: str | None,
         mismatched: bool,
     ) -> None:
         self._engine = engine
         self._reference: Reference | None = reference
         self._data = data
-        self._cache = None if cache is None else Path(cache).expanduser()
         self._kinds = ("answers", "mismatched") if mismatched else ("answers",)
         self._work: Iterator[int] = iter(())
         self.tables: dict[str, Tables] = {}
@@ -425,58 +377,26 @@ class ReferenceTables:
             raise RuntimeError(f"the reference's log-probabilities of {name!r} are not there before the first step")
         return self.tables[name]
 
-    def begin(self, path: Path, *, is_resumed: bool) -> int:
+    def begin(self, path: Path) -> int:
         """Reads the tables that are there; ``compute`` makes the others.
 
         Args:
             path: the run's directory.
-            is_resumed: the run has a checkpoint from which it goes on.
 
         Returns:
             How many rows have to be computed.
-
-        Raises:
-            UserError: data or reference are not those with which the run that is resumed began.
         """
-        reference = self._reference
-        assert reference is not None, "begun once, before the reference is given back"
-        digests = {name: self._digest(name) for name in self._data}
-        first, record = self._engine.of_first_rank, path / "reference.json"
-        begun = first(lambda: read_json(record)) if is_resumed else None
-        if begun is not None and begun.get("format") != FORMAT:
-            raise UserError(
-                "the run's reference tables are those of another version of Quartet",
-                found=f"format {begun.get('format')} in {record} instead of {FORMAT}",
-                remedy="go on with that version, or choose another output_dir",
-            )
-        weights = str(begun["weights"]) if begun is not None else reference.digest()
-        # A run that goes on for longer may draw other rows: what they were is not recorded.
-        rows = {name: _digest_of_rows(drawn) for name, (_, drawn) in self._data.items()}
-        if begun is not None:
-            _check_unchanged(begun["data"], {n: digests[n] for n, same in rows.items() if begun["rows"].get(n) == same})
-            if not reference.is_start and reference.digest() != weights:
-                raise UserError(
-                    "the reference is not the one the run began with",
-                    found="other weights at reference.path",
-                    remedy="put the former weights back, or choose another output_dir",
-                )
-        kept = {"format": FORMAT, "weights": weights, "rows": rows, "data": digests}
-        first(lambda: write_json(record, kept))
-        folder, missing = self._cache if self._cache is not None else path / "reference", {}
-        for name, (data, drawn) in self._data.items():
-            header = {"format": FORMAT, "weights": weights, "data": digests[name]}
-            file = folder / f"{weights[:16]}-{digests[name][:16]}.safetensors"
-            if (found := first(partial(_load, file, header))) is not None:
-                self.tables[name] = _spread(found, drawn, len(data))
-                continue
-            if reference.is_start and reference.digest() != weights:
-                raise UserError(
-                    "the run's reference log-probabilities are gone and cannot be computed again",
-                    found=f"no usable {file}, and the model given is not the one the run began with",
-                    remedy="give the model the run began with, or choose another output_dir",
-                )
-            missing[name] = file, header
-        self._work = self._computed(reference, missing)
+        assert self._reference is not None, "begun once, before the reference is given back"
+        missing = {}
+        for name, (_, drawn) in self._data.items():
+            file = path / "reference" / f"{name}.safetensors"
+            found = self._engine.of_first_rank(partial(_load, file))
+            # A run that goes on for longer may draw rows that are not there.
+            if found is not None and all(bool(found[kind][list(drawn)].isfinite().all()) for kind in self._kinds):
+                self.tables[name] = found
+            else:
+                missing[name] = file
+        self._work = self._computed(self._reference, missing)
         return sum(len(self._data[name][1]) for name in missing)
 
     def _parts(self, name: str, size: int) -> Iterator[tuple[Sequence[int], list[RaggedBatch]]]:
@@ -486,17 +406,8 @@ class ReferenceTables:
             rows = drawn[start : start + size]
             yield rows, [data.select(rows) if kind == "answers" else data.mismatched(rows) for kind in self._kinds]
 
-    def _digest(self, name: str) -> str:
-        """Computes the SHA-256 of all token ids, in their order."""
-        state = hashlib.sha256(f"{FORMAT}|{self._kinds}".encode())
-        for _, batches in self._parts(name, _ROWS):
-            for batch in batches:
-                state.update(f"{list(batch.segment_lengths)}".encode())
-                state.update(batch.input_ids.numpy().tobytes())
-        return state.hexdigest()
-
     def compute(self) -> int:
-        """Computes some rows of what is missing, and writes a table that is complete.
+        """Computes some rows of what is missing, and writes tables that are complete.
 
         Returns:
             How many rows; 0 when all tables are there.
@@ -506,19 +417,25 @@ class ReferenceTables:
         """
         return next(self._work, 0)
 
-    def _computed(self, reference: Reference, missing: Mapping[str, tuple[Path, dict[str, str]]]) -> Iterator[int]:
-        for name, (path, header) in missing.items():
+    def _computed(self, reference: Reference, missing: Mapping[str, Path]) -> Iterator[int]:
+        for name, path in missing.items():
             data, drawn = self._data[name]
             totals: dict[str, list[Tensor]] = {kind: [] for kind in self._kinds}
             for rows, batches in self._parts(name, _ROWS * self._engine.num_ranks):
                 passes = self._engine.in_shares(batches, reference.forward)
                 for kind, (batch, found) in zip(self._kinds, passes, strict=True):
                     of_answers, _ = answer_logprobs(found.token["logprobs"], batch)
+                    if not bool(of_answers.isfinite().all()):
+                        raise UserError(
+                            "the reference gives log-probabilities that are not finite",
+                            found=f"answers to rows {rows[0]} to {rows[-1]}",
+                            remedy="check the reference's weights, or compute in fp32",
+                        )
                     totals[kind].append(of_answers.float().view(len(rows), -1))
                 if rows[-1] == drawn[-1]:
-                    tables = {kind: torch.cat(part) for kind, part in totals.items()}
-                    self._engine.of_first_rank(partial(_write, path, header, tables))
-                    self.tables[name] = _spread(tables, drawn, len(data))
+                    tables = {kind: _spread(torch.cat(part), drawn, len(data)) for kind, part in totals.items()}
+                    self._engine.of_first_rank(partial(_write, path, tables))
+                    self.tables[name] = tables
                 yield len(rows)
 
     def release(self) -> None:
@@ -528,48 +445,22 @@ class ReferenceTables:
             reference.release()
 
 
-def _spread(tables: Tables, rows: Sequence[int], num: int) -> Tables:
-    """Spreads tables of ``rows`` over those of ``num`` rows; NaN stands for the others, which are not drawn."""
-    if len(rows) == num:
-        return tables
-    found = {name: torch.full((num, *values.shape[1:]), math.nan) for name, values in tables.items()}
-    for name, values in tables.items():
-        found[name][torch.tensor(rows)] = values
+def _spread(values_D: Tensor, rows: Sequence[int], num: int) -> Tensor:
+    """Spreads the values of ``rows`` over ``num`` rows; NaN stands for the others, which are not drawn."""
+    found = torch.full((num, *values_D.shape[1:]), math.nan)
+    found[torch.tensor(rows)] = values_D
     return found
 
 
-def _write(path: Path, header: Mapping[str, str], tables: dict[str, Tensor]) -> None:
-    if wrong := sum(int((~torch.isfinite(values)).sum()) for values in tables.values()):
-        raise UserError(
-            "the reference gives log-probabilities that are not finite",
-            found=f"{wrong} answers",
-            remedy="check the reference's weights, or compute in fp32",
-        )
+def _write(path: Path, tables: dict[str, Tensor]) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_atomically(path, save(tables, metadata=dict(header)))
+        replace_atomically(path, save(tables))
 
 
-def _digest_of_rows(rows: Sequence[int]) -> str:
-    """Computes the digest of the numbers of the rows that a run draws; "all" where it has them all checked."""
-    return "all" if isinstance(rows, range) else hashlib.sha256(np.asarray(rows, np.int64).tobytes()).hexdigest()
-
-
-def _check_unchanged(then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    if changed := [name for name, digest in now.items() if then.get(name) != digest]:
-        raise UserError(
-            f"the {' and '.join(changed)} data are not those the run began with",
-            found="other token ids",
-            remedy="resume with the same rows, tokenizer, chat template, system prompt, max_tokens and doubtful_pairs "
-            "(a template that writes today's date: also with that date), or choose another output_dir",
-        )
-
-
-def _load(path: Path, header: Mapping[str, str]) -> Tables | None:
-    """Returns what the file holds, if it holds what ``header`` says and is whole."""
+def _load(path: Path) -> Tables | None:
+    """Returns what the file holds; None where there is none, or one that is damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
-            tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tables if file.metadata() == dict(header) else None
+        return load_file(path)
     except (OSError, SafetensorError):
         return None

@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
-from quartet.config import UserError
 from quartet.config.plugins import added, load, plugins
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptData
@@ -54,7 +53,6 @@ from quartet.schedule.rollout_worker import NativeRolloutWorker, sampling_params
 from quartet.text.loading import brings_code
 from quartet.trainers import checkpoints
 from quartet.trainers.checkpoints import BUFFERED, DRAFTS, TrainResult, hold_buffered, restored_buffered, write_rollouts
-from quartet.trainers.devices import check_engine_fits
 from quartet.trainers.evaluation import prompt_requests, score_groups
 from quartet.trainers.evaluation_metrics import (
     Answer,
@@ -161,24 +159,6 @@ class PeriodicEvaluation:
             if state is not None:
                 self.alarm.restore(state)
 
-    def warnings(self) -> list[str]:
-        """Tells what keeps the alarm silent, whatever happens, in words."""
-        if self.alarm is None or self.prompts is None:
-            return []
-        num, last = len(self.prompts), math.ceil(self.steps / self.config.every_steps)
-        needs = [self.alarm.least_prompts(num_seen) for num_seen in range(1, last + 1)]
-        never, unable = "the reward-hacking alarm can never be raised", "held-out prompts cannot tell a fall from noise"
-        if self.steps < 3:
-            return [f"{never}: a rise shows in 3 steps at least, not in {self.steps}"]
-        if num < min(needs):
-            found = f"{never}: {num} {unable} in {last} evaluation{'s' * (last > 1)}, {min(needs)} can"
-            return [f"{found} (or set a larger evaluation.alarm.false_alarm_rate)"]
-        if num < needs[-1]:
-            able = max(at for at, need in enumerate(needs, start=1) if num >= need)
-            found = f"the reward-hacking alarm can only be raised up to evaluation {able} of {last}"
-            return [f"{found}: {num} {unable} later, {needs[-1]} can"]
-        return []
-
     def summary(self) -> dict[str, Any]:
         """Returns what ``summary.json`` says about alarms."""
         if self.alarm is None:
@@ -186,14 +166,7 @@ class PeriodicEvaluation:
         if not self.alarm.raised_at:
             return {"reward_hacking": {"raised": False}}
         steps, path = ", ".join(map(str, self.alarm.raised_at)), self.path / "alarms.jsonl"
-        try:
-            rows = read_alarms(path) if path.is_file() else []
-        except UserError:
-            rows = []
-        if not rows:  # deleted to make room, perhaps, which must not cost the end of the run
-            text = f"reward hacking? The alarm was raised at step {steps}; {path} is gone or damaged"
-            return {"reward_hacking": {"raised": True, "text": text, "raised_at_steps": steps}}
-        last = rows[-1]
+        last = read_alarms(path)[-1]
         examples = last.pop("examples")
         return {"reward_hacking": {**last, "raised_at_steps": steps}, "reward_hacking_examples": examples}
 
@@ -248,12 +221,8 @@ class PeriodicEvaluation:
         now."""
         most = self.config.alarm.examples if self.config.alarm is not None else 0
         path = evaluation_path(self.path / "evaluations", verdict.best_step)
-        # The file may have been deleted to make room: an alarm without examples is better than a run that stops.
-        try:
-            before = read_answers(path) if path.is_file() else []
-        except UserError as error:
-            self.progress.print(f"the alarm has no examples: {error.problem}: {error.found}")
-            before = []
+        # Deleted to make room, perhaps: an alarm without examples is better than a run that stops.
+        before = read_answers(path) if path.is_file() else []
 
         def trained(found: Sequence[Answer]) -> list[float]:
             return weighted_scores(found, self.training_weights)
@@ -377,8 +346,6 @@ class RLTrainer:
                 taken.callback(workers.close)
                 take_back_signals()
                 objects = objects.on_meta()
-            elif own_model is None and recipe.actor.model is not None:
-                check_engine_fits(recipe, recipe.actor.model.path, device)
             self.roles = RLRoles(recipe, objects, shares_reference=shares_reference(placement), computes=device)
             taken.callback(self.roles.close)
             self.evaluation = PeriodicEvaluation(self.roles, self.path, self.progress)
@@ -403,8 +370,8 @@ class RLTrainer:
         """
         watch = Stopwatch()
         with contextlib.closing(self.roles), contextlib.closing(self.workers):
-            if text := self.workers.describe():
-                self.progress.print(text)
+            if self.recipe.cluster.type == "ray":
+                self.progress.print(f"placement {self.workers.placement.type}: starting workers")
             run_async(self.start_workers())
             with self.run.stoppable(), self.run:
                 return run_async(self._train(watch))
@@ -499,8 +466,7 @@ class RLTrainer:
         self.run.recorder.drop_through(step)  # those of the next one may have begun
         self._show(metrics)
         self._at = await self._point(done, loop)
-        stuck = self.run.stuck(done, loop.updates)
-        if self.run.due(done, self.recipe.steps) or stuck is not None:
+        if self.run.due(done, self.recipe.steps):
             await self._save(self._at)
         if self.run.export_is_due(done):
             draft = self.run.begin_export(done)
@@ -508,9 +474,6 @@ class RLTrainer:
                 await self._export("actor", draft / "model")
             self.run.complete_export(draft, done)
         self.run.check_stop(done)
-        if stuck is not None:
-            self.run.drain()
-            raise stuck
         return done
 
     async def _evaluate(self, loop: RLLoop, step: int) -> dict[str, float]:
@@ -544,12 +507,10 @@ class RLTrainer:
         notes = [*self._warnings(), *self._deaths, *self.run.warnings, *(note for notes in exported for note in notes)]
         rows = read_metrics(self.path / "metrics.jsonl")
         last = {name: value for row in rows for name, value in row.items() if name not in ("step", "time_s")}
-        held_out = len(self.evaluation.prompts) if self.evaluation.prompts is not None else 0
         summary = self.run.finish(
             {
                 "stages": [{"name": "rl", "seconds": round(seconds, 3), "metrics": last}],
                 "notes": notes,
-                "rows": {"data": len(self.roles.prompts), "evaluation.data": held_out},
                 **self.evaluation.summary(),
             }
         )
@@ -573,7 +534,7 @@ class RLTrainer:
 
     def _warnings(self) -> list[str]:
         ptx = self.roles.ptx.warnings if self.roles.ptx is not None else []
-        return self.roles.warnings() + ptx + self.evaluation.warnings()
+        return self.roles.warnings() + ptx
 
     def _on_finished(self, finished: int) -> None:
         if self._rollout_bar is not None:

@@ -58,7 +58,6 @@ from quartet.trainers.input_sources import (
     check_budget,
     check_context,
     context_length,
-    cut_short,
     prompt_data,
     vocabulary_size,
 )
@@ -74,11 +73,6 @@ from quartet.trainers.model_loader import (
     reward_weights,
 )
 from quartet.trainers.sharded_models import check_cuts, shardings
-
-_PAUSES_S = (1.0, 5.0)
-"""Before an episode is played again."""
-_HOPELESS = 8
-"""So many groups that fail as a whole before an episode is played to its end stop the run; a bad row is one group."""
 
 
 class EpisodeRunner:
@@ -119,17 +113,6 @@ class EpisodeRunner:
         """
         drawn = index if draw is None else draw
         endings = await side_by_side([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
-        failures = self._make.failures
-        is_played = any(ending.end is not TrajectoryEnd.FAILED for ending in endings)
-        failures.has_played |= is_played
-        failures.num_groups += not is_played
-        if failures.num_groups >= _HOPELESS and not failures.has_played:
-            # As with a source of reward: what has never worked is no hiccup.
-            raise UserError(
-                "the environment has not played a single episode to its end",
-                found=str(failures.first),
-                remedy="correct it and resume the run: no update was made with it",
-            )
         return await self._policy.episodes(index, item, endings)
 
     async def _episode(
@@ -154,15 +137,12 @@ class EpisodeRunner:
 
     async def _played(self, name: str, about: Item, act: Act) -> FinishedEpisode:
         """Plays the episode, under the rule for environments that fail."""
-        for pause_s in (*(_PAUSES_S if self._on_error == "retry" else ()), None):
-            try:
-                return await run_episode(name, self._make, about, act, self._limits)
-            except EpisodeError as error:
-                if self._on_error == "stop" or (self._on_error == "retry" and pause_s is None):
-                    raise
-                self._make.failures.add(about.prompt_id, error)
-            if pause_s is not None:
-                await asyncio.sleep(pause_s)
+        try:
+            return await run_episode(name, self._make, about, act, self._limits)
+        except EpisodeError as error:
+            if self._on_error == "stop":
+                raise
+            self._make.failures.add(about.prompt_id, error)
         return FinishedEpisode(name, TrajectoryEnd.FAILED, math.nan, None, about.prompt)
 
 
@@ -238,7 +218,6 @@ class RLRoles:
             check_cuts(loader, shardings(recipe, shares_reference=shares_reference))
             self.ptx = build_ptx(recipe, objects.ptx_rows, self.codec, context)
             self.actor = loader.actor_engine
-            self._check_refresh()
             self.workers: Mapping[str, ModelWorker] = {name: loader.worker(name, self.ptx) for name in loader.roles()}
             taken.pop_all()
         self.groups: dict[str, RoleGroup[ModelWorker]] = {n: LocalGroup(worker) for n, worker in self.workers.items()}
@@ -305,30 +284,15 @@ class RLRoles:
         found = without_effect(self.recipe)
         found += [f"data: {warning}" for warning in self.prompts.remarks]
         found += [f"held-out data: {warning}" for warning in held_out]
-        actor, critic = (part.train.optim.lr for part in (self.recipe.actor, self.recipe.critic))
-        if self.critic is not None and critic <= actor:
-            found.append(f"critic: its learning rate, {critic:g}, is not above the actor's, {actor:g}")
         found += self.rewards.warnings() + self.evaluation_rewards.warnings()
         found += self.environment.warnings() if self.environment is not None else []
         named = [role.name for role in self.reward_models]
         named += ["reference"] if self.recipe.reference.path is not None and self.reference is not None else []
         found += self._of_models(named)
-        return found + self._cut_short() + self._of_models(self.engines())
+        return found + self._of_models(self.engines())
 
     def _of_models(self, roles: Iterable[str]) -> list[str]:
         return [f"{role}: {warning}" for role in roles for warning in self.described[role].warnings]
-
-    def _cut_short(self) -> list[str]:
-        recipe, found = self.recipe, list[str]()
-        if recipe.environment is not None:
-            return found
-        asked = [("rollout", self.prompts, recipe.rollout.sampling)]
-        if self.evaluation_prompts is not None:
-            asked.append(("evaluation", self.evaluation_prompts, recipe.held_out.sampling))
-        for section, prompts, sampling in asked:
-            lengths, key = prompts.lengths[:, 0].tolist(), f"{section}.sampling.max_new_tokens"
-            found += cut_short(lengths, sampling.max_new_tokens, self.context, key)
-        return found
 
     def close(self) -> None:
         """Gives the models back their own attention and closes the rewards."""
@@ -436,20 +400,6 @@ class RLRoles:
     def refresh_steps(self) -> int | None:
         """Every so many steps the reference takes over the actor's weights, with its adapters in them."""
         return refresh_steps(self.recipe) if self.reference is not None else None
-
-    def _check_refresh(self) -> None:
-        if self.refresh_steps is None or self.reference is None:
-            return
-        with self.actor.packed.without_adapters():
-            both = (self.actor.packed.model.state_dict(), self.reference.model.state_dict())
-        own, other = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in both)
-        if own != other:
-            name = min(name for name, _ in own.items() ^ other.items())
-            raise UserError(
-                "the reference cannot take over the actor's weights",
-                found=f"algorithm.refresh_steps={self.refresh_steps}; the models differ, first in {name}",
-                remedy="use a reference.path of the actor's architecture and size, or leave refresh_steps out",
-            )
 
     async def refresh_reference(self, steps: int) -> dict[str, float]:
         """Renews the reference where that is due. Call it after ``steps`` complete steps; returns how old the reference

@@ -16,11 +16,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +30,6 @@ from transformers import PreTrainedModel
 from quartet.cluster.group import WorkerGroup
 from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
-from quartet.config.nearest import OLDER_MODEL
 from quartet.config.plugins import storage
 from quartet.config.recipe import Recipe
 from quartet.config.run import TrainingRecipe
@@ -44,7 +41,6 @@ from quartet.observe.callbacks import Callback, Callbacks, Control, Notifier, as
 from quartet.observe.files import ENDED, LOCK, Tail, replace_atomically
 from quartet.observe.files import truncate_after as truncate_rows_after
 from quartet.observe.health import examine
-from quartet.observe.metrics import find_metric
 from quartet.observe.process import set_up_logging
 from quartet.observe.progress import Progress
 from quartet.observe.spans import BACKGROUND, SpanRecorder
@@ -54,7 +50,6 @@ from quartet.observe.trackers import (
     TrackedRun,
     build_trackers,
     metrics_of_row,
-    read_metrics,
 )
 from quartet.train.checkpoint import (
     Checkpoint,
@@ -65,14 +60,12 @@ from quartet.train.checkpoint import (
     prune,
     set_aside_after,
 )
-from quartet.trainers.devices import check_torch, compute_device, device_changes, resolved, use_threads
+from quartet.trainers.devices import compute_device, resolved, use_threads
 from quartet.trainers.run_files import (
     OTHER_LENGTH,
     Resume,
-    changed_keys,
     check_resumable,
     inspect,
-    is_other_length,
     job_of,
     output_path,
     pinned,
@@ -88,8 +81,6 @@ from quartet.trainers.signals import StopSignals, stop_signals
 R = TypeVar("R", bound=Recipe)
 CHECKPOINT, WRITER = "checkpoint", "writer"
 
-_MOST_IDLE = 3
-"""Steps in a row without an update after which a run stops."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of the disk, not of the code that was writing."""
 _log = logging.getLogger(__name__)
@@ -184,7 +175,6 @@ class RunDirectory:
         self.writer = BackgroundWriter({CHECKPOINT: 1})
         self.callbacks = Callbacks(callbacks, Control(recipe, path))
         self.has_stopped = self._has_failed = False
-        self._updates, self._idle = dict[str, tuple[int, int]](), Counter[str]()
         self._trackers: list[DeliveredTracker] = []
         self._signals = StopSignals()
         self._info: dict[str, Any] = {}
@@ -223,14 +213,11 @@ class RunDirectory:
             **memory.record(),
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
             **({"commits": self._commits} if self._commits else {}),
-            **({OLDER_MODEL: True} if former.get(OTHER_LENGTH) or former.get(OLDER_MODEL) else {}),
         }
         if found is None or found[OTHER_LENGTH]:
             with writing(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
-        for text in (*memory.processor_changes(former, self._info), *device_changes(former, self._info)):
-            self.warning(text)
         if found is not None and found["status"] == "running":
             self.warning(f"the process that ran it before {ENDED}: its status was still running")
         elif found is None and self._resume is True:
@@ -286,8 +273,6 @@ class RunDirectory:
                 if isinstance(failure, (Interrupted, KeyboardInterrupt))
                 else "failed"
             )
-            if failure is None:
-                self._info.pop(OLDER_MODEL, None)
             with contextlib.suppress(UserError) if failure else contextlib.nullcontext():
                 write_json(self.path / "run.json", self._info)
             failure = self.remote.finish(failure)
@@ -321,7 +306,8 @@ class RunDirectory:
         with writing(self.path):
             set_aside_after(self.checkpoints, step)
             prune(self.checkpoints, self.recipe.checkpoint.keep)
-            self._drop_exports(lambda exported: exported > step)
+            for exported in filter(lambda exported: exported > step, claimed_steps(self.exports)):
+                shutil.rmtree(checkpoint_path(self.exports, exported), ignore_errors=True)
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
             truncate_rows_after(self.path / "spans.jsonl", step - 1)
             rollout_store.truncate_rollouts_after(self.path / "rollouts", step)
@@ -345,29 +331,6 @@ class RunDirectory:
             self.warning(finding.text)
             self.callbacks(Callback.on_health, step, finding)
         self.callbacks(Callback.on_log, step, metrics)
-
-    def stuck(self, step: int, updates: Mapping[str, tuple[int, int]]) -> UserError | None:
-        """Returns the reason to stop after ``step`` steps, where none of a model's updates was made in the last ones.
-        The first such step is told.
-
-        Args:
-            updates: made and skipped since the run began, by role.
-        """
-        for role, (made, skipped) in updates.items():
-            made_before, skipped_before = self._updates.get(role, (0, 0))
-            is_idle = made <= made_before and skipped > skipped_before
-            self._idle[role] = self._idle[role] + 1 if is_idle else 0
-            self._updates[role] = made, skipped
-            if is_idle and not skipped_before:
-                self.warning(f"step {step}: no update of the {role} was made, its gradients were not finite")
-            if self._idle[role] == _MOST_IDLE:
-                return UserError(
-                    f"no update of the {role} has been made for {_MOST_IDLE} steps",
-                    found=f"gradients that are not finite in steps {step - _MOST_IDLE + 1} to {step}: "
-                    f"{skipped} updates skipped so far",
-                    remedy="look for weights, rewards or losses that are huge or no numbers; mend them, then resume",
-                )
-        return None
 
     def rewind(self, step: int) -> None:
         """Goes back to where ``step`` steps were complete: what was recorded after them is dropped."""
@@ -410,13 +373,10 @@ class RunDirectory:
                 return f"it has no {', '.join(lacking)}"
             if lacking := [name for name in counters if name not in info]:
                 return f"info.json does not say {', '.join(lacking)}"
-            changed = changed_keys(info["recipe"], self.recipe.model_dump(mode="json")) if "recipe" in info else []
-            return None if is_other_length(self.recipe, changed) else f"it belongs to another recipe ({changed[0]})"
+            return None
 
         found = newest_checkpoint(self.checkpoints, misfit)
         if found is None:
-            if (self.path / "metrics.jsonl").is_file() and (self.path / "metrics.jsonl").stat().st_size:
-                self.warning("there is no checkpoint: the run begins anew, and what it had recorded is written again")
             return None
         for text in found.warnings:
             self.warning(text)
@@ -468,33 +428,12 @@ class RunDirectory:
         return self.remote.begin(draft)
 
     def complete_export(self, draft: Path, step: int) -> None:
-        """Gives an export its name; call once the step's metrics are logged, by which the best one is kept."""
+        """Gives an export its name."""
         final = checkpoint_path(self.exports, step)
         with writing(final):
             write_models(draft)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(draft, final)
-            if (metric := self.recipe.checkpoint.metric_for_best_model) is None:
-                return
-            rows, sign = (
-                read_metrics(self.path / "metrics.jsonl"),
-                1 if self.recipe.checkpoint.greater_is_better else -1,
-            )
-            values: dict[int, float] = {}  # of each export the newest one up to its step
-            for kept in claimed_steps(self.exports):
-                known = [
-                    row[metric] for row in rows if row["step"] <= kept and math.isfinite(row.get(metric, math.nan))
-                ]
-                values |= {kept: sign * known[-1]} if known else {}
-            if values:
-                best = max(values, key=lambda kept: (values[kept], kept))
-                self._drop_exports(lambda kept: kept != best)
-            else:
-                self.warning(f"export of step {step}: {metric} was not logged yet, so that no export is the best one")
-
-    def _drop_exports(self, is_dropped: Callable[[int], bool]) -> None:
-        for step in filter(is_dropped, claimed_steps(self.exports)):
-            shutil.rmtree(checkpoint_path(self.exports, step), ignore_errors=True)
 
     def write_later(self, name: str, step: int, work: Callable[[], object]) -> None:
         """Does ``work``, which writes something after ``step`` complete steps, in the background and in order.
@@ -561,7 +500,6 @@ class RunDirectory:
     def stoppable(self) -> Iterator[None]:
         """Handles signals inside the block: the first one lets the step end and be saved, a second Ctrl-C stops at once
         (``signals``)."""
-        check_torch()
         with stop_signals() as self._signals, self._signals.graceful():
             yield
 
@@ -593,20 +531,12 @@ def open_run(
     Raises:
         UserError: as ``RunDirectory``, or there is no such device, or a tracker, message or callback cannot be had.
     """
-    check_torch()
     set_up_logging(recipe.log.level, "driver")
     use_threads(recipe)
     progress = progress if progress is not None else Progress()
     path, device = output_path(recipe.output_dir, job_of(recipe), resume), compute_device(recipe, passed)
     for section in recipe.log.chosen_trackers:
         section.check()
-    if (metric := recipe.checkpoint.metric_for_best_model) is not None:
-        try:
-            find_metric(metric)
-        except ValueError as error:
-            raise UserError(
-                "checkpoint.metric_for_best_model is no metric", found=str(error), remedy="name one of docs/metrics.md"
-            ) from None
     told = as_callbacks(callbacks, recipe.callbacks if isinstance(recipe, TrainingRecipe) else ())
     if recipe.log.notify is not None:
         told.append(Notifier(recipe.log.notify, progress.print))

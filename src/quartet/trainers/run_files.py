@@ -24,21 +24,19 @@ import fcntl
 import json
 import os
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
 import torch
 import yaml
-from huggingface_hub import metadata_load
 from safetensors import SafetensorError
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, HubConfig, ModelConfig, Strict
+from quartet.config.common import HubConfig, ModelConfig, Strict
 from quartet.config.engines import Speculation
 from quartet.config.errors import read_error, read_file, write_error
 from quartet.config.evaluation import ComparisonConfig
@@ -49,9 +47,8 @@ from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import flatten, is_url
 from quartet.config.yamls import parse_yaml
 from quartet.observe.files import FileDigest, changed_file, digest_files, replace_atomically, seal, unseal
-from quartet.observe.metrics import find_metric
-from quartet.remote.hub import current_commit, pin, split_name
-from quartet.text.loading import local_directory, local_or_hub
+from quartet.remote.hub import pin, split_name
+from quartet.text.loading import local_directory
 
 FREE_KEYS = (
     "output_dir",
@@ -319,23 +316,15 @@ def read_recipe(path: Path) -> Any:
 
 
 def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str, str]) -> None:
-    """Refuses to go on in another compute dtype than a run began with, which ``auto`` may stand for elsewhere, and with
-    compiled layers: nothing promises that another process gets the same kernels.
+    """Refuses to go on in another compute dtype than a run began with, which ``auto`` may stand for elsewhere.
 
     Args:
         found: the run's ``run.json``.
         resolved: what this process would have in the place of ``auto``.
 
     Raises:
-        UserError: they differ, or layers are compiled.
+        UserError: they differ.
     """
-    if compiled := [key for key, value in resolved.items() if key.endswith("compile") and value == "true"]:
-        raise UserError(
-            f"{path} cannot be resumed: it has compiled layers",
-            found=f"{compiled[0]}: true; torch does not promise that another process gets the same kernels, so the "
-            "rest of the run might have other bits than without the stop",
-            remedy=f"start it again in another output_dir; with {compiled[0]}: false runs can be resumed",
-        )
     then = flatten(read_recipe(path / RECIPE)) | dict(found.get("resolved") or {})
     for key, now in resolved.items():
         if key.rpartition(".")[2] == "precision" and then.get(key) not in (None, "auto", now):
@@ -349,8 +338,8 @@ def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str,
 def changed_keys(saved: Any, current: Any) -> list[str]:
     """Returns ``key: value then, value now`` for every key whose difference changes what is trained, by name.
 
-    A precision of ``auto`` differs from none: ``check_resumable`` compares what it stands for. Two paths
-    in one place beside the run's directory do not differ either: a stage may move with the run that it is part of.
+    A precision of ``auto`` differs from none: ``check_resumable`` compares what it stands for. Two paths in one place
+    beside the run's directory do not differ either: a stage may move with the run that it is part of.
     """
     then, now = flatten(saved), flatten(current)
     free_keys: tuple[str, ...] = FREE_KEYS
@@ -380,11 +369,10 @@ def take_lock(path: Path) -> TextIO:
     """Takes the lock file of a run, open and locked; closing it gives the run back.
 
     Raises:
-        UserError: another process has it, or the file system knows no locks.
-        OSError: the file cannot be made.
+        UserError: another process has it.
+        OSError: the file cannot be made, or the file system knows no locks.
     """
-    # Neither followed nor emptied, and not waited for: a link or a pipe in its place must do no harm.
-    file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
+    file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -394,13 +382,6 @@ def take_lock(path: Path) -> TextIO:
             found="another process is running this job now",
             remedy="wait for it, or choose another output_dir",
         ) from error
-    except OSError as error:
-        file.close()
-        raise UserError(
-            f"{path.parent} cannot be locked, so that another process could write there at the same time",
-            found=f"{path}: {error.strerror or error}",
-            remedy="choose an output_dir on a file system with locks (mount Lustre with -o flock)",
-        ) from error
     return file
 
 
@@ -408,12 +389,7 @@ def software_versions() -> dict[str, str]:
     """Returns the versions of the software that runs, of torch with its build (``2.13.0+cpu``), which the installed
     package does not always name."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("quartet-rl", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return found | {package: version(package) for package in ("quartet-rl", "transformers")}
 
 
 def write_json(path: Path, value: object) -> None:
@@ -423,12 +399,8 @@ def write_json(path: Path, value: object) -> None:
 
 
 R = TypeVar("R", bound=Recipe)
-_DATA = ("data", "evaluation_data", "evaluation.data", "ptx.data")
-_SAID = ("loss/", "reward/", "kl/", "sft/", "reward_model/", "preference/", "process_reward/")
+_SAID = ("eval/", "loss/", "reward/", "kl/", "sft/", "reward_model/", "preference/", "process_reward/")
 """Figures of the last step that say how well it learned; seconds, memory and such are left out."""
-_FROM_BASE = ("base_model", "license", "license_name", "license_link")
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def pinned(recipe: R, former: object, tell: Callable[[str], object]) -> tuple[R, dict[str, str]]:
@@ -436,7 +408,7 @@ def pinned(recipe: R, former: object, tell: Callable[[str], object]) -> tuple[R,
 
     Args:
         former: the same of the run that goes on, whose commits stay; anything else where none does.
-        tell: told of a branch that has moved since, and of a hub that does not answer.
+        tell: told of a hub that does not answer.
 
     Raises:
         UserError: a model cannot be fetched; where workers of other machines load it, they say so.
@@ -486,16 +458,10 @@ class _Pins:
             if revision is not None:
                 raise
             return name  # who loads it says what is wrong
-        repo, asked = split_name(full)
-        found, then = None, self._former.get(key)
-        if isinstance(then, str) and split_name(then)[0] == repo:
-            found, now = then, current_commit(full)
-            if now is not None and now != split_name(then)[1]:
-                self._tell(
-                    f"{repo}: {asked or 'main'} is now at {now[:12]}; the run goes on with the commit that it began "
-                    f"with, {str(split_name(then)[1])[:12]}"
-                )
-        if found is None:
+        then = self._former.get(key)
+        if isinstance(then, str) and split_name(then)[0] == split_name(full)[0]:
+            found = then
+        else:
             found, remark = pin(full, weights=what != "tokenizer")
             if remark is not None:
                 self._tell(remark)
@@ -512,94 +478,34 @@ def write_cards(path: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str
 
     Args:
         pinned: the recipe with the commits of its models.
-        summary: of the run, as ``summary.json`` has it; ``rows`` counts those of each source of data.
+        summary: of the run, as ``summary.json`` has it.
 
     Raises:
         OSError: it cannot be written.
     """
     for folder in (path / "model", path / "adapter"):
         if folder.is_dir() and not folder.is_symlink():
-            text = _USER.sub("…", model_card(folder, recipe, pinned, summary))
-            (folder / "README.md").write_text(text, encoding="utf-8")
+            (folder / "README.md").write_text(model_card(folder, recipe, pinned, summary), encoding="utf-8")
 
 
 def model_card(folder: Path, recipe: Recipe, pinned: Recipe, summary: Mapping[str, Any]) -> str:
     """Makes the card of the model in ``folder``: metadata as the hub has it, then text."""
     start: ModelConfig | None = getattr(pinned.actor if isinstance(pinned, RLRecipe) else pinned, "model", None)
-    is_adapter, is_scalar = _kind(folder)
-    kind = "SequenceClassification" if is_scalar else "CausalLM"
-    package, name = ("peft", f"AutoPeftModelFor{kind}") if is_adapter else ("transformers", f"AutoModelFor{kind}")
+    is_adapter = (folder / "adapter_config.json").is_file()
     method = [str(part.name) for key in ("algorithm", "loss") if (part := getattr(recipe, key, None)) is not None]
-    sources = list(_sources(recipe, summary.get("rows") or {}))
-    datasets = sorted({source for _, source, _ in sources if _HUB_NAME.fullmatch(source) and not Path(source).exists()})
-    base = {} if start is None else _base(start.path)
     metadata = {
-        "library_name": package,
-        "pipeline_tag": "text-classification" if is_scalar else "text-generation",
-        **base,
-        **({"base_model_relation": "adapter" if is_adapter else "finetune"} if "base_model" in base else {}),
-        **({"datasets": datasets} if datasets else {}),
+        "library_name": "peft" if is_adapter else "transformers",
+        **({"base_model": split_name(start.path)[0]} if start is not None and split_name(start.path)[1] else {}),
         "tags": ["quartet", str(summary["job"]), *method],
     }
     begun = "a model passed from Python" if start is None else f"`{start.path}`"
-    code = ", trust_remote_code=True" if start is not None and start.trust_remote_code else ""
-    loading = (
-        f"from {package} import {name}\nfrom transformers import AutoTokenizer\n\n"
-        f'path = "."  # this directory, or its name on the hub\nmodel = {name}.from_pretrained(path{code})\n'
-        f"tokenizer = AutoTokenizer.from_pretrained(path{code})"
-    )
     last: Mapping[str, float] = summary["stages"][-1]["metrics"]
+    figures = [f"- `{name}` {value:.4g}" for name, value in last.items() if name.startswith(_SAID)]
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n\n# {folder.parent.name}",
         f"Trained by `quartet {' '.join([str(summary['job']), *method])}` from {begun}, seed {summary['seed']}.",
-        f"## Loading\n\n````python\n{loading}\n````",
-        *_table("Data", "key | source | rows used", [(f"`{key}`", path, num) for key, path, num in sources]),
-        *_figures("Held-out evaluation", {n: value for n, value in last.items() if n.startswith("eval/")}),
-        *_figures("Last step of training", {n: value for n, value in last.items() if n.startswith(_SAID)}),
+        "## Last figures\n\n" + "\n".join(figures),
         f"## Recipe\n\n````yaml\n{dump_recipe(recipe.model_copy(update={'output_dir': None}))}````",
         "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _kind(folder: Path) -> tuple[bool, bool]:
-    """Tells whether the directory holds adapters, and whether its model gives one number instead of text."""
-    if (file := folder / "adapter_config.json").is_file():
-        return True, json.loads(file.read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return False, any("SequenceClassification" in name for name in found.get("architectures") or [])
-
-
-def _base(path: str) -> dict[str, Any]:
-    """Returns the base model and licence, as far as they are known: a directory hands on what its own card says."""
-    found: dict[str, Any] = {}
-    with contextlib.suppress(UserError, ValueError, OSError, yaml.YAMLError):
-        found = metadata_load(Path(local_or_hub(path, "model")) / "README.md") or {}
-    repo, commit = split_name(path)
-    if commit is not None and not Path(path).expanduser().exists():
-        found["base_model"] = repo
-    return {key: found[key] for key in _FROM_BASE if key in found}
-
-
-def _sources(recipe: Recipe, rows: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
-    """Yields key, file or data set, and rows of every source; those of several together are counted with the first."""
-    for key in _DATA:
-        section: Any = recipe
-        for name in key.split("."):
-            section = getattr(section, name, None)
-        named = [str(part.path) for part in section.parts] if isinstance(section, DataConfig) else []
-        if not named and rows.get(key):
-            named = ["rows passed from Python"]
-        for number, path in enumerate(named):
-            yield key, path, f"{rows[key]:,}" if number == 0 and key in rows else ""
-
-
-def _figures(title: str, figures: Mapping[str, float]) -> list[str]:
-    rows = [(f"`{name}`", f"{value:.4g}", find_metric(name).meaning) for name, value in figures.items()]
-    return _table(title, "figure | value | meaning", rows)
-
-
-def _table(title: str, head: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """Makes a section with a table; none without rows."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return [f"## {title}\n\n| {head} |\n|---|---|---|\n" + "\n".join(lines)] if rows else []

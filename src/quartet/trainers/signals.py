@@ -13,7 +13,6 @@ Runs a job's coroutine to its end, from a script or from inside a running event 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import contextvars
 import os
@@ -89,12 +88,11 @@ class StopSignals:
         try:
             yield
         finally:
-            if ends_process and self.first is not None:
-                self._ignore_the_rest()
-            else:
-                for number, handler in former.items():
-                    if handler is not None:  # set by a library in C, and not ours to name
-                        signal.signal(number, handler)
+            for number, handler in former.items():
+                if ends_process and self.first is not None:
+                    signal.signal(number, signal.SIG_IGN)
+                elif handler is not None:  # set by a library in C, and not ours to name
+                    signal.signal(number, handler)
             self._is_installed = False
 
     def listen(self) -> None:
@@ -102,20 +100,6 @@ class StopSignals:
         if self._is_installed and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
-
-    def _ignore_the_rest(self) -> None:
-        """Ignores further signals, as the process ends by itself; only a Ctrl-C that comes late says that it takes too
-        long."""
-
-        def late(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGINT and time.monotonic() - self._raised_s > GRACE_S:
-                os._exit(self.exit_status)
-
-        self._raised_s = time.monotonic()
-        for number in STOP_SIGNALS:
-            signal.signal(number, late)
-            # The interpreter's last moments would bring the default back, by which a signal kills.
-            atexit.register(signal.signal, number, signal.SIG_IGN)
 
     @property
     def exit_status(self) -> int:

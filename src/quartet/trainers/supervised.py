@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.algorithms.evaluation_math import Interval, bootstrap_interval, wilson_interval
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup, connect
 from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, Custom, dispatch
@@ -533,7 +532,6 @@ class SupervisedTrainer(Generic[R, W]):
             {
                 "stages": [{"name": self._stage, "seconds": round(watch.seconds, 3), "metrics": metrics}],
                 "notes": [*about.warnings, *self.run.warnings, *([warning] if warning else [])],
-                "rows": {"data": about.num_rows, "evaluation_data": about.num_evaluation_rows},
             }
         )
 
@@ -566,9 +564,7 @@ class SupervisedTrainer(Generic[R, W]):
                 run.recorder.drop_through(step)
                 last.update(metrics)
                 bar.advance(1, **{label: round(last[key], 4) for label, key in shown.items() if key in last})
-                skipped = int(metrics["optim/skipped_steps"])
-                stuck = run.stuck(step, {"model": (step - skipped, skipped)})  # one update per step
-                if run.due(step, about.steps) or stuck is not None:
+                if run.due(step, about.steps):
                     await checkpoints.save(run, saved, step, {"metrics": last})
                 if run.export_is_due(step):
                     draft = run.begin_export(step)
@@ -576,9 +572,6 @@ class SupervisedTrainer(Generic[R, W]):
                     await checkpoints.bring(run, group, draft)
                     run.complete_export(draft, step)
                 run.check_stop(step)
-                if stuck is not None:
-                    run.drain()
-                    raise stuck
         return last
 
     async def _step(self, step: int, group: RoleGroup[W], about: SupervisedDescription) -> dict[str, float]:
@@ -683,12 +676,8 @@ class RewardModelWorker(SupervisedWorker[RewardModelRecipe, PreferenceData]):
 
     def _measure(self, data: PreferenceData) -> dict[str, float]:
         chosen, rejected = score_pairs(self.engine, data)
-        right = chosen > rejected
-        interval = accuracy_interval(right, [pair.prompt_ids for pair in data.items], seed=self.recipe.seed)
-        bounds = {} if interval is None else {"eval/accuracy_low": interval.low, "eval/accuracy_high": interval.high}
         return {
-            "eval/accuracy": float(right.double().mean()),
-            **bounds,
+            "eval/accuracy": float((chosen > rejected).double().mean()),
             "eval/longer_answer_accuracy": longer_answer_accuracy(data),
             "eval/margin": float((chosen - rejected).double().mean()),
             "eval/offset": float(torch.cat([chosen, rejected]).double().mean()),
@@ -699,34 +688,14 @@ class RewardModelTrainer(SupervisedTrainer[RewardModelRecipe, RewardModelWorker]
     """Trains a scalar head on a causal LM's body (or goes on with a reward model) to prefer chosen over rejected.
 
     Arguments as for ``SupervisedTrainer``; rows have ``prompt``, ``chosen``, ``rejected`` and, if they have one,
-    ``margin``. Held-out figures: ``eval/accuracy``, the share of pairs whose chosen side scores strictly higher, with
-    its interval from ``eval/accuracy_low`` to ``eval/accuracy_high``; beside it ``eval/longer_answer_accuracy``, what
+    ``margin``. Held-out figures: ``eval/accuracy``, the share of pairs whose chosen side scores strictly higher;
+    beside it ``eval/longer_answer_accuracy``, what
     one would get by calling the answer of more tokens the better one; ``eval/margin``, the mean difference;
     ``eval/offset``, the mean score of both sides, which centring keeps near 0.
     """
 
     recipe_class = RewardModelRecipe
     worker_class = RewardModelWorker
-
-
-def accuracy_interval(right_P: Tensor, prompts: Sequence[Hashable], *, seed: int) -> Interval | None:
-    """Returns the 95 % interval of the share of right pairs: Wilson's, or where pairs share prompts, and so are not
-    independent, the bootstrap over prompts. None where all have one prompt.
-
-    Args:
-        right_P: bool.
-        prompts: of each pair.
-        seed: of the resampling.
-    """
-    numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
-    if len(numbers) == len(prompts):
-        return wilson_interval(float(right_P.double().mean()), len(prompts))
-    if len(numbers) < 2:
-        return None
-    prompt_P = torch.tensor([numbers[prompt] for prompt in prompts])
-    pairs_Q = prompt_P.bincount().double()
-    means_Q = prompt_P.bincount(right_P.double()) / pairs_Q
-    return bootstrap_interval(means_Q, torch.Generator().manual_seed(seed), weights_P=pairs_Q)
 
 
 def longer_answer_accuracy(data: PreferenceData) -> float:

@@ -46,7 +46,7 @@ from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup, Role
 from quartet.schedule.rollout_worker import NativeRolloutWorker, RolloutWorker, ServedRolloutWorker
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.devices import META, check_engine_fits, enter_process, precision_on, worker_device
+from quartet.trainers.devices import META, enter_process, precision_on, worker_device
 from quartet.trainers.engines import (
     Policy,
     has_folder,
@@ -238,8 +238,6 @@ class PoolWorker(RolesWorker):
         cut_roles = {role for role, sharding in of_role.items() if sharding.copy_size > 1}
         is_group = self.world_size > 1 and not cut_roles.union(TRAINED_ROLES).isdisjoint(names)
         meshes = Meshes(enter_process(self, "+".join(names), recipe, directory, is_group=is_group), of_role)
-        if "rollout" in names and objects.model is None and recipe.actor.model is not None:
-            check_engine_fits(recipe, recipe.actor.model.path, device, self.place.local_world_size)
         loader = ModelLoader(
             recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )
@@ -335,10 +333,6 @@ class RunWorkers:
             found[role] = {mode: num * size for mode, size in sizes.items()}
         return found
 
-    def describe(self) -> str:
-        """Tells what is about to be started, in words; nothing where it is this process alone."""
-        return ""
-
     def start(self, ptx: PTX | None = None) -> None:
         """Starts what computes; ``models`` and ``engines`` reach it afterwards. An actor elsewhere gets ``ptx``."""
 
@@ -430,13 +424,6 @@ class RayRunWorkers(RunWorkers):
             self._backend.close()
             raise
 
-    def describe(self) -> str:
-        of_pool = [
-            f"{pool.name} ({pool.num_processes} × {', '.join(roles_in(self.placement, pool.name))})"
-            for pool in self.placement.pools
-        ]
-        return f"placement {self.placement.type}: starting workers for {'; '.join(of_pool)}"
-
     def start(self, ptx: PTX | None = None) -> None:
         """Starts all workers side by side; each loads the models of its roles.
 
@@ -515,30 +502,12 @@ class RayRunWorkers(RunWorkers):
 
     def _check_room(self) -> None:
         """Checks all pools at once, before any is granted."""
-        needs = self._resources([1]).needs
-        if not needs:
-            return
-        room = [node.holds(needs, node.total) for node in self._backend.nodes()]
-        try:
-            check_devices(self.placement, room)
-        except UserError as error:
-            asked = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
-            raise UserError(
-                error.problem,
-                found=f"{error.found}; a device is {asked} here",
-                remedy=f"{error.remedy}; or ask for less per process (cluster.cpus_per_process, gpus_per_process)",
-            ) from error
+        if needs := self._resources([1]).needs:
+            check_devices(self.placement, [node.holds(needs, node.total) for node in self._backend.nodes()])
 
     def _granted(self, pool: ResolvedPool) -> ResourcePool:
         granted = self._resources(pool.processes_per_node)
-        try:
-            self._backend.grant(granted, self.cluster.start_timeout_s)
-        except UserError as error:
-            raise UserError(
-                f"placement: pool {pool.name!r} cannot be had; {error.problem}",
-                found=error.found,
-                remedy=f"{error.remedy} (cluster.cpus_per_process, placement)",
-            ) from error
+        self._backend.grant(granted, self.cluster.start_timeout_s)
         return granted
 
     def _resources(self, processes: Sequence[int]) -> ResourcePool:

@@ -94,7 +94,7 @@ def test_a_whole_eval_recipe_loads_and_comes_back() -> None:
         ],
     )
     assert isinstance(recipe, EvalRecipe)
-    assert recipe.sampling.max_new_tokens == 128 and recipe.compare is not None and not recipe.compare.is_file
+    assert recipe.sampling.max_new_tokens == 128 and recipe.compare is not None
     assert EvalRecipe.model_validate_json(recipe.model_dump_json()) == recipe
     assert "tie_margin: 0.5" in dump_recipe(recipe)
 

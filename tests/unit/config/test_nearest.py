@@ -15,7 +15,6 @@ from quartet.config.nearest import made_by
 from quartet.extras.report.build import build_report
 from quartet.models.loading import load_causal_lm, load_scalar_model
 from quartet.text.loading import load_tokenizer, local_directory
-from quartet.trainers.evaluation_metrics import read_answers
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +84,6 @@ def test_a_damaged_run_is_passed_over(tmp_path: Path, text: str) -> None:
         (lambda: load_tokenizer("runs/sft/model"), "sft"),
         (lambda: load_causal_lm("sft/model"), "sft"),
         (lambda: load_scalar_model("runs/reward-model/model"), "reward-model"),
-        (lambda: read_answers(Path("runs/eval/answers.jsonl")), "eval"),
         (lambda: build_report(Path("runs/rl-grpo"), None), "rl"),
     ],
 )

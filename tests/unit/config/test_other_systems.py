@@ -60,7 +60,6 @@ DPO = {
     "learning_rate": "train.optim.lr",
     "max_length": "data.max_tokens",
     "max_completion_length": "set data.max_tokens",
-    "precompute_ref_log_probs": "reference.cache",
     "reference_free": "loss.name: simpo or orpo",
     "rpo_alpha": "loss.sft_coef",
     "deepspeed": NOT_NEEDED + "sharding.shard",

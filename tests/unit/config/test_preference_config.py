@@ -42,7 +42,7 @@ def test_a_field_of_another_loss_is_unknown() -> None:
     ("overrides", "found"),
     [
         (("loss.name=simpo", "reference.path=x"), "loss simpo has no reference: leave out reference.path"),
-        (("loss.name=orpo", "reference.path=x", "reference.cache=y"), "reference.path and reference.cache"),
+        (("loss.name=orpo", "reference.path=x"), "leave out reference.path"),
         (("loss.name=kto", "pairs_per_step=1"), "set pairs_per_step to 2 or more"),
     ],
 )

@@ -86,8 +86,6 @@ def test_a_hack_is_found() -> None:
 def test_few_prompts_never_raise_it() -> None:
     """Four prompts that all fall could be chance once in sixteen times."""
     assert share_raised(30, rising, falling, prompts=4) == 0
-    assert HackingAlarm(0.01, 1).least_prompts(1) == 8
-    assert [HackingAlarm(0.05, EVALUATIONS).least_prompts(seen) for seen in (1, 2, 12)] == [9, 6, 8]
 
 
 def test_ten_prompts_that_fall_at_two_evaluations_running_are_found() -> None:

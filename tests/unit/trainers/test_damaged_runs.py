@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -147,26 +146,6 @@ def test_no_good_checkpoint_ends_the_run_and_changes_nothing(run: Path, sft: Any
     assert {path: path.read_bytes() for path in kept} == kept
 
 
-def test_another_run_s_checkpoint_is_not_taken(run: Path, sft: Any, tmp_path: Path) -> None:
-    """Whole, of the right step, but trained with another recipe."""
-    other = sft(tmp_path / "other")
-    other.recipe = other.run.recipe = other.recipe.model_copy(update={"seed": 5})
-    other.train()
-    shutil.rmtree(run / NEWEST)
-    shutil.copytree(tmp_path / "other" / NEWEST, run / NEWEST)
-    told = io.StringIO()
-    sft(run, resume=True, console=told).train()
-    assert "step_00000006: it belongs to another recipe (seed: 5 then, 0 now)" in told.getvalue()
-
-
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(run: Path, whole: Path, sft: Any) -> None:
-    shutil.rmtree(run / "checkpoints")
-    told = io.StringIO()
-    sft(run, resume=True, console=told).train()
-    assert "there is no checkpoint: the run begins anew" in told.getvalue()
-    assert untimed(run) == untimed(whole)
-
-
 def test_another_model_than_the_run_s_is_refused(run: Path, sft: Any, causal_lm: Any, tokenizer: Any) -> None:
     trainer = sft(run, resume=True)
     other = SFTTrainer(
@@ -295,36 +274,6 @@ def test_a_flipped_bit_in_the_recipe_is_refused_or_changes_nothing(number: int, 
     except UserError:
         return
     assert not changed_keys(parse_yaml(path.read_bytes().decode()), before)
-
-
-def test_the_lock_is_neither_followed_nor_emptied_nor_waited_for(small: Path) -> None:
-    lock, other = small / ".lock", small.parent / "precious"
-    other.write_text("precious")
-    lock.unlink()
-    lock.symlink_to(other)
-    with pytest.raises(UserError, match="could not be written") as caught:
-        resumed(small)
-    assert "symbolic link" in caught.value.remedy and other.read_text() == "precious"
-    lock.unlink()
-    lock.mkdir()
-    with pytest.raises(UserError, match="could not be written") as caught:
-        resumed(small)
-    assert "directory" in caught.value.remedy
-    lock.rmdir()
-    os.mkfifo(lock)
-    assert resumed(small)[0] == 2
-
-
-def test_a_file_system_without_locks_is_not_called_in_use(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
-    def none(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(UserError, match="cannot be locked") as caught:
-        resumed(small)
-    assert "No locks available" in caught.value.found
 
 
 @pytest.mark.parametrize("number", range(10))

@@ -49,7 +49,6 @@ from quartet.schedule.groups import Group, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, PartScorer, UpdatePlan
 from quartet.schedule.rollout_worker import FinishedRequest, RequestStore, TurnRequest
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers import roles
 from quartet.trainers.experience import Assembler, Experience
 from quartet.trainers.loop import episode_metrics
 from quartet.trainers.rl import RLTrainer
@@ -397,19 +396,9 @@ def flaky(codec: TextCodec, on_error: str, failing: dict[int, int], num: int = 3
     return found, make.warnings(), policy
 
 
-def test_an_episode_that_failed_is_played_again_from_its_beginning(
-    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(roles, "_PAUSES_S", (0.0, 0.0))
-    undisturbed, told, _ = flaky(codec, "retry", {})
-    assert told == []
-    again, (told,), policy = flaky(codec, "retry", {1: 2, 2: 1})
-    assert str(contents(again)) == str(contents(undisturbed)), "as text, where NaN equals NaN"
-    assert "3 episodes" in told and "p1 (3)" in told and "the simulator is gone" in told
-    assert len(policy.requests) == 2 * (3 + 3)
-    for on_error, times in (("retry", 3), ("stop", 1)):
-        with pytest.raises(EpisodeError, match="the simulator is gone"):
-            flaky(codec, on_error, {1: times})
+def test_an_episode_that_failed_stops_the_run(codec: TextCodec) -> None:
+    with pytest.raises(EpisodeError, match="the simulator is gone"):
+        flaky(codec, "stop", {1: 1})
 
 
 def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCodec) -> None:
@@ -433,25 +422,6 @@ def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCod
     assert episode_metrics(batch)["episode/left_out"] == 1.0 and "episode/left_out" not in episode_metrics(
         undisturbed.batch
     )
-
-
-def test_an_environment_that_never_works_stops_the_run(codec: TextCodec) -> None:
-    """One row that always fails, however many episodes it has, is no such environment."""
-    Flaky.failing = dict.fromkeys(range(9), 99)
-    make = EnvironmentFactory(partial(Flaky, True))
-    runner = EpisodeRunner(
-        make, EnvironmentConfig(on_error="leave_out"), Recording(codec), EpisodeLimits(3, 60), run_seed=3
-    )
-
-    async def play(num_groups: int) -> None:
-        for number in range(num_groups):
-            await runner.group(number, ITEM, SamplingParams(max_new_tokens=4), 9)
-
-    asyncio.run(play(7))
-    assert make.failures.rows == {"p1": 63}
-    with pytest.raises(UserError, match="not played a single episode") as raised:
-        asyncio.run(play(1))
-    assert "the simulator is gone" in raised.value.found
 
 
 # Training ------------------------------------------------------------------------------------------------

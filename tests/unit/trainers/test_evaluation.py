@@ -27,7 +27,7 @@ from quartet.schedule.model_worker import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, generate
+from quartet.trainers.evaluation import EvaluationModel, answers_of, generate
 from quartet.trainers.evaluation_metrics import Answer
 from quartet.trainers.experience import Assembler
 
@@ -91,20 +91,6 @@ def test_chunks_do_not_show(answered: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert answered(n, samples=3, max_new_tokens=4) == whole and sizes[1:] == [6] * 6
     assert [(a.prompt_id, a.sample) for a in whole] == [(f"p{p}", r) for p in range(12) for r in range(3)]
     assert all(answer.rewards["n"] == len(answer.completion) for answer in whole)
-
-
-@pytest.mark.parametrize("reason", ["stop", "length"])
-def test_a_stored_text_becomes_what_was_sampled(codec: TextCodec, data: PromptData, reason: str) -> None:
-    """End-of-text only where it ended by itself."""
-
-    def stored(text: str, reason: str) -> Answer:
-        return Answer("p0", 0, data.items[0].prompt, text, reason, 0, {})
-
-    found = as_completion(codec, stored("1+2=3", reason))
-    assert codec.decode(found.token_ids) == "1+2=3"
-    assert (found.token_ids[-1] in codec.eos_ids) == (reason == "stop")
-    assert found.finish_reason.value == reason
-    assert len(as_completion(codec, stored("", "length")).token_ids) == 1, "a sequence has a token"
 
 
 def test_generation_depends_on_the_seed_alone_and_reports_its_progress(causal_lm: Any, codec: TextCodec) -> None:

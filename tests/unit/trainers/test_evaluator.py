@@ -22,7 +22,7 @@ from quartet.config.rewards import JudgeReward, PairwiseJudge
 from quartet.config.run import LogConfig
 from quartet.rewards.source import GuardedReward
 from quartet.trainers.evaluation import EvaluationModel, EvaluationResult, Evaluator
-from quartet.trainers.evaluation_metrics import drop_after, evaluation_path, read_answers, write_rows
+from quartet.trainers.evaluation_metrics import drop_after, evaluation_path, write_rows
 
 HOT = SamplingConfig(temperature=1.0, max_new_tokens=6)
 QUIET = LogConfig(tensorboard=False)
@@ -49,13 +49,11 @@ def saved(tmp_path: Path, causal_lm: Any, tokenizer: Any) -> Callable[[int], str
 
 @pytest.fixture
 def evaluated(tmp_path: Path, causal_lm: Any, tokenizer: Any, prompts: list[str]) -> Callable[..., EvaluationResult]:
-    def run(
-        name: str, seed: int = 0, judge: Any = None, rewards: Any = (many_digits,), **changes: Any
-    ) -> EvaluationResult:
+    def run(name: str, seed: int = 0, rewards: Any = (many_digits,), **changes: Any) -> EvaluationResult:
         values: dict[str, Any] = {"output_dir": str(tmp_path / name), "sampling": HOT, "log": QUIET}
         recipe = EvalRecipe(**{**values, **changes})
         model = causal_lm(seed)
-        return Evaluator(recipe, model=model, tokenizer=tokenizer, rewards=rewards, prompts=prompts, judge=judge).run()
+        return Evaluator(recipe, model=model, tokenizer=tokenizer, rewards=rewards, prompts=prompts).run()
 
     return run
 
@@ -115,20 +113,6 @@ def test_two_models_by_a_rule(evaluated: Any, saved: Any) -> None:
     share = sum(row["against_rewards"]["many_digits"] for row in rows) / 24
     assert against["eval/many_digits"] == pytest.approx(share)
     assert [row["completion"] for row in rows_of(found.path / "against.jsonl")] == [row["against"] for row in rows]
-
-
-def test_a_reward_model_scores_stored_text_as_it_scores_tokens(evaluated: Any, scalar_model: Any) -> None:
-    """Where the text has the ids that were sampled: one per character here, unless special ones stand between them."""
-    first = evaluated("first", seed=3, rewards=(scalar_model(),))
-    stored = rows_of(first.path / "answers.jsonl")
-    again = evaluated(
-        "again", seed=3, rewards=(scalar_model(),), compare=ComparisonConfig(model=str(first.path / "answers.jsonl"))
-    )
-    same = [len(row["completion"]) + (row["finish_reason"] == "stop") == row["length"] for row in stored]
-    assert sum(same) >= 4
-    for is_same, row in zip(same, rows_of(again.path / "comparison.jsonl"), strict=True):
-        ours, theirs = row["rewards"]["reward_model"], row["against_rewards"]["reward_model"]
-        assert not is_same or ours == pytest.approx(theirs, abs=1e-5)
 
 
 def test_a_judge_behind_an_endpoint(evaluated: Any, saved: Any, serve: Any) -> None:
@@ -197,7 +181,6 @@ def test_a_users_model_is_given_back(
         ({"compare": ComparisonConfig(model="./nowhere")}, "nowhere"),
         ({"compare": ComparisonConfig(model=".", source="digits")}, "many_digits"),
         ({"grading": GradingConfig(sources=("digits",))}, "many_digits"),
-        ({"judge": object()}, "compare is missing"),
     ],
 )
 def test_mistakes_are_found_before_the_first_answer(
@@ -207,30 +190,6 @@ def test_mistakes_are_found_before_the_first_answer(
         evaluated("wrong", **changes)
     assert part in str(caught.value)
     assert not (tmp_path / "wrong").exists()
-
-
-# Stored answers --------------------------------------------------------------------------------------------
-
-
-def test_answers_of_other_prompts_are_refused(evaluated: Any, tmp_path: Path) -> None:
-    found = evaluated("here")
-    rows = rows_of(found.path / "answers.jsonl")
-    for row in rows:
-        row["prompt"] += " "
-    write_rows(tmp_path / "other.jsonl", rows)
-    with pytest.raises(UserError, match="other prompts"):
-        evaluated("there", compare=ComparisonConfig(model=str(tmp_path / "other.jsonl")))
-    (tmp_path / "no.jsonl").write_text('{"prompt": "1+1="}\n', encoding="utf-8")
-    with pytest.raises(UserError, match="no answers"):
-        read_answers(tmp_path / "no.jsonl")
-
-
-def test_some_common_prompts_suffice_and_are_counted(evaluated: Any, tmp_path: Path) -> None:
-    found = evaluated("here")
-    write_rows(tmp_path / "half.jsonl", rows_of(found.path / "answers.jsonl")[:5])
-    half = evaluated("half", compare=ComparisonConfig(model=str(tmp_path / "half.jsonl")))
-    assert half.comparison is not None and half.comparison.same == 5
-    assert any("5 pairs" in note for note in half.notes)
 
 
 def test_rows_survive_any_text(tmp_path: Path) -> None:

@@ -26,12 +26,11 @@ from quartet.config.recipe import ActorConfig, CriticConfig, RewardModelRecipe, 
 from quartet.config.run import LogConfig
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, save_causal_lm
 from quartet.models.packed_model import PackedScalarModel
-from quartet.observe.callbacks import Callback
 from quartet.observe.rollouts import list_steps, read_step
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
-from quartet.text.loading import load_tokenizer, local_directory
+from quartet.text.loading import load_tokenizer
 from quartet.train.engine import TrainEngine
-from quartet.trainers.checkpoints import export, exported, model_directory
+from quartet.trainers.checkpoints import export, model_directory
 from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run_files import completed_run
@@ -228,7 +227,7 @@ def test_a_run_of_somebody_else_turns_no_trust_on(base: Path, demonstrations: An
 # Along the way ---------------------------------------------------------------------------------------------
 
 
-def test_models_are_exported_along_the_way_and_the_best_one_kept(
+def test_models_are_exported_along_the_way(
     base: Path, demonstrations: Any, tiny_rl: Any, digits: Any, tmp_path: Path
 ) -> None:
     run, values = tmp_path / "run", {"steps": 3, "model": str(base)}
@@ -237,15 +236,6 @@ def test_models_are_exported_along_the_way_and_the_best_one_kept(
     export(run, 2, tmp_path / "second")
     assert files(run / "exports" / "step_00000002" / "model") == files(tmp_path / "second")
     assert model_directory(str(run / "exports" / "step_00000002")) == str(run / "exports/step_00000002/model")
-    for metric, greater, best in (("data/epoch", True, 3), ("data/epoch", False, 1), ("eval/accuracy", True, 0)):
-        path = tmp_path / f"{best}"
-        chosen = CheckpointConfig(export_every=1, metric_for_best_model=metric, greater_is_better=greater)
-        sft(path, demonstrations, checkpoint=chosen, **values).train()
-        kept = sorted(int(found.name.removeprefix("step_")) for found in (path / "exports").iterdir())
-        assert kept == ([best] if best else [1, 2, 3])
-    with pytest.raises(UserError, match="metric_for_best_model is no metric"):
-        chosen = CheckpointConfig(export_every=1, metric_for_best_model="acuracy")
-        sft(tmp_path / "unknown", demonstrations, checkpoint=chosen, **values)
     actor = ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=2)))
     often = {"steps": 2, "prompts_per_step": 2, "checkpoint": CheckpointConfig(export_every=1)}
     tiny_rl(tmp_path / "rl", digits, actor=actor, **often).train()
@@ -289,31 +279,6 @@ def test_a_finished_run_goes_on_for_more_steps_as_if_it_had_been_to_have_them(
             trained(job, "longer", 3, resume=True)
         assert "set steps to 4 or more" in refused.value.remedy
         assert json.loads((tmp_path / job / "longer" / "run.json").read_text())["status"] == "done"
-
-
-def test_a_run_that_was_stopped_on_its_way_to_more_steps_gives_its_newest_model(
-    base: Path, demonstrations: Any, tmp_path: Path
-) -> None:
-    class Stops(Callback):
-        def on_step_end(self, step: int, metrics: Any) -> None:
-            if step == 4:
-                raise RuntimeError("stop")
-
-    run = tmp_path / "run"
-    sft(run, demonstrations, steps=2, model=str(base)).train()
-    older = (run / "model" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="Stops failed"):
-        sft(run, demonstrations, steps=4, model=str(base), resume=True, callbacks=[Stops()]).train()
-    export(run, 3, tmp_path / "third")
-    newest = (Path(model_directory(str(run))) / "model.safetensors").read_bytes()
-    assert newest == (tmp_path / "third" / "model.safetensors").read_bytes() != older
-    with pytest.raises(UserError, match="of its last step"):
-        exported(run)
-    with pytest.raises(UserError, match="has gone on since") as refused:
-        local_directory(run, "model")
-    assert "--resume" in refused.value.remedy and str(run / "model") in refused.value.remedy
-    sft(run, demonstrations, steps=4, model=str(base), resume=True).train()
-    assert local_directory(run, "model") == str(exported(run)) == str(run / "model")
 
 
 # Digests ---------------------------------------------------------------------------------------------------

@@ -108,21 +108,18 @@ def test_every_model_of_an_rl_run_is_pinned_and_the_run_says_to_what(
     assert set(hub.downloads().values()) <= {1, 2}, "two commits of one file name, each downloaded once"
     card = ModelCard.load(result.path / "model" / "README.md")
     assert card.data.tags == ["quartet", "rl", "grpo"]
-    assert "| `data` | rows passed from Python | 12 |" in card.text
 
 
-def test_a_resume_keeps_the_commit_of_a_branch_that_moved_and_tells_it(
-    publish: Publish, causal_lm: Any, demonstrations: Any, break_off: Any, tmp_path: Path, capsys: Any
+def test_a_resume_keeps_the_commit_of_a_branch_that_moved(
+    publish: Publish, causal_lm: Any, demonstrations: Any, break_off: Any, tmp_path: Path
 ) -> None:
     began = publish("me/base", causal_lm(0))
     whole = sft(tmp_path / "whole", demonstrations).train().model
     break_off(sft(tmp_path / "run", demonstrations), 1)
-    now = publish("me/base", causal_lm(7))
+    publish("me/base", causal_lm(7))
     resumed = sft(tmp_path / "run", demonstrations, resume=True).train()
     assert equal(resumed.model, whole)
     assert commits(resumed.path) == {"model.path": f"me/base@{began}"}
-    told = [note for note in resumed.summary["notes"] if "main is now at" in note]
-    assert len(told) == 1 and now[:12] in told[0] and began[:12] in told[0]
     assert not equal(sft(tmp_path / "new", demonstrations).train().model, whole), "a new run takes what is there now"
 
 
@@ -218,7 +215,6 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(
     result = sft(tmp_path / "run", demonstrations, model=trusted).train()
     assert own_code.exists() and type(result.model).__name__ == "OwnForCausalLM"
     exported = tmp_path / "run" / "model"
-    assert "trust_remote_code=True" in (exported / "README.md").read_text()
     with pytest.raises(UserError, match="Python code of its own"):
         load_causal_lm(str(exported))
     assert equal(load_causal_lm(str(exported), trust_remote_code=True), result.model)
@@ -260,22 +256,13 @@ def test_a_result_is_copied_and_pushed_with_a_card(
     card = ModelCard.load(result.path / "model" / "README.md")
     assert card.data.to_dict() == {
         "library_name": "transformers",
-        "pipeline_tag": "text-generation",
         "base_model": "me/base",
-        "base_model_relation": "finetune",
-        "license": "apache-2.0",
         "tags": ["quartet", "sft"],
     }
     for expected in ("examples_per_step: 6", "`eval/loss`", "`loss/sft`", "transformers ", "seed 0"):
         assert expected in card.text, expected
-    assert f"| `data` | rows passed from Python | {len(demonstrations)} |" in card.text
-    assert "| `evaluation_data` | rows passed from Python | 4 |" in card.text
-
     copied = result.save_pretrained(tmp_path / "copy")
-    code = card.text.partition("````python\n")[2].partition("````")[0]
-    loaded: dict[str, Any] = {}
-    exec(code.replace('"."', repr(str(copied))), loaded)
-    assert equal(loaded["model"], result.model) and loaded["tokenizer"]("1+").input_ids
+    assert equal(AutoModelForCausalLM.from_pretrained(copied), result.model)
     with pytest.raises(UserError, match="not empty"):
         result.save_pretrained(copied)
 
@@ -288,30 +275,15 @@ def test_a_result_is_copied_and_pushed_with_a_card(
     assert not any(b"hf_written_nowhere" in f.read_bytes() for f in result.path.rglob("*") if f.is_file())
 
 
-def test_a_run_from_an_exported_model_hands_base_and_licence_on(
-    publish: Publish, causal_lm: Any, demonstrations: Any, tmp_path: Path
-) -> None:
+def test_adapters_name_their_base(publish: Publish, causal_lm: Any, demonstrations: Any, tmp_path: Path) -> None:
     publish("me/base", causal_lm(0))
     first = sft(tmp_path / "first", demonstrations).train()
     lora = TrainConfig(lora=LoRAConfig(rank=2, export="adapter"))
     second = sft(tmp_path / "second", demonstrations, model=ModelConfig(path=str(first.path / "model")), train=lora)
     result = second.train()
     card = ModelCard.load(result.path / "adapter" / "README.md").data
-    assert (card.base_model, card.license, card.base_model_relation) == ("me/base", "apache-2.0", "adapter")
     assert card.library_name == "peft"
     assert (result.save_pretrained(tmp_path / "copy") / "adapter_config.json").is_file()
     third = sft(tmp_path / "third", demonstrations, train=lora).train()
     adapter = json.loads((third.path / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "me/base", "no directory of this machine"
-
-
-def test_a_card_shows_no_user_of_an_address(
-    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
-) -> None:
-    model = causal_lm()
-    recipe = SFTRecipe(**COMMON, output_dir=str(tmp_path / "run"), data={"path": "sftp://me@host/rows.jsonl"})
-    result = SFTTrainer(recipe, model=model, tokenizer=tokenizer, rows=demonstrations).train()
-    text = (result.path / "model" / "README.md").read_text()
-    assert "sftp://…@host" in text and "me@host" not in text
-    assert "base_model" not in text.partition("\n---\n")[0] and "license" not in text.partition("\n---\n")[0]
-    assert equal(AutoModelForCausalLM.from_pretrained(result.save_pretrained(tmp_path / "copy")), model)

@@ -10,14 +10,12 @@ import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, ModelConfig, SourceConfig
-from quartet.config.evaluation import EvalRecipe
+from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.recipe import SFTRecipe
 from quartet.data.datasets import Mixture
 from quartet.extras.process_rewards.data import step_reader
 from quartet.extras.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation import Evaluator
 from quartet.trainers.input_sources import (
     demonstration_reader,
     pair_or_judgement_reader,
@@ -108,11 +106,8 @@ def test_sources_are_joined_or_mixed(tmp_path: Path) -> None:
 
 def test_sources_that_do_not_go_together(tmp_path: Path) -> None:
     codec, config = TextCodec(build_tokenizer()), two_files(tmp_path)
-    with pytest.raises(UserError, match="an evaluation uses every row once"):
-        prompt_data(DataConfig(**weighted(config, 1, 3)), None, codec, 99, "evaluation.data")
-    assert len(prompt_data(DataConfig(**config), None, codec, 99, "evaluation.data")) == 10
-    with pytest.raises(UserError, match="leave one of them out"):
-        prompt_data(DataConfig(**config), ["1+1="], codec, 99, "data")
+    for sources in (config, weighted(config, 1, 3)):
+        assert len(prompt_data(DataConfig(**sources), None, codec, 99, "evaluation.data")) == 10
     config["sources"][1]["columns"] = {"prompt": "x"}
     with pytest.raises(UserError, match=r"data\.sources\.1\.columns\.prompt points"):
         prompt_data(DataConfig(**config), None, codec, 99, "data")
@@ -216,15 +211,3 @@ def test_very_long_texts_are_left_out_before_they_are_tokenised(kind: str, monke
     with pytest.raises(UserError, match="longer than allowed"):
         build(None)
     assert longest < 70_000
-
-
-def test_jobs_that_use_every_row_refuse_weights(tmp_path: Path) -> None:
-    """An evaluation before its model is loaded; rounds of reward models, which take all sources without weights."""
-    config = two_files(tmp_path)
-    recipe = EvalRecipe(
-        model=ModelConfig(path=str(tmp_path / "none")),
-        data=DataConfig(**weighted(config, 1, 2)),
-        output_dir=str(tmp_path / "run"),
-    )
-    with pytest.raises(UserError, match="an evaluation uses every row once"):
-        Evaluator(recipe)

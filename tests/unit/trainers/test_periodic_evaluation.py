@@ -23,7 +23,7 @@ from quartet.extras.quickstart import task
 from quartet.extras.report.build import build_report
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.evaluation_metrics import Answer
-from quartet.trainers.rl import PeriodicEvaluation, RLTrainer, hacking_examples
+from quartet.trainers.rl import RLTrainer, hacking_examples
 
 LENGTH = 6
 
@@ -176,29 +176,6 @@ def test_an_honest_reward_raises_nothing(train: Any, tmp_path: Path) -> None:
     assert "eval/training_score_mean" not in rows[-1]
     assert result.summary["reward_hacking"] == {"raised": False}
     assert not (tmp_path / "run" / "alarms.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("prompts", "steps", "said"),
-    [
-        (5, 90, "never be raised: 5 held-out prompts cannot tell a fall from noise in 9 evaluations, 7 can"),
-        (
-            7,
-            90,
-            "only be raised up to evaluation 2 of 9: 7 held-out prompts cannot tell a fall from noise later, 9",
-        ),
-        (10, 90, None),
-        (10, 2, "never be raised: a rise shows in 3 steps at least, not in 2"),
-        (7, 10, "never be raised: 7 held-out prompts cannot tell a fall from noise in 1 evaluation, 8 can"),
-    ],
-)
-def test_an_alarm_that_cannot_be_raised_says_so(prompts: int, steps: int, said: str | None) -> None:
-    held_out = PeriodicEvaluation.__new__(PeriodicEvaluation)
-    held_out.config, held_out.steps = EvaluationConfig(every_steps=10), steps
-    held_out.prompts = [None] * prompts  # type: ignore[assignment]
-    held_out.restore(None)
-    found = held_out.warnings()
-    assert len(found) == (said is not None) and (said is None or said in found[0]), found
 
 
 def test_the_alarm_may_watch_one_source(train: Any, tmp_path: Path) -> None:

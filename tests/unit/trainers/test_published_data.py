@@ -13,7 +13,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from quartet.algorithms.evaluation_math import wilson_interval
 from quartet.cli.show import show_run
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, DataConfig, OptimConfig, SourceConfig, TrainConfig
@@ -22,7 +21,7 @@ from quartet.config.recipe import RewardModelRecipe, SFTRecipe
 from quartet.config.run import LogConfig
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer, accuracy_interval
+from quartet.trainers.supervised import RewardModelTrainer, SFTTrainer
 
 COMMON: dict[str, Any] = {
     "threads": 1,
@@ -90,7 +89,6 @@ def test_a_reward_model_learns_from_dialogues_as_published(
     assert any("differ before their last turn" in note for note in result.summary["notes"])
     found = result.summary["stages"][0]["metrics"]
     assert found["eval/accuracy"] == 1.0 and found["eval/longer_answer_accuracy"] == 0.25
-    assert (found["eval/accuracy_low"], found["eval/accuracy_high"]) == wilson_interval(1.0, 8)
     show_run(result.path, result.summary)
     out = capsys.readouterr().out
     assert "1  (0.6756 to 1)" in out and "eval/longer_answer_accuracy" in out
@@ -120,23 +118,6 @@ def test_what_was_left_out_of_held_out_rows_is_told(
     for name, key in (("data", "data"), ("held-out data", "evaluation_data")):
         (note,) = [note for note in notes if note.startswith(f"{name}: ")]
         assert "rows left out: sequence longer than 50 tokens" in note and f"{key} passed from Python" in note
-
-
-# Figures -------------------------------------------------------------------------------------------------
-
-
-def test_the_interval_is_over_prompts() -> None:
-    right = torch.tensor([True, False, True, True] * 25)
-    alone = accuracy_interval(right, list(range(100)), seed=0)
-    assert alone == wilson_interval(0.75, 100)
-    # Each prompt four times with one verdict: as much evidence as 25 pairs.
-    together = accuracy_interval(right.repeat_interleave(4), [n // 4 for n in range(400)], seed=0)
-    assert together is not None and alone is not None
-    assert together.high - together.low == pytest.approx(alone.high - alone.low, rel=0.1)
-    assert accuracy_interval(right, ["p"] * 100, seed=0) is None
-    # Prompts count by their pairs.
-    uneven = accuracy_interval(torch.tensor([True] * 9 + [False]), [0] * 9 + [1], seed=0)
-    assert uneven is not None and uneven.low == 0.0 and uneven.high == 1.0
 
 
 # SFT -----------------------------------------------------------------------------------------------------

@@ -136,12 +136,10 @@ def test_what_was_earned_on_the_way_counts_only_behind_an_open_gate() -> None:
     assert experience.metrics["reward/steps/gate_open"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize(("source", "part"), [("digt", "did you mean 'digit'"), ("other", "the others are digit")])
-def test_a_gate_names_another_reward(source: str, part: str) -> None:
-    gated = LengthReward(max=1, gate=GateConfig(source=source, at_least=1.0))
-    with pytest.raises(UserError) as caught:
+def test_a_gate_names_another_reward() -> None:
+    gated = LengthReward(max=1, gate=GateConfig(source="other", at_least=1.0))
+    with pytest.raises(UserError, match="the others are digit"):
         reward_weights(reward_functions([RegexReward(name="digit", pattern="1"), gated], []))
-    assert part in str(caught.value)
 
 
 # Rows as verl publishes them --------------------------------------------------------------------------------

@@ -362,16 +362,6 @@ def test_a_budget_below_the_longest_response_is_refused_before_anything_starts(
     trainer_of_rl(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 6}})
 
 
-def test_a_reference_of_another_size_takes_over_no_weights(trainer: Any, causal_lm: Any, tmp_path: Path) -> None:
-    causal_lm(num_hidden_layers=1).save_pretrained(tmp_path / "small")
-    other = ReferenceConfig(path=str(tmp_path / "small"))
-    trainer("fixed", OnlineDPO(), reference=other)
-    with pytest.raises(UserError, match="cannot take over") as caught:
-        trainer("run", OnlineDPO(refresh_steps=2), reference=other)
-    assert "layers.1." in caught.value.found
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("share", [True, False])
 def test_a_pair_of_responses_has_to_fit_the_budget(share: bool, trainer: Any) -> None:
     def with_budget(name: str, tokens: int) -> RLTrainer:

@@ -380,13 +380,3 @@ def test_storage_that_a_machine_does_not_share_is_refused_at_the_start(tmp_path:
     with pytest.raises(UserError, match="does not see the run's directory") if not shared else contextlib.nullcontext():
         asyncio.run(check_storage(RunDirectory(here / "run", RECIPE), workers))
     assert not list((here / "run").iterdir()), "the probe is gone"
-
-
-def test_a_run_whose_updates_are_all_skipped_is_stopped(tmp_path: Path) -> None:
-    """Three steps in a row without an update of one model; one that is made begins anew."""
-    run = RunDirectory(tmp_path / "r", RECIPE)
-    actor = [(1, 0), (1, 1), (1, 2), (2, 3), (2, 4), (2, 5), (2, 6)]
-    found = [run.stuck(n, {"actor": counts, "reference": (0, 0)}) for n, counts in enumerate(actor, start=1)]
-    assert found[:-1] == [None] * 6 and found[-1] is not None
-    assert "update of the actor" in found[-1].problem and "steps 5 to 7" in found[-1].found
-    assert len(run.warnings) == 1 and "step 2" in run.warnings[0], "told once"

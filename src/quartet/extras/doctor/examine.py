@@ -35,7 +35,6 @@ from quartet.schedule.rollout_worker import PromptRequest, RolloutWorker
 from quartet.text.examples import PromptText
 from quartet.train.engine import ModelPart
 from quartet.train.forward import Needs
-from quartet.trainers.devices import numbers_per_token
 from quartet.trainers.experience import Experience, sampled_only
 from quartet.trainers.loop import RLLoop
 from quartet.trainers.rl import RLTrainer
@@ -264,7 +263,15 @@ def _coming_bytes(run: ExaminedRun, sizes: Sizes) -> float:
     tokens = min(train.token_budget, step_tokens)
     activations = tokens * (kept * config.num_hidden_layers + per_layer)
     logits = 3 * min(train.logprob_chunk, tokens) * packed.vocab_size * 4
-    return state + activations + logits + width * numbers_per_token(config) * _cache_tokens(recipe, longest)
+    return state + activations + logits + width * _numbers_per_token(config) * _cache_tokens(recipe, longest)
+
+
+def _numbers_per_token(config: Any) -> int:
+    """Counts the keys and values that a token has in all layers."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size)
 
 
 def _cache_tokens(recipe: RLRecipe, longest: int) -> int:

@@ -31,11 +31,14 @@ from quartet.extras.doctor.checks import (
 from quartet.rewards.builtin import NUMBER
 from quartet.rewards.math_worker import stands_alone
 from quartet.rewards.source import combine
+from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import GREEDY, Chunk, Group, chunk_of
 from quartet.schedule.iteration import PartScorer, Scorer, score_all
-from quartet.trainers.evaluation import answers_of, as_completion
-from quartet.trainers.evaluation_metrics import Answer
+from quartet.text.examples import PromptText
+from quartet.text.tokenizer import TextCodec
+from quartet.trainers.evaluation import answers_of
 from quartet.trainers.experience import sampled_and_greedy
+from quartet.trainers.model_loader import encode_answer
 from quartet.trainers.run import Stopwatch
 
 if TYPE_CHECKING:
@@ -227,11 +230,16 @@ async def score_known_answers(run: ExaminedRun) -> KnownScores | None:
         return None
     for place, answer in enumerate(known):
         texts = [text for _, text in answer.texts()]
-        stored = [Answer(answer.item.prompt_id, 0, answer.item.prompt, text, "stop", 0, {}) for text in texts]
-        made = [as_completion(roles.codec, one) for one in stored]
+        made = [_completion(roles.codec, answer.item.prompt, text) for text in texts]
         groups.append(answers_of(roles.codec, place, answer.item, made, texts))
     kinds = [(row, kind, text) for row, answer in enumerate(known) for kind, text in answer.texts()]
     return KnownScores(await score(run, chunk_of(0, 0, groups)), kinds)
+
+
+def _completion(codec: TextCodec, prompt: PromptText, text: str) -> Completion:
+    """Makes a completion of a text, to be scored: its token ids are those that it has after its prompt."""
+    _, ids = encode_answer(codec, prompt, text, ended=True)
+    return Completion("known", "known", tuple(ids), (0.0,) * len(ids), (0,) * len(ids), FinishReason.STOP)
 
 
 def check_known_answers(run: ExaminedRun, known: KnownScores | None) -> Finding:

@@ -44,7 +44,6 @@ def generate(
     from quartet.trainers.devices import FrozenModels, find_device, precision_on
     from quartet.trainers.engines import step_engine
     from quartet.trainers.evaluation import generate as run
-    from quartet.trainers.input_sources import context_length, cut_short
 
     sampling = SamplingParams(
         temperature=temperature,
@@ -62,9 +61,7 @@ def generate(
     packed = frozen.causal(load_causal_lm(model, trust_remote_code=trust_remote_code))
     check_vocabulary(codec.tokenizer, packed.vocab_size)
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
-    lengths = [len(codec.encode_prompt(each)) for each in prompts]
-    short = cut_short(lengths, max_new_tokens, context_length(packed.model), "max_new_tokens")
-    for warning in (*packed.warnings, *short):
+    for warning in packed.warnings:
         typer.echo(printable(warning), err=True)
     chosen = load_engine(engine) if engine else NativeEngineConfig()
     with step_engine(chosen, packed, codec, given, packed.device) as generator:

@@ -45,7 +45,7 @@ from quartet.trainers.checkpoints import TrainResult
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_metrics import Answer, by_prompt, write_answers, write_rows
-from quartet.trainers.input_sources import check_recipe, check_unweighted
+from quartet.trainers.input_sources import check_recipe
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, open_run
 from quartet.trainers.run_files import Resume, completed, writing
@@ -179,8 +179,6 @@ class IteratedTrainer:
         items = tuple(evaluation_model.prompts.items[i] for i in chosen)
         evaluation_model.prompts = PromptData(items, evaluation_model.prompts.warnings)
         label = next(name for name in evaluation_model.rewards.weights if name != PREVIOUS)
-        for warning in evaluation_model.cut_short(config.sampling, "collect.sampling.max_new_tokens"):
-            self.progress.print(f"round {number}: {warning}")
         total = len(items) * config.samples_per_prompt
         with contextlib.closing(evaluation_model), self.progress.stage(f"round {number}: answers", total) as bar:
             drawn = (config.sampling, config.samples_per_prompt)
@@ -196,7 +194,6 @@ class IteratedTrainer:
         data = self.recipe.reward_model.data
         if data is None:
             return iter(())
-        check_unweighted(data, "reward_model.data", "a round's reward model is trained on all pairs together")
         section = "reward_model.data"
         parsed = [preferences(iter_rows(s), Reading.of(s, section)) for s in data.parts]
         return (

@@ -3,13 +3,15 @@
 ::
 
     prompts ──► the model's answers ──► hidden states of the model ──┬──► heads ──► update
-                (finished/answers.jsonl)                             └──► tokens that followed
+                (finished/answers-*.jsonl)                           └──► tokens that followed
 
 ``medusa/`` in the run's directory is what ``rollout.speculation.path`` names.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +30,7 @@ from quartet.extras.speculation.config import FOLDER, MedusaRecipe
 from quartet.extras.speculation.head_trainer import HIDDEN, HeadTrainer, future_labels
 from quartet.extras.speculation.heads import MedusaHeads, trunk_digest
 from quartet.models.memory import drop_derived
+from quartet.observe.files import RowAppender, read_rows
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request
 from quartet.rollout.sampler import sample_seed
@@ -35,7 +38,6 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import sampling_params
 from quartet.train.state import REST, Shape
 from quartet.trainers.evaluation import run_to_end
-from quartet.trainers.evaluation_metrics import EvaluationCache
 from quartet.trainers.input_sources import Reader, check_budget, demonstration_reader, prompt_data, prompt_reader
 from quartet.trainers.run_files import writing
 from quartet.trainers.supervised import Given, SupervisedTrainer, SupervisedWorker
@@ -84,22 +86,21 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
     # Answers ---------------------------------------------------------------------------------------------
 
     def begin_answers(self, path: Path) -> int:
-        """Looks for answers of this run that are there; returns how many are missing.
+        """Looks for answers of this model to these prompts that are there; returns how many are missing.
 
         Args:
             path: of the run.
-
-        Raises:
-            UserError: those that are there are to other prompts, or of another model.
         """
         found = {"data": self.data, "evaluation_data": self.evaluation}
         self._asked = {key: self._requests(key, data) for key, data in found.items() if data is not None}
         about = [[one.request_id, *one.prompt_ids] for asked in self._asked.values() for one in asked]
-        self._cache = EvaluationCache(path / "finished" / "answers.jsonl", [self._trunk, about])
+        digest = hashlib.sha256(json.dumps([self._trunk, about]).encode()).hexdigest()
+        file = path / "finished" / f"answers-{digest[:16]}.jsonl"
+        self._answers = {row["sample"]: row["token_ids"] for row in read_rows(file)} if file.is_file() else {}
+        self._rows = RowAppender(file)
         asked = [request for requests in self._asked.values() for request in requests]
         parts = [asked[start : start + _ANSWERS_PER_PASS] for start in range(0, len(asked), _ANSWERS_PER_PASS)]
-        known = self._cache.completions
-        self._missing = [part for part in parts if any(one.request_id not in known for one in part)]
+        self._missing = [part for part in parts if any(one.request_id not in self._answers for one in part)]
         return sum(map(len, self._missing))
 
     def _requests(self, key: str, data: PromptData) -> list[Request]:
@@ -124,10 +125,12 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
         if self._missing:
             part = self._missing.pop(0)
             engine = NativeEngine(self.packed, decode=self.codec.decode_completion)
-            self._cache.keep_completions(run_to_end(engine, part))
+            for one in run_to_end(engine, part):
+                self._answers[one.request_id] = one.token_ids
+                self._rows.append({"sample": one.request_id, "token_ids": one.token_ids})
             drop_derived(self.packed.model)
             return len(part)
-        self._cache.close()
+        self._rows.close()
         self.data = self._answered("data", self.data)
         if self.evaluation is not None:
             self.evaluation = self._answered("evaluation_data", self.evaluation)
@@ -136,7 +139,7 @@ class MedusaWorker(SupervisedWorker[MedusaRecipe, Any]):
     def _answered(self, key: str, data: PromptData) -> SFTData:
         items = []
         for item, request in zip(data.items, self._asked[key], strict=True):
-            ids = self._cache.completions[request.request_id].token_ids
+            ids = self._answers[request.request_id]
             mask = (False,) * len(request.prompt_ids) + (True,) * len(ids)
             items.append(SFTItem((*request.prompt_ids, *ids), mask, item.place))
         found = SFTData(tuple(items), data.warnings, data.mixture)
