@@ -149,15 +149,6 @@ class Completion:
     text_end: int | None = None
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        wrong = {name: len(values) for name, values in self.columns.items() if len(values) != len(self.token_ids)}
-        if wrong:
-            raise UserError(
-                "a completion's columns need one number per token",
-                found=f"lengths {wrong} of request {self.request_id!r}, {len(self.token_ids)} tokens",
-                remedy="give every generated token its number",
-            )
-
 
 @dataclass(frozen=True)
 class Generated:

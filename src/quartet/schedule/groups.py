@@ -31,7 +31,6 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
-from quartet.config import UserError
 from quartet.observe.health import repetition, script_counts
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.clock import Condition, shielded
@@ -190,7 +189,7 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
         "rollout_logprobs": on_leaves([s.logprobs for s in sequences], 0.0, torch.float32),
         "policy_version": on_leaves([s.versions for s in sequences], NO_VERSION, torch.int64),
     }
-    for name in _column_names(sequences, token):
+    for name in sequences[0].columns:
         own = [s.columns[name] for s in sequences]
         whole = all(type(value) is int for column in own for value in column)
         token[name] = on_leaves(own, 0, torch.int64 if whole else torch.float32)
@@ -222,19 +221,6 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
 def _diagnosed(sequence: TrajectorySequence) -> dict[str, Any]:
     acted = [token for token, is_action in zip(sequence.token_ids, sequence.action_mask, strict=True) if is_action]
     return {"repetition": repetition(acted), "scripts": script_counts(sequence.completion)}
-
-
-def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of the sequences' own columns."""
-    names = sequences[0].columns.keys()
-    other = next((s.columns.keys() for s in sequences if s.columns.keys() != names), names)
-    if other != names or names & set(taken):
-        raise UserError(
-            "completions need the same columns, under names of their own",
-            found=f"{sorted(names)} and {sorted(other)}; taken: {sorted(names & set(taken))}",
-            remedy="give every completion of a run columns of the same names, other than those of the batch",
-        )
-    return tuple(names)
 
 
 @dataclass(frozen=True)

@@ -252,14 +252,5 @@ def test_columns_are_token_fields_of_the_chunk() -> None:
     assert (batch.token["entropy"].dtype, batch.token["expert"].dtype) == (torch.float32, torch.int64)
 
 
-def test_lengths_and_names_are_checked() -> None:
-    with pytest.raises(UserError, match="one number per token"):
-        completion_of_columns("a", 2, entropy=(1.0,))
-    with pytest.raises(UserError, match="same columns"):
-        group_of(completion_of_columns("a", 1, entropy=(1.0,)), completion_of_columns("b", 1))
-    with pytest.raises(UserError, match="names of their own"):
-        group_of(completion_of_columns("a", 1, action_mask=(1.0,)))
-
-
 def test_columns_do_not_enter_where_there_are_none() -> None:
     assert not {"entropy", "expert"} & chunk_of(0, 0, [group_of(completion_of_columns("a", 2))]).data.token.keys()
