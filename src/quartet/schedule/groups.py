@@ -92,11 +92,6 @@ class Group:
         batch, items = self.batch.pop("prompt")
         return batch.with_objects(**{STATE: [None if item is self.prompt else item.prompt for item in items]})
 
-    @property
-    def first_version(self) -> int:
-        """The version of the oldest weights that a token was sampled with."""
-        return int(self.batch.sequence["version"].min())
-
 
 def chunk_of(step: int, index: int, groups: Sequence[Group]) -> Chunk:
     return Chunk(step, index, RaggedBatch.concat([group.batch for group in groups]))
