@@ -70,9 +70,6 @@ class Scripted:
         wrong = {
             "twice": [right, right],
             "unknown": [replace(right, request_id="never heard of")],
-            "few logprobs": [replace(right, logprobs=right.logprobs[1:])],
-            "many versions": [replace(right, versions=(*right.versions, 0))],
-            "too many": [_completion_of(right, len(right.token_ids) + 1)],
             "cancels": [replace(right, finish_reason=FinishReason.CANCELLED)],
         }
         return wrong.get(self.fault, [right])
@@ -99,10 +96,6 @@ def _completion(request: Request, versions: Sequence[int], reason: FinishReason)
     number = len(versions)
     ids, logprobs = (7,) * number, (-1.0,) * number
     return Completion(request.request_id, request.group, ids, logprobs, tuple(versions), reason)
-
-
-def _completion_of(right: Completion, number: int) -> Completion:
-    return replace(right, token_ids=(7,) * number, logprobs=(-1.0,) * number, versions=(0,) * number)
 
 
 def scripted(fault: str = "", **options: Any) -> Scripted:

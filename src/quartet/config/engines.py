@@ -37,9 +37,6 @@ class Served(Strict):
     has_our_sampler: ClassVar[bool] = False
     has_own_weights: ClassVar[bool] = False
 
-    lease_s: float = Field(
-        0.25, gt=0, description="Longest stretch of generation before others on its devices may compute."
-    )
     max_restarts: int = Field(
         3, ge=0, description="How often a failed engine is restarted, or a failed server tried again."
     )
@@ -51,8 +48,8 @@ class _Processes(Served):
 
 
 class NativeEngineConfig(_Processes):
-    """Quartet's own engine, with the trainer's arithmetic: exact numerics are possible. ``lease_s``, ``max_restarts``
-    and the time limits are of ``process: true``.
+    """Quartet's own engine, with the trainer's arithmetic: exact numerics are possible. ``max_restarts`` and the
+    time limits are of ``process: true``.
     """
 
     has_our_sampler = True
@@ -89,7 +86,7 @@ class RoutedEngine(Served):
 
     @property
     def steps_per_lease(self) -> int:
-        """Nobody counts the steps of such an engine: a lease lasts for ``lease_s``."""
+        """Nobody counts the steps of such an engine: a lease lasts for a stretch of time."""
         return 1
 
 

@@ -13,7 +13,6 @@ adds to the state (old state, action, observation), or it *is* the new state, wh
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,13 +90,13 @@ class Environment(Protocol):
 
 @dataclass
 class EpisodeFailures:
-    """Counts the episodes that failed and did not stop the run, by row."""
+    """Counts the episodes that failed and did not stop the run."""
 
-    rows: Counter[str] = field(default_factory=Counter)
+    num: int = 0
     first: UserError | None = None
 
-    def add(self, prompt_id: str, error: UserError) -> None:
-        self.rows[prompt_id] += 1
+    def add(self, error: UserError) -> None:
+        self.num += 1
         self.first = self.first or error
 
 
@@ -114,16 +113,11 @@ class EnvironmentFactory:
 
     def warnings(self) -> list[str]:
         """Tells which random numbers the environment draws, and which of its episodes failed."""
-        rows, first = self.failures.rows, self.failures.first
+        num, first = self.failures.num, self.failures.first
         if first is None:
             return self.guard.warnings()
-        named = ", ".join(f"{row} ({num})" for row, num in rows.most_common(_MAX_ROWS))
-        more = f" and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else ""
-        told = f"the environment failed in {rows.total()} episodes (environment.on_error), of the rows {named}{more}"
+        told = f"the environment failed in {num} episodes (environment.on_error)"
         return [*self.guard.warnings(), f"{told}; the first because {first.problem}: {first.found}"]
-
-
-_MAX_ROWS = 10
 
 
 def environment_factory(
@@ -135,7 +129,7 @@ def environment_factory(
         environment: the class, where Python code passes it instead of ``config.type`` or ``config.target``.
 
     Raises:
-        UserError: there is no such class, it lacks an async method, or it does not take ``config.options``.
+        UserError: there is no such class, or it lacks an async method.
     """
     guard = RandomStateGuard("the environment")
     if environment is None:
@@ -148,26 +142,15 @@ def environment_factory(
         with guard.held():
             made = load(added("environments")[config.type]) if config.type is not None else None
             environment = made or load_target(config.target or "", "environment")
-    options = dict(config.options)
-    _check(environment, options)
-    return EnvironmentFactory(partial(environment, **options), guard)
+    _check(environment)
+    return EnvironmentFactory(partial(environment, **config.options), guard)
 
 
-def _check(environment: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check(environment: Callable[..., Any]) -> None:
     """Checks what can be told of a class without making an object, which might start something."""
-    name = str(getattr(environment, "__name__", type(environment).__name__))
-    try:
-        inspect.signature(environment).bind(**options)
-    except TypeError as error:
-        raise UserError(
-            f"the environment {name!r} cannot be made with environment.options",
-            found=f"options {dict(options)}: {error}",
-            remedy="name the parameters of its __init__",
-        ) from None
-    except ValueError:  # Python cannot tell the signature of some classes written in C.
-        pass
     if not isinstance(environment, type):
         return
+    name = environment.__name__
     for method, argument in (("reset", "item"), ("step", "action")):
         value = getattr(environment, method, None)
         if not inspect.iscoroutinefunction(value):

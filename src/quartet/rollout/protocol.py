@@ -149,15 +149,6 @@ class Completion:
     text_end: int | None = None
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        wrong = {name: len(values) for name, values in self.columns.items() if len(values) != len(self.token_ids)}
-        if wrong:
-            raise UserError(
-                "a completion's columns need one number per token",
-                found=f"lengths {wrong} of request {self.request_id!r}, {len(self.token_ids)} tokens",
-                remedy="give every generated token its number",
-            )
-
 
 @dataclass(frozen=True)
 class Generated:
@@ -417,9 +408,9 @@ class RequestLedger:
         """Strikes off what ``completion`` answers.
 
         Raises:
-            EngineFailed: nobody asked, or it was answered already; its numbers are not what can be.
+            EngineFailed: nobody asked, or it was answered already.
         """
-        request_id, num_tokens = completion.request_id, len(completion.token_ids)
+        request_id = completion.request_id
         if completion.finish_reason is FinishReason.CANCELLED:
             request = next((request for request in self._cancelled if request.request_id == request_id), None)
             if request is not None:
@@ -427,21 +418,11 @@ class RequestLedger:
         else:
             request = self.held.pop(request_id, None)
         if request is None:
-            found = (
-                f"{request_id!r} as {completion.finish_reason}, which nobody asked for or which was answered already"
+            raise EngineFailed(
+                f"the rollout engine {self.name!r} answers what nobody asked for, or answered already",
+                found=f"{request_id!r} as {completion.finish_reason}",
+                remedy="it is started anew where it can be; if that repeats itself, report it",
             )
-        elif not len(completion.logprobs) == len(completion.versions) == num_tokens:
-            columns = len(completion.logprobs), len(completion.versions)
-            found = f"{num_tokens} tokens, {columns[0]} log-probabilities, {columns[1]} versions"
-        elif num_tokens > request.sampling.max_new_tokens:
-            found = f"{num_tokens} tokens where {request.sampling.max_new_tokens} were the most"
-        else:
-            return
-        raise EngineFailed(
-            f"the rollout engine {self.name!r} answers what cannot be",
-            found=found,
-            remedy="it is started anew where it can be; if that repeats itself, report it with the engine's version",
-        )
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drops requests that have ended without an answer, by an error that named them."""

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
-from weakref import WeakSet
 
 import torch
 
@@ -96,8 +94,6 @@ class ComputeThread:
         self._lock: contextlib.AbstractContextManager[Any] = EXCLUSIVE if is_exclusive else contextlib.nullcontext()
         self._num_threads = num_threads or torch.get_num_threads()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._state = threading.Lock()
-        self._is_busy = False
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -108,7 +104,6 @@ class ComputeThread:
             # A daemon: a program that is stopped at once does not wait for a call that takes minutes.
             self._thread = threading.Thread(target=self._work, name="quartet-compute", daemon=True)
             self._thread.start()
-            _threads.add(self)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.put((work, done))
         return await shielded(done)
@@ -126,47 +121,20 @@ class ComputeThread:
             outcome: Any = None
             error: BaseException | None = None
             try:
-                self._is_busy = True
-                try:
-                    with self._lock:
-                        outcome = work()
-                except BaseException as raised:
-                    error = raised
-                with self._state:
-                    self._is_busy = False
-            except ComputationStopped as late:  # when the call had ended already
-                error, self._is_busy = late, False
+                with self._lock:
+                    outcome = work()
+            except BaseException as raised:
+                error = raised
             loop = done.get_loop()
             with contextlib.suppress(RuntimeError):  # closed: the program was stopped at once, and nothing waits
                 loop.call_soon_threadsafe(_settle, done, outcome, error)
             del work, done, outcome, error, job  # nothing of a call lives on while the next one is waited for
 
 
-class ComputationStopped(KeyboardInterrupt):
-    """Ends a call whose program is stopped at once."""
-
-
-_threads: WeakSet[ComputeThread] = WeakSet()
-
-
-def interrupt_computing() -> None:
-    """Ends the calls that run in compute threads at the next step of the interpreter: what they compute is half done.
-
-    For a program that is stopped at once; the calls that wait for them are cancelled.
-    """
-    for compute in _threads:
-        with compute._state:
-            if compute._is_busy and compute._thread is not None and compute._thread.ident is not None:
-                ident = ctypes.c_ulong(compute._thread.ident)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(ComputationStopped))
-
-
 def _settle(done: asyncio.Future[Any], outcome: Any, error: BaseException | None) -> None:
     if done.done():
         return
-    if isinstance(error, ComputationStopped):
-        done.cancel()
-    elif error is not None:
+    if error is not None:
         done.set_exception(_presentable(error))
     else:
         done.set_result(outcome)

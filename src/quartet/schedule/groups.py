@@ -33,6 +33,7 @@ from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
 from quartet.observe.health import repetition
+from quartet.observe.health import repetition, script_counts
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.clock import Condition, shielded
 
@@ -92,11 +93,6 @@ class Group:
         """Returns the batch that ``of`` makes this group of."""
         batch, items = self.batch.pop("prompt")
         return batch.with_objects(**{STATE: [None if item is self.prompt else item.prompt for item in items]})
-
-    @property
-    def first_version(self) -> int:
-        """The version of the oldest weights that a token was sampled with."""
-        return int(self.batch.sequence["version"].min())
 
 
 def chunk_of(step: int, index: int, groups: Sequence[Group]) -> Chunk:
@@ -190,7 +186,7 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
         "rollout_logprobs": on_leaves([s.logprobs for s in sequences], 0.0, torch.float32),
         "policy_version": on_leaves([s.versions for s in sequences], NO_VERSION, torch.int64),
     }
-    for name in _column_names(sequences, token):
+    for name in sequences[0].columns:
         own = [s.columns[name] for s in sequences]
         whole = all(type(value) is int for column in own for value in column)
         token[name] = on_leaves(own, 0, torch.int64 if whole else torch.float32)
@@ -222,19 +218,6 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
 def _repetition(sequence: TrajectorySequence) -> tuple[float, int]:
     acted = zip(sequence.token_ids, sequence.action_mask, strict=True)
     return repetition([token for token, is_action in acted if is_action])
-
-
-def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of the sequences' own columns."""
-    names = sequences[0].columns.keys()
-    other = next((s.columns.keys() for s in sequences if s.columns.keys() != names), names)
-    if other != names or names & set(taken):
-        raise UserError(
-            "completions need the same columns, under names of their own",
-            found=f"{sorted(names)} and {sorted(other)}; taken: {sorted(names & set(taken))}",
-            remedy="give every completion of a run columns of the same names, other than those of the batch",
-        )
-    return tuple(names)
 
 
 @dataclass(frozen=True)

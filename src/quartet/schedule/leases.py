@@ -613,15 +613,10 @@ class Arbiter:
         budget, needed = self._pools[role.pool].spec.budget_bytes, role.resident_bytes[mode]
         if budget is None or needed <= budget:
             return
-        wider = [p.spec for p in self._pools.values() if (p.spec.budget_bytes or needed) >= needed]
-        remedy = f"give pool {role.pool!r} a budget of at least {needed:,} bytes"
-        if wider:
-            nearest = min(wider, key=lambda spec: spec.budget_bytes or needed)
-            remedy += f", or put {role.name!r} on pool {nearest.name!r}"
         raise UserError(
             f"role {role.name!r} can never work in mode {mode!r} on pool {role.pool!r}",
             found=f"it needs {needed:,} bytes, the pool has {budget:,}",
-            remedy=remedy,
+            remedy=f"give pool {role.pool!r} a budget of at least {needed:,} bytes",
         )
 
 

@@ -467,7 +467,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         codec: TextCodec,
         *,
         weight_bytes: int,
-        lease_s: float,
+        lease_s: float = 0.25,
         shares_devices: bool,
         sleep_level: Literal[1, 2],
         close: Callable[[], object] = lambda: None,

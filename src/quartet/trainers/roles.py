@@ -142,7 +142,7 @@ class EpisodeRunner:
         except EpisodeError as error:
             if self._on_error == "stop":
                 raise
-            self._make.failures.add(about.prompt_id, error)
+            self._make.failures.add(error)
         return FinishedEpisode(name, TrajectoryEnd.FAILED, math.nan, None, about.prompt)
 
 

@@ -247,8 +247,6 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _abandon(loop: asyncio.AbstractEventLoop) -> None:
-    from quartet.schedule.clock import interrupt_computing  # as above
-
     if loop.is_closed():
         return
     # Tasks that never end would be complained about; those that end with an error are consequences.
@@ -256,7 +254,6 @@ def _abandon(loop: asyncio.AbstractEventLoop) -> None:
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    interrupt_computing()
     if tasks:
         done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=CLEAN_UP_S))
         for task in done:

@@ -148,7 +148,6 @@ def _served_rollout_worker(
             router,
             codec,
             weight_bytes=num_engines * sum(p.numel() * (dtype or p.dtype).itemsize for p in actor.model.parameters()),
-            lease_s=config.lease_s,
             shares_devices=[*placement.pool_of.values()].count(pool.name) > 1,
             sleep_level=getattr(config, "sleep_level", 1),
             close=made.pop_all().close,

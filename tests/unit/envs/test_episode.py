@@ -366,18 +366,17 @@ def test_a_fresh_object_per_episode(target: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "problem", "found"),
+    ("name", "problem", "found"),
     [
-        ("Plain", {}, "no async method `step`", "Plain.step is not async"),
-        ("Good", {"sise": 2}, "cannot be made with environment.options", "sise"),
-        ("Goood", {}, "no environment 'Goood'", "it defines Good, Plain"),
+        ("Plain", "no async method `step`", "Plain.step is not async"),
+        ("Goood", "no environment 'Goood'", "it defines Good, Plain"),
     ],
 )
 def test_classes_that_do_not_fit_are_refused_before_anything_runs(
-    target: Callable[[str], str], name: str, options: dict[str, Any], problem: str, found: str
+    target: Callable[[str], str], name: str, problem: str, found: str
 ) -> None:
     with pytest.raises(UserError) as raised:
-        environment_factory(EnvironmentConfig(target=target(name), options=options))
+        environment_factory(EnvironmentConfig(target=target(name)))
     assert problem in raised.value.problem and found in raised.value.found
 
 

@@ -20,7 +20,7 @@ import torch
 
 from quartet.extras.simulation.simulation import Deadlock, run_virtual
 from quartet.observe.global_state import RandomStateGuard
-from quartet.schedule.clock import ComputeThread, interrupt_computing, now
+from quartet.schedule.clock import ComputeThread, now
 from quartet.schedule.role_group import LocalGroup
 
 
@@ -164,23 +164,6 @@ def test_nothing_of_a_call_lives_on(compute: ComputeThread) -> None:
     time.sleep(0.05)
     gc.collect()
     assert kept() is None
-
-
-def test_a_program_stopped_at_once_ends_what_computes(compute: ComputeThread) -> None:
-
-    def endless() -> None:
-        while True:
-            time.sleep(0.001)
-
-    async def run() -> None:
-        task = asyncio.ensure_future(compute.run(endless))
-        await asyncio.sleep(0.05)
-        interrupt_computing()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(asyncio.wait_for(run(), 10))
-    assert asyncio.run(compute.run(lambda: 5)) == 5
 
 
 def _raises(error: BaseException) -> None:

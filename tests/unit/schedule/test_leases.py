@@ -205,7 +205,7 @@ def test_a_lease_that_can_never_be_granted_fails_at_once() -> None:
         with pytest.raises(UserError) as error:
             await work(arbiter, "actor", "train", 1.0)
         assert error.value.found == "it needs 5,000 bytes, the pool has 4,000"
-        assert "budget of at least 5,000 bytes, or put 'actor' on pool 'large'" in error.value.remedy
+        assert "budget of at least 5,000 bytes" in error.value.remedy
         assert arbiter.is_idle
 
     run_virtual(main())

@@ -153,7 +153,7 @@ def random_setup(seed: int, kind: str | None = None) -> Setup:
         forward = draw.randint(0, 6)
         sizes[role] = {"generate": forward, "forward": forward, "train": forward + draw.randint(0, 5)}
     fragment = {"type": kind, **_random_fields(kind, roles, draw)}
-    tokens = [draw.randint(1, 4) for _ in range(7)]
+    tokens = [draw.randint(1, 6 if kind == "asynchronous" else 4) for _ in range(7)]
     scoring = [StageCost(KINDS[role], role, _cost(draw), reads_own=role == "critic") for role in scorers]
     if draw.random() < 0.8:
         scoring.append(StageCost("old_logprobs", "actor", _cost(draw), reads_own=True))
@@ -214,7 +214,7 @@ def _random_fields(kind: str, roles: Sequence[Role], draw: random.Random) -> dic
     fields: dict[str, Any] = {"pools": pools}
     if kind == "asynchronous":
         fields["max_staleness"] = draw.randint(0, 3)
-        fields["in_flight"] = draw.choice(["pick_up", "pick_up", "finish_old"])
+        fields["in_flight"] = draw.choice(["pick_up", "finish_old"])
     return fields
 
 

@@ -404,7 +404,7 @@ def test_an_episode_that_failed_stops_the_run(codec: TextCodec) -> None:
 def test_an_episode_that_failed_is_left_out_and_never_counts_as_0(codec: TextCodec) -> None:
     undisturbed, *_ = flaky(codec, "leave_out", {})
     found, (told,), policy = flaky(codec, "leave_out", {1: 9})
-    assert not policy.sampled._transcripts and "p1 (1)" in told
+    assert not policy.sampled._transcripts and "in 1 episodes" in told
     assert found.batch.objects["finish_reason"] == ("rewritten", "length", "failed", "rewritten", "length")
     assert found.batch.sequence["version"].tolist() == [0, 0, 2, 0, 0], "of present weights, so that it is never stale"
     scores = found.batch.sequence["reward/environment"].tolist()
