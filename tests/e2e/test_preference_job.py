@@ -63,7 +63,6 @@ def test_dpo_from_a_recipe(world: Any, quartet: Any, tmp_path: Path) -> None:
     ("row", "parts"),
     [
         ({"prompt": "1+2=", "chosen": "3", "rejected": "4", "margin": "far"}, ["pairs_x.jsonl:3", "margin", "'far'"]),
-        ({"prompt": "1+2=", "chosen": "3", "rejected": "3"}, ["pairs_x.jsonl:3", "the same", "doubtful_pairs"]),
         ({"prompt": "1" * 120, "chosen": "3" * 9, "rejected": "4"}, ["pairs_x.jsonl:3", "longer than allowed"]),
     ],
 )
@@ -72,31 +71,20 @@ def test_bad_pairs_are_named_by_file_and_line(
 ) -> None:
     write(world, "pairs_x.jsonl", [*pairs[:2], row, *pairs[2:]])
     run = tmp_path / "run"
-    recipe = world.recipe("bad", recipe_of(run, data={"path": "pairs_x.jsonl"}, doubtful_pairs="error"))
+    recipe = world.recipe("bad", recipe_of(run, data={"path": "pairs_x.jsonl"}))
     quartet("preference", recipe).expect_user_error(*parts)
     assert not run.exists()
 
 
-def test_doubtful_pairs_are_reported_with_their_rows(world: Any, quartet: Any, pairs: Any, tmp_path: Path) -> None:
-    bad = [
-        {**pairs[0], "rejected": pairs[0]["chosen"]},
-        {**pairs[1], "chosen": ""},
-        {**pairs[2], "chosen": pairs[2]["rejected"][:2]},
-    ]
-    write(world, "pairs_y.jsonl", [*bad, *pairs])
-    for doubtful, kept in (("keep", 10), ("skip", 8)):
-        run = tmp_path / doubtful
-        changes = {"data": {"path": "pairs_y.jsonl"}, "doubtful_pairs": doubtful, "steps": None, "epochs": 2}
-        outcome = quartet("preference", world.recipe("doubtful", recipe_of(run, **changes, pairs_per_step=1)))
-        assert outcome.status == 0, outcome.err
-        notes = summary_of(run)["notes"]
-        left_out = "left out" if doubtful == "skip" else "rows:"
-        assert any("the same (pairs_y.jsonl:1)" in note for note in notes), notes
-        assert any(left_out in note and "empty (pairs_y.jsonl:2)" in note for note in notes), notes
-        assert any(left_out in note and "rejected one (pairs_y.jsonl:3)" in note for note in notes), notes
-        assert "pairs_y.jsonl:3" in outcome.out
-        assert summary_of(run)["stages"][0]["metrics"]["data/epoch"] == 2.0
-        assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 * kept
+def test_equal_pairs_are_reported_with_their_rows(world: Any, quartet: Any, pairs: Any, tmp_path: Path) -> None:
+    write(world, "pairs_y.jsonl", [{**pairs[0], "rejected": pairs[0]["chosen"]}, *pairs])
+    run = tmp_path / "run"
+    changes = {"data": {"path": "pairs_y.jsonl"}, "steps": None, "epochs": 2}
+    outcome = quartet("preference", world.recipe("equal", recipe_of(run, **changes, pairs_per_step=1)))
+    assert outcome.status == 0, outcome.err
+    assert any("the same (pairs_y.jsonl:1)" in note for note in summary_of(run)["notes"])
+    assert summary_of(run)["stages"][0]["metrics"]["data/epoch"] == 2.0
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 * len(pairs)
 
 
 def test_kto_from_a_csv_file(world: Any, quartet: Any, pairs: Any, tmp_path: Path) -> None:

@@ -232,9 +232,6 @@ class _Rows(Strict):
         description="Our name: the file's, as {prompt: question} or, of two texts, {prompt: instruction + input}.",
     )
     limit: Rows | None = Field(None, ge=1, description="Use only the first so many rows.")
-    turns: Literal["text", "messages"] = Field(
-        "text", description="messages: Human/Assistant turns in texts become messages, a text without turns the user's."
-    )
     system_prompt: str | None = Field(
         None, description="Begins conversations without a system message; a row's column `system` comes before it."
     )

@@ -24,7 +24,6 @@ from quartet.config.common import HubConfig, Strict
 from quartet.config.run import SupervisedRecipe
 from quartet.config.strict import Pairs
 
-DoubtfulPairs = Literal["keep", "skip", "error"]
 """What happens to pairs with an empty answer, or whose chosen answer is the beginning of the rejected one. Pairs of two
 equal answers teach nothing: they are left out, or with "error" stop the run."""
 
@@ -183,9 +182,6 @@ class PreferenceRecipe(SupervisedRecipe):
     job: Literal["preference"] = "preference"
     loss: PreferenceLossConfig = Field(DPOLoss(), description="The method, with its own keys.")
     reference: CachedReferenceConfig = CachedReferenceConfig()
-    doubtful_pairs: DoubtfulPairs = Field(
-        "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
-    )
     pairs_per_step: Pairs = Field(32, ge=1, description="Pairs, or judged answers, in each update.")
 
     def _misfits(self) -> Iterator[str]:

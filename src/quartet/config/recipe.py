@@ -54,7 +54,6 @@ from quartet.config.engines import NativeEngineConfig, VLLMEngineConfig, draw_mi
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.placement import ROLES, AsynchronousPlacement, PlacementConfig, Role, has_budget, processes_of
 from quartet.config.plugins import added
-from quartet.config.preference import DoubtfulPairs
 from quartet.config.rewards import ModelSource
 from quartet.config.run import LogConfig as LogConfig
 from quartet.config.run import Recipe as Recipe
@@ -77,9 +76,6 @@ class RewardModelRecipe(SupervisedRecipe):
     pairs_per_step: Pairs = Field(32, ge=1, description="Pairs in each update.")
     centring: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)², keeps scores near 0.")
     margin_scale: float = Field(1.0, ge=0, description="Factor of the data's column `margin`; 0 ignores it.")
-    doubtful_pairs: DoubtfulPairs = Field(
-        "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
-    )
 
 
 class RolloutConfig(Strict):

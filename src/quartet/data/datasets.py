@@ -23,27 +23,21 @@ from numpy.typing import NDArray
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.config.preference import DoubtfulPairs
-from quartet.data.fields import Skip, column_paths, placed
-from quartet.data.formats import BEGINNING, SAME, UNSEEN, NothingLeft, Parsed, refuse_doubtful
+from quartet.data.fields import SAME, Skip, column_paths, placed
+from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.lazy import Chained, Spool, Unchecked
 from quartet.text.examples import (
-    ROLES,
-    THOUGHTS,
     AnswerText,
     Conversation,
     Example,
     Judgement,
     Message,
-    Messages,
     Preference,
     Prompt,
     PromptText,
     answer_turn,
-    is_empty,
     is_learned,
 )
-from quartet.text.templates import left_out, until_last_learned
 from quartet.text.tokenizer import TextCodec
 
 
@@ -160,7 +154,7 @@ class Item(Protocol):
         """File and line, for messages."""
 
 
-E = TypeVar("E", bound=Example | Judgement | Prompt)
+E = TypeVar("E", bound=Example | Judgement | Preference)
 A = TypeVar("A")
 T = TypeVar("T", bound=Item)
 
@@ -169,7 +163,7 @@ T = TypeVar("T", bound=Item)
 class Ordered:
     """Tokenised rows, drawn by number.
 
-    ``warnings`` says in words what was left out or converted; ``mixture`` how the sources are drawn from, where they
+    ``warnings`` says in words what was left out; ``mixture`` how the sources are drawn from, where they
     have weights. What is said of the rows before any is drawn is said of those that were checked: ``measured`` are
     their ``lengths``, ``tokens`` the ids that occur in them. ``unchecked`` are the rows behind these, by source.
     """
@@ -296,12 +290,15 @@ class Kept(Generic[T]):
         self._tokens.update(*seen)
         return True
 
-    def fields(self, told: Iterable[str]) -> dict[str, Any]:
-        """Returns the fields of ``Ordered``; ``told`` are warnings beside its own.
+    def fields(self, parsed: Parsed[Any]) -> dict[str, Any]:
+        """Returns the fields of ``Ordered``, with what was left out of ``parsed`` among the warnings.
 
         Raises:
             UserError: too long rows are errors, or no other row is left.
         """
+        told = parsed.report()
+        if not self.num_rows:
+            raise NothingLeft("; ".join(told), reason=next(iter(parsed.skipped), ""))
         warnings = (*told, *([self._warning()] if self._num_too_long else []))
         measured = np.array(self._lengths, np.int32).reshape(len(self._items), -1)
         return {"items": self._items, "warnings": warnings, "measured": measured, "tokens": frozenset(self._tokens)}
@@ -320,65 +317,38 @@ class Kept(Generic[T]):
 
 
 _ANSWERS = ("completion", "chosen", "rejected")
-_ENDED = "an answer ended with the end-of-text token, which was taken off: each gets one"
-_END_ALONE = "an answer is the end-of-text token alone"
 _TORN = "an answer holds the end-of-text token in its middle"
-_STRANGE = "the role {!r} is none that models are trained with, and was written as it is"
-_ENDLESS = "the {% generation %} marks leave out the end-of-text token: the model does not learn to end an answer"
 
 
 def checked(parsed: Parsed[A], codec: TextCodec) -> Iterator[A]:
-    """Yields the examples, with answers that end once. What is to be said of them is counted in ``parsed``, and so are
-    those left out, in which an answer holds the end-of-text token in its middle.
-
-    Raises:
-        UserError: the chat template refuses a conversation, or leaves out a whole message; no row is left.
+    """Yields the examples, with answers that end once. Those in which an answer holds the end-of-text token in its
+    middle are left out and counted in ``parsed``.
     """
-    num_kept = 0
-    for row in parsed.items:
+    for example in parsed.items:
         try:
-            with placed(row.place):
-                example, notes = _checked(row, codec)
+            yield _ended_once(example, codec)
         except Skip as reason:
-            parsed.count(parsed.skipped, str(reason), row.place)
-            continue
-        for note in notes:
-            parsed.count(parsed.notes, note, row.place)
-        num_kept += 1
-        yield example
-    if parsed.skipped and not num_kept:
-        raise NothingLeft(parsed.counted(parsed.skipped), reason=next(iter(parsed.skipped)))
+            parsed.skip(str(reason), example.place)
 
 
-def _checked(example: Any, codec: TextCodec) -> tuple[Any, set[str]]:
-    """Returns the example, with answers that end once, and what is to be said of it."""
-    notes = set[str]()
+def _ended_once(example: Any, codec: TextCodec) -> Any:
+    """Returns the example without the end-of-text tokens that its answers end with: encoding adds one."""
 
-    def ended_once(turn: Message) -> Message:
+    def once(turn: Message) -> Message:
         content = codec.without_end(turn["content"])
-        if any(
-            codec.holds_end(str(said)) for said in (content, *(turn.get(name) for name in (*THOUGHTS, "tool_calls")))
-        ):
+        if codec.holds_end(content):
             raise Skip(_TORN)
-        if content != turn["content"]:
-            notes.add(_END_ALONE if is_empty({**turn, "content": content}) else _ENDED)
         return {**turn, "content": content}
 
-    talks: list[Messages] = []
     if isinstance(example, Conversation):
-        turns = [ended_once(turn) if is_learned(turn) else turn for turn in example.messages]
-        example, talks = replace(example, messages=turns), [until_last_learned(turns)]
-    elif (prompt := getattr(example, "prompt", None)) is not None:
-        given = {name: getattr(example, name) for name in _ANSWERS if hasattr(example, name)}
-        answers = {name: ended_once(answer_turn(answer)) for name, answer in given.items()}
-        texts = {name: answer["content"] for name, answer in answers.items()}
-        example = replace(example, **{n: texts[n] if isinstance(given[n], str) else answers[n] for n in given})
-        if not isinstance(prompt, str):
-            talks = [[*prompt, answer] for answer in answers.values()] or [prompt]
-    for talk in talks:
-        notes.update(left_out(codec.tokenizer, talk, generation_prompt=isinstance(example, Prompt)))
-        notes.update(_STRANGE.format(turn["role"]) for turn in talk if turn["role"] not in ROLES)
-    return example, notes
+        return replace(example, messages=[once(turn) if is_learned(turn) else turn for turn in example.messages])
+    ended: dict[str, AnswerText] = {}
+    for name in _ANSWERS:
+        if hasattr(example, name):
+            answer = getattr(example, name)
+            turn = once(answer_turn(answer))
+            ended[name] = turn["content"] if isinstance(answer, str) else turn
+    return replace(example, **ended)
 
 
 def tokenised(
@@ -391,10 +361,14 @@ def tokenised(
     """
     kept = Kept[T](limit, what)
     for example in checked(parsed, codec):
-        with placed(example.place):
-            item = tokenise(example)
+        try:
+            with placed(example.place):
+                item = tokenise(example)
+        except Skip as reason:
+            parsed.skip(str(reason), example.place)
+            continue
         kept.add(item, getattr(item, "parts", ()))
-    return kept.fields(parsed.report())
+    return kept.fields(parsed)
 
 
 # Demonstrations and prompts ------------------------------------------------------------------------------
@@ -449,15 +423,7 @@ class SFTData(Batches):
     @classmethod
     def build(cls, parsed: Parsed[Example], codec: TextCodec, limit: TokenLimit) -> SFTData:
         """Tokenises; UserError as :func:`tokenised`."""
-
-        def item(example: Example) -> SFTItem:
-            found = SFTItem.of(example, codec)
-            learned = {token for token, is_on in zip(found.input_ids, found.loss_mask, strict=True) if is_on}
-            if isinstance(example, Conversation) and learned and codec.eos_ids.isdisjoint(learned):
-                parsed.count(parsed.notes, _ENDLESS, example.place)
-            return found
-
-        return cls(**tokenised(parsed, codec, item, limit, "sequence"))
+        return cls(**tokenised(parsed, codec, lambda example: SFTItem.of(example, codec), limit, "sequence"))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Returns rows by index, in that order, with token field ``loss_mask`` (bool)."""
@@ -491,7 +457,7 @@ class PromptData(Ordered):
             if kept.add(PromptItem(f"{prefix}{number}", row.prompt, row.columns, row.place, len(ids)), [ids]):
                 columns.update(column_paths(row.columns))
                 hashes.append(hash(repr(row.prompt)))
-        found = kept.fields(parsed.report())
+        found = kept.fields(parsed)
         return cls(**found, columns=frozenset(columns), hashes=np.array(hashes, np.int64))
 
     def __iter__(self) -> Iterator[PromptItem]:
@@ -593,46 +559,19 @@ class PreferenceData(AnsweredData):
     """Preference pairs: of each row's answers the first is the chosen one."""
 
     @classmethod
-    def build(
-        cls, parsed: Parsed[Preference], codec: TextCodec, limit: TokenLimit, doubtful: DoubtfulPairs = "keep"
-    ) -> PreferenceData:
-        """Tokenises; a pair whose longer sequence is beyond the limit is an error or is left out.
+    def build(cls, parsed: Parsed[Preference], codec: TextCodec, limit: TokenLimit) -> PreferenceData:
+        """Tokenises; UserError as :func:`tokenised`. Pairs of the same tokens are left out."""
 
-        Pairs of the same tokens are left out, as are pairs of the same text; ``doubtful`` is what happens to pairs
-        whose chosen answer is the beginning of the rejected one, end-of-text apart.
-        """
-        kept = Kept[AnsweredItem](limit, "pair")
-        told: Parsed[AnsweredItem] = Parsed()
-        for pair in checked(parsed, codec):
-            with placed(pair.place):
-                prompt, chosen = codec.encode_completion(pair.prompt, pair.chosen)
-                _, rejected = codec.encode_completion(pair.prompt, pair.rejected)
+        def item(pair: Preference) -> AnsweredItem:
+            prompt, chosen = codec.encode_completion(pair.prompt, pair.chosen)
+            _, rejected = codec.encode_completion(pair.prompt, pair.rejected)
             answers = (tuple(chosen), tuple(rejected))
-            item = AnsweredItem(tuple(prompt), answers, (True, False), pair.place, pair.margin or 0.0)
-            body = chosen[:-1]  # without end-of-text; empty answers were found by their text
-            found = None
-            if item.num_tokens > limit.max_tokens:
-                pass  # ``kept`` counts it as too long
-            elif chosen == rejected:
-                found = SAME if isinstance(pair.prompt, str) or _words(pair.chosen) == _words(pair.rejected) else UNSEEN
-            elif body and rejected[: len(body)] == body:
-                found = BEGINNING
-            if found in (SAME, UNSEEN) or (found is not None and doubtful != "keep"):
-                told.count(told.skipped, found, pair.place)
-                continue
-            if found is not None:
-                told.count(told.notes, found, pair.place)
-            kept.add(item, item.parts)
-        if doubtful == "error":
-            refuse_doubtful(told)
-        if not kept.num_rows:
-            raise NothingLeft("; ".join(told.report()), reason=next(iter(told.skipped)))
-        return cls(**kept.fields((*parsed.report(), *told.report())), max_tokens=limit.max_tokens)
+            found = AnsweredItem(tuple(prompt), answers, (True, False), pair.place, pair.margin or 0.0)
+            if chosen == rejected and found.num_tokens <= limit.max_tokens:  # of longer ones only the beginning is here
+                raise Skip(SAME)
+            return found
 
-
-def _words(answer: AnswerText) -> Any:
-    """Returns an answer without what templates trim."""
-    return {**answer_turn(answer), "content": answer_turn(answer)["content"].split()}
+        return cls(**tokenised(parsed, codec, item, limit, "pair"), max_tokens=limit.max_tokens)
 
 
 class JudgedData(AnsweredData):

@@ -1,77 +1,48 @@
-r"""One row's values, checked as they are taken; and dialogues written as one text, as HH-RLHF has them:
-``"\n\nHuman: …\n\nAssistant: …"``.
-"""
+"""One row's values, checked as they are taken."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import operator
 import re
 import reprlib
 import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import usual_columns
-from quartet.text.examples import ROLES, AnswerText, Message, Messages, PromptText, is_empty
+from quartet.text.examples import AnswerText, Message, Messages, PromptText, is_empty
 
-_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
-_SIDES = {"Human": "user", "Assistant": "assistant"}
-
-
-def is_dialogue(text: str) -> bool:
-    """Tells whether a text begins with a turn."""
-    return _TURN.match(text) is not None
+_ASSISTANT = "\n\nAssistant:"
+"""Begins an answer in texts of whole dialogues, as HH-RLHF has them."""
 
 
-def is_whole_dialogue(text: str) -> bool:
-    """Tells whether a text begins with the human's turn, as no answer does."""
-    first = _TURN.match(text)
-    return first is not None and first[1] == "Human"
-
-
-def as_dialogue(text: str) -> Messages:
-    """Returns the turns of a text as messages, without white space around them.
-
-    Turns of one side that follow each other become one message, text before the first turn the system's, text without
-    any turn the user's. An open ``Assistant:`` at the end, where an answer belongs, becomes none.
-    """
-    marks = list(_TURN.finditer(text))
-    if not marks:
-        return [{"role": "user", "content": text.strip()}]
-    before = text[: marks[0].start()].strip()
-    turns = [("system", before)] if before else []
-    ends = [mark.start() for mark in marks[1:]] + [len(text)]
-    turns += [(_SIDES[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
-    if turns[-1] == ("assistant", ""):
-        turns.pop()
-    return [
-        {"role": role, "content": "\n\n".join(content for _, content in group)}
-        for role, group in groupby(turns, key=lambda turn: turn[0])
-    ]
-
-
-def split_dialogues(chosen: str, rejected: str) -> int | None:
-    """Returns where the answers of two dialogues begin: behind the last ``Assistant:`` that both share; None where more
-    than the last turn differs."""
-    shared = _num_shared(chosen, rejected)
-    ends = [mark.end() for mark in _TURN.finditer(chosen) if mark[1] == "Assistant" and mark.end() <= shared]
-    if not ends or any(_TURN.search(text, ends[-1]) for text in (chosen, rejected)):
-        return None
-    return ends[-1]
+class Skip(Exception):
+    """A row that is left out and counted under this reason."""
 
 
 def split_texts(chosen: str, rejected: str) -> int | None:
-    """Returns where the answers of two texts begin: before the word in which they first differ, so that no token is
-    torn, and early enough that neither is empty; None where that leaves no prompt."""
-    shared = _num_shared(chosen, rejected)
+    """Returns where the answers of two texts begin: behind the last ``Assistant:`` that both share; without any before
+    the word in which they first differ, so that no token is torn, and early enough that neither is empty. None where
+    that leaves no prompt.
+
+    Raises:
+        Skip: dialogues that differ before their last turn.
+    """
+    # Comparing whole beginnings is much faster than comparing characters: texts may have millions.
+    shared = bisect_left(
+        range(min(map(len, (chosen, rejected)))), True, key=lambda n: chosen[: n + 1] != rejected[: n + 1]
+    )
+    if _ASSISTANT in chosen and _ASSISTANT in rejected:
+        cut = chosen.rfind(_ASSISTANT, 0, shared) + len(_ASSISTANT)
+        if cut < len(_ASSISTANT) or any("\n\nHuman:" in text[cut:] for text in (chosen, rejected)):
+            raise Skip(EARLIER)
+        return cut
     both_end_words = all(text[shared : shared + 1].isspace() for text in (chosen, rejected))
     places = [mark.start() for mark in re.finditer(r"\s+", chosen[:shared])] + [shared] * both_end_words
     for place in reversed(places):
@@ -82,18 +53,9 @@ def split_texts(chosen: str, rejected: str) -> int | None:
     return None
 
 
-def _num_shared(one: str, other: str) -> int:
-    # Comparing whole beginnings is much faster than comparing characters: texts may have millions.
-    return bisect_left(range(min(len(one), len(other))), True, key=lambda n: one[: n + 1] != other[: n + 1])
-
-
-Turns = Literal["text", "messages"]
-
-_SPOKEN = {"prompt", "completion", "chosen", "rejected"}
-_LIST = re.compile(r"\s*\[\s*\{")
+SAME = "chosen and rejected are the same"
+EARLIER = "the conversations differ before their last turn"
 _ROLES = {"human": "user", "gpt": "assistant"}
-_SPEAKERS = ROLES | _ROLES.keys()
-_WEIGHTS = {0: False, 1: True}
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -113,19 +75,17 @@ class Reading:
 
     Args:
         columns: our names → the file's.
-        turns: "messages" where Human/Assistant turns in texts are to become messages.
         section: of the recipe, for remedies.
         system_prompt: of conversations that have none.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    turns: Turns = "text"
     section: str = "data"
     system_prompt: str | None = None
 
     @classmethod
     def of(cls, config: DataConfig | SourceConfig, section: str) -> Reading:
-        return cls(config.columns, config.turns, section, config.system_prompt)
+        return cls(config.columns, section, config.system_prompt)
 
 
 AS_GIVEN = Reading()
@@ -154,41 +114,16 @@ def column_at(values: Mapping[str, Any], path: str) -> Any:
     return None if _is_null(above) else column_at(above, inside)
 
 
-class Skip(Exception):
-    """A row that is left out and counted under this reason."""
-
-
 @dataclass
 class Fields:
-    """A row under our column names; null counts as missing, and so does NaN, which tables have for it.
-
-    Attributes:
-        notes: conversions worth reporting.
-    """
+    """A row under our column names; null counts as missing, and so does NaN, which tables have for it."""
 
     values: Mapping[str, Any]
     place: str
     reading: Reading = AS_GIVEN
-    notes: list[str] = field(default_factory=list)
 
     def get(self, name: str) -> Any:
-        """Returns a value; of a prompt or an answer that is the JSON text of messages, as tables have them, the
-        messages.
-
-        Answers with roles that nobody knows, or of which the last turn is not the assistant's, are answers in JSON.
-        """
-        value = self.values.get(name)
-        if name not in _SPOKEN or not isinstance(value, str) or not _LIST.match(value):
-            return value
-        with contextlib.suppress(ValueError):
-            found = json.loads(value)
-            speakers = [_speaker(turn) for turn in found]
-            is_talk = _SPEAKERS.issuperset(speakers) and speakers[-1] in ("assistant", "gpt")
-            if None not in speakers and (name == "prompt" or is_talk):
-                note = f"{name} was the text of a list of messages, and was read as the list"
-                self.notes += [note] if note not in self.notes else []
-                return found
-        return value
+        return self.values.get(name)
 
     def parsed(self, name: str) -> Any:
         """Returns a value; of text in JSON, as CSV has lists, what it says."""
@@ -201,10 +136,6 @@ class Fields:
     def has(self, *names: str) -> bool:
         return not any(_is_null(self.values.get(name)) for name in names)
 
-    @property
-    def as_turns(self) -> bool:
-        return self.reading.turns == "messages"
-
     def missing(self, needed: str) -> UserError:
         present = [name for name, value in self.values.items() if not _is_null(value)]
         null = [name for name, value in self.values.items() if _is_null(value)]
@@ -215,8 +146,8 @@ class Fields:
         return UserError(f"a row lacks {needed}", found=found, remedy=f"rename the columns, or map them: {keys}")
 
     def text(self, name: str, *, empty: bool = False) -> str:
-        """Returns a text value. Numbers and booleans are taken as Python writes them (``42``, ``True``) and noted,
-        because converters like to turn such answers into scalars.
+        """Returns a text value. Numbers and booleans are taken as Python writes them (``42``, ``True``), because
+        converters like to turn such answers into scalars.
 
         Raises:
             UserError: missing, another type, or nothing but white space unless ``empty``.
@@ -225,9 +156,7 @@ class Fields:
             raise self.missing(f"`{name}`")
         value = self.get(name)
         if isinstance(value, (bool, int, float)):
-            self.notes.append(f"{name} was not text and was written out as text")
-            with contextlib.suppress(ValueError):  # a number of more digits than Python writes is no text
-                value = str(value)
+            value = str(value)
         if not isinstance(value, str):
             raise _refused(f"`{name}` is not text", self.place, value, "write it as text, or map another column")
         if not empty and not value.strip():
@@ -252,8 +181,8 @@ class Fields:
         if value is None or value == "":
             return None
         try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
+            number = float(value)
+        except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
             raise _refused(f"`{name}` is not a finite number", self.place, value, "write a number, or leave it out")
@@ -269,13 +198,10 @@ class Fields:
             raise self.missing(f"`{name}`")
         value = self.parsed(name)
         value = value.tolist() if hasattr(value, "tolist") else value
-        try:
-            # Masks are mostly 0 and 1, and sometimes true and false.
-            items: Any = (None,) if isinstance(value, (str, Mapping)) else value
-            return [operator.index(item) for item in items]
-        except TypeError:
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
             remedy = "write it as [1, 2, 3], or leave the column out"
-            raise _refused(f"`{name}` is not a list of whole numbers", self.place, value, remedy) from None
+            raise _refused(f"`{name}` is not a list of whole numbers", self.place, value, remedy)
+        return value
 
     def tools(self) -> list[dict[str, Any]]:
         """Returns the tools that a conversation may call, as JSON schemas: a list, or JSON text; empty where there are
@@ -313,13 +239,10 @@ def _objects(value: Any, name: str, place: str, what: str, shape: str) -> list[d
     """
     try:
         found = json.loads(value) if isinstance(value, str) and value.strip() else without_nulls(value)
-        objects = [found] if isinstance(found, dict) else found if isinstance(found, list) else [found]
-        # Some tables have a list of JSON texts.
-        objects = [json.loads(one) if isinstance(one, str) and one.strip() else one for one in objects]
     except ValueError as error:
         remedy = f"write a list of {what}, or the JSON text of one"
         raise _refused(f"`{name}` is not valid JSON: {error}", place, value, remedy) from None
-    objects = [one for one in objects if not _is_null(one) and one not in ("", {})]
+    objects = [] if _is_null(found) or found == "" else found if isinstance(found, list) else [found]
     if not all(isinstance(one, dict) for one in objects):
         raise _refused(f"`{name}` is not a list of {what}", place, value, f"write {shape}, or map another column")
     return objects
@@ -337,18 +260,10 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _speaker(turn: Any) -> str | None:
-    """Returns who speaks in a turn; None where it is none."""
-    if not isinstance(turn, dict) or not {"content", "value", "tool_calls"} & turn.keys():
-        return None
-    who = turn.get("role", turn.get("from"))
-    return who if isinstance(who, str) else None
-
-
 def as_messages(value: Any, place: str) -> Messages:
     """Returns messages with text content; one message alone counts as a list, ``from``/``value`` as
     ``role``/``content``, a list of text parts as their text. A message that only calls tools or thinks has the content
-    "". An assistant's with ``weight`` 0 or ``train`` false has ``train`` False.
+    "". One with ``weight`` 0 or ``train`` false has ``train`` False.
 
     Raises:
         UserError: with the turn that is wrong.
@@ -365,8 +280,6 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
     if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
         role = message.pop("from")
         message = {"role": _ROLES.get(role, role), "content": message.pop("value"), **message}
-    if isinstance(message.get("function_call"), dict):  # OpenAI's older form of one call
-        message.setdefault("tool_calls", [{"type": "function", "function": message.pop("function_call")}])
     if "tool_calls" in message:
         shape = '[{"type": "function", "function": {"name": "…", "arguments": {…}}}]'
         message["tool_calls"] = _objects(message["tool_calls"], "tool_calls", place, "calls", shape)
@@ -374,7 +287,8 @@ def _message(turn: Any, place: str) -> dict[str, Any]:
         message["content"] = ""
     if isinstance(parts := message.get("content"), list):
         message["content"] = _joined_parts(parts, place)
-    _read_weight(message, place)
+    if not (message.pop("weight", 1) and message.pop("train", True)):
+        message["train"] = False
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
         remedy = 'write {"role": "user", "content": "…"}'
         raise _refused("a message needs `role` and `content`, both text", place, turn, remedy)
@@ -394,58 +308,32 @@ def _joined_parts(parts: list[Any], place: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _read_weight(message: Message, place: str) -> None:
-    """Turns ``weight`` and ``train`` into ``train`` False where a turn is not to be learned, and into nothing else.
-
-    Raises:
-        UserError: neither 0 nor 1, neither true nor false.
-    """
-    for name in ("weight", "train"):
-        if name not in message:
-            continue
-        value = message.pop(name)
-        if not isinstance(value, (bool, int, float)) or value not in _WEIGHTS:
-            remedy = "write 0 (false) for a turn that carries no loss, 1 (true) for one that does"
-            raise _refused(f"`{name}` of a message is neither 0 nor 1", place, value, remedy)
-        if not value:
-            message["train"] = False
-
-
 def prompt_field(fields: Fields) -> PromptText:
     """Returns the column ``prompt`` (text or messages), else ``messages``."""
     if fields.has("prompt"):
         if isinstance(fields.get("prompt"), (list, dict)):
             return fields.messages("prompt")
-        text = fields.text("prompt")
-        return as_dialogue(text) if fields.as_turns else text
+        return fields.text("prompt")
     if fields.has("messages"):
         return fields.messages("messages")
     raise fields.missing("`prompt` or `messages`")
 
 
-TOOLS_TOLD = "`tools` are told to the chat template"
-
-
 def in_context(fields: Fields, prompt: PromptText) -> PromptText:
-    """Returns a conversation with its system prompt and, in its first message, its tools; plain text as it is.
+    """Returns a conversation with its system prompt and, in its first message, its tools. Plain text, to which no
+    chat template is applied, stays as it is.
 
     The system message that it has comes before the row's column ``system`` (empty: none), and that before the recipe's.
 
     Raises:
         UserError: a system prompt that is no text, tools that are no JSON schemas.
     """
-    default = fields.reading.system_prompt
     if isinstance(prompt, str):
-        beside = {"tools": "`tools`", "system": "`system`"} if default is None else {"tools": "`tools`"}
-        found = [what for name, what in beside.items() if fields.has(name) and fields.values[name]]
-        found += ["a system prompt"] if default is not None else []
-        fields.notes += [f"{what} beside plain text, to which no chat template is applied" for what in found]
         return prompt
-    system = fields.text("system", empty=True) if fields.has("system") else default
+    system = fields.text("system", empty=True) if fields.has("system") else fields.reading.system_prompt
     if system and prompt[0]["role"] not in ("system", "developer"):
         prompt = [{"role": "system", "content": system}, *prompt]
     if tools := fields.tools():
-        fields.notes.append(TOOLS_TOLD)
         prompt = [{**prompt[0], "tools": tools}, *prompt[1:]]
     return prompt
 
@@ -474,8 +362,5 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 def field_excerpt(value: Any) -> str:
     """Returns at most 80 characters of a value as Python writes it."""
     # reprlib looks only as far as it shows: a value may be nested without end, or very long.
-    try:
-        text = _SHORT.repr(value)
-    except ValueError:  # a number of more digits than Python writes
-        text = f"{type(value).__name__} that cannot be written out"
+    text = _SHORT.repr(value)
     return text if len(text) <= 80 else text[:77] + "…"

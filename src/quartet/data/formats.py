@@ -16,10 +16,10 @@ kind                          columns                                  prompt
                               ``chosen``, ``rejected``                 what both begin with
 ============================  =======================================  =====================================
 
-A row that cannot be used as it is stops the run with its file and line. Rows that can be left out or read
-with a harmless conversion are counted by reason in ``Parsed.notes``, to be reported.
+A row that cannot be used as it is stops the run with its file and line. Rows that can be left out are counted by
+reason in ``Parsed.skipped``, to be reported.
 
-All of them take a ``Reading``: the names of columns, and whether Human/Assistant turns in texts become messages.
+All of them take a ``Reading``, which has the names of columns.
 """
 
 from __future__ import annotations
@@ -28,29 +28,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise, takewhile
+from itertools import dropwhile, takewhile
 from typing import Any, Generic, TypeVar
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import JOINT, nearest
-from quartet.config.preference import DoubtfulPairs
 from quartet.data.fields import (
     AS_GIVEN,
+    EARLIER,
+    SAME,
     Fields,
     Reading,
     Skip,
     answer_of,
     as_chat,
-    as_dialogue,
     as_messages,
     column_at,
     column_paths,
     field_excerpt,
     in_context,
-    is_dialogue,
-    is_whole_dialogue,
     prompt_field,
-    split_dialogues,
     split_texts,
 )
 from quartet.data.readers import Row, shown_places
@@ -67,13 +64,9 @@ from quartet.text.examples import (
     PromptText,
     Tokenised,
     is_empty,
-    is_learned,
 )
 
 SIDES = ("chosen", "rejected")
-SAME = "chosen and rejected are the same"
-OWN_PROMPT = "the answers were whole conversations, of which the prompt was taken, not the one beside them"
-EARLIER = "the conversations differ before their last turn"
 
 
 def pair_field(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
@@ -83,42 +76,19 @@ def pair_field(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
         Skip: the answers are the same, or differ before their last turn.
         UserError: there is no prompt, or values are neither text nor messages.
     """
-    sides = [fields.get(name) for name in ("chosen", "rejected")]
-    if all(isinstance(side, (list, dict)) for side in sides):
+    if all(isinstance(fields.get(name), (list, dict)) for name in SIDES):
         return _conversations(fields)
-    chosen, rejected = fields.text("chosen", empty=True), fields.text("rejected", empty=True)
-    prompt: PromptText
-    given, has_prompt = fields.get("prompt"), fields.has("prompt") or fields.has("messages")
-    if isinstance(given, str) and is_dialogue(given) and chosen.startswith(given) and rejected.startswith(given):
-        fields.notes.append("both answers began with their prompt, which was taken off")
-        prompt, chosen, rejected = prompt_field(fields), chosen[len(given) :], rejected[len(given) :]
-    elif not has_prompt or (is_whole_dialogue(chosen) and is_whole_dialogue(rejected)):
-        fields.notes += [OWN_PROMPT] if has_prompt else []
-        cut = _num_prompt(fields, chosen, rejected)
-        prompt, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
-    else:
-        prompt = prompt_field(fields)
-    if fields.as_turns:
-        prompt = as_dialogue(prompt) if isinstance(prompt, str) else prompt
-        chosen, rejected = chosen.strip(), rejected.strip()
-    return prompt, chosen, rejected
-
-
-def _num_prompt(fields: Fields, chosen: str, rejected: str) -> int:
-    """Returns how many characters the prompt has with which two texts begin."""
+    chosen, rejected = (fields.text(name, empty=True) for name in SIDES)
+    if fields.has("prompt") or fields.has("messages"):
+        return prompt_field(fields), chosen, rejected
     if chosen == rejected:
         raise Skip(SAME)
-    if is_dialogue(chosen) and is_dialogue(rejected):
-        cut = split_dialogues(chosen, rejected)
-        if cut is None:
-            raise Skip(EARLIER)
-        return cut
     # Where another column could be the prompt, words that both answers happen to begin with are none.
     others = [name for name, value in fields.values.items() if isinstance(value, str) and name not in SIDES]
     cut = None if others or {"prompt", "messages"} & set(fields.values) else split_texts(chosen, rejected)
     if cut is None:
         raise fields.missing("`prompt` or `messages`, with which `chosen` and `rejected` could also both begin")
-    return cut
+    return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
 def _conversations(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
@@ -132,28 +102,16 @@ def _conversations(fields: Fields) -> tuple[PromptText, AnswerText, AnswerText]:
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     if len(chosen) != shared + 1 or len(rejected) != shared + 1:
         raise Skip(EARLIER)
-    prompt: PromptText = chosen[:shared]
+    prompt = chosen[:shared]
     if not shared or chosen[0]["role"] == "assistant":
-        prompt = [*as_chat(prompt_field(fields)), *chosen[:shared]]
-    elif isinstance(beside := fields.get("prompt"), (list, dict)):
-        given = as_messages(beside, fields.place)
-        if given[-shared:] == prompt:
-            prompt = given  # which may have a system's turn more
-        elif given != prompt[: len(given)]:
-            fields.notes.append(OWN_PROMPT)
-    elif isinstance(beside, str) and beside.strip() not in {turn["content"].strip() for turn in chosen[:shared]}:
-        fields.notes.append(OWN_PROMPT)
+        prompt = [*as_chat(prompt_field(fields)), *prompt]
     return prompt, answer_of(chosen[shared:], fields.place), answer_of(rejected[shared:], fields.place)
 
 
 T = TypeVar("T")
 
-UNSEEN = "chosen and rejected differ only in what the chat template leaves out"
-EMPTY = "one answer is empty"
-BEGINNING = "the chosen answer is the beginning of the rejected one"
 _NO_LOSS = -100
 """Label of a token that is not learned."""
-_MASKS = ("completion_mask", "assistant_masks")
 _KEPT_PLACES = 6
 """Places remembered per warning: one more than are shown."""
 
@@ -170,65 +128,27 @@ class NothingLeft(UserError):
 
 @dataclass
 class Parsed(Generic[T]):
-    """Typed examples, and how many rows fell under which warning.
+    """Typed examples, and how many rows were left out, by reason, with their first places.
 
     ``items`` is a tuple; of rows that come one after the other an iterator, and the counts are complete at its end.
-    ``skipped`` counts rows that were left out, ``notes`` rows that were used after a conversion; both by
-    reason, with their first places.
     """
 
     items: Any = ()
     skipped: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
 
-    def count(self, rows: Counter[str], reason: str, place: str) -> None:
-        """Counts one more row among ``skipped`` or ``notes``."""
-        rows[reason] += 1
+    def skip(self, reason: str, place: str) -> None:
+        """Counts one more row that is left out."""
+        self.skipped[reason] += 1
         known = self.places.setdefault(reason, [])
         known += [place][: _KEPT_PLACES - len(known)]
 
     def report(self) -> list[str]:
-        """Returns one line per warning, for the log."""
-        lines = {reason: f"{count} rows left out: {reason}" for reason, count in self.skipped.items()}
-        lines |= {reason: f"{count} rows: {reason}" for reason, count in self.notes.items()}
-        return [f"{line} ({shown_places(self.places[reason])})" for reason, line in lines.items()]
-
-    def counted(self, reasons: Iterable[str]) -> str:
-        """Tells how many rows were left out for these reasons, in words; '' where there are none."""
-        found = [r for r in reasons if r in self.skipped]
-        return "; ".join(f"{self.skipped[r]}: {r} ({shown_places(self.places[r])})" for r in found)
-
-
-def preferences(
-    rows: Iterable[Row], reading: Reading = AS_GIVEN, doubtful: DoubtfulPairs = "keep"
-) -> Parsed[Preference]:
-    """Parses preference pairs.
-
-    Left out and counted: pairs whose answers are the same, and conversations that differ before their last
-    turn.
-
-    Args:
-        doubtful: what happens to a pair with an empty answer. "keep": it is counted; a model that says nothing is a
-            judgement people have made. "skip": it is left out and counted. "error": it stops the run, and so do equal
-            answers.
-
-    Raises:
-        UserError: missing columns, an empty prompt, values that are neither text nor messages, a margin that is not a
-            finite number, doubtful pairs.
-    """
-    parse = partial(_preference, keep_empty=doubtful == "keep")
-    return parse_rows(parse, rows, reading, refuse_doubtful if doubtful == "error" else None)
-
-
-def refuse_doubtful(parsed: Parsed[Any], num_rows: int = 0) -> None:
-    """Stops where pairs were left out that the recipe wants to be an error."""
-    if found := parsed.counted((SAME, UNSEEN, EMPTY, BEGINNING)):
-        raise UserError(
-            "some pairs are doubtful",
-            found=found,
-            remedy="mend or remove these rows, or set doubtful_pairs to keep or skip",
-        )
+        """Returns one line per reason, for the log."""
+        return [
+            f"{count} rows left out: {reason} ({shown_places(self.places[reason])})"
+            for reason, count in self.skipped.items()
+        ]
 
 
 def has_judgements(rows: Sequence[Row], reading: Reading = AS_GIVEN) -> bool:
@@ -262,17 +182,14 @@ def parse_rows(
             try:
                 item = _in_context(parse(fields), fields)
             except Skip as reason:
-                parsed.count(parsed.skipped, str(reason), row.place)
+                parsed.skip(str(reason), row.place)
                 continue
-            for note in fields.notes:
-                parsed.count(parsed.notes, note, row.place)
             num_kept += 1
             yield item
         if finish is not None:
             finish(parsed, num_rows)
         if not num_kept:
-            found = f"of {num_rows} rows left out {parsed.counted(parsed.skipped)}"
-            raise NothingLeft(found, reason=next(iter(parsed.skipped), ""))
+            raise NothingLeft("; ".join(parsed.report()), reason=next(iter(parsed.skipped), ""))
 
     parsed.items = items() if isinstance(rows, Iterator) else tuple(items())
     return parsed
@@ -333,8 +250,6 @@ def _renamed(row: Row, reading: Reading) -> dict[str, Any]:
 
 def _demonstration(fields: Fields) -> Example:
     if fields.has("input_ids"):
-        if any(fields.has(name) for name in ("prompt", "messages", "text")):
-            fields.notes.append("input_ids were learned from, not the text beside them")
         return _tokenised(fields)
     if fields.has("prompt", "completion"):
         prompt, answer = _answered(fields)
@@ -342,8 +257,7 @@ def _demonstration(fields: Fields) -> Example:
     if fields.has("messages"):
         return _conversation(fields.messages("messages"), fields)
     if fields.has("text") and not (fields.has("prompt") or fields.has("completion")):
-        text = fields.text("text")
-        return _conversation(as_dialogue(text), fields) if fields.as_turns else Document(text, fields.place)
+        return Document(fields.text("text"), fields.place)
     raise fields.missing("`prompt` and `completion`, `messages`, `text` or `input_ids`")
 
 
@@ -355,35 +269,24 @@ def _conversation(messages: Messages, fields: Fields) -> Conversation:
             found=f"{fields.place}: roles {roles}",
             remedy="remove the row, or add the answer",
         )
-    if any(is_learned(message) and is_empty(message) for message in messages):
-        fields.notes.append("an assistant's turn is empty: end-of-text alone is learned")
     return Conversation(messages, fields.place)
 
 
 def _tokenised(fields: Fields) -> Tokenised:
-    """Returns ids as they are; padding, which ``attention_mask`` marks, is taken off both ends."""
+    """Returns ids as they are; labels of -100 carry no loss."""
     ids = fields.integers("input_ids")
     labels = fields.integers("labels") if fields.has("labels") else ids
-    masks = {name: fields.integers(name) for name in ("attention_mask", *_MASKS) if fields.has(name)}
-    for name, values in {"labels": labels, **masks}.items():
-        if len(values) != len(ids):
-            raise _unfit(fields, f"`{name}` has {len(values)} entries for {len(ids)} ids")
+    if len(labels) != len(ids):
+        raise _unfit(fields, f"`labels` has {len(labels)} entries for {len(ids)} ids")
     wrong = next((n for n, label in enumerate(labels) if label not in (_NO_LOSS, ids[n])), None)
     if wrong is not None:
         raise _unfit(fields, f"label {labels[wrong]} at place {wrong} is neither {_NO_LOSS} nor the id {ids[wrong]}")
-    learned = [label != _NO_LOSS and all(masks[n][k] for n in _MASKS if n in masks) for k, label in enumerate(labels)]
-    seen = masks.get("attention_mask", [1] * len(ids))
-    start, stop = (seen.index(1), len(seen) - seen[::-1].index(1)) if 1 in seen else (0, 0)
-    if not all(seen[start:stop]):
-        raise _unfit(fields, "`attention_mask` has gaps: several sequences in one row")
-    places = fields.integers("position_ids")[start:stop] if fields.has("position_ids") else range(len(seen))
-    lengths = fields.integers("seq_lengths") if fields.has("seq_lengths") else []
-    if len(lengths) > 1 or any(after != before + 1 for before, after in pairwise(places)):
-        raise _unfit(fields, f"`{'seq_lengths' if lengths[1:] else 'position_ids'}`: several sequences in one row")
-    learned[start : start + 1] = [False]  # nothing predicts the first
-    if not any(learned[start:stop]):
+    if fields.has("attention_mask") and 0 in fields.integers("attention_mask"):
+        raise _unfit(fields, "`attention_mask` marks padding")
+    learned = [False, *(label != _NO_LOSS for label in labels[1:])]  # nothing predicts the first
+    if True not in learned:
         raise _unfit(fields, "no token carries loss")
-    return Tokenised(tuple(ids[start:stop]), tuple(learned[start:stop]), fields.place)
+    return Tokenised(tuple(ids), tuple(learned), fields.place)
 
 
 def _unfit(fields: Fields, reason: str) -> UserError:
@@ -398,8 +301,6 @@ def _judgement(fields: Fields) -> Judgement:
     if not fields.has("completion", "label"):
         raise fields.missing("`prompt`, `completion` and `label`")
     prompt, answer = _answered(fields, empty=True)
-    if is_empty(answer):
-        fields.notes.append("the answer is empty")
     return Judgement(prompt, answer, fields.truth("label"), fields.place)
 
 
@@ -412,24 +313,19 @@ def _answered(fields: Fields, *, empty: bool = False) -> tuple[PromptText, Answe
             found = f"{fields.place}: {field_excerpt(given)}"
             raise UserError("`completion` is empty", found=found, remedy="fill in or remove that row")
         return as_chat(prompt), answer
-    text = fields.text("completion", empty=empty)
-    return prompt, text.strip() if fields.as_turns else text
+    return prompt, fields.text("completion", empty=empty)
 
 
 # Pairs ---------------------------------------------------------------------------------------------------
 
 
-def _preference(fields: Fields, *, keep_empty: bool) -> Preference:
+def _preference(fields: Fields) -> Preference:
     if not fields.has("chosen", "rejected"):
         raise fields.missing("`chosen` and `rejected`, with `prompt` or `messages` or as conversations")
     margin = fields.number("margin")
     prompt, chosen, rejected = pair_field(fields)
     if chosen == rejected:
         raise Skip(SAME)
-    if is_empty(chosen) or is_empty(rejected):
-        if not keep_empty:
-            raise Skip(EMPTY)
-        fields.notes.append(EMPTY)
     return Preference(prompt, chosen, rejected, margin, fields.place)
 
 
@@ -447,16 +343,13 @@ def _prompt(fields: Fields) -> Prompt:
     else:
         raise fields.missing("`prompt`, `messages`, or `chosen` and `rejected` that hold it")
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-        turns = len(prompt)
-        while prompt and prompt[-1]["role"] == "assistant":
-            prompt = prompt[:-1]
+        prompt = list(reversed(list(dropwhile(lambda turn: turn["role"] == "assistant", reversed(prompt)))))
         if not prompt:
             raise UserError(
                 "a prompt holds only assistant turns",
-                found=f"{fields.place}: {turns} turns",
+                found=fields.place,
                 remedy="remove the row, or add the user's turn",
             )
-        fields.notes.append("the final assistant turn was taken off the prompt")
     return Prompt(prompt, {k: v for k, v in fields.values.items() if k not in used}, fields.place)
 
 
@@ -466,6 +359,14 @@ demonstrations = partial(parse_rows, _demonstration)
 Raises:
     UserError: missing columns, empty or non-text values, a conversation without an answer, labels that are not the
         row's own token ids.
+"""
+preferences = partial(parse_rows, _preference)
+"""Preference pairs. Left out and counted: pairs whose answers are the same, and conversations that differ before their
+last turn.
+
+Raises:
+    UserError: missing columns, an empty prompt, values that are neither text nor messages, a margin that is not a
+        finite number.
 """
 judgements = partial(parse_rows, _judgement)
 """Answers judged good or bad one by one.

@@ -164,7 +164,7 @@ class Unchecked(Rows[T]):
                 found = self._read(row, other)
             except NothingLeft as reason:
                 self._left_out[other] = row.place
-                self._told.count(self._told.skipped, reason.reason, row.place)
+                self._told.skip(reason.reason, row.place)
                 continue
             self.seen |= found.seen
             item: T = found.items[0]

@@ -16,8 +16,6 @@ Messages: TypeAlias = list[Message]
 PromptText: TypeAlias = str | Messages
 AnswerText: TypeAlias = str | Message
 """Text, or an assistant message that has more than its content: thoughts, tool calls."""
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation"})
-"""Roles that chat templates know, of which each knows some."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which assistant messages have their thoughts."""
 

@@ -1,4 +1,4 @@
-"""Chat templates as programs: read from a file, with defaults of their variables, and what they do to a conversation.
+"""Chat templates as programs: read from a file, with defaults of their variables, and applied to conversations.
 
 ``chat_template_kwargs`` become part of the template, as defaults of its variables at its head. What is saved beside a
 trained model then renders as training did, whoever loads it, and whoever passes a variable himself still decides it.
@@ -11,7 +11,7 @@ import copy
 import json
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
-from quartet.text.examples import THOUGHTS, Message, Messages, is_learned
+from quartet.text.examples import Message, Messages, is_learned
 
 MARKS = re.compile(r"\{%-?\s*generation\b")
 """In a template that says itself which tokens are the assistant's."""
@@ -84,11 +84,24 @@ def render(
     return str(_applied(tokenizer, messages, **options))
 
 
+def _with_objects(message: Message) -> Message:
+    """Returns a message with objects for arguments of tool calls that are JSON text, as OpenAI has them: templates
+    encode objects.
+    """
+    calls = copy.deepcopy(message.get("tool_calls") or [])
+    for call in calls:
+        function = call.get("function", call)
+        if isinstance(text := function.get("arguments"), str):
+            with contextlib.suppress(ValueError):
+                function["arguments"] = json.loads(text)
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
+    messages = [_with_objects(message) for message in messages]
     if (tools := tools_of(messages)) is not None:
         first = {name: value for name, value in messages[0].items() if name != "tools"}
         messages, options = [first, *messages[1:]], {**options, "tools": tools}
-    messages = _with_arguments(tokenizer, messages, options)
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except TemplateSyntaxError as error:
@@ -104,41 +117,6 @@ def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: 
             found=f"{said}{''.join(lines[-1:])}; roles {[message.get('role') for message in messages]}",
             remedy="leave out the roles that the template does not know, or use another template",
         ) from error
-
-
-def _with_arguments(tokenizer: PreTrainedTokenizerBase, messages: Messages, options: Mapping[str, Any]) -> Messages:
-    """Returns the messages, with objects for arguments of tool calls that are JSON text, as OpenAI has them, where the
-    template would encode that text once more or cannot read it.
-    """
-    texts: list[str] = []
-
-    def parsed(call: Any) -> Any:
-        if isinstance(call, dict) and isinstance(call.get("function"), dict):
-            return {**call, "function": parsed(call["function"])}
-        if isinstance(call, dict) and isinstance(text := call.get("arguments"), str):
-            try:
-                value = json.loads(text)
-            except ValueError:
-                return call
-            if isinstance(value, dict):
-                texts.append(text)
-                return {**call, "arguments": value}
-        return call
-
-    calling = [message.get("tool_calls") for message in messages]
-    objects = [
-        {**message, "tool_calls": [*map(parsed, calls)]} if isinstance(calls, list) else message
-        for message, calls in zip(messages, calling, strict=True)
-    ]
-    if not texts:
-        return messages
-    plain = {"tokenize": False, "return_dict": False, "return_assistant_tokens_mask": False}
-    try:
-        written = str(tokenizer.apply_chat_template(messages, **{**options, **plain}))
-    except Exception:  # it reads objects only; what else it refuses, it refuses with them
-        return objects
-    quoted = (json.dumps(text, ensure_ascii=ascii) for text in texts for ascii in (False, True))
-    return objects if any(text in written for text in quoted) else messages
 
 
 def continuation(head: str, whole: str, what: str, where: str) -> str:
@@ -201,7 +179,6 @@ def until_last_learned(messages: Messages) -> Messages:
 
 
 _DEFAULT = re.compile(r"\{%- if (\w+) is not defined %\}\{% set \1 = ([^%]*) %\}\{% endif %\}")
-_THOUGHT_END = "</think>"
 
 
 def with_template(
@@ -269,79 +246,3 @@ def free_variables(template: str) -> frozenset[str]:
     """
     environment = _compile_jinja_template("").environment
     return frozenset(meta.find_undeclared_variables(environment.parse(template)))
-
-
-def template_warnings(
-    tokenizer: PreTrainedTokenizerBase, variables: Iterable[str] | None = None, *, has_tools: bool
-) -> list[str]:
-    """Tells in words what is given to a template that does not read it.
-
-    Args:
-        variables: names of those that are given; the defaults that it was saved with when left out.
-    """
-    if tokenizer.chat_template is None:
-        return []
-    try:
-        defaults, own = split_defaults(template_of(tokenizer, [{}] if has_tools else None))
-        read = free_variables(own)
-    except (UserError, TemplateSyntaxError):
-        return []  # whoever renders is told
-    unread = [name for name in (defaults if variables is None else variables) if name not in read]
-    found = [f"the chat template does not read `{name}` of chat_template_kwargs" for name in unread]
-    if has_tools and "tools" not in read:
-        found.append("the chat template does not read `tools`: no prompt tells of them")
-    return found
-
-
-# What it does ---------------------------------------------------------------------------------------------
-
-
-def left_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool) -> list[str]:
-    """Tells in words what the template does not write of a conversation: thoughts, tool calls, text beside them.
-
-    Raises:
-        UserError: it leaves out a whole message.
-    """
-    whole = render(tokenizer, messages, generation_prompt=generation_prompt)
-    text, lost = _spaced(whole), set[tuple[int, str]]()
-    parts = [(n, what, part) for n, message in enumerate(messages) for what, part in _parts(message)]
-    # Each part needs a place of its own: of "yes, they do" and "yes" the longer one is looked for first, and is gone.
-    for n, what, part in sorted(parts, key=lambda found: -len(found[2])):
-        # Some templates write what a tool said as JSON.
-        forms = [_spaced(part), _spaced(json.dumps(part, ensure_ascii=False)[1:-1])]
-        if (form := next((form for form in forms if form in text), None)) is None:
-            lost.add((n, what))
-        else:
-            text = text.replace(form, "\0", 1)
-    calling = [n for n, message in enumerate(messages) if message.get("tool_calls")]
-    if calling:
-        silent = [{name: value for name, value in one.items() if name != "tool_calls"} for one in messages]
-        with contextlib.suppress(UserError):  # who refuses answers of tools that were not called reads the calls
-            unread = render(tokenizer, silent, generation_prompt=generation_prompt) == whole
-            lost |= {(n, "tool calls") for n in calling if unread}
-    for n, message in enumerate(messages):
-        said = {what for at, what, _ in parts if at == n} | {"tool calls" for at in calling if at == n}
-        if said and all((n, what) in lost for what in said):
-            raise UserError(
-                "the chat template leaves out a whole message",
-                found=f"turn {n + 1}, role {message['role']!r}: {message['content'][:80]!r}",
-                remedy="name roles as the template does (user, assistant), put a system turn into the user's, or use "
-                "another template (chat_template)",
-            )
-    which = {True: "the last turn", False: "earlier turns"}
-    return sorted({f"the chat template leaves out {what} of {which[n == len(messages) - 1]}" for n, what in lost})
-
-
-def _parts(message: Message) -> Iterator[tuple[str, str]]:
-    """Yields the texts of a message that a template may write or leave out, each by what it is."""
-    thought, said = "", message["content"]
-    if message["role"] == "assistant":
-        thought, _, said = said.rpartition(_THOUGHT_END)
-    thoughts = [thought.strip().removeprefix("<think>"), *(message.get(name) for name in THOUGHTS)]
-    found = [("text", said), *(("thoughts", text) for text in thoughts)]
-    return ((what, text.strip()) for what, text in found if isinstance(text, str) and text.strip())
-
-
-def _spaced(text: str) -> str:
-    """Leaves one space wherever there is white space: templates trim texts and change line breaks around them."""
-    return " ".join(text.split())

@@ -18,19 +18,19 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.plugins import jobs, load
-from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
+from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RewardModelRecipe, SFTRecipe
 from quartet.config.run import Recipe
 from quartet.config.strict import shortened
 from quartet.data.datasets import JudgedData, Mixture, Ordered, PreferenceData, PromptData, SFTData, TokenLimit, joined
-from quartet.data.fields import TOOLS_TOLD, Reading
+from quartet.data.fields import Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.lazy import Chained, Spool, Unchecked
 from quartet.data.readers import Row, iter_rows
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.packing_probe import model_context_length
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
-from quartet.text.templates import template_warnings, with_template
+from quartet.text.templates import with_template
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.run_files import job_of
 
@@ -351,15 +351,13 @@ def read_data(
 
         found.append(_read_source(given, source, num, read))
         left = None if left is None else left - len(found[-1])
-    has_tools = any(TOOLS_TOLD in line for part in found for line in part.warnings)
-    remarks = template_warnings(codec.tokenizer, has_tools=has_tools)
     if len(found) == 1:
-        return replace(found[0], warnings=(*found[0].warnings, *remarks))
+        return found[0]
     if len({type(part) for part in found}) > 1:
         raise _mixed_kinds(f"{key}.sources")
     weights = [source.weight for source in options.sources if source.weight is not None]
     data = joined(found, weights or None)
-    return replace(data, warnings=(*shares(options, [len(part) for part in found]), *data.warnings, *remarks))
+    return replace(data, warnings=(*shares(options, [len(part) for part in found]), *data.warnings))
 
 
 def readings(config: DataConfig | None, key: str) -> list[tuple[SourceConfig, Reading]]:
@@ -462,26 +460,19 @@ def demonstration_reader(rows: Iterator[Row], how: Reading, codec: TextCodec, li
     return SFTData.build(demonstrations(rows, how), codec, limit)
 
 
-def pair_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData]:
-    return lambda rows, how, codec, limit, _: PreferenceData.build(
-        preferences(rows, how, doubtful), codec, limit, doubtful
-    )
+def pair_reader(rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, _: int) -> PreferenceData:
+    return PreferenceData.build(preferences(rows, how), codec, limit)
 
 
-def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData | JudgedData]:
-    """Makes a reader of pairs, or of answers judged one by one, as the first row has it."""
-    pairs = pair_reader(doubtful)
-
-    def read(
-        rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int
-    ) -> PreferenceData | JudgedData:
-        head = list(islice(rows, 1))
-        rows = chain(head, rows)
-        if head and has_judgements(head, how):
-            return JudgedData.build(judgements(rows, how), codec, limit)
-        return pairs(rows, how, codec, limit, first)
-
-    return read
+def pair_or_judgement_reader(
+    rows: Iterator[Row], how: Reading, codec: TextCodec, limit: TokenLimit, first: int
+) -> PreferenceData | JudgedData:
+    """Reads pairs, or answers judged one by one, as the first row has it."""
+    head = list(islice(rows, 1))
+    rows = chain(head, rows)
+    if head and has_judgements(head, how):
+        return JudgedData.build(judgements(rows, how), codec, limit)
+    return pair_reader(rows, how, codec, limit, first)
 
 
 def prompt_reader(
@@ -496,9 +487,9 @@ def reader_of(recipe: Recipe) -> Reader[Any]:
         case SFTRecipe():
             return demonstration_reader
         case RewardModelRecipe():
-            return pair_reader(recipe.doubtful_pairs)
+            return pair_reader
         case PreferenceRecipe():
-            return pair_or_judgement_reader(recipe.doubtful_pairs)
+            return pair_or_judgement_reader
         case _:
             reader = jobs()[job_of(recipe)].reader
             return prompt_reader if reader is None else load(reader)(recipe)

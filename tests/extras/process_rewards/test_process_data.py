@@ -67,12 +67,6 @@ def test_rows_without_any_label_are_left_out_and_counted() -> None:
     assert found.report() == ["1 rows left out: no step has a label (f.jsonl:2)"]
 
 
-def test_minus_one_beside_zero_is_noted() -> None:
-    found = step_labelled(rows({"steps": ["1", "2"], "labels": [-1, 0]}), ";")
-    assert found.items[0].labels == (0.0, 0.0)
-    assert "labels -1 and 0 both count as wrong" in found.report()[0]
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

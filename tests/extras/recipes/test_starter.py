@@ -84,9 +84,6 @@ def test_columns_with_usual_names_are_mapped() -> None:
     assert "columns" not in starter("rl", reward="math", row={"prompt": "1 + 1?", "answer": "2"})
     assert "columns" not in starter("sft", row={"messages": []})
     assert "columns: {prompt: instruction, completion: output}" in starter("sft", row={"instruction": "", "output": ""})
-    assert "# turns: messages" in starter(
-        "preference", row={"chosen": "\n\nHuman: hi\n\nAssistant: ho", "rejected": ""}
-    )
 
 
 SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]

@@ -90,7 +90,7 @@ def read(config: DataConfig, codec: Any, reader: Any = demonstration_reader, roo
 
 @pytest.mark.parametrize("write", [_jsonl, _compressed, _array, _csv, _parquet])
 @pytest.mark.parametrize("limit", [None, 7])
-@pytest.mark.parametrize("reader", [demonstration_reader, pair_reader("keep")])
+@pytest.mark.parametrize("reader", [demonstration_reader, pair_reader])
 def test_batches_do_not_depend_on_what_was_checked_before(
     write: Callable[[Path], Path], limit: int | None, reader: Any, tmp_path: Path, codec: TextCodec
 ) -> None:
@@ -131,7 +131,7 @@ def test_the_next_row_stands_for_one_that_is_left_out(tmp_path: Path, codec: Tex
     lines = [int(data.items[n].place.rpartition(":")[2]) for n in (6, 3, 5, 4, 6)]
     assert lines == [int(other.items[n].place.rpartition(":")[2]) for n in (6, 3, 5, 4, 6)] == [16, 10, 16, 10, 16]
     assert "when drawn: 3 rows left out: sequence longer than 20 tokens" in data.remarks[1]
-    pairs = read(config, codec, pair_reader("keep"), room=20)
+    pairs = read(config, codec, pair_reader, room=20)
     assert pairs.items[12] == pairs.items[2] and "chosen and rejected are the same" in pairs.remarks[1]
     nothing = read(
         DataConfig(path=str(_jsonl(tmp_path, [ROWS[0], long, long])), check_rows=1, overlong="skip"), codec, room=20
@@ -165,7 +165,7 @@ def test_a_bad_row_is_named_when_it_is_met(line: str, found: str, tmp_path: Path
 def test_rows_of_another_kind_are_named(tmp_path: Path, codec: TextCodec) -> None:
     judged = {"prompt": "a", "completion": "b", "label": True}
     config = DataConfig(path=str(_jsonl(tmp_path, [*ROWS, judged])), check_rows=4)
-    data = read(config, codec, pair_or_judgement_reader("keep"))
+    data = read(config, codec, pair_or_judgement_reader)
     with pytest.raises(UserError, match="some rows hold pairs and others answers") as raised:
         _ = data.items[13]
     assert raised.value.found.endswith(":28")
@@ -206,7 +206,7 @@ def _sizes(path: Path, num: int, write: str, check_rows: int) -> tuple[float, in
     gc.collect()
     known = len(gc.get_objects())
     tracemalloc.start()
-    data = read(DataConfig(path=str(path), check_rows=check_rows), Short(), pair_reader("keep"))
+    data = read(DataConfig(path=str(path), check_rows=check_rows), Short(), pair_reader)
     batches = [data.batch(number, 8, seed=0) for number in range(20)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""Preference rows: doubtful pairs with their places, judged answers, batches, answers to other prompts."""
+"""Preference rows: equal pairs with their places, judged answers, batches, answers to other prompts."""
 
 from __future__ import annotations
 
@@ -53,48 +53,16 @@ MIXED = rows(
 the beginning of the rejected one; on line 6 it is the other way round, which is no matter."""
 
 
-# Doubtful pairs ------------------------------------------------------------------------------------------
+# Equal pairs ---------------------------------------------------------------------------------------------
 
 
-def build(codec: TextCodec, doubtful: Any) -> PreferenceData:
-    return PreferenceData.build(preferences(MIXED, doubtful=doubtful), codec, TokenLimit(99), doubtful)
-
-
-def test_doubtful_pairs_are_kept_and_reported(codec: TextCodec) -> None:
-    data = build(codec, "keep")
+def test_equal_pairs_are_left_out_and_counted(codec: TextCodec) -> None:
+    data = PreferenceData.build(preferences(MIXED), codec, TokenLimit(99))
     assert [item.place for item in data.items] == [f"f.jsonl:{n}" for n in (1, 3, 5, 6, 7, 9)]
-    assert data.warnings == (
-        "2 rows left out: chosen and rejected are the same (f.jsonl:2, 8)",
-        "1 rows: one answer is empty (f.jsonl:3)",
-        "1 rows left out: chosen and rejected are the same (f.jsonl:4)",
-        "2 rows: the chosen answer is the beginning of the rejected one (f.jsonl:5, 9)",
-    )
+    assert data.warnings == ("3 rows left out: chosen and rejected are the same (f.jsonl:2, 8, 4)",)
 
 
-def test_doubtful_pairs_are_left_out_where_that_is_asked_for(codec: TextCodec) -> None:
-    data = build(codec, "skip")
-    assert [item.place for item in data.items] == [f"f.jsonl:{n}" for n in (1, 6, 7)]
-    assert "1 rows left out: one answer is empty (f.jsonl:3)" in data.warnings
-    assert "2 rows left out: the chosen answer is the beginning of the rejected one (f.jsonl:5, 9)" in data.warnings
-
-
-def test_doubtful_pairs_stop_the_run_where_that_is_asked_for(codec: TextCodec) -> None:
-    with pytest.raises(UserError, match="doubtful") as caught:
-        build(codec, "error")
-    assert caught.value.found == (
-        "2: chosen and rejected are the same (f.jsonl:2, 8); 1: one answer is empty (f.jsonl:3)"
-    )
-    parsed = preferences([MIXED[0], MIXED[3], MIXED[4]], doubtful="error")
-    with pytest.raises(UserError, match="doubtful") as caught:
-        PreferenceData.build(parsed, codec, TokenLimit(99), "error")
-    assert caught.value.found == (
-        "1: chosen and rejected are the same (f.jsonl:4); "
-        "1: the chosen answer is the beginning of the rejected one (f.jsonl:5)"
-    )
-    assert "doubtful_pairs" in caught.value.remedy
-
-
-@pytest.mark.parametrize("margin", ["wide", float("inf"), True, [1], "nan"])
+@pytest.mark.parametrize("margin", ["wide", float("inf"), [1], "nan"])
 def test_a_margin_that_is_no_number_names_its_row(margin: Any) -> None:
     with pytest.raises(UserError, match="`margin` is not a finite number") as caught:
         preferences(rows(pair("b", "c", margin=1), pair("b", "c", margin=margin)))
@@ -126,7 +94,6 @@ def test_judged_answers_in_chat_and_empty_ones() -> None:
     chat = {"messages": [USER], "completion": {"role": "assistant", "content": "b"}, "label": True}
     found = judgements(rows(chat, {"prompt": "a", "completion": " ", "label": False}))
     assert found.items[0] == Judgement([USER], "b", True, "f.jsonl:1")
-    assert found.report() == ["1 rows: the answer is empty (f.jsonl:2)"]
 
 
 @pytest.mark.parametrize(

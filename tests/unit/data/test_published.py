@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from quartet.config.errors import UserError
 from quartet.data.datasets import SFTData, TokenLimit
-from quartet.data.fields import Reading, as_dialogue
+from quartet.data.fields import Reading
 from quartet.data.formats import demonstrations, judgements, preferences, prompts
 from quartet.data.readers import Row
 from quartet.extras.process_rewards.data import step_labelled
 from quartet.extras.quickstart.tokenizer import build_tokenizer
-from quartet.text.examples import Conversation, Demonstration, Document, Judgement, Preference, Prompt, Tokenised
+from quartet.text.examples import Document, Preference, Prompt, Tokenised
 from quartet.text.tokenizer import TextCodec
 
 PLACE = "f.jsonl:1"
@@ -67,22 +66,18 @@ def test_the_columns_that_are_meant_are_told(row: dict[str, Any], keys: list[str
 # HH-RLHF -------------------------------------------------------------------------------------------------
 
 ASKED = "\n\nHuman: Who?\n\nAssistant: Me.\n\nHuman: And\n\nyou?\n\nAssistant:"
-TURNS = [turn("user", "Who?"), turn("assistant", "Me."), turn("user", "And\n\nyou?")]
 
 
 def test_dialogues_are_cut_behind_the_last_turn_they_share() -> None:
     row = {"chosen": f"{ASKED} Yes, I", "rejected": f"{ASKED} Yes, me"}
     (found,) = preferences(rows(row)).items
     assert found == Preference(ASKED, " Yes, I", " Yes, me", None, PLACE)
-    (found,) = preferences(rows(row), Reading(turns="messages")).items
-    assert found == Preference(TURNS, "Yes, I", "Yes, me", None, PLACE)
     assert prompts(rows({**row, "id": 7})).items == (Prompt(ASKED, {"id": 7}, PLACE),)
-    assert prompts(rows(row), Reading(turns="messages")).items[0].prompt == TURNS
 
 
 def test_an_empty_answer_of_a_dialogue_is_the_data_s_own() -> None:
     found = preferences(rows({"chosen": f"{ASKED} No.", "rejected": f"{ASKED} "}))
-    assert found.items[0].rejected == " " and dict(found.notes) == {"one answer is empty": 1}
+    assert found.items[0].rejected == " "
 
 
 @pytest.mark.parametrize(
@@ -97,38 +92,6 @@ def test_dialogues_that_differ_earlier_are_left_out(chosen: str, rejected: str) 
     fine = {"chosen": f"{ASKED} Yes", "rejected": f"{ASKED} No"}
     found = preferences(rows(fine, {"chosen": chosen, "rejected": rejected}))
     assert dict(found.skipped) == {"the conversations differ before their last turn": 1} and len(found.items) == 1
-
-
-def test_answers_that_repeat_their_prompt() -> None:
-    whole = preferences(rows({"prompt": ASKED, "chosen": f"{ASKED} Yes", "rejected": f"{ASKED} No"}))
-    assert whole.items[0] == Preference(ASKED, " Yes", " No", None, PLACE)
-    assert dict(whole.notes) == {"both answers began with their prompt, which was taken off": 1}
-    alone = preferences(rows({"prompt": ASKED, "chosen": " Yes", "rejected": " No"}), Reading(turns="messages"))
-    assert alone.items[0] == Preference(TURNS, "Yes", "No", None, PLACE)
-
-
-@pytest.mark.parametrize(
-    ("text", "messages"),
-    [
-        ("plain", [turn("user", "plain")]),
-        ("Be kind.\n\nHuman: a\n\nHuman: b\n\nAssistant:", [turn("system", "Be kind."), turn("user", "a\n\nb")]),
-        ("\n\nHuman: a\n\nAssistant: b", [turn("user", "a"), turn("assistant", "b")]),
-    ],
-)
-def test_turns_become_messages(text: str, messages: list[dict[str, str]]) -> None:
-    assert as_dialogue(text) == messages
-
-
-def test_turns_of_every_kind_of_row() -> None:
-    row = {"prompt": ASKED, "completion": " Yes ", "label": True}
-    assert demonstrations(rows(row), Reading(turns="messages")).items == (Demonstration(TURNS, "Yes", PLACE),)
-    assert judgements(rows(row), Reading(turns="messages")).items == (Judgement(TURNS, "Yes", True, PLACE),)
-    text = {"text": f"{ASKED} Yes"}
-    assert demonstrations(rows(text), Reading(turns="messages")).items == (
-        Conversation([*TURNS, turn("assistant", "Yes")], PLACE),
-    )
-    found = prompts(rows({"prompt": f"{ASKED} Yes"}), Reading(turns="messages"))
-    assert found.items[0].prompt == TURNS and found.notes, "the answer was taken off"
 
 
 # Texts that begin alike ----------------------------------------------------------------------------------
@@ -204,9 +167,7 @@ def test_every_token_of_a_text_is_learned(codec: TextCodec) -> None:
     [
         ({"input_ids": [3, 4, 5]}, [3, 4, 5], [0, 1, 1]),
         ({"input_ids": [3, 4, 5], "labels": [-100, -100, 5]}, [3, 4, 5], [0, 0, 1]),
-        ({"input_ids": [0, 3, 4, 0], "attention_mask": [0, 1, 1, 0], "labels": [-100, 3, 4, -100]}, [3, 4], [0, 1]),
-        ({"input_ids": [3, 4, 5], "completion_mask": [0, 0, 1]}, [3, 4, 5], [0, 0, 1]),
-        ({"input_ids": [3, 4, 5], "assistant_masks": [0, 1, 0], "labels": [3, 4, 5]}, [3, 4, 5], [0, 1, 0]),
+        ({"input_ids": [3, 4], "attention_mask": [1, 1]}, [3, 4], [0, 1]),
     ],
 )
 def test_token_ids_stay_as_they_are(row: dict[str, Any], ids: list[int], mask: list[int], codec: TextCodec) -> None:
@@ -223,9 +184,7 @@ def test_token_ids_stay_as_they_are(row: dict[str, Any], ids: list[int], mask: l
         ({"input_ids": [3, 4], "labels": [-100, 5]}, "label 5 at place 1 is neither -100 nor the id 4"),
         ({"input_ids": [3, 4], "labels": [4]}, "`labels` has 1 entries for 2 ids"),
         ({"input_ids": [3, 4], "labels": [-100, -100]}, "no token carries loss"),
-        ({"input_ids": [3, 4, 5], "attention_mask": [1, 0, 1]}, "has gaps"),
-        ({"input_ids": [3, 4, 3, 4], "position_ids": [0, 1, 0, 1]}, "several sequences in one row"),
-        ({"input_ids": [3, 4], "attention_mask": [0, 0]}, "no token carries loss"),
+        ({"input_ids": [3, 4, 5], "attention_mask": [1, 1, 0]}, "marks padding"),
         ({"input_ids": [3.5, 4]}, "[3.5, 4]"),
     ],
 )
@@ -236,54 +195,3 @@ def test_token_ids_that_cannot_be_used_are_refused_with_their_row(
     with pytest.raises(UserError) as caught:
         SFTData.build(demonstrations(rows(fine, row)), codec, TokenLimit(99))
     assert "f.jsonl:2: " in caught.value.found and found in caught.value.found
-
-
-# What stands beside ------------------------------------------------------------------------------------------
-
-ASK, ME, YOU = turn("user", "Who?"), turn("assistant", "Me."), turn("assistant", "You.")
-
-
-def test_messages_written_as_text_are_messages() -> None:
-    """Tables hold them so; the text of a list is no answer to learn."""
-    pair = {"prompt": "Who?", "chosen": json.dumps([ME]), "rejected": json.dumps([YOU])}
-    whole = {"chosen": json.dumps([ASK, ME]), "rejected": json.dumps([ASK, YOU])}
-    for row in (pair, whole):
-        found = preferences(rows(row))
-        assert found.items == (Preference([ASK], "Me.", "You.", None, PLACE),)
-        assert next(iter(found.notes)) == "chosen was the text of a list of messages, and was read as the list"
-    shown = demonstrations(rows({"prompt": json.dumps([ASK]), "completion": json.dumps([ME])}))
-    assert shown.items == (Demonstration([ASK], "Me.", PLACE),)
-    assert prompts(rows({"prompt": json.dumps([ASK])})).items[0].prompt == [ASK]
-    with pytest.raises(UserError, match="not text"):
-        preferences(rows({**pair, "rejected": "You."}))
-
-
-@pytest.mark.parametrize("turns", ["text", "messages"])
-def test_whole_dialogues_beside_their_prompt_are_no_answers(turns: Any) -> None:
-    row = {
-        "prompt": "Who?",
-        "chosen": "\n\nHuman: Who?\n\nAssistant: Me.",
-        "rejected": "\n\nHuman: Who?\n\nAssistant: I.",
-    }
-    found = preferences(rows(row), Reading(turns=turns))
-    (pair,) = found.items
-    assert (pair.chosen.strip(), pair.rejected.strip()) == ("Me.", "I.")
-    assert pair.prompt == ([ASK] if turns == "messages" else "\n\nHuman: Who?\n\nAssistant:")
-    assert [note.partition(",")[0] for note in found.notes] == ["the answers were whole conversations"]
-
-
-def test_the_system_turn_of_a_prompt_beside_whole_conversations_is_kept() -> None:
-    system = turn("system", "Be brief.")
-    row = {"prompt": [system, ASK], "chosen": [ASK, ME], "rejected": [ASK, YOU]}
-    found = preferences(rows(row))
-    assert found.items[0].prompt == [system, ASK] and not found.notes
-    for same in ("Who?", [ASK], json.dumps([ASK])):
-        assert preferences(rows({**row, "prompt": same})).items[0].prompt == [ASK]
-    for other in ("Where?", [turn("user", "Where?")]):
-        told = preferences(rows({**row, "prompt": other}))
-        assert told.items[0].prompt == [ASK] and len(told.notes) == 1
-
-
-def test_tools_that_no_template_sees_are_told() -> None:
-    found = demonstrations(rows({"prompt": "a", "completion": "b", "tools": ["search"]}, {"messages": [ASK, ME]}))
-    assert dict(found.notes) == {"`tools` beside plain text, to which no chat template is applied": 1}

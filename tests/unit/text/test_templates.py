@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quartet.config.common import ModelConfig
 from quartet.config.errors import UserError
-from quartet.text.templates import template_warnings, with_template
+from quartet.text.templates import with_template
 from quartet.text.tokenizer import TextCodec
 
 Build = Callable[..., PreTrainedTokenizerFast]
@@ -119,14 +119,3 @@ def test_a_template_of_its_own_for_tools(plain: Any) -> None:
     plain.chat_template = {"default": "d", "tool_use": "{{ tools | length }}"}
     told = [{**ASK[0], "tools": [TOOL]}]
     assert [TextCodec(plain).render(prompt) for prompt in (ASK, told)] == ["d", "1"]
-    assert template_warnings(plain, has_tools=True) == []
-    both = with_template(plain, None, {"x": 1})
-    assert template_warnings(both, has_tools=False) == ["the chat template does not read `x` of chat_template_kwargs"]
-
-
-def test_what_a_template_does_not_read(chat: TextCodec, plain: Any) -> None:
-    deaf = with_template(chat.tokenizer, None, {"thinking": False})
-    assert template_warnings(chat.tokenizer, has_tools=False) == []
-    assert [line.split("`")[1] for line in template_warnings(deaf, has_tools=True)] == ["thinking", "tools"]
-    plain.chat_template = THINKING
-    assert template_warnings(with_template(plain, None, {"thinking": False}), has_tools=True) == []

@@ -33,11 +33,11 @@ def sft_data(*given: Any) -> Any:
 
 
 def preference_data(*given: Any) -> Any:
-    return read_data(*given, pair_reader("keep"))
+    return read_data(*given, pair_reader)
 
 
 def pairs_or_judgements(*given: Any) -> Any:
-    return read_data(*given, pair_or_judgement_reader("keep"))
+    return read_data(*given, pair_or_judgement_reader)
 
 
 def process_data(config: Any, rows: Any, codec: Any, context: int, separator: str, key: str) -> Any:
@@ -154,23 +154,6 @@ def test_overlong_rows_from_python_and_remedies_that_name_their_section(key: str
     assert f"map them: {key}.columns.prompt=question" in caught.value.remedy
     with pytest.raises(UserError, match=f"{key}.path is missing"):
         prompt_data(DataConfig(overlong="skip"), None, codec, 8, key)
-
-
-def test_turns_reach_every_job() -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
-    codec, config = TextCodec(tokenizer), DataConfig(turns="messages")
-    head = "\n\nHuman: 1+2\n\nAssistant:"
-    pair = {"chosen": f"{head} 3", "rejected": f"{head} 4"}
-    ids = codec.encode_prompt([{"role": "user", "content": "1+2"}])
-    (item,) = prompt_data(config, [pair], codec, 99, "data")
-    assert codec.encode_prompt(item.prompt) == ids and item.num_tokens == len(ids)
-    assert list(preference_data(config, [pair], codec, 99, "data").items[0].prompt_ids) == ids
-    judged = pairs_or_judgements(config, [{"prompt": head, "completion": " 3", "label": 1}], codec, 99, "data")
-    assert list(judged.items[0].prompt_ids) == ids
-    assert list(sft_data(config, [{"text": f"{head} 3"}], codec, 99, "data").items[0].input_ids)[: len(ids)] == ids
-    steps = process_data(config, [{"prompt": head, "steps": ["3"], "labels": [1]}], codec, 99, ";", "data")
-    assert list(steps.items[0].prompt_ids) == ids
 
 
 # Very long texts ------------------------------------------------------------------------------------------

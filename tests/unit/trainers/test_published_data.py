@@ -72,20 +72,18 @@ def hh(tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("turns", ["text", "messages"])
 def test_a_reward_model_learns_from_dialogues_as_published(
-    turns: Any, hh: dict[str, str], letters: Any, causal_lm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hh: dict[str, str], letters: Any, causal_lm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sections = {key: DataConfig(path=path, turns=turns) for key, path in hh.items()}
+    sections = {key: DataConfig(path=path) for key, path in hh.items()}
     recipe = RewardModelRecipe(
         **COMMON, **sections, output_dir=str(tmp_path / "run"), steps=12, pairs_per_step=8, evaluate_every_steps=99
     )
     model = causal_lm(vocab_size=len(letters), eos_token_id=letters.eos_token_id, max_position_embeddings=256)
     trainer = RewardModelTrainer(recipe, model=model, tokenizer=letters)
-    head = "u|Is 0 so?\na|Why?\nu|Just say.\na|" if turns == "messages" else dialogues(1)[0]["chosen"][:-6]
     first = trainer.worker.data.items[0]
-    assert letters.decode(first.prompt_ids) == head
-    assert letters.decode(first.answers[0][:-1]) == ("yes!!\n" if turns == "messages" else " yes!!")
+    assert letters.decode(first.prompt_ids) == dialogues(1)[0]["chosen"][:-6]
+    assert letters.decode(first.answers[0][:-1]) == " yes!!"
     result = trainer.train()
     assert any("differ before their last turn" in note for note in result.summary["notes"])
     found = result.summary["stages"][0]["metrics"]
@@ -149,15 +147,7 @@ def test_token_ids_train_as_their_text_does(
     ids = []
     for row in demonstrations:
         prompt, answer = codec.encode_completion(row["prompt"], row["completion"])
-        # As collators write it: padded, and prompts and padding without loss.
-        pad = [codec.eos_id] * 2
-        ids.append(
-            {
-                "input_ids": prompt + answer + pad,
-                "labels": [-100] * len(prompt) + answer + [-100] * 2,
-                "attention_mask": [1] * len(prompt + answer) + [0, 0],
-            }
-        )
+        ids.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
     trained = []
     for name, rows in (("text", demonstrations), ("ids", ids)):
         recipe = SFTRecipe(**COMMON, output_dir=str(tmp_path / name), steps=3, examples_per_step=6)

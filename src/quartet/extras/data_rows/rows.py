@@ -23,13 +23,13 @@ from quartet.config.plugins import jobs, load
 from quartet.config.recipe import RewardModelRecipe, RLRecipe
 from quartet.config.run import Recipe, SupervisedRecipe
 from quartet.data.datasets import Ordered, PromptItem
-from quartet.data.fields import TOOLS_TOLD, Reading
+from quartet.data.fields import Reading
 from quartet.data.formats import NothingLeft, Parsed
 from quartet.data.readers import Row, iter_rows
 from quartet.models.loading import outlined
 from quartet.text.examples import Messages
 from quartet.text.loading import load_generation_config, local_directory, local_or_hub
-from quartet.text.templates import MARKS, free_variables, render, split_defaults, template_of, template_warnings
+from quartet.text.templates import MARKS, free_variables, render, split_defaults, template_of
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.evaluation import sampling_params
 from quartet.trainers.input_sources import (
@@ -216,7 +216,7 @@ class DataRows:
                     self.num_rows -= 1
                     break
                 except UserError as error:  # the reader stops here, and so would the run
-                    self.stopping.count(self.stopping.skipped, error.problem, error.found)  # which names file and line
+                    self.stopping.skip(error.problem, error.found)  # which names file and line
                     notes = ("rows behind it are not read",)
                     yield ShownRow(self.num_rows, str(source.path), notes=notes, error=error)
                     break
@@ -233,18 +233,15 @@ class DataRows:
             if type(data) is not self._kind:
                 found = f"{row.place}: {type(data).__name__}, the first row is {self._kind.__name__}"
                 raise UserError("rows of two kinds are mixed", found=found, remedy="use data of one kind")
-            notes = tuple(_reason(line, row.place) for line in data.warnings)
-            for note in notes:
-                self.told.count(self.told.notes, note, row.place)
             self.sizes[part] += 1
             self.lengths.append(data.items[0].num_tokens)
-            return replace(shown, notes=notes, spans=self._spans(data) if is_wanted else ())
+            return replace(shown, spans=self._spans(data) if is_wanted else ())
         except NothingLeft as nothing:
-            self.told.count(self.told.skipped, nothing.reason, row.place)
+            self.told.skip(nothing.reason, row.place)
             length = f" ({nothing.found})" if nothing.problem.startswith("every") else ""
             return replace(shown, skipped=f"{nothing.reason}{length}")
         except UserError as error:
-            self.stopping.count(self.stopping.skipped, error.problem, row.place)
+            self.stopping.skip(error.problem, row.place)
             return replace(shown, error=error)
 
     def _spans(self, data: Ordered) -> tuple[Span, ...]:
@@ -286,13 +283,10 @@ class DataRows:
         return [line.replace("rows left out: ", "rows stop the run: ", 1) for line in self.stopping.report()]
 
     def notes(self) -> list[str]:
-        """Returns the rows left out or converted, by reason with their first places; the sources' shares of what is
-        drawn.
-        """
-        remarks = template_warnings(self.codec.tokenizer, has_tools=TOOLS_TOLD in self.told.notes)
+        """Returns the rows left out, by reason with their first places; the sources' shares of what is drawn."""
         config = self.section.config
         is_mixed = config is not None and len(self.parts) > 1 and all(self.sizes)
-        return [*self.told.report(), *remarks, *(shares(config, self.sizes) if config and is_mixed else ())]
+        return [*self.told.report(), *(shares(config, self.sizes) if config and is_mixed else ())]
 
 
 def _codec(model: ModelConfig | None) -> tuple[TextCodec, int]:
@@ -316,8 +310,3 @@ def _titles(item: Any) -> Sequence[str]:
     if len(chosen) == 2:
         return ("chosen", "rejected")
     return ("good answer" if chosen[0] else "bad answer",) if chosen else ("answer",)
-
-
-def _reason(line: str, place: str) -> str:
-    """Returns what a warning about one row says, without count and place."""
-    return line.removeprefix("1 rows: ").removesuffix(f" ({place})")

@@ -206,9 +206,6 @@ def _example(fields: Fields, separator: str) -> StepLabelled:
         raise RowFault(f"{len(labels)} labels for {num_steps} steps that end with {separator!r}")
     if all(label is None for label in labels):
         raise Skip("no step has a label")
-    if -1 in values and 0 in values:
-        # Some data write -1 for wrong and 0 for neither right nor wrong.
-        fields.notes.append("labels -1 and 0 both count as wrong; write null for a step that is neither")
     return StepLabelled(prompt, text, labels, fields.place)
 
 
@@ -299,7 +296,7 @@ class ProcessData(Batches):
             except RowFault as fault:
                 faults.append((example.place, str(fault)))
         _refuse(faults, num_rows)
-        return cls(**kept.fields(parsed.report()))
+        return cls(**kept.fields(parsed))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Selects answers by index; those of one prompt stand together, at the place of the first, and share its

@@ -394,8 +394,6 @@ def starter(
         keys[f"{place}{_EXAMPLE}columns"] = {needs[0]: "question"}
     elif mapped := usual_columns(needs, row):
         keys[f"{place}columns"] = mapped
-    if row is not None and any("\n\nHuman:" in text for text in row.values() if isinstance(text, str)):
-        keys[f"{place}{_EXAMPLE}turns"] = "messages"
     keys[f"{place}overlong"] = "skip"
     called = "".join(f" --{name} {value}" for name, value in (("method", method), ("reward", reward)) if value)
     head = [

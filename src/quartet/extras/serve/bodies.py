@@ -16,7 +16,6 @@ from quartet.config.common import Strict, TemplateVariables
 from quartet.data.fields import without_nulls
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.scheduler import check_request
-from quartet.text.templates import template_warnings
 from quartet.text.tokenizer import TextCodec
 
 MAX_SEED = (1 << 63) - 1
@@ -134,17 +133,11 @@ class ChatBody(_Body):
         """Returns the token ids of the conversation, those that training gives the same messages, tools and variables.
 
         Raises:
-            UserError: the template does not read what it is given, or refuses it.
+            UserError: the template refuses it.
         """
         first, *rest = (each.for_template for each in self.messages)
         # As in rows of data.
         tools = without_nulls(self.tools) if self.tool_choice == "auto" else []
-        if unread := template_warnings(codec.tokenizer, self.chat_template_kwargs, has_tools=bool(tools)):
-            raise UserError(
-                "the request gives the chat template what it does not read",
-                found="; ".join(unread),
-                remedy="leave that out, or serve the model with another --chat-template",
-            )
         return [codec.encode_prompt([{**first, "tools": tools} if tools else first, *rest], self.chat_template_kwargs)]
 
     @property
