@@ -143,7 +143,6 @@ from .config.plugins import (
     TrackerType as TrackerType,
 )
 from .config.rewards import (
-    BreakerConfig as BreakerConfig,
     RetryConfig as RetryConfig,
 )
 from .config.rewards import (

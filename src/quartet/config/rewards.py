@@ -48,15 +48,6 @@ class RetryConfig(Strict):
     seed: int = Field(0, description="Decides the jitter of the waits.")
 
 
-class BreakerConfig(Strict):
-    """After so many attempts in a row without an answer requests fail at once for ``rest_s``; then one is tried."""
-
-    failures: int = Field(
-        20, ge=1, description="Attempts in a row without an answer, after which calls pause for rest_s."
-    )
-    rest_s: float = Field(30.0, gt=0, description="Pause after so many failures, before the server is called again.")
-
-
 class RemoteServer(Strict):
     """What every server has."""
 
@@ -262,7 +253,6 @@ class RemoteSource(RemoteServer, Fallible):
     """What every source on a server has."""
 
     on_error: OnError = Field("leave_out", description="stop: a sample that fails stops the run before the update.")
-    breaker: BreakerConfig = BreakerConfig()
 
 
 class HTTPReward(RemoteSource):

@@ -1,4 +1,4 @@
-"""JSON over HTTP with retries, back-off and a circuit breaker: servers of rewards, judges and engines.
+"""JSON over HTTP with retries and back-off: servers of rewards, judges and engines.
 
 Waits are a function of a seed, the request and the attempt, so that many workers do not come back at the same moment
 and a run waits as it did before.
@@ -12,9 +12,7 @@ import os
 import random
 import re
 import ssl
-import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -27,20 +25,19 @@ from typing import Any, Literal, TypeVar
 import httpx2
 
 from quartet.config.errors import UserError, described
-from quartet.config.rewards import BreakerConfig, RemoteServer, RetryConfig
+from quartet.config.rewards import RemoteServer, RetryConfig
 
 MAX_ANSWER_BYTES = 16 << 20
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 T = TypeVar("T")
-Kind = Literal["unreachable", "silent", "refused", "malformed", "resting", "stopped"]
+Kind = Literal["unreachable", "silent", "refused", "malformed", "stopped"]
 
 
 class RemoteError(UserError):
     """No usable answer. ``kind`` says why: ``unreachable`` (no connection, or it broke), ``silent`` (no whole answer in
-    time), ``refused`` (an HTTP status), ``malformed`` (no such answer as agreed), ``resting`` (the circuit breaker is
-    open), ``stopped`` (the run ends). ``again``: another attempt may succeed, after ``wait_s`` where the server says
-    so.
+    time), ``refused`` (an HTTP status), ``malformed`` (no such answer as agreed), ``stopped`` (the run ends).
+    ``again``: another attempt may succeed, after ``wait_s`` where the server says so.
     """
 
     problem_of = "the server {name!r} gave no answer ({kind})"
@@ -60,36 +57,6 @@ class RemoteError(UserError):
         self.kind, self.again, self.wait_s, self.status = kind, again, wait_s, status
 
 
-class CircuitBreaker:
-    """Opens after so many failed attempts in a row; then nothing is tried for a while, and then one request is.
-
-    Args:
-        clock: seconds that never jump.
-    """
-
-    def __init__(self, config: BreakerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config = config
-        self._clock = clock
-        self._failures = 0
-        self._closed_again_s = 0.0
-
-    def resting(self) -> str | None:
-        """Tells why nothing is tried; None where a request may go ahead."""
-        if self._failures < self._config.failures:
-            return None
-        now = self._clock()
-        if now < self._closed_again_s:
-            return f"{self._failures} failures in a row; not tried for {self._closed_again_s - now:.0f} s more"
-        # One goes ahead; the others wait for how it fares.
-        self._closed_again_s = now + self._config.rest_s
-        return None
-
-    def note(self, *, answered: bool) -> None:
-        self._failures = 0 if answered else self._failures + 1
-        if self._failures >= self._config.failures:
-            self._closed_again_s = self._clock() + self._config.rest_s
-
-
 class JSONClient:
     """Exchanges JSON with a server. Requests have an event loop in a thread of their own, so that they go on while the
     caller's is busy, and a caller may come from one loop after the other.
@@ -97,23 +64,14 @@ class JSONClient:
     Args:
         config: where, how patiently, how often, how many at a time.
         name: of the server, in messages.
-        breaker: None: none, however often it fails.
         error: what is raised where there is no answer.
 
     Raises:
         UserError: the variable that should hold the key is not set.
     """
 
-    def __init__(
-        self,
-        config: RemoteServer,
-        *,
-        name: str = "",
-        breaker: BreakerConfig | None = None,
-        error: type[RemoteError] = RemoteError,
-    ) -> None:
+    def __init__(self, config: RemoteServer, *, name: str = "", error: type[RemoteError] = RemoteError) -> None:
         self._config, self._name, self._error_type = config, name or config.url, error
-        self._breaker = CircuitBreaker(breaker or BreakerConfig(failures=sys.maxsize))
         self._slots = asyncio.Semaphore(config.concurrency)
         self._is_closed = False
         self.num_retries = 0
@@ -187,8 +145,6 @@ class JSONClient:
     async def _patiently(self, call: _Call, read: Callable[[Any], T]) -> T:
         waits = waits_s(self._config.retry, call.data)
         while True:
-            if (why := self._breaker.resting()) is not None:
-                raise self._error("resting", why)
             try:
                 return await self._attempt(call, read)
             except RemoteError as error:
@@ -201,12 +157,7 @@ class JSONClient:
             await asyncio.sleep(wait_s)
 
     async def _attempt(self, call: _Call, read: Callable[[Any], T]) -> T:
-        try:
-            status, headers, text = await self._exchange(call)
-        except RemoteError:
-            self._breaker.note(answered=False)
-            raise
-        self._breaker.note(answered=status not in _AGAIN)
+        status, headers, text = await self._exchange(call)
         if status != 200:
             place = f" to {headers['Location'][:200]}" if "Location" in headers else ""
             wait_s = _seconds(headers.get("Retry-After"))

@@ -41,7 +41,7 @@ class NoScore(RemoteError, RewardError):
 
 def reward_client(config: RemoteSource) -> JSONClient:
     """Makes the connection to a source's server."""
-    return JSONClient(config, name=config.name or "", breaker=config.breaker, error=NoScore)
+    return JSONClient(config, name=config.name or "", error=NoScore)
 
 
 class HTTPSource(RewardSource):

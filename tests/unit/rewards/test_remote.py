@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from quartet.config import UserError
-from quartet.config.rewards import BreakerConfig, HTTPReward, RetryConfig
-from quartet.remote.json_client import CircuitBreaker, JSONClient, RemoteError, waits_s
+from quartet.config.rewards import HTTPReward, RetryConfig
+from quartet.remote.json_client import JSONClient, RemoteError, waits_s
 from quartet.rewards.build import build_reward
 from quartet.rewards.judge import reward_client
 
@@ -268,40 +268,6 @@ def test_a_key_that_is_not_there_is_named_and_never_shown(monkeypatch: pytest.Mo
     with pytest.raises(UserError, match="not one line") as caught:
         reward_client(settings)
     assert "s3cret" not in str(caught.value)
-
-
-# The circuit breaker ---------------------------------------------------------------------------------------
-
-
-def test_the_breaker_opens_rests_and_tries_one() -> None:
-    now = [0.0]
-    breaker = CircuitBreaker(BreakerConfig(failures=3, rest_s=10.0), clock=lambda: now[0])
-    for _ in range(2):
-        breaker.note(answered=False)
-    breaker.note(answered=True)
-    for _ in range(3):
-        assert breaker.resting() is None
-        breaker.note(answered=False)
-    assert breaker.resting() == "3 failures in a row; not tried for 10 s more"
-    now[0] = 10.0
-    assert breaker.resting() is None
-    assert breaker.resting() is not None, "only one goes ahead"
-    breaker.note(answered=False)
-    now[0] = 19.9
-    assert breaker.resting() is not None
-    now[0] = 20.0
-    assert breaker.resting() is None
-    breaker.note(answered=True)
-    assert breaker.resting() is breaker.resting() is None
-
-
-def test_a_server_that_is_down_is_soon_left_alone(serve: Any) -> None:
-    asked = serve(lambda body: (503, {}))
-    settings = config(asked.url, breaker=BreakerConfig(failures=4, rest_s=60.0), batch_size=1, concurrency=1)
-    outcome = score(settings, ["a"] * 50)
-    assert outcome.failed == [True] * 50
-    assert len(asked.bodies) == 4
-    assert any("not tried" in reason.found for reason in outcome.reasons)
 
 
 # Scores ----------------------------------------------------------------------------------------------------
