@@ -166,8 +166,8 @@ def _read(read: Callable[[], Any], source: str) -> Any:
         raise UserError(
             "the tokenizer cannot be loaded",
             found=f"{source}: {_first_line(error)}",
-            remedy="put tokenizer.json and tokenizer_config.json there, or name another `tokenizer:`; a tokenizer.model "
-            "alone needs sentencepiece and protobuf",
+            remedy="put tokenizer.json and tokenizer_config.json there, or name another `tokenizer:`; a lone "
+            "tokenizer.model needs sentencepiece and protobuf",
         ) from error
 
 
